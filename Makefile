@@ -1,0 +1,88 @@
+# `make help` lists the targets. VENV, PYTHON and OUTPUT can be set on the command line.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+VENV ?= .venv
+OUTPUT ?= demo-output
+# -qq: errors only
+INSTALL_FLAGS ?= -qq --disable-pip-version-check
+PYTEST_FLAGS ?= -q
+
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install $(INSTALL_FLAGS)
+# What an installation depends on: when one of these changes, the next target installs again.
+METADATA := setup.py pyproject.toml paddle_flexckpt/_version.py
+
+VENV_STAMP := $(VENV)/.stamp-venv
+DEMO_STAMP := $(VENV)/.stamp-demo
+TEST_STAMP := $(VENV)/.stamp-test
+
+.PHONY: help
+help: ## print this list
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+.PHONY: demo
+demo: $(DEMO_STAMP) ## train, checkpoint and reshard a small language model; results in demo-output/
+	@echo "[make] running the demo, output in $(OUTPUT)"
+	@$(BIN)/python examples/tensor_parallel_lm/run.py --output $(OUTPUT)
+
+.PHONY: test
+test: $(TEST_STAMP) ## run all tests
+	@echo "[make] running the tests"
+	@$(BIN)/python -m pytest $(PYTEST_FLAGS) tests
+
+.PHONY: test-full
+test-full: $(TEST_STAMP) ## run all tests with the long searches of the property tests
+	@echo "[make] running the tests with the Hypothesis profile 'full'"
+	@HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest $(PYTEST_FLAGS) tests
+
+.PHONY: lint
+lint: $(TEST_STAMP) ## check style, types and import contracts
+	@echo "[make] ruff check"
+	@$(BIN)/python -m ruff check .
+	@echo "[make] ruff format --check"
+	@$(BIN)/python -m ruff format --check .
+	@echo "[make] mypy"
+	@$(BIN)/python -m mypy
+	@echo "[make] lint-imports"
+	@$(BIN)/lint-imports
+
+.PHONY: format
+format: $(TEST_STAMP) ## rewrite the sources in the format that lint asks for
+	@$(BIN)/python -m ruff check --fix-only .
+	@$(BIN)/python -m ruff format .
+
+.PHONY: bench
+bench: $(TEST_STAMP) ## measure planning at scale and compare with Paddle's own checkpoint
+	@echo "[make] benchmarks/plan_scale.py"
+	@$(BIN)/python benchmarks/plan_scale.py
+	@echo "[make] benchmarks/against_paddle.py"
+	@$(BIN)/python benchmarks/against_paddle.py
+
+.PHONY: clean
+clean: ## remove outputs, caches and the virtual environment
+	@rm -rf demo-output bench-output log build dist paddle_flexckpt.egg-info
+	@rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
+	@if [[ -f "$(VENV)/pyvenv.cfg" ]]; then rm -rf "$(VENV)"; fi
+
+# One virtual environment serves every target; each stamp marks a finished installation in it.
+
+$(VENV_STAMP):
+	@echo "[make] creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(DEMO_STAMP): $(METADATA) | $(VENV_STAMP)
+	@echo "[make] installing the package with Paddle (CPU) and matplotlib"
+	@$(PIP_INSTALL) -e '.[cpu,viz]'
+	@touch $@
+
+$(TEST_STAMP): $(METADATA) | $(VENV_STAMP)
+	@echo "[make] installing the package with Paddle (CPU) and the test tools"
+	@$(PIP_INSTALL) -e '.[cpu,test]'
+	@touch $@

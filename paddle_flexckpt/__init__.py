@@ -1,0 +1,137 @@
+"""Flexible distributed checkpoints for PaddlePaddle: saved under one parallel layout, loaded under any other.
+
+Importing this package imports neither Paddle nor numpy; each public name loads its module when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from paddle_flexckpt._version import __version__
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.algebra import (
+        flat_range_in_min_slice,
+        get_overlap_region,
+        minimal_nd_slice,
+        ravel_index,
+        unravel_index,
+    )
+    from paddle_flexckpt.catalog import (
+        CheckpointError,
+        CorruptCheckpointError,
+        LocalTensorIndex,
+        LocalTensorMetadata,
+        Metadata,
+        ValidationError,
+    )
+    from paddle_flexckpt.parallel import install, is_installed, uninstall
+    from paddle_flexckpt.report import LoadReport, SaveReport
+    from paddle_flexckpt.runtime.assign import assign_sharded_slice
+    from paddle_flexckpt.runtime.loader import load_state_dict
+    from paddle_flexckpt.runtime.merged import load_merged_state_dict
+    from paddle_flexckpt.runtime.resharder import _load_state_dict, reshard_sharded_state_dict
+    from paddle_flexckpt.runtime.saver import save_state_dict
+    from paddle_flexckpt.sharded_weight import (
+        ShardedStateDict,
+        ShardedTensor,
+        ShardedWeight,
+        ShardedWeightDesc,
+        build_shard_desc,
+        build_sharded_state_dict,
+        create_sharded_weight_with_new_local,
+        is_sharded_state_dict,
+        make_replicated_sharded_weight,
+        make_tp_sharded_weight_for_checkpoint,
+        merge_shard_info_list,
+        shard_weight,
+    )
+
+_MODULES = {
+    "algebra": (
+        "flat_range_in_min_slice",
+        "get_overlap_region",
+        "minimal_nd_slice",
+        "ravel_index",
+        "unravel_index",
+    ),
+    "catalog": (
+        "CheckpointError",
+        "CorruptCheckpointError",
+        "LocalTensorIndex",
+        "LocalTensorMetadata",
+        "Metadata",
+        "ValidationError",
+    ),
+    "parallel": ("install", "is_installed", "uninstall"),
+    "report": ("LoadReport", "SaveReport"),
+    "runtime.assign": ("assign_sharded_slice",),
+    "runtime.loader": ("load_state_dict",),
+    "runtime.merged": ("load_merged_state_dict",),
+    "runtime.resharder": ("_load_state_dict", "reshard_sharded_state_dict"),
+    "runtime.saver": ("save_state_dict",),
+    "sharded_weight": (
+        "ShardedStateDict",
+        "ShardedTensor",
+        "ShardedWeight",
+        "ShardedWeightDesc",
+        "build_shard_desc",
+        "build_sharded_state_dict",
+        "create_sharded_weight_with_new_local",
+        "is_sharded_state_dict",
+        "make_replicated_sharded_weight",
+        "make_tp_sharded_weight_for_checkpoint",
+        "merge_shard_info_list",
+        "shard_weight",
+    ),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "CheckpointError",
+    "CorruptCheckpointError",
+    "LoadReport",
+    "LocalTensorIndex",
+    "LocalTensorMetadata",
+    "Metadata",
+    "SaveReport",
+    "ShardedStateDict",
+    "ShardedTensor",
+    "ShardedWeight",
+    "ShardedWeightDesc",
+    "ValidationError",
+    "__version__",
+    "_load_state_dict",
+    "assign_sharded_slice",
+    "build_shard_desc",
+    "build_sharded_state_dict",
+    "create_sharded_weight_with_new_local",
+    "flat_range_in_min_slice",
+    "get_overlap_region",
+    "install",
+    "is_installed",
+    "is_sharded_state_dict",
+    "load_merged_state_dict",
+    "load_state_dict",
+    "make_replicated_sharded_weight",
+    "make_tp_sharded_weight_for_checkpoint",
+    "merge_shard_info_list",
+    "minimal_nd_slice",
+    "ravel_index",
+    "reshard_sharded_state_dict",
+    "save_state_dict",
+    "shard_weight",
+    "uninstall",
+    "unravel_index",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,34 @@
+"""Geometry of shards: boxes, flattened ranges, strided copies and byte runs.
+
+Pure numpy. Everything a checkpoint does to data without changing it (cut, join, transpose, flatten) ends here as a
+strided copy between two pieces of memory or files.
+"""
+
+from paddle_flexckpt.algebra.boxes import Box, get_overlap_region, intersect_boxes, subtract_boxes
+from paddle_flexckpt.algebra.flat import (
+    flat_range_in_min_slice,
+    flat_range_to_boxes,
+    flat_ranges_to_boxes,
+    minimal_nd_slice,
+    ravel_index,
+    row_major_strides,
+    unravel_index,
+)
+from paddle_flexckpt.algebra.strided import ByteRuns, StridedCopy, coalesce_runs
+
+__all__ = [
+    "Box",
+    "ByteRuns",
+    "StridedCopy",
+    "coalesce_runs",
+    "flat_range_in_min_slice",
+    "flat_range_to_boxes",
+    "flat_ranges_to_boxes",
+    "get_overlap_region",
+    "intersect_boxes",
+    "minimal_nd_slice",
+    "ravel_index",
+    "row_major_strides",
+    "subtract_boxes",
+    "unravel_index",
+]

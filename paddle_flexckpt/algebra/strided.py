@@ -1,0 +1,159 @@
+"""Strided copies: the one form that every movement of data takes, and the byte runs that it reads or writes.
+
+A strided copy says: for every index below ``extents``, the element at ``source_base + index . source_strides`` goes to
+``target_base + index . target_strides``. A cut is a smaller extent, a concatenation another base, a transpose a
+permutation of strides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_flexckpt.algebra.flat import flat_range_to_boxes
+
+
+@dataclass(frozen=True)
+class ByteRuns:
+    """Contiguous stretches of a file or of memory.
+
+    Attributes:
+        start: int64 ``[n]``, first byte of each run.
+        length: int64 ``[n]``, bytes.
+    """
+
+    start: np.ndarray
+    length: np.ndarray
+
+    @property
+    def total(self) -> int:
+        """Bytes in all runs."""
+        return int(self.length.sum())
+
+
+def coalesce_runs(runs: ByteRuns, max_gap: int = 0) -> ByteRuns:
+    """Sorted, disjoint runs that cover the given ones.
+
+    Args:
+        runs: Runs in any order; they may overlap.
+        max_gap: Largest gap, in bytes, that is covered too in order to join two runs (0: none is).
+    """
+    keep = runs.length > 0
+    start, length = runs.start[keep], runs.length[keep]
+    if not len(start):
+        return ByteRuns(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    order = np.argsort(start, kind="stable")
+    start = start[order]
+    reach = np.maximum.accumulate(start + length[order])
+    first = np.concatenate([[True], start[1:] > reach[:-1] + max_gap])
+    last = np.concatenate([first[1:], [True]])
+    return ByteRuns(start[first], reach[last] - start[first])
+
+
+@dataclass(frozen=True)
+class StridedCopy:
+    """One strided copy; all numbers are in elements.
+
+    Attributes:
+        extents: Number of elements along every axis.
+        source_base: Position of the first element in the source's storage.
+        source_strides: Step in the source for each axis.
+        target_base: Position of the first element in the target's storage.
+        target_strides: Step in the target for each axis.
+    """
+
+    extents: tuple[int, ...]
+    source_base: int
+    source_strides: tuple[int, ...]
+    target_base: int
+    target_strides: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements copied."""
+        return math.prod(self.extents)
+
+    def simplified(self) -> StridedCopy:
+        """The same copy on as few axes as possible: unit axes dropped, axes that continue each other joined.
+
+        The order in which elements are visited stays the same, so a stream of them means the same before and after.
+        """
+        extents: list[int] = []
+        source: list[int] = []
+        target: list[int] = []
+        for extent, s, t in zip(self.extents, self.source_strides, self.target_strides):
+            if extent == 1:
+                continue
+            if extents and source[-1] == s * extent and target[-1] == t * extent:
+                extents[-1] *= extent
+                source[-1], target[-1] = s, t
+            else:
+                extents.append(extent)
+                source.append(s)
+                target.append(t)
+        return StridedCopy(tuple(extents), self.source_base, tuple(source), self.target_base, tuple(target))
+
+    def source_tail(self) -> int:
+        """Number of trailing axes that together are one contiguous stretch of the source."""
+        return _contiguous_tail(self.extents, self.source_strides)
+
+    def is_contiguous(self) -> tuple[bool, bool]:
+        """Whether the (source, target) side is one contiguous stretch, in the order of the copy."""
+        ndim = len(self.extents)
+        return self.source_tail() == ndim, _contiguous_tail(self.extents, self.target_strides) == ndim
+
+    def source_runs(self, itemsize: int) -> ByteRuns:
+        """Byte runs of the source in the order of the copy, each as long as the strides allow."""
+        tail = self.source_tail()
+        outer = len(self.extents) - tail
+        start = np.asarray([self.source_base], dtype=np.int64)
+        for extent, stride in zip(self.extents[:outer], self.source_strides[:outer]):
+            start = (start[:, None] + np.arange(extent, dtype=np.int64)[None, :] * stride).reshape(-1)
+        length = math.prod(self.extents[outer:]) * itemsize
+        return ByteRuns(start * itemsize, np.full(len(start), length, dtype=np.int64))
+
+    def part(self, start: int, stop: int) -> Iterator[StridedCopy]:
+        """The copies that move the elements ``[start, stop)`` of this one, counted in the order of the copy."""
+        for box in flat_range_to_boxes(self.extents, start, stop):
+            yield StridedCopy(
+                box.shape,
+                self.source_base + sum(o * s for o, s in zip(box.offset, self.source_strides)),
+                self.source_strides,
+                self.target_base + sum(o * s for o, s in zip(box.offset, self.target_strides)),
+                self.target_strides,
+            )
+
+    def gather_from(self, storage: np.ndarray) -> np.ndarray:
+        """View of the source elements in a flat storage array, shaped like ``extents``."""
+        return _view(storage, self.source_base, self.extents, self.source_strides)
+
+    def scatter_into(self, storage: np.ndarray) -> np.ndarray:
+        """View of the target elements in a flat storage array, shaped like ``extents``."""
+        return _view(storage, self.target_base, self.extents, self.target_strides)
+
+
+def _contiguous_tail(extents: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    step = 1
+    for count, (extent, stride) in enumerate(zip(reversed(extents), reversed(strides))):
+        if extent != 1 and stride != step:
+            return count
+        step *= extent
+    return len(extents)
+
+
+def _view(storage: np.ndarray, base: int, extents: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
+    if math.prod(extents) == 0:
+        return np.zeros(extents, dtype=storage.dtype)
+    if storage.ndim != 1 or (storage.size > 1 and storage.strides[0] != storage.itemsize):
+        raise ValueError(f"storage has to be flat and contiguous; got shape {storage.shape}, strides {storage.strides}")
+    # numpy checks no bounds in as_strided; one element outside would be someone else's memory.
+    reach = [stride * (extent - 1) for extent, stride in zip(extents, strides)]
+    first = base + sum(r for r in reach if r < 0)
+    last = base + sum(r for r in reach if r > 0)
+    if first < 0 or last >= storage.size:
+        raise IndexError(f"strided view [{first}, {last}] leaves its storage of {storage.size} elements")
+    itemsize = storage.itemsize
+    return np.lib.stride_tricks.as_strided(storage[base:], extents, [s * itemsize for s in strides])

@@ -1,0 +1,36 @@
+"""Catalogs: which shards exist, where they are and of what, as numpy columns.
+
+A catalog is the only description of a state that planning knows. A directory of files has one (its manifest), and so
+has the memory of a running job.
+"""
+
+from paddle_flexckpt.catalog.dtypes import DType, dtype_of
+from paddle_flexckpt.catalog.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    Problem,
+    ValidationError,
+)
+from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
+from paddle_flexckpt.catalog.replicas import ReplicaGroups, group_replicas
+from paddle_flexckpt.catalog.table import Catalog, CatalogBuilder, concat
+from paddle_flexckpt.catalog.validate import validate_coverage, validate_shards
+
+__all__ = [
+    "Catalog",
+    "CatalogBuilder",
+    "CheckpointError",
+    "CorruptCheckpointError",
+    "DType",
+    "LocalTensorIndex",
+    "LocalTensorMetadata",
+    "Metadata",
+    "Problem",
+    "ReplicaGroups",
+    "ValidationError",
+    "concat",
+    "dtype_of",
+    "group_replicas",
+    "validate_coverage",
+    "validate_shards",
+]

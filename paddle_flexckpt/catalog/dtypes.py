@@ -1,0 +1,72 @@
+"""Element types: one table from Paddle's names to numpy and to safetensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import ml_dtypes
+import numpy as np
+
+from paddle_flexckpt.catalog.errors import ValidationError
+
+
+@dataclass(frozen=True)
+class DType:
+    """An element type.
+
+    Attributes:
+        name: Paddle's name for it, e.g. ``"bfloat16"``.
+        numpy: The numpy type with the same bytes and meaning (ml_dtypes supplies those that numpy lacks).
+        safetensors: Its code in a safetensors header.
+        trailing: Extra trailing extent in a safetensors header: complex128 has no code there and is stored as pairs
+            of F64.
+    """
+
+    name: str
+    numpy: np.dtype
+    safetensors: str
+    trailing: int = 1
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.numpy.itemsize
+
+
+# Codes: https://github.com/huggingface/safetensors (enum Dtype); names: paddle.dtype.
+_TABLE = (
+    DType("bool", np.dtype(np.bool_), "BOOL"),
+    DType("uint8", np.dtype(np.uint8), "U8"),
+    DType("int8", np.dtype(np.int8), "I8"),
+    DType("uint16", np.dtype(np.uint16), "U16"),
+    DType("int16", np.dtype(np.int16), "I16"),
+    DType("uint32", np.dtype(np.uint32), "U32"),
+    DType("int32", np.dtype(np.int32), "I32"),
+    DType("uint64", np.dtype(np.uint64), "U64"),
+    DType("int64", np.dtype(np.int64), "I64"),
+    DType("float8_e4m3fn", np.dtype(ml_dtypes.float8_e4m3fn), "F8_E4M3"),
+    DType("float8_e5m2", np.dtype(ml_dtypes.float8_e5m2), "F8_E5M2"),
+    DType("float16", np.dtype(np.float16), "F16"),
+    DType("bfloat16", np.dtype(ml_dtypes.bfloat16), "BF16"),
+    DType("float32", np.dtype(np.float32), "F32"),
+    DType("float64", np.dtype(np.float64), "F64"),
+    DType("complex64", np.dtype(np.complex64), "C64"),
+    DType("complex128", np.dtype(np.complex128), "F64", trailing=2),
+)
+DTYPES = MappingProxyType({dtype.name: dtype for dtype in _TABLE})
+
+
+def dtype_of(name: str) -> DType:
+    """The element type of that name.
+
+    Args:
+        name: Paddle's name, with or without ``"paddle."`` in front; numpy's names are the same.
+
+    Raises:
+        ValidationError: The name is not known.
+    """
+    dtype = DTYPES.get(name.rsplit(".", 1)[-1])
+    if dtype is None:
+        raise ValidationError([f"dtype {name!r} is not supported; supported are {', '.join(DTYPES)}"])
+    return dtype

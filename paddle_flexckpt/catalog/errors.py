@@ -1,0 +1,75 @@
+"""Problems and errors: every one names key, rank, file, expected, got and remedy where it knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# An error text with thousands of lines hides its cause; the first ones and the count tell the story.
+MAX_LISTED = 20
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        what: The problem in a few words.
+        key: Name of the tensor.
+        rank: Rank on which it was found.
+        file: File in which it was found.
+        expected: What should have been there.
+        got: What was there.
+        remedy: What the user can do about it.
+    """
+
+    what: str
+    key: str | None = None
+    rank: int | None = None
+    file: str | None = None
+    expected: object = None
+    got: object = None
+    remedy: str | None = None
+
+    def __str__(self) -> str:
+        where = [
+            f"{name} {value!r}" if name != "rank" else f"rank {value}"
+            for name, value in (("key", self.key), ("rank", self.rank), ("file", self.file))
+            if value is not None
+        ]
+        text = self.what + (f" ({', '.join(where)})" if where else "")
+        if self.expected is not None:
+            text += f"; expected {self.expected}"
+        if self.got is not None:
+            text += f"; got {self.got}"
+        if self.remedy:
+            text += f". Remedy: {self.remedy}"
+        return text
+
+
+class CheckpointError(RuntimeError):
+    """Base class of every error that this library raises about a checkpoint or a state."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Bytes of a checkpoint are not those that were written."""
+
+
+class ValidationError(CheckpointError, ValueError):
+    """What was asked for does not fit; nothing has been touched.
+
+    Attributes:
+        problems: All problems found, as :class:`Problem` or as texts that came from another rank.
+    """
+
+    def __init__(self, problems: Sequence[Problem | str], context: str = "") -> None:
+        self.problems = list(problems)
+        lines = list(dict.fromkeys(str(problem) for problem in self.problems))
+        head = f"{context}: " if context else ""
+        if len(lines) == 1:
+            super().__init__(head + lines[0])
+            return
+        listed = [f"  {i + 1}. {line}" for i, line in enumerate(lines[:MAX_LISTED])]
+        if len(lines) > MAX_LISTED:
+            listed.append(f"  ... and {len(lines) - MAX_LISTED} more")
+        super().__init__(f"{head}{len(lines)} problems\n" + "\n".join(listed))

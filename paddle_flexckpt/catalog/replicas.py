@@ -1,0 +1,77 @@
+"""Replica groups: which rows of a catalog are the same shard held more than once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_flexckpt.catalog.table import Catalog
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaGroups:
+    """Rows of a catalog, grouped by identical shard.
+
+    Attributes:
+        order: int64 ``[n]``, the rows sorted by group, then by rank.
+        start: int64 ``[g + 1]``, group ``i`` is ``order[start[i]:start[i + 1]]``.
+    """
+
+    order: np.ndarray
+    start: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.start) - 1
+
+    @property
+    def count(self) -> np.ndarray:
+        """int64 ``[g]``, replicas in each group."""
+        return np.diff(self.start)
+
+    @property
+    def first(self) -> np.ndarray:
+        """int64 ``[g]``, one row of each group (that of the lowest rank)."""
+        return self.order[self.start[:-1]]
+
+
+def group_replicas(catalog: Catalog) -> ReplicaGroups:
+    """Groups the rows that have the same key, box and flattened range.
+
+    Groups are numbered in the order of key, then offset, then flattened range.
+    """
+    n = len(catalog)
+    if n == 0:
+        return ReplicaGroups(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
+    columns = [catalog.key, *catalog.offset.T, *catalog.shape.T, catalog.flat_start, catalog.flat_stop, catalog.rank]
+    # One axis of constant values cannot tell rows apart; most of them are constant.
+    telling = [column for column in columns if (column != column[0]).any()]
+    order = _lexsort_packed(telling, n)
+    changed = np.zeros(n, dtype=bool)
+    changed[0] = True
+    for column in telling:
+        if column is catalog.rank:
+            continue
+        sorted_column = column[order]
+        changed[1:] |= sorted_column[1:] != sorted_column[:-1]
+    return ReplicaGroups(order, np.append(np.flatnonzero(changed), n))
+
+
+def _lexsort_packed(columns: list[np.ndarray], n: int) -> np.ndarray:
+    """``np.lexsort`` of columns given most significant first; columns are packed into few int64 to sort once."""
+    packed: list[np.ndarray] = []
+    room = 0
+    for column in columns:
+        low = int(column.min())
+        span = int(column.max()) - low + 1
+        if packed and room * span < 2**62:
+            packed[-1] = packed[-1] * span + (column - low)
+            room *= span
+        else:
+            packed.append(column.astype(np.int64) - low)
+            room = span
+    if not packed:
+        return np.arange(n, dtype=np.int64)
+    if len(packed) == 1:
+        return np.argsort(packed[0], kind="stable")
+    return np.lexsort(packed[::-1])

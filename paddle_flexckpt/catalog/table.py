@@ -1,0 +1,269 @@
+"""The catalog itself: one row per shard, one numpy column per property.
+
+Shapes of different rank share the ``[n, ndim]`` columns by being padded *on the left* with axes of extent 1 and offset
+0, which changes neither row-major order nor contiguity.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog.dtypes import dtype_of
+from paddle_flexckpt.catalog.errors import Problem, ValidationError
+
+NOT_FLATTENED = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Catalog:
+    """Shards as columns.
+
+    Attributes:
+        keys: Distinct tensor names; ``key`` indexes it.
+        dtypes: Distinct element types by name; ``dtype`` indexes it.
+        files: Distinct file names; ``file`` indexes it. Memory's files are ``vfile_{rank}``.
+        key: int32 ``[n]``.
+        dtype: int16 ``[n]``.
+        ndim: int16 ``[n]``, rank of the tensor before padding.
+        global_shape: int64 ``[n, d]``, in elements.
+        offset: int64 ``[n, d]``, first element of the shard's box.
+        shape: int64 ``[n, d]``, extents of the shard's box.
+        flat_start: int64 ``[n]``, first element of the flattened range in the box; -1: the shard is the whole box.
+        flat_stop: int64 ``[n]``, first element beyond the flattened range; -1 likewise.
+        rank: int32 ``[n]``, rank that holds or wrote the shard.
+        file: int32 ``[n]``, or -1.
+        byte_offset: int64 ``[n]``, first byte of the shard in its file.
+    """
+
+    keys: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    files: tuple[str, ...]
+    key: np.ndarray
+    dtype: np.ndarray
+    ndim: np.ndarray
+    global_shape: np.ndarray
+    offset: np.ndarray
+    shape: np.ndarray
+    flat_start: np.ndarray
+    flat_stop: np.ndarray
+    rank: np.ndarray
+    file: np.ndarray
+    byte_offset: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+    @property
+    def width(self) -> int:
+        """Number of padded axes."""
+        return int(self.shape.shape[1])
+
+    @property
+    def is_flattened(self) -> np.ndarray:
+        """Bool ``[n]``."""
+        return self.flat_start != NOT_FLATTENED
+
+    @property
+    def size(self) -> np.ndarray:
+        """int64 ``[n]``, elements in each shard."""
+        box = self.shape.prod(axis=1, dtype=np.int64)
+        return np.where(self.is_flattened, self.flat_stop - self.flat_start, box)
+
+    @property
+    def itemsize(self) -> np.ndarray:
+        """int64 ``[n]``, bytes per element."""
+        sizes = np.asarray([dtype_of(name).itemsize for name in self.dtypes], dtype=np.int64)
+        return sizes[self.dtype] if len(sizes) else np.zeros(len(self), dtype=np.int64)
+
+    @property
+    def byte_length(self) -> np.ndarray:
+        """int64 ``[n]``, bytes in each shard."""
+        return self.size * self.itemsize
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """All columns and, as JSON in uint8 arrays, all name tables: what a file or a message holds of a catalog."""
+        arrays: dict[str, np.ndarray] = {
+            table: np.frombuffer(json.dumps(getattr(self, table), ensure_ascii=False).encode(), dtype=np.uint8)
+            for table in _TABLES
+        }
+        arrays.update({name: np.ascontiguousarray(getattr(self, name)) for name in COLUMNS})
+        return arrays
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Catalog:
+        """The catalog whose :meth:`to_arrays` gave the arrays; columns may be in narrower integer types.
+
+        Raises:
+            ValueError: A table is not a list of names, or the columns differ in length.
+            KeyError: An array is not there.
+        """
+        values: dict[str, Any] = {}
+        for table in _TABLES:
+            names = json.loads(arrays[table].tobytes())
+            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                raise ValueError(f"{table} is not a list of names")
+            values[table] = tuple(names)
+        for name in COLUMNS:
+            values[name] = arrays[name].astype(_COLUMN_TYPES.get(name, np.int64), copy=False)
+        if len({len(values[name]) for name in COLUMNS}) != 1:
+            raise ValueError("the columns differ in length")
+        return cls(**values)
+
+    def take(self, rows: np.ndarray) -> Catalog:
+        """The catalog of the given rows (indices or a mask); the name tables stay as they are."""
+        return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
+
+    def key_name(self, row: int) -> str:
+        """Name of a row's tensor."""
+        return self.keys[self.key[row]]
+
+    def dtype_name(self, row: int) -> str:
+        """Name of a row's element type."""
+        return self.dtypes[self.dtype[row]]
+
+    def file_name(self, row: int) -> str | None:
+        """Name of a row's file, or None."""
+        return self.files[self.file[row]] if self.file[row] >= 0 else None
+
+    def unpadded(self, row: int, column: np.ndarray) -> tuple[int, ...]:
+        """A row of a ``[n, d]`` column without its padding."""
+        return tuple(int(x) for x in column[row, self.width - self.ndim[row] :])
+
+    def describe(self, row: int) -> str:
+        """One shard in words: ``float32 [0:4, 2:6] of [8, 8]``, with its flattened range if it has one."""
+        offset, shape = self.unpadded(row, self.offset), self.unpadded(row, self.shape)
+        box = ", ".join(f"{o}:{o + s}" for o, s in zip(offset, shape))
+        text = f"{self.dtype_name(row)} [{box}] of {list(self.unpadded(row, self.global_shape))}"
+        if self.is_flattened[row]:
+            text += f", flattened range [{self.flat_start[row]}, {self.flat_stop[row]})"
+        return text
+
+    def widened(self, width: int) -> Catalog:
+        """The same catalog with more padded axes."""
+        extra = width - self.width
+        if extra <= 0:
+            return self
+        pad = ((0, 0), (extra, 0))
+        return replace(
+            self,
+            global_shape=np.pad(self.global_shape, pad, constant_values=1),
+            offset=np.pad(self.offset, pad),
+            shape=np.pad(self.shape, pad, constant_values=1),
+        )
+
+
+_TABLES = ("keys", "dtypes", "files")
+_COLUMN_TYPES = {"key": np.int32, "dtype": np.int16, "ndim": np.int16, "rank": np.int32, "file": np.int32}
+COLUMNS = tuple(field.name for field in fields(Catalog) if field.name not in _TABLES)
+
+
+class CatalogBuilder:
+    """Collects the shards of one rank, row by row, and makes the columns of them."""
+
+    def __init__(self, rank: int, file: str | None = None) -> None:
+        """Args: rank: the rank that holds the shards. file: name of the file that holds them, if any."""
+        self._rank = rank
+        self._file = file
+        self._keys: dict[str, int] = {}
+        self._dtypes: dict[str, int] = {}
+        self._rows: list[tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int, int]] = []
+
+    def add(
+        self,
+        key: str,
+        dtype: str,
+        global_shape: Sequence[int],
+        offset: Sequence[int],
+        shape: Sequence[int],
+        flat_range: tuple[int, int] | None = None,
+        byte_offset: int = 0,
+    ) -> int:
+        """Adds a shard and returns its row.
+
+        Raises:
+            ValidationError: The columns could not hold the shard as it is: its shapes differ in their number of axes,
+                or its flattened range is negative.
+        """
+        if not len(global_shape) == len(offset) == len(shape):
+            what = "global shape, offset and shape of a shard differ in their number of axes"
+            axes = f"{len(global_shape)}, {len(offset)} and {len(shape)}"
+            raise ValidationError([Problem(what, key, self._rank, self._file, "the same number of axes", axes)])
+        if flat_range is not None and min(flat_range) < 0:
+            raise ValidationError(
+                [Problem("negative flattened range", key, self._rank, self._file, ">= 0", flat_range)]
+            )
+        start, stop = (NOT_FLATTENED, NOT_FLATTENED) if flat_range is None else flat_range
+        self._rows.append(
+            (
+                self._keys.setdefault(key, len(self._keys)),
+                self._dtypes.setdefault(dtype_of(dtype).name, len(self._dtypes)),
+                tuple(map(int, global_shape)),
+                tuple(map(int, offset)),
+                tuple(map(int, shape)),
+                int(start),
+                int(stop),
+                int(byte_offset),
+            )
+        )
+        return len(self._rows) - 1
+
+    def build(self) -> Catalog:
+        """The catalog of all shards added so far."""
+        n = len(self._rows)
+        width = max([1, *(len(row[2]) for row in self._rows)])
+        rows: list[tuple[Any, ...]] = list(self._rows)
+
+        def padded(column: int, fill: int) -> np.ndarray:
+            out = np.full((n, width), fill, dtype=np.int64)
+            for i, row in enumerate(rows):
+                values = row[column]
+                if values:
+                    out[i, width - len(values) :] = values
+            return out
+
+        def flat(column: int, dtype: type) -> np.ndarray:
+            return np.asarray([row[column] for row in self._rows], dtype=dtype)
+
+        return Catalog(
+            keys=tuple(self._keys),
+            dtypes=tuple(self._dtypes),
+            files=(self._file,) if self._file is not None else (),
+            key=flat(0, np.int32),
+            dtype=flat(1, np.int16),
+            ndim=np.asarray([len(row[2]) for row in self._rows], dtype=np.int16),
+            global_shape=padded(2, 1),
+            offset=padded(3, 0),
+            shape=padded(4, 1),
+            flat_start=flat(5, np.int64),
+            flat_stop=flat(6, np.int64),
+            rank=np.full(n, self._rank, dtype=np.int32),
+            file=np.full(n, 0 if self._file is not None else -1, dtype=np.int32),
+            byte_offset=flat(7, np.int64),
+        )
+
+
+def concat(catalogs: Sequence[Catalog]) -> Catalog:
+    """One catalog with the rows of all, in order; names are merged."""
+    if not catalogs:
+        return CatalogBuilder(rank=0).build()
+    if len(catalogs) == 1:
+        return catalogs[0]
+    width = max(catalog.width for catalog in catalogs)
+    catalogs = [catalog.widened(width) for catalog in catalogs]
+    columns = {name: np.concatenate([getattr(catalog, name) for catalog in catalogs]) for name in COLUMNS}
+    tables: dict[str, tuple[str, ...]] = {}
+    for table, column in (("keys", "key"), ("dtypes", "dtype"), ("files", "file")):
+        merged: dict[str, int] = {}
+        parts = []
+        for catalog in catalogs:
+            # The extra last entry keeps -1 ("no file") what it is.
+            index = [merged.setdefault(name, len(merged)) for name in getattr(catalog, table)]
+            parts.append(np.asarray([*index, -1], dtype=columns[column].dtype)[getattr(catalog, column)])
+        columns[column] = np.concatenate(parts)
+        tables[table] = tuple(merged)
+    return Catalog(keys=tables["keys"], dtypes=tables["dtypes"], files=tables["files"], **columns)

@@ -1,0 +1,218 @@
+"""Checks of a catalog: each problem found is listed, with key, rank, file, expected and got.
+
+Well-formed states (grids of boxes, flattened ranges that continue each other) are recognised in columns; only keys that
+are not are looked at box by box.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paddle_flexckpt.algebra import Box, flat_ranges_to_boxes, intersect_boxes, subtract_boxes
+from paddle_flexckpt.catalog.errors import Problem
+from paddle_flexckpt.catalog.replicas import ReplicaGroups
+from paddle_flexckpt.catalog.table import NOT_FLATTENED, Catalog
+
+# Rows looked at per kind of problem and holes named per key: enough to understand, not enough to drown.
+MAX_ROWS = 50
+MAX_HOLES = 3
+
+
+def validate_shards(catalog: Catalog) -> list[Problem]:
+    """Checks every shard by itself and against the other shards of its key.
+
+    Checks that extents are positive (an extent of 0 only in a tensor that has none), boxes are inside the global shape,
+    flattened ranges are inside their box, and that all shards of a key agree on dtype and global shape.
+    """
+    problems: list[Problem] = []
+
+    def report(bad: np.ndarray, what: str, expected: str, remedy: str) -> None:
+        for row in np.flatnonzero(bad)[:MAX_ROWS]:
+            problems.append(
+                Problem(
+                    what,
+                    key=catalog.key_name(row),
+                    rank=int(catalog.rank[row]),
+                    file=catalog.file_name(row),
+                    expected=expected,
+                    got=catalog.describe(row),
+                    remedy=remedy,
+                )
+            )
+
+    remedy = "correct global_shape, global_offset and local_shape of this ShardedWeight"
+    empty = (catalog.shape < 0) | ((catalog.shape == 0) & (catalog.global_shape > 0))
+    report(empty.any(axis=1), "shard with an extent that is not positive", "positive extents", remedy)
+    outside = (catalog.offset < 0) | (catalog.offset + catalog.shape > catalog.global_shape)
+    report(outside.any(axis=1), "shard outside its global shape", "offset >= 0 and offset + shape <= global", remedy)
+    box_size = catalog.shape.prod(axis=1, dtype=np.int64)
+    bad_range = (catalog.flat_start < 0) | (catalog.flat_stop < catalog.flat_start) | (catalog.flat_stop > box_size)
+    report(
+        np.where(catalog.is_flattened, bad_range, catalog.flat_stop != NOT_FLATTENED),
+        "flattened range outside its box",
+        "0 <= start <= stop <= elements of local_shape",
+        "correct flattened_range; it counts from the start of the local box",
+    )
+    problems += _disagreements(catalog)
+    return problems
+
+
+def _disagreements(catalog: Catalog) -> list[Problem]:
+    """Shards whose dtype or global shape is not that of the first shard of their key."""
+    n = len(catalog)
+    if n == 0:
+        return []
+    first = np.full(len(catalog.keys), n, dtype=np.int64)
+    np.minimum.at(first, catalog.key, np.arange(n))
+    reference = first[catalog.key]
+    problems = []
+    for what, differs in (
+        ("shards of one key differ in dtype", catalog.dtype != catalog.dtype[reference]),
+        (
+            "shards of one key differ in global shape",
+            (catalog.global_shape != catalog.global_shape[reference]).any(axis=1)
+            | (catalog.ndim != catalog.ndim[reference]),
+        ),
+    ):
+        for row in np.flatnonzero(differs)[:MAX_ROWS]:
+            other = int(reference[row])
+            problems.append(
+                Problem(
+                    what,
+                    key=catalog.key_name(row),
+                    rank=int(catalog.rank[row]),
+                    file=catalog.file_name(row),
+                    expected=f"{catalog.describe(other)} as on rank {catalog.rank[other]}",
+                    got=catalog.describe(row),
+                    remedy="two different tensors need two different keys; one tensor needs one description",
+                )
+            )
+    return problems
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What :func:`validate_coverage` found.
+
+    Attributes:
+        problems: Holes, each with the box that nobody holds.
+        overlaps: Pairs of rows that share elements without being the same shard. Whether that is a problem depends on
+            whether their values agree, which geometry cannot tell.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    overlaps: list[tuple[int, int]] = field(default_factory=list)
+
+
+def validate_coverage(catalog: Catalog, groups: ReplicaGroups) -> Coverage:
+    """Checks that the shards of every key cover its whole tensor, and finds those that overlap.
+
+    Args:
+        catalog: Shards that :func:`validate_shards` found nothing wrong with.
+        groups: Its replica groups.
+    """
+    rows = groups.first[catalog.size[groups.first] > 0]
+    coverage = Coverage()
+    # A key may have nothing but empty ranges (a ZeRO rank inside the padding): all of it is a hole.
+    held = np.zeros(len(catalog.keys), dtype=bool)
+    held[catalog.key[rows]] = True
+    unheld = groups.first[~held[catalog.key[groups.first]] & (catalog.global_shape[groups.first] > 0).all(axis=1)]
+    for first in np.unique(catalog.key[unheld], return_index=True)[1]:
+        _inspect_key(catalog, unheld[first : first + 1], coverage)
+    if not len(rows):
+        return coverage
+    key, offset, shape = catalog.key[rows], catalog.offset[rows], catalog.shape[rows]
+    flattened, start, stop = catalog.is_flattened[rows], catalog.flat_start[rows], catalog.flat_stop[rows]
+    box_size = shape.prod(axis=1, dtype=np.int64)
+
+    # Groups are sorted by key, offset, shape and flattened range: the parts of one box stand side by side.
+    new_key = np.append(True, key[1:] != key[:-1])
+    new_box = new_key | np.append(True, (offset[1:] != offset[:-1]).any(axis=1) | (shape[1:] != shape[:-1]).any(axis=1))
+    last_of_box = np.append(new_box[1:], True)
+    begins = np.where(flattened, start, 0)
+    ends = np.where(flattened, stop, box_size)
+    expected_begin = np.where(new_box, 0, np.append(0, ends[:-1]))
+    chained = (begins == expected_begin) & (~last_of_box | (ends == box_size))
+    box_start = np.flatnonzero(new_box)
+    box_complete = np.logical_and.reduceat(chained, box_start)
+
+    box_key = key[box_start]
+    key_start = np.flatnonzero(np.append(True, box_key[1:] != box_key[:-1]))
+    key_complete = np.logical_and.reduceat(box_complete, key_start)
+    boxes_of_key = np.diff(np.append(key_start, len(box_key)))
+    first_row = rows[box_start[key_start]]
+    whole = (catalog.shape[first_row] == catalog.global_shape[first_row]).all(axis=1)
+    fine = key_complete & (boxes_of_key == 1) & whole
+
+    row_stop = np.append(box_start, len(rows))
+    for index in np.flatnonzero(~fine):
+        boxes = slice(key_start[index], key_start[index] + boxes_of_key[index])
+        parts = box_start[boxes]
+        if key_complete[index] and _is_grid(offset[parts], shape[parts], catalog.global_shape[first_row[index]]):
+            continue
+        _inspect_key(catalog, rows[row_stop[boxes.start] : row_stop[boxes.stop]], coverage)
+    return coverage
+
+
+def _is_grid(offset: np.ndarray, shape: np.ndarray, global_shape: np.ndarray) -> bool:
+    """Whether distinct boxes are exactly the cells of a grid over the whole tensor."""
+    cells = 1
+    for axis in range(offset.shape[1]):
+        cuts = np.unique(np.stack([offset[:, axis], shape[:, axis]], axis=1), axis=0)
+        ends = cuts.sum(axis=1)
+        if cuts[0, 0] != 0 or ends[-1] != global_shape[axis] or (cuts[1:, 0] != ends[:-1]).any():
+            return False
+        cells *= len(cuts)
+    # As many distinct boxes as the product of the cuts has cells: every cell is there, once.
+    return cells == len(offset)
+
+
+def _inspect_key(catalog: Catalog, rows: np.ndarray, coverage: Coverage) -> None:
+    """Finds holes and overlaps of one key box by box."""
+    part, offset, shape = row_boxes(catalog, rows)
+    overlaps: dict[tuple[int, int], None] = {}
+    for i in range(len(part)):
+        rest = slice(i + 1, None)
+        _, _, hit = intersect_boxes(offset[i], shape[i], offset[rest], shape[rest])
+        for j in np.flatnonzero(hit) + i + 1:
+            if part[i] != part[j]:
+                overlaps[int(rows[part[i]]), int(rows[part[j]])] = None
+    coverage.overlaps.extend(overlaps)
+    row = int(rows[0])
+    whole = Box((0,) * catalog.width, tuple(catalog.global_shape[row].tolist()))
+    held = (Box(tuple(o), tuple(s)) for o, s in zip(offset.tolist(), shape.tolist()))
+    holes = subtract_boxes(whole, held)
+    for hole in holes[:MAX_HOLES]:
+        pad = catalog.width - int(catalog.ndim[row])
+        missing = sum(h.size for h in holes)
+        global_shape = list(catalog.unpadded(row, catalog.global_shape))
+        coverage.problems.append(
+            Problem(
+                f"no rank holds {Box(hole.offset[pad:], hole.shape[pad:])}",
+                key=catalog.key_name(row),
+                expected=f"shards that cover all {whole.size} elements of {global_shape}",
+                got=f"{missing} elements that nobody holds",
+                remedy="every rank of the process group has to take part with all its shards",
+            )
+        )
+
+
+def row_boxes(catalog: Catalog, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The boxes, in global coordinates, that the shards of the given rows consist of.
+
+    Returns:
+        ``(part, offset, shape)``: index into ``rows`` (int64 ``[m]``), and the boxes (int64 ``[m, d]`` twice).
+    """
+    flattened = catalog.is_flattened[rows]
+    whole, cut = np.flatnonzero(~flattened), np.flatnonzero(flattened)
+    cut_rows = rows[cut]
+    row, offset, shape, _ = flat_ranges_to_boxes(
+        catalog.shape[cut_rows], catalog.flat_start[cut_rows], catalog.flat_stop[cut_rows]
+    )
+    part = np.concatenate([whole, cut[row]])
+    offsets = np.concatenate([catalog.offset[rows[whole]], catalog.offset[cut_rows[row]] + offset])
+    shapes = np.concatenate([catalog.shape[rows[whole]], shape])
+    keep = (shapes > 0).all(axis=1)
+    return part[keep], offsets[keep], shapes[keep]

@@ -1,0 +1,21 @@
+"""One module per parallel API: the mixins that give it ``sharded_state_dict``, and ``install``."""
+
+from paddle_flexckpt.parallel.install import install, is_installed, uninstall
+from paddle_flexckpt.parallel.layers import LayerMixin
+from paddle_flexckpt.parallel.optimizers import OptimizerMixin
+from paddle_flexckpt.parallel.tensor_parallel import (
+    ColumnParallelMixin,
+    RowParallelMixin,
+    VocabParallelMixin,
+)
+
+__all__ = [
+    "ColumnParallelMixin",
+    "LayerMixin",
+    "OptimizerMixin",
+    "RowParallelMixin",
+    "VocabParallelMixin",
+    "install",
+    "is_installed",
+    "uninstall",
+]

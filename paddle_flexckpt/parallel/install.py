@@ -1,0 +1,69 @@
+"""install() and uninstall(): give Paddle's classes the methods of the mixins, and take them back."""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+from paddle_flexckpt.parallel.layers import LayerMixin
+from paddle_flexckpt.parallel.optimizers import OptimizerMixin
+from paddle_flexckpt.parallel.tensor_parallel import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin
+
+# Where a class had a method of its own, it stays reachable under this prefix.
+_KEPT = "_paddle_"
+_MARK = "_flexckpt_methods"
+
+
+def _assignments() -> list[tuple[type, tuple[type, ...]]]:
+    """Paddle's classes and the mixins that each of them gets."""
+    import paddle
+    from paddle.distributed.fleet.layers.mpu import mp_layers
+    from paddle.distributed.fleet.utils import sequence_parallel_utils as sequence_parallel
+
+    return [
+        (paddle.nn.Layer, (LayerMixin,)),
+        # These have a sharded_state_dict of their own in some versions of Paddle: it gets Layer's, with rules.
+        (mp_layers.VocabParallelEmbedding, (LayerMixin, VocabParallelMixin)),
+        (mp_layers.ColumnParallelLinear, (LayerMixin, ColumnParallelMixin)),
+        (mp_layers.RowParallelLinear, (LayerMixin, RowParallelMixin)),
+        (sequence_parallel.ColumnSequenceParallelLinear, (LayerMixin, ColumnParallelMixin)),
+        (sequence_parallel.RowSequenceParallelLinear, (LayerMixin, RowParallelMixin)),
+        (paddle.optimizer.AdamW, (OptimizerMixin,)),
+    ]
+
+
+def install() -> None:
+    """Gives ``sharded_state_dict`` to Paddle's layers and optimizers.
+
+    Calling it again does nothing. A method that Paddle has already stays reachable with ``_paddle_`` in front, e.g.
+    ``layer._paddle_sharded_state_dict()``; :func:`uninstall` puts it back.
+    """
+    for owner, mixins in _assignments():
+        if _MARK in vars(owner):
+            continue
+        methods: dict[str, Any] = {}
+        for mixin in mixins:
+            methods.update({name: member for name, member in vars(mixin).items() if isinstance(member, FunctionType)})
+        for name, method in methods.items():
+            if name in vars(owner):
+                setattr(owner, _KEPT + name, vars(owner)[name])
+            setattr(owner, name, method)
+        setattr(owner, _MARK, tuple(methods))
+
+
+def uninstall() -> None:
+    """Takes back what :func:`install` gave; Paddle is as before."""
+    for owner, _ in _assignments():
+        for name in vars(owner).get(_MARK, ()):
+            if _KEPT + name in vars(owner):
+                setattr(owner, name, vars(owner)[_KEPT + name])
+                delattr(owner, _KEPT + name)
+            else:
+                delattr(owner, name)
+        if _MARK in vars(owner):
+            delattr(owner, _MARK)
+
+
+def is_installed() -> bool:
+    """Whether :func:`install` is in effect."""
+    return all(_MARK in vars(owner) for owner, _ in _assignments())

@@ -1,0 +1,87 @@
+"""Layers: ``sharded_state_dict`` for every ``paddle.nn.Layer``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paddle_flexckpt.sharded_weight import ShardedStateDict, ShardedWeight, build_sharded_state_dict, is_sharded_weight
+
+
+class LayerMixin:
+    """What ``install()`` gives to ``paddle.nn.Layer``.
+
+    The protocol: 1. a layer's own parameters and persistable buffers are described by its shard rules; 2. every
+    sub-layer describes itself under its name; 3. names of one and the same (tied) parameter learn of each other. A
+    layer whose parameters are cut overrides :meth:`_get_shard_rules`, and :meth:`_get_shard_group` if the group is not
+    its ``model_parallel_group`` or fleet's.
+    """
+
+    def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
+        """Describes the layer's and its sub-layers' parameters and persistable buffers as shards.
+
+        Args:
+            structured_name_prefix: Put in front of every name; with its dot.
+
+        Returns:
+            Names to ShardedWeights whose tensors are the live ones.
+
+        Raises:
+            ValueError: A cut parameter has no rule, a rule has no parameter, or two sub-layers give the same name.
+        """
+        own = _own_state(self)
+        rules = {
+            name: axis
+            for name, axis in (self._get_shard_rules() or {}).items()
+            if not _is_absent(self, name)  # a layer without bias keeps its rule for one
+        }
+        group = self._get_shard_group() if rules else None
+        sharded: ShardedStateDict = build_sharded_state_dict(own, rules, structured_name_prefix, group)
+        for name, layer in self._sub_layers.items():
+            if layer is None:
+                continue
+            below = layer.sharded_state_dict(structured_name_prefix=f"{structured_name_prefix}{name}.")
+            twice = sorted(set(below) & set(sharded))
+            if twice:
+                raise ValueError(f"sub-layer {name!r} of {type(self).__name__} gives names that exist already: {twice}")
+            sharded.update(below)
+        _note_tied(sharded)
+        return sharded
+
+    def _get_shard_rules(self) -> dict[str, int] | None:
+        """The cut axis of each of the layer's own parameters that is cut; None where none is."""
+        return None
+
+    def _get_shard_group(self) -> Any:
+        """The process group that cuts the parameters; None is fleet's model-parallel group."""
+        return getattr(self, "model_parallel_group", None)
+
+
+def _own_state(layer: Any) -> dict[str, Any]:
+    """A layer's own parameters and persistable buffers by attribute name, without its sub-layers'.
+
+    Read from the layer itself, not from ``state_dict()``: a layer that overrides that to rename would be described
+    under both the old and the new names.
+    """
+    state = {name: parameter for name, parameter in layer._parameters.items() if parameter is not None}
+    for name, buffer in layer._buffers.items():
+        if buffer is not None and name not in layer._non_persistable_buffer_names_set:
+            state[name] = buffer
+    return state
+
+
+def _is_absent(layer: Any, name: str) -> bool:
+    return hasattr(layer, name) and getattr(layer, name) is None
+
+
+def _note_tied(sharded: ShardedStateDict) -> None:
+    """Tells every name of a tied parameter the others."""
+    names: dict[int, list[str]] = {}
+    for key, weight in sharded.items():
+        if is_sharded_weight(weight):
+            names.setdefault(id(weight.local_tensor), []).append(key)
+    for tied in names.values():
+        if len(tied) < 2:
+            continue
+        for key in tied:
+            if isinstance(sharded[key], ShardedWeight):
+                sharded[key].aliases = tuple(sorted(other for other in tied if other != key))

@@ -1,0 +1,20 @@
+"""Plans: who reads, writes or sends which pieces. Pure, deterministic functions from catalogs to columns.
+
+Every rank that has the same catalogs computes the same plan, so a plan is never communicated.
+"""
+
+from paddle_flexckpt.planning.exchange_plan import ExchangePlan, plan_exchange
+from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
+from paddle_flexckpt.planning.read_plan import ReadPlan, plan_read
+from paddle_flexckpt.planning.write_plan import WritePlan, plan_write
+
+__all__ = [
+    "ExchangePlan",
+    "Pieces",
+    "ReadPlan",
+    "ShardMatcher",
+    "WritePlan",
+    "plan_exchange",
+    "plan_read",
+    "plan_write",
+]

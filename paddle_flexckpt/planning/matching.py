@@ -1,0 +1,255 @@
+"""Matching: which part of which source shard each target shard needs, as strided copies in columns.
+
+Both sides are broken into boxes in global coordinates (a flattened shard into at most ``2 n - 1`` of them), the boxes
+of one key are intersected, and every intersection becomes one strided copy between the two shards' own storages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from paddle_flexckpt.algebra import Box, StridedCopy, intersect_boxes, row_major_strides, subtract_boxes
+from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, group_replicas, validate_coverage
+from paddle_flexckpt.catalog.validate import Coverage, row_boxes
+
+# Pairs of boxes intersected at once: bounds the memory of planning (about 150 bytes a pair for 2-D tensors).
+PAIRS_AT_ONCE = 1 << 19
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Strided copies as columns; numbers are in elements of the shards' own (contiguous) storages.
+
+    Attributes:
+        source: int64 ``[p]``, row of the source catalog.
+        target: int64 ``[p]``, row of the target catalog.
+        extents: int64 ``[p, d]``.
+        source_base: int64 ``[p]``.
+        source_strides: int64 ``[p, d]``.
+        target_base: int64 ``[p]``.
+        target_strides: int64 ``[p, d]``.
+    """
+
+    source: np.ndarray
+    target: np.ndarray
+    extents: np.ndarray
+    source_base: np.ndarray
+    source_strides: np.ndarray
+    target_base: np.ndarray
+    target_strides: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def size(self) -> np.ndarray:
+        """int64 ``[p]``, elements of each piece."""
+        return self.extents.prod(axis=1, dtype=np.int64)
+
+    def take(self, rows: np.ndarray) -> Pieces:
+        """The pieces at the given positions (indices or a mask)."""
+        return Pieces(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+    def copy(self, piece: int) -> StridedCopy:
+        """One piece as a :class:`StridedCopy`, on as few axes as possible."""
+        return StridedCopy(
+            tuple(self.extents[piece].tolist()),
+            int(self.source_base[piece]),
+            tuple(self.source_strides[piece].tolist()),
+            int(self.target_base[piece]),
+            tuple(self.target_strides[piece].tolist()),
+        ).simplified()
+
+    def copies(self) -> Iterator[StridedCopy]:
+        """All pieces, one after the other."""
+        return (self.copy(piece) for piece in range(len(self)))
+
+
+def concat_pieces(parts: list[Pieces], width: int) -> Pieces:
+    """One table with the pieces of all, in order; ``width`` is the number of axes where there are none."""
+    if not parts:
+        none, table = np.zeros(0, dtype=np.int64), np.zeros((0, width), dtype=np.int64)
+        return Pieces(none, none, table, none, table, none, table)
+    return Pieces(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Pieces)})
+
+
+class ShardMatcher:
+    """Finds, for target shards, the source pieces that fill each of their elements exactly once.
+
+    A source on the target's own rank is preferred to any other; among replicas elsewhere, target ranks are spread
+    evenly. Built once per source catalog, asked for any number of targets.
+    """
+
+    def __init__(self, source: Catalog, groups: ReplicaGroups | None = None, coverage: Coverage | None = None) -> None:
+        """Makes the index of the source's boxes.
+
+        Args:
+            source: The source shards; :func:`validate_shards` found nothing wrong with them.
+            groups: Their replica groups, where the caller has them.
+            coverage: What :func:`validate_coverage` found, where the caller has it.
+        """
+        self.source = source
+        self.groups = group_replicas(source) if groups is None else groups
+        coverage = validate_coverage(source, self.groups) if coverage is None else coverage
+        self._overlapping = np.zeros(len(source.keys), dtype=bool)
+        self._overlapping[[source.key[row] for row, _ in coverage.overlaps]] = True
+        rows = self.groups.first
+        # Boxes of one replica per group; every replica has the same geometry.
+        self._group, self._offset, self._shape = row_boxes(source, rows)
+        key = source.key[rows[self._group]]
+        order = np.argsort(key, kind="stable")
+        self._group, self._offset, self._shape = self._group[order], self._offset[order], self._shape[order]
+        self._key_start = np.searchsorted(key[order], np.arange(len(source.keys) + 1))
+
+    def match(self, target: Catalog, rows: np.ndarray | None = None) -> Pieces:
+        """The pieces that fill the given target shards.
+
+        Args:
+            target: Target shards; keys are matched by name, and ranks by number.
+            rows: Rows of ``target`` to fill; all by default.
+
+        Returns:
+            Pieces sorted by target row. Elements that no source holds are in none of them: see
+            :func:`uncovered_targets`.
+        """
+        width = max(self.source.width, target.width)
+        rows = np.arange(len(target)) if rows is None else rows
+        part, offset, shape = row_boxes(target.widened(width), rows)
+        index = {name: i for i, name in enumerate(self.source.keys)}
+        source_key = np.asarray([index.get(name, -1) for name in target.keys], dtype=np.int64)
+        box_key = source_key[target.key[rows[part]]] if len(part) else np.zeros(0, dtype=np.int64)
+        known = box_key >= 0
+        part, offset, shape, box_key = part[known], offset[known], shape[known], box_key[known]
+        first, last = self._key_start[box_key], self._key_start[box_key + 1]
+        return self._intersect(target.widened(width), rows, width, (part, offset, shape), first, last - first)
+
+    def _intersect(
+        self,
+        target: Catalog,
+        rows: np.ndarray,
+        width: int,
+        boxes: tuple[np.ndarray, np.ndarray, np.ndarray],
+        first: np.ndarray,
+        count: np.ndarray,
+    ) -> Pieces:
+        part, offset, shape = boxes
+        pad = ((0, 0), (width - self.source.width, 0))
+        source_offset = np.pad(self._offset, pad)
+        source_shape = np.pad(self._shape, pad, constant_values=1)
+        found = []
+        low = 0
+        ends = np.cumsum(count)
+        while low < len(part):
+            done = ends[low - 1] if low else 0
+            high = max(low + 1, int(np.searchsorted(ends, done + PAIRS_AT_ONCE, side="right")))
+            pairs = count[low:high]
+            t = np.repeat(np.arange(low, high), pairs)
+            s = np.arange(len(t)) - np.repeat(np.cumsum(pairs) - pairs, pairs) + np.repeat(first[low:high], pairs)
+            both_offset, both_shape, hit = intersect_boxes(source_offset[s], source_shape[s], offset[t], shape[t])
+            found.append((self._group[s[hit]], rows[part[t[hit]]], both_offset[hit], both_shape[hit]))
+            low = high
+        if not found:
+            return concat_pieces([], width)
+        group, target_row, both_offset, both_shape = (np.concatenate(column) for column in zip(*found))
+        group, target_row, both_offset, both_shape = self._without_overlaps(
+            target, group, target_row, both_offset, both_shape
+        )
+        source_row = self._choose_replica(group, target.rank[target_row])
+        source = self.source.widened(width)
+        source_base, source_strides = _addresses(source, source_row, both_offset)
+        target_base, target_strides = _addresses(target, target_row, both_offset)
+        order = np.lexsort((target_base, target_row))
+        return Pieces(
+            source_row, target_row, both_shape, source_base, source_strides, target_base, target_strides
+        ).take(order)
+
+    def _choose_replica(self, group: np.ndarray, rank: np.ndarray) -> np.ndarray:
+        """The row of each group to read: the target's own rank's if it has one, else one chosen by the rank.
+
+        The sum of the rank's digits to the base ``count``, modulo it: readers that are a step apart, as the ranks of
+        one tensor-parallel index are, spread as evenly as neighbours do. ``rank % count`` would send them all to one.
+        """
+        start, count = self.groups.start[:-1][group], self.groups.count[group]
+        turn = rest = np.maximum(rank, 0).astype(np.int64)
+        while rest.any():
+            rest = rest // np.maximum(count, 2)
+            turn = turn + rest
+        chosen = self.groups.order[start + turn % np.maximum(count, 1)]
+        local = self._local_member(group, rank)
+        return np.where(local >= 0, local, chosen)
+
+    def _local_member(self, group: np.ndarray, rank: np.ndarray) -> np.ndarray:
+        """Row of each group that is held by the given rank, or -1."""
+        span = np.int64(max(int(self.source.rank.max(initial=0)), int(rank.max(initial=0))) + 1)
+        member_group = np.repeat(np.arange(len(self.groups)), self.groups.count)
+        # Members are sorted by group, then rank, so this code is sorted too.
+        code = member_group * span + self.source.rank[self.groups.order]
+        wanted = np.where(rank >= 0, group * span + rank, -1)
+        position = np.minimum(np.searchsorted(code, wanted), max(len(code) - 1, 0))
+        return np.where(code[position] == wanted, self.groups.order[position], -1)
+
+    def _without_overlaps(
+        self, target: Catalog, group: np.ndarray, target_row: np.ndarray, offset: np.ndarray, shape: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Keeps every target element in one intersection only, where source shards overlap without being replicas."""
+        suspect = self._overlapping[self.source.key[self.groups.first[group]]]
+        if not suspect.any():
+            return group, target_row, offset, shape
+        kept: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = []
+        for row in np.unique(target_row[suspect]):
+            members = np.flatnonzero(suspect & (target_row == row))
+            local = self._local_member(group[members], target.rank[target_row[members]]) >= 0
+            taken: list[Box] = []
+            # Local shards first, then the rest in the order of their groups: the same on every rank.
+            for member in members[np.lexsort((group[members], ~local))]:
+                box = Box(tuple(offset[member].tolist()), tuple(shape[member].tolist()))
+                rest = subtract_boxes(box, taken)
+                taken += rest
+                kept += [(int(group[member]), int(row), part.offset, part.shape) for part in rest]
+        width = offset.shape[1]
+        columns = [np.asarray([k[c] for k in kept], dtype=np.int64) for c in range(4)]
+        return (
+            np.concatenate([group[~suspect], columns[0]]),
+            np.concatenate([target_row[~suspect], columns[1]]),
+            np.concatenate([offset[~suspect], columns[2].reshape(-1, width)]),
+            np.concatenate([shape[~suspect], columns[3].reshape(-1, width)]),
+        )
+
+
+def _addresses(catalog: Catalog, rows: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Position of global index ``offset`` in each shard's own storage, and the storage's strides."""
+    strides = row_major_strides(catalog.shape[rows])
+    base = ((offset - catalog.offset[rows]) * strides).sum(axis=1)
+    # The storage of a flattened shard begins at its range's start.
+    base -= np.where(catalog.is_flattened[rows], catalog.flat_start[rows], 0)
+    return base, strides
+
+
+def uncovered_targets(pieces: Pieces, target: Catalog, rows: np.ndarray, source: Catalog) -> list[Problem]:
+    """Target shards that the pieces do not fill, each with an example of what is missing.
+
+    Args:
+        pieces: What :meth:`ShardMatcher.match` gave.
+        target: The target catalog.
+        rows: The rows that were asked for and whose keys the source has.
+        source: The source catalog.
+    """
+    filled = np.zeros(len(target), dtype=np.int64)
+    np.add.at(filled, pieces.target, pieces.size)
+    problems = []
+    size = target.size
+    for row in rows[filled[rows] != size[rows]]:
+        problems.append(
+            Problem(
+                "the source does not hold all of a target shard",
+                key=target.key_name(row),
+                rank=int(target.rank[row]),
+                expected=f"{size[row]} elements for {target.describe(row)}",
+                got=f"{filled[row]} elements",
+                remedy="save again with every rank taking part, or load only what the source holds",
+            )
+        )
+    return problems

@@ -1,0 +1,39 @@
+"""The read plan: which pieces of which file each rank reads, and into which target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
+
+
+@dataclass(frozen=True, eq=False)
+class ReadPlan:
+    """What one rank reads.
+
+    Attributes:
+        pieces: Sorted by file and position in it, so that files are read forwards.
+        needed_bytes: Bytes that the plan reads; as many as the targets have, since no element is read twice.
+    """
+
+    pieces: Pieces
+    needed_bytes: int
+
+
+def plan_read(matcher: ShardMatcher, target: Catalog, rows: np.ndarray | None = None) -> ReadPlan:
+    """Plans the reads that fill target shards from stored ones (every rank just its own: the ``direct`` way).
+
+    Args:
+        matcher: Matcher of the stored shards' catalog.
+        target: This rank's targets.
+        rows: The rows of ``target`` to fill; all by default.
+    """
+    pieces = matcher.match(target, rows)
+    source = matcher.source
+    itemsize = source.itemsize[pieces.source]
+    position = source.byte_offset[pieces.source] + pieces.source_base * itemsize
+    order = np.lexsort((position, source.file[pieces.source]))
+    return ReadPlan(pieces.take(order), int((pieces.size * itemsize).sum()))

@@ -1,0 +1,124 @@
+"""Reports: what a save, a load or a reshard did, as one line for people and one dict for machines."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+def format_bytes(count: int) -> str:
+    """A byte count for people: ``1.5 GiB``."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _rate(count: int, seconds: float) -> str:
+    return f"{format_bytes(int(count / seconds))}/s" if seconds > 0 else "-"
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What a save did.
+
+    Attributes:
+        path: The checkpoint's directory.
+        unique_id: Its id there.
+        keys: Tensors saved, over all ranks.
+        items: Shards stored, over all ranks.
+        bytes_written: Bytes of tensors that this rank wrote.
+        total_bytes: Bytes of tensors that all ranks wrote.
+        held_bytes: Bytes of tensors that all ranks hold, replicas counted.
+        imbalance: Most loaded rank's bytes over the mean.
+        seconds: Wall time of the call on this rank, by phase; ``total`` is all of it.
+    """
+
+    path: str
+    unique_id: int
+    keys: int
+    items: int
+    bytes_written: int
+    total_bytes: int
+    held_bytes: int
+    imbalance: float
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, JSON-safe."""
+        return asdict(self)
+
+    def summary(self) -> str:
+        """One line."""
+        total = self.seconds.get("total", 0.0)
+        return (
+            f"saved {self.keys} tensors to {self.path} (id {self.unique_id}): {format_bytes(self.total_bytes)} of "
+            f"{format_bytes(self.held_bytes)} held, {self.items} items, imbalance {self.imbalance:.2f}, "
+            f"{total:.2f} s, {_rate(self.total_bytes, total)}"
+        )
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What a load or a reshard did on this rank.
+
+    Attributes:
+        source: Where the bytes came from: a path, or ``memory``.
+        unique_id: The checkpoint's id, or None.
+        keys: Tensors filled on this rank.
+        missing: Keys that this rank asked for and the source does not have; their targets are unchanged.
+        unexpected: Keys that the source has and no rank asked for.
+        aliases: Keys that were found under another name (tied parameters).
+        cast: Keys whose values were cast, with the dtypes.
+        bytes_needed: Bytes of the pieces that fill this rank's targets.
+        bytes_read: Bytes of tensors read from files.
+        bytes_verified: Bytes of these whose checksums were compared.
+        bytes_copied: Bytes copied within this rank's memory.
+        bytes_received: Bytes received from other ranks.
+        bytes_sent: Bytes sent to other ranks.
+        reads: Read calls.
+        total_bytes: ``bytes_needed`` of all ranks.
+        seconds: Wall time of the call on this rank, by phase; ``total`` is all of it.
+    """
+
+    source: str
+    unique_id: int | None
+    keys: int
+    missing: list[str]
+    unexpected: list[str]
+    aliases: dict[str, str]
+    cast: dict[str, str]
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    bytes_verified: int = 0
+    bytes_copied: int = 0
+    bytes_received: int = 0
+    bytes_sent: int = 0
+    reads: int = 0
+    total_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, JSON-safe."""
+        return asdict(self)
+
+    def summary(self) -> str:
+        """One line."""
+        total = self.seconds.get("total", 0.0)
+        what = "resharded" if self.source == "memory" else "loaded"
+        origin = "in memory" if self.source == "memory" else f"from {self.source} (id {self.unique_id})"
+        text = (
+            f"{what} {self.keys} tensors {origin}: {format_bytes(self.total_bytes)} on all ranks, "
+            f"{total:.2f} s, {_rate(self.total_bytes, total)}"
+        )
+        for name, count in (
+            ("missing", len(self.missing)),
+            ("unexpected", len(self.unexpected)),
+            ("under another name", len(self.aliases)),
+            ("cast", len(self.cast)),
+        ):
+            if count:
+                text += f", {count} {name}"
+        return text

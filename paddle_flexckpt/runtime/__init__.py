@@ -1,0 +1,1 @@
+"""Plans carried out on live tensors: save, load and reshard."""

@@ -1,0 +1,180 @@
+"""Communicators: the little that ranks must tell each other, and how an error on one becomes an error on all.
+
+Everything a save or a load communicates besides tensor data is one kind of collective: every rank contributes some
+bytes and gets those of all. That much every backend of Paddle can do.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.runtime.carrier import Carrier, CollectiveCarrier, SocketCarrier
+
+Result = TypeVar("Result")
+_KINDS: dict[str, type[CheckpointError]] = {
+    kind.__name__: kind for kind in (CheckpointError, CorruptCheckpointError, ValidationError)
+}
+
+
+class Communicator(ABC):
+    """The ranks that take part in one call.
+
+    Attributes:
+        ranks: Global ranks of the members, in the group's order.
+        position: This rank's place in ``ranks``.
+        collectives: Number of collectives so far.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], position: int) -> None:
+        self.ranks = ranks
+        self.position = position
+        self.collectives = 0
+
+    @property
+    def rank(self) -> int:
+        """This rank's global number."""
+        return self.ranks[self.position]
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every member's payload, in the group's order."""
+        self.collectives += 1
+        return self._all_gather(payload) if self.size > 1 else [payload]
+
+    @abstractmethod
+    def _all_gather(self, payload: bytes) -> list[bytes]: ...
+
+    @abstractmethod
+    def open_carrier(self) -> Carrier:
+        """A carrier for tensor data between the members."""
+
+    def together(self, work: Callable[[], tuple[Result, bytes]], context: str = "") -> tuple[Result, list[bytes]]:
+        """Does a step on every member and goes on only if it went well on all of them.
+
+        Args:
+            work: The step; returns its result for this rank, and a payload for the others.
+            context: What is being done, for the error.
+
+        Returns:
+            This rank's result, and every member's payload in the group's order.
+
+        Raises:
+            CheckpointError: The step failed somewhere; the same error on every member.
+        """
+        try:
+            result, payload = work()
+        except Exception as error:
+            self.agree(error, context=context)
+            raise  # not reached: agree() raises on every member
+        return result, self.agree(None, payload, context)
+
+    def agree(self, error: Exception | None, payload: bytes = b"", context: str = "") -> list[bytes]:
+        """Exchanges outcomes: returns every member's payload, or raises the same error on every member.
+
+        Args:
+            error: What went wrong on this rank, if anything did.
+            payload: What to tell the others if nothing did.
+            context: What was being done, for the error.
+
+        Raises:
+            CheckpointError: Something went wrong somewhere; all ranks' problems are in the text, with their rank.
+        """
+        gathered = self.all_gather(b"+" + payload if error is None else b"-" + _encode_error(error))
+        failures = [(rank, answer) for rank, answer in zip(self.ranks, gathered) if answer[:1] == b"-"]
+        if not failures:
+            return [answer[1:] for answer in gathered]
+        combined = _combine_errors([(rank, _decode_error(answer[1:])) for rank, answer in failures], context)
+        raise combined from error
+
+
+def _encode_error(error: Exception) -> bytes:
+    if isinstance(error, ValidationError):
+        return json.dumps({"kind": "ValidationError", "problems": [str(p) for p in error.problems]}).encode()
+    if isinstance(error, CheckpointError):
+        return json.dumps({"kind": type(error).__name__, "problems": [str(error)]}).encode()
+    return json.dumps({"kind": "CheckpointError", "problems": [f"{type(error).__name__}: {error}"]}).encode()
+
+
+def _decode_error(data: bytes) -> tuple[str, list[str]]:
+    decoded = json.loads(data)
+    return decoded["kind"], decoded["problems"]
+
+
+def _combine_errors(failures: list[tuple[int, tuple[str, list[str]]]], context: str) -> CheckpointError:
+    """One error for all ranks: the same text everywhere, each problem once with the ranks that met it."""
+    met: dict[str, list[int]] = {}
+    for rank, (_, problems) in failures:
+        for problem in problems:
+            met.setdefault(problem, []).append(rank)
+    kinds = {kind for _, (kind, _) in failures}
+    texts = [f"[rank {', '.join(map(str, ranks))}] {problem}" for problem, ranks in met.items()]
+    if kinds == {"ValidationError"}:
+        return ValidationError(texts, context)
+    kind = _KINDS.get(min(kinds - {"ValidationError"}), CheckpointError)
+    return kind((f"{context}: " if context else "") + "; ".join(texts))
+
+
+class SoloCommunicator(Communicator):
+    """One process without a distributed environment."""
+
+    def __init__(self) -> None:
+        super().__init__((0,), 0)
+
+    def _all_gather(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+    def open_carrier(self) -> Carrier:
+        """A carrier that never has anything to carry."""
+        return SocketCarrier(self.ranks, self.position)
+
+
+class PaddleCommunicator(Communicator):
+    """The members of a Paddle process group."""
+
+    def __init__(self, group: Any) -> None:
+        """Args: group: a paddle.distributed Group that this rank is in."""
+        if group.rank < 0:
+            raise ValidationError([f"this rank is not a member of the process group {group}"])
+        super().__init__(tuple(int(rank) for rank in group.ranks), int(group.rank))
+        self._group = group
+
+    def _all_gather(self, payload: bytes) -> list[bytes]:
+        import paddle.distributed as dist
+
+        gathered: list[bytes] = []
+        dist.all_gather_object(gathered, payload, group=self._group)
+        return gathered
+
+    def open_carrier(self) -> Carrier:
+        """Host sockets under gloo and on CPU; the backend's own all-to-all elsewhere."""
+        backend = str(getattr(self._group, "backend", "") or "").lower()
+        if backend in ("nccl", "bkcl", "xccl", "flagcx"):
+            return CollectiveCarrier(self._group, self.all_gather)
+        return SocketCarrier(self.ranks, self.position)
+
+
+def communicator_for(process_group: Any = None) -> Communicator:
+    """The communicator of a call.
+
+    Args:
+        process_group: None for all ranks of the job (or the one process there is), a Paddle group, or a Communicator.
+    """
+    if isinstance(process_group, Communicator):
+        return process_group
+    import paddle.distributed as dist
+
+    if not dist.is_initialized():
+        return SoloCommunicator()
+    if process_group is None:
+        from paddle.distributed.communication.group import _get_global_group
+
+        process_group = _get_global_group()
+    return PaddleCommunicator(process_group)

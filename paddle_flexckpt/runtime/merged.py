@@ -1,0 +1,54 @@
+"""load_merged_state_dict: a checkpoint as whole tensors in one process."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.runtime.communicator import SoloCommunicator
+from paddle_flexckpt.runtime.loader import load_state_dict, refuse_aoa
+from paddle_flexckpt.storage import CheckpointDirectory
+
+
+def load_merged_state_dict(
+    path: str | os.PathLike[str],
+    prefix: str | None = None,
+    unique_id: int | None = None,
+    offload: bool = False,
+    aoa_config: dict[str, Any] | None = None,
+    safetensors: bool = True,
+) -> dict[str, Any]:
+    """Reads a checkpoint into whole, fresh tensors on the CPU; no other rank takes part.
+
+    Args:
+        path: The checkpoint's directory.
+        prefix: Only keys that start with this and a dot, which are taken off; all keys by default.
+        unique_id: The checkpoint's id; None takes the highest.
+        offload: Accepted for compatibility: the tensors are on the CPU always.
+        aoa_config: Not available yet; anything but None is an error.
+        safetensors: Accepted for compatibility.
+
+    Returns:
+        Names to Paddle tensors, sorted by name.
+
+    Raises:
+        ValidationError: There is no such checkpoint.
+        CorruptCheckpointError: It is damaged.
+    """
+    import paddle
+
+    refuse_aoa(aoa_config)
+    manifest = CheckpointDirectory(os.fspath(path)).read_manifest(unique_id)
+    catalog = manifest.catalog
+    start = f"{prefix}." if prefix else ""
+    keys, first_rows = np.unique(catalog.key, return_index=True)
+    tensors = {}
+    for key, row in zip(keys.tolist(), first_rows.tolist()):
+        if catalog.keys[key].startswith(start):
+            shape = list(catalog.unpadded(row, catalog.global_shape))
+            with paddle.no_grad():
+                tensors[catalog.keys[key]] = paddle.empty(shape, dtype=catalog.dtype_name(row)).cpu()
+    load_state_dict(tensors, path, SoloCommunicator(), unique_id=manifest.unique_id)
+    return {name[len(start) :]: tensors[name] for name in sorted(tensors)}

@@ -1,0 +1,289 @@
+"""reshard_sharded_state_dict: live shards into another layout, through the same plan as a load, without a file.
+
+Memory is a checkpoint whose files are virtual: ``vfile_{rank}`` is what rank holds. The plan says which pieces a rank
+copies from its own memory, sends and receives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, concat, dtype_of
+from paddle_flexckpt.catalog.metadata import catalog_from_metadata
+from paddle_flexckpt.planning import ExchangePlan, ShardMatcher, plan_exchange
+from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
+from paddle_flexckpt.report import LoadReport
+from paddle_flexckpt.runtime.carrier import Carrier
+from paddle_flexckpt.runtime.communicator import Communicator, communicator_for
+from paddle_flexckpt.runtime.loader import check_unexpected, refuse_aoa, unexpected_keys, used_keys
+from paddle_flexckpt.runtime.saver import check_coordinator
+from paddle_flexckpt.runtime.shared_memory import refuse_shared_memory
+from paddle_flexckpt.runtime.sources import CheckedSources, check_sources
+from paddle_flexckpt.runtime.state import LocalState, open_state
+from paddle_flexckpt.runtime.targets import Policy, Strict, TargetMemory, Wanted, resolve
+from paddle_flexckpt.runtime.tensors import HostTensor, dtype_name, element_count
+from paddle_flexckpt.runtime.transfer import copy_pieces, pack, unpack
+from paddle_flexckpt.runtime.wire import decode_catalog, encode_catalog, join, split
+from paddle_flexckpt.sharded_weight import is_sharded_weight
+
+logger = logging.getLogger("paddle_flexckpt")
+_CONTEXT = "cannot reshard"
+
+
+def virtual_file(rank: int) -> str:
+    """Name of the virtual file that stands for a rank's memory."""
+    return f"vfile_{rank}"
+
+
+def reshard_sharded_state_dict(
+    src_sharded_state_dict: Mapping[str, Any],
+    dst_sharded_state_dict: Mapping[str, Any],
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    offload: bool = False,
+    aoa_config: dict[str, Any] | None = None,
+    *,
+    strict: Strict = "missing",
+    dtype: Literal["raise", "cast"] = "raise",
+    tied_names: bool = True,
+) -> LoadReport:
+    """Moves live state from one layout to another, in memory.
+
+    Every rank of the group calls this with the shards that it holds and the shards that it wants. What a rank has
+    itself it copies; it receives exactly the bytes that it lacks.
+
+    Args:
+        src_sharded_state_dict: Names to the shards (or plain, replicated tensors) that this rank holds. All ranks'
+            together have to be whole tensors.
+        dst_sharded_state_dict: Names to the shards to fill, in place. They may not share memory with a source, unless
+            source and target are the very same shard.
+        process_group: The ranks that take part; all ranks of the job by default.
+        coordinator_rank: The rank, counted within the group, that writes the log line.
+        offload: Accepted for compatibility: on CPU there is nowhere else to go; device tensors are staged through host
+            memory.
+        aoa_config: Not available yet; anything but None is an error.
+        strict: As in :func:`load_state_dict`.
+        dtype: As in :func:`load_state_dict`.
+        tied_names: As in :func:`load_state_dict`.
+
+    Returns:
+        What was done; ``bytes_received`` are the bytes that this rank lacked.
+
+    Raises:
+        ValidationError: The two sides do not fit (on every rank, with the same text); no target was changed.
+        CheckpointError: A rank failed during the exchange (likewise); targets are partly overwritten.
+    """
+    comm = communicator_for(process_group)
+    mine = virtual_file(comm.rank)
+
+    def describe() -> tuple[LocalState, bytes]:
+        refuse_aoa(aoa_config)
+        check_coordinator(comm, coordinator_rank)
+        state = open_state(src_sharded_state_dict, comm.rank, mine)
+        return state, encode_catalog(state.catalog)
+
+    state, answers = comm.together(describe, _CONTEXT)
+    source = concat([decode_catalog(answer) for answer in answers])
+    tensors = {state.catalog.key_name(row): weight for row, weight in enumerate(state.weights)}
+    return _load_state_dict(
+        dst_sharded_state_dict,
+        {mine: tensors},
+        [source],
+        process_group=comm,
+        coordinator_rank=coordinator_rank,
+        offload=offload,
+        strict=strict,
+        dtype=dtype,
+        tied_names=tied_names,
+    )
+
+
+def _load_state_dict(
+    target_state_dict: Mapping[str, Any],
+    source_state_dict: Mapping[str, Mapping[str, Any]],
+    metadata_list: Iterable[Any],
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    offload: bool = False,
+    worker_groups: Any = None,
+    comm_method: str = "direct",
+    *,
+    strict: Strict = "missing",
+    dtype: Literal["raise", "cast"] = "raise",
+    tied_names: bool = True,
+) -> LoadReport:
+    """Fills targets from (virtual) files whose tensors are in the ranks' memory.
+
+    Args:
+        target_state_dict: Names to the shards to fill.
+        source_state_dict: For every file that this rank holds, its tensors (or ShardedWeights) by name.
+        metadata_list: What all files of all ranks hold, the same on every rank: catalogs, or ``Metadata`` objects (of
+            this library or of Paddle).
+        process_group: The ranks that take part.
+        coordinator_rank: The rank, counted within the group, that writes the log line.
+        offload: Accepted for compatibility.
+        worker_groups: Accepted for compatibility.
+        comm_method: Accepted for compatibility: tensors go straight from holder to receiver.
+        strict: As in :func:`load_state_dict`.
+        dtype: As in :func:`load_state_dict`.
+        tied_names: As in :func:`load_state_dict`.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValidationError: The two sides do not fit; no target was changed.
+        CheckpointError: A rank failed during the exchange.
+    """
+    begin = time.perf_counter()
+    comm = communicator_for(process_group)
+    source = _gather_source(comm, source_state_dict, metadata_list)
+    held = _held_tensors(source, source_state_dict, comm.rank)
+    checked = check_sources(comm, held, source, _CONTEXT)
+    with contextlib.closing(comm.open_carrier()) as carrier:
+
+        def describe() -> tuple[tuple[LocalState, Wanted, Policy], bytes]:
+            policy = Policy(strict, dtype, tied_names)
+            state = open_state(target_state_dict, comm.rank)
+            wanted = resolve(state, source, policy)
+            refuse_shared_memory(source, held, state)
+            parts = (
+                carrier.address(),
+                np.packbits(used_keys(source, wanted)).tobytes(),
+                encode_catalog(wanted.catalog.take(wanted.rows)),
+            )
+            return (state, wanted, policy), join(parts)
+
+        (state, wanted, policy), answers = comm.together(describe, _CONTEXT)
+        addresses, bits, encoded = zip(*(split(answer) for answer in answers))
+        unexpected = unexpected_keys(source, bits)
+        check_unexpected(unexpected, policy, _CONTEXT)
+        target = concat([decode_catalog(catalog) for catalog in encoded])
+        # Ranks' rows follow each other in the common catalog.
+        mine = np.flatnonzero(target.rank == comm.rank)
+        plan, _ = comm.together(lambda: (_plan(source, checked, target, mine, comm.rank), b""), _CONTEXT)
+        planned = time.perf_counter()
+        counts, answers = comm.together(
+            lambda: _exchange(carrier, list(addresses), plan, (source, held), (state, wanted, mine)), _CONTEXT
+        )
+    end = time.perf_counter()
+    report = LoadReport(
+        source="memory",
+        unique_id=None,
+        keys=len(wanted.rows),
+        missing=wanted.missing,
+        unexpected=unexpected,
+        aliases=wanted.aliases,
+        cast=wanted.cast,
+        bytes_needed=counts["copied"] + counts["received"],
+        bytes_copied=counts["copied"],
+        bytes_received=counts["received"],
+        bytes_sent=counts["sent"],
+        total_bytes=sum(int(answer) for answer in answers),
+        seconds={"plan": planned - begin, "exchange": end - planned, "total": end - begin},
+    )
+    if comm.position == coordinator_rank:
+        logger.info(report.summary())
+    return report
+
+
+def _gather_source(
+    comm: Communicator, source_state_dict: Mapping[str, Mapping[str, Any]], metadata_list: Iterable[Any]
+) -> Catalog:
+    """The catalog of all ranks' files, each row with the rank that holds its file."""
+    metadata = list(metadata_list)
+    if all(isinstance(entry, Catalog) for entry in metadata):
+        return concat(metadata)
+
+    _, answers = comm.together(lambda: (None, json.dumps(sorted(source_state_dict)).encode()), _CONTEXT)
+    holders = {file: rank for rank, answer in zip(comm.ranks, answers) for file in json.loads(answer)}
+
+    def build() -> tuple[Catalog, bytes]:
+        files = {file for entry in metadata for file in entry.storage_metadata.values()}
+        lost = sorted(files - set(holders))
+        if lost:
+            raise ValidationError([Problem("no rank holds a file that the metadata names", file=file) for file in lost])
+        return catalog_from_metadata(metadata, holders.__getitem__), b""
+
+    return comm.together(build, _CONTEXT)[0]
+
+
+def _held_tensors(source: Catalog, source_state_dict: Mapping[str, Mapping[str, Any]], rank: int) -> dict[int, Any]:
+    """This rank's source tensors by row of the source catalog."""
+    held = {}
+    for row in np.flatnonzero(source.rank == rank).tolist():
+        file, key = source.file_name(row), source.key_name(row)
+        value: Any = source_state_dict.get(file or "", {}).get(key)
+        tensor = value.local_tensor if is_sharded_weight(value) else value
+        problem = None
+        if tensor is None:
+            problem = Problem("the metadata names a tensor that is not there", key=key, rank=rank, file=file)
+        elif element_count(tensor) != source.size[row] or dtype_name(tensor) != source.dtype_name(row):
+            problem = Problem(
+                "a tensor is not what the metadata says",
+                key=key,
+                rank=rank,
+                file=file,
+                expected=source.describe(row),
+                got=f"{dtype_name(tensor)} {list(tensor.shape)}",
+            )
+        if problem is not None:
+            raise ValidationError([problem], _CONTEXT)
+        held[row] = tensor
+    return held
+
+
+def _plan(source: Catalog, checked: CheckedSources, target: Catalog, mine: np.ndarray, rank: int) -> ExchangePlan:
+    """This rank's part of the exchange, checked to fill all of its targets."""
+    matcher = ShardMatcher(source, checked.groups, checked.coverage)
+    plan = plan_exchange(matcher, target, rank)
+    pieces = concat_pieces([plan.local, *plan.incoming.values()], max(source.width, target.width))
+    problems = uncovered_targets(pieces, target, mine, source)
+    if problems:
+        raise ValidationError(problems)
+    return plan
+
+
+def _exchange(
+    carrier: Carrier,
+    addresses: list[bytes],
+    plan: ExchangePlan,
+    sources: tuple[Catalog, Mapping[int, Any]],
+    targets: tuple[LocalState, Wanted, np.ndarray],
+) -> tuple[dict[str, int], bytes]:
+    """Carries out a plan; returns the bytes copied, received and sent."""
+    source, held = sources
+    state, wanted, mine = targets
+    memory = TargetMemory(state, wanted)
+    first = int(mine[0]) if len(mine) else 0
+    opened: dict[int, np.ndarray] = {}
+
+    def source_storage(row: int) -> np.ndarray:
+        if row not in opened:
+            opened[row] = HostTensor(held[row]).array
+        return opened[row]
+
+    def target_storage(row: int) -> np.ndarray:
+        return memory.storage(int(wanted.rows[row - first]))
+
+    def source_dtype(row: int) -> np.dtype:
+        return dtype_of(source.dtype_name(row)).numpy
+
+    copied = copy_pieces(plan.local, source_storage, target_storage)
+    carrier.exchange(
+        addresses,
+        {rank: pack(pieces, source_storage) for rank, pieces in plan.outgoing.items()},
+        {rank: unpack(pieces, target_storage, source_dtype) for rank, pieces in plan.incoming.items()},
+    )
+    memory.finish()
+    itemsize = source.itemsize
+    received = sum(int((p.size * itemsize[p.source]).sum()) for p in plan.incoming.values())
+    sent = sum(int((p.size * itemsize[p.source]).sum()) for p in plan.outgoing.values())
+    return {"copied": copied, "received": received, "sent": sent}, str(copied + received).encode()

@@ -1,0 +1,168 @@
+"""save_state_dict: live shards into a checkpoint directory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError, concat
+from paddle_flexckpt.planning import WritePlan, plan_write
+from paddle_flexckpt.report import SaveReport
+from paddle_flexckpt.runtime.communicator import Communicator, communicator_for
+from paddle_flexckpt.runtime.sources import check_sources
+from paddle_flexckpt.runtime.state import LocalState, open_state
+from paddle_flexckpt.runtime.tensors import HostTensor
+from paddle_flexckpt.runtime.wire import decode_catalog, encode_catalog, join, split
+from paddle_flexckpt.storage import CheckpointDirectory, DataFileWriter, SaveTicket
+
+logger = logging.getLogger("paddle_flexckpt")
+
+
+def save_state_dict(
+    state_dict: Mapping[str, Any],
+    path: str | os.PathLike[str],
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    unique_id: int | None = None,
+    async_save: bool = False,
+    safetensors: bool = True,
+    save_replicas: bool = False,
+    *,
+    step: int | None = None,
+) -> SaveReport:
+    """Saves a distributed state to a directory that all ranks share.
+
+    Every rank of the group calls this with its own shards. Each distinct shard is written once; replicas share the
+    work evenly. The checkpoint exists, whole, once this returns on any rank; until then whatever was there before is
+    what a reader finds.
+
+    Args:
+        state_dict: Names to ShardedWeights (of this library or of Paddle) or tensors (taken as replicated), possibly
+            nested.
+        path: The directory. It may hold several checkpoints, told apart by id.
+        process_group: The ranks that take part; all ranks of the job by default.
+        coordinator_rank: The rank, counted within the group, that chooses the id and commits.
+        unique_id: The checkpoint's id. None takes the next free one. An id that exists is replaced, and stays what it
+            was until the new checkpoint is complete.
+        async_save: Not available yet; True is an error.
+        safetensors: Accepted for compatibility: data files are safetensors files always.
+        save_replicas: Write every replica of every shard.
+        step: Training step to record in the manifest.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValidationError: The state is not sound (on every rank, with the same text); nothing was written.
+        CheckpointError: A rank could not write (likewise); the directory holds what it held before.
+    """
+    begin = time.perf_counter()
+    comm = communicator_for(process_group)
+    directory = CheckpointDirectory(os.fspath(path))
+    context = f"cannot save to {directory.path!r}"
+
+    def describe() -> tuple[LocalState, bytes]:
+        if async_save:
+            raise ValidationError(["async_save=True is not available in this version. Remedy: save synchronously"])
+        check_coordinator(comm, coordinator_rank)
+        state = open_state(state_dict, comm.rank)
+        ticket = directory.open_save(unique_id) if comm.position == coordinator_rank else None
+        return state, _encode(unique_id, ticket, state.catalog)
+
+    state, answers = comm.together(describe, context)
+    ticket, catalog = _decode(answers, coordinator_rank, context)
+    # Ranks' rows follow each other in the common catalog.
+    first_row = int(np.argmax(catalog.rank == comm.rank)) if len(state.weights) else 0
+    held = {first_row + row: weight.local_tensor for row, weight in enumerate(state.weights)}
+    groups = check_sources(comm, held, catalog, context).groups
+    plan = plan_write(catalog, ticket.data_file, save_replicas=save_replicas, groups=groups)
+    planned = time.perf_counter()
+    try:
+        comm.together(lambda: _write(directory, ticket, comm, plan, state, first_row, step), context)
+        written = time.perf_counter()
+        comm.together(
+            lambda: (directory.commit(ticket, comm.ranks) if comm.position == coordinator_rank else None, b""), context
+        )
+    except CheckpointError:
+        directory.discard(ticket, comm.rank)
+        raise
+    end = time.perf_counter()
+    report = SaveReport(
+        path=directory.path,
+        unique_id=ticket.unique_id,
+        keys=len(np.unique(plan.catalog.key)),
+        items=len(plan.catalog),
+        bytes_written=int(plan.catalog.byte_length[plan.catalog.rank == comm.rank].sum()),
+        total_bytes=plan.total_bytes,
+        held_bytes=int(catalog.byte_length.sum()),
+        imbalance=plan.imbalance,
+        seconds={"plan": planned - begin, "write": written - planned, "commit": end - written, "total": end - begin},
+    )
+    if comm.position == coordinator_rank:
+        logger.info(report.summary())
+    return report
+
+
+def check_coordinator(comm: Communicator, coordinator_rank: int) -> None:
+    """Raises ValidationError where the coordinator is not a member of the group."""
+    if not isinstance(coordinator_rank, int) or not 0 <= coordinator_rank < comm.size:
+        raise ValidationError(
+            [f"coordinator_rank counts within the process group, 0 to {comm.size - 1}; got {coordinator_rank!r}"]
+        )
+
+
+def _encode(unique_id: int | None, ticket: SaveTicket | None, catalog: Catalog) -> bytes:
+    """What a rank tells the others before a save."""
+    head = json.dumps({"unique_id": unique_id, "ticket": None if ticket is None else asdict(ticket)}).encode()
+    return join((head, encode_catalog(catalog)))
+
+
+def _decode(answers: list[bytes], coordinator: int, context: str) -> tuple[SaveTicket, Catalog]:
+    """The coordinator's ticket and the catalog of all ranks, from what they told."""
+    heads, catalogs = [], []
+    for answer in answers:
+        head, catalog = split(answer)
+        heads.append(json.loads(head))
+        catalogs.append(decode_catalog(catalog))
+    requested = {head["unique_id"] for head in heads}
+    if len(requested) != 1:
+        raise ValidationError([f"ranks ask for different unique_ids: {sorted(map(str, requested))}"], context)
+    return SaveTicket(**heads[coordinator]["ticket"]), concat(catalogs)
+
+
+def _write(
+    directory: CheckpointDirectory,
+    ticket: SaveTicket,
+    comm: Communicator,
+    plan: WritePlan,
+    state: LocalState,
+    first_row: int,
+    step: int | None,
+) -> tuple[None, bytes]:
+    """Writes this rank's data file and its part; its shards begin at ``first_row`` of the planned catalog."""
+    mine = np.flatnonzero(plan.catalog.rank == comm.rank)
+    writer = DataFileWriter(
+        directory.path,
+        plan.catalog.take(mine),
+        save_token=ticket.token,
+        unique_id=ticket.unique_id,
+        world_size=comm.size,
+        step=step,
+    )
+    rows, starts = plan.source[mine] - first_row, plan.source_start[mine]
+    sizes = plan.catalog.size[mine]
+
+    def data() -> Iterator[np.ndarray]:
+        for row, start, size in zip(rows.tolist(), starts.tolist(), sizes.tolist()):
+            # One tensor at a time: a staged copy is released before the next is made.
+            yield HostTensor(state.tensor(row)).array[start : start + size].view(np.uint8)
+
+    directory.write_part(ticket, comm.rank, writer.write(data()))
+    return None, b""

@@ -1,0 +1,34 @@
+"""Messages: catalogs and lists of parts as bytes, for the collectives; no pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from safetensors import numpy as safetensors_numpy
+
+from paddle_flexckpt.catalog import Catalog
+
+
+def encode_catalog(catalog: Catalog) -> bytes:
+    """A catalog as bytes."""
+    return safetensors_numpy.save(catalog.to_arrays())
+
+
+def decode_catalog(data: bytes) -> Catalog:
+    """The catalog that :func:`encode_catalog` made the bytes of."""
+    return Catalog.from_arrays(safetensors_numpy.load(data))
+
+
+def join(parts: Iterable[bytes]) -> bytes:
+    """One message of several parts."""
+    return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+
+
+def split(message: bytes) -> list[bytes]:
+    """The parts that :func:`join` was given."""
+    parts, position = [], 0
+    while position < len(message):
+        end = position + 8 + int.from_bytes(message[position : position + 8], "little")
+        parts.append(message[position + 8 : end])
+        position = end
+    return parts

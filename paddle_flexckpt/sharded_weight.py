@@ -1,0 +1,256 @@
+"""ShardedWeight: a live shard of a tensor, and the helpers that make shards.
+
+Constructor, attributes and helper signatures are those of Paddle's own classes (3.2 and later), and where Paddle has
+them ours are subclasses, so that either library's objects serve the other.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Union
+
+try:
+    from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight as _PaddleShardedWeight
+except ImportError:  # Paddle before 3.2 has no FlexCheckpoint of its own.
+    _PaddleShardedWeight = object
+
+
+@dataclass(frozen=True)
+class ShardedWeightDesc:
+    """A shard without its data."""
+
+    key: str
+    local_shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    global_offset: tuple[int, ...]
+    dtype: str | None = None
+
+
+class ShardedWeight(_PaddleShardedWeight):
+    """The part of one tensor that this rank holds.
+
+    ``local_tensor == global_tensor[offset : offset + local_shape]``, or, if flattened, the elements
+    ``[flattened_range.start, flattened_range.stop)`` of that box in row-major order.
+
+    Attributes:
+        key: Name of the tensor.
+        local_tensor: The live tensor (not a copy).
+        local_shape: Shape of the local box.
+        global_shape: Shape of the whole tensor.
+        global_offset: First element of the local box in the whole tensor.
+        is_flattened: Whether the shard is a flattened range of the box.
+        flattened_range: That range, counted from the start of the box.
+        aliases: Other names under which a checkpoint may hold the same tensor (tied parameters). They are tried in
+            order when the key itself is not there.
+    """
+
+    # The parent's constructor is not called: it rejects a tensor that has no Paddle methods (a numpy array).
+    def __init__(
+        self,
+        key: str,
+        local_tensor: Any,
+        local_shape: Sequence[int],
+        global_shape: Sequence[int],
+        global_offset: Sequence[int],
+        is_flattened: bool = False,
+        flattened_range: slice | None = None,
+        aliases: Iterable[str] = (),
+    ) -> None:
+        if _is_dist_tensor(local_tensor):
+            raise ValueError(
+                f"key {key!r}: a DistTensor (semi-automatic parallel) is not supported here yet. "
+                "Remedy: pass its local value with the local shape, global shape and offset of its placements"
+            )
+        self.key = key
+        self.local_tensor = local_tensor
+        self.local_shape = tuple(int(n) for n in local_shape)
+        self.global_shape = tuple(int(n) for n in global_shape)
+        self.global_offset = tuple(int(n) for n in global_offset)
+        self.is_flattened = bool(is_flattened)
+        self.flattened_range = flattened_range
+        self.aliases = tuple(aliases)
+
+    def __str__(self) -> str:
+        shape = list(getattr(self.local_tensor, "shape", ()))
+        text = (
+            f"ShardedWeight(key={self.key!r}, local_tensor={type(self.local_tensor).__name__}{shape}, "
+            f"local_shape={self.local_shape}, global_shape={self.global_shape}, global_offset={self.global_offset}"
+        )
+        if self.is_flattened:
+            text += f", flattened_range={self.flattened_range}"
+        return text + ")"
+
+    __repr__ = __str__
+
+
+# An older name of the same class.
+ShardedTensor = ShardedWeight
+
+ShardedStateDict = Union[dict[str, ShardedWeight], "OrderedDict[str, ShardedWeight]"]
+
+
+def _is_dist_tensor(value: Any) -> bool:
+    is_dist = getattr(value, "is_dist", None)
+    return bool(callable(is_dist) and is_dist())
+
+
+def is_sharded_weight(value: Any) -> bool:
+    """Whether a value is a ShardedWeight, of this library or of Paddle."""
+    return isinstance(value, ShardedWeight) or (
+        _PaddleShardedWeight is not object and isinstance(value, _PaddleShardedWeight)
+    )
+
+
+def is_sharded_state_dict(o: Any) -> bool:
+    """Whether an object is a dict of ShardedWeights.
+
+    Raises:
+        TypeError: Some of its values are ShardedWeights and some are not.
+    """
+    if not isinstance(o, Mapping):
+        return False
+    sharded = [is_sharded_weight(value) for value in o.values()]
+    if not any(sharded):
+        return False
+    if not all(sharded):
+        other = next(key for key, is_sharded in zip(o, sharded) if not is_sharded)
+        raise TypeError(
+            f"all values must be ShardedWeight if any value is; the value of {other!r} is a {type(o[other]).__name__}"
+        )
+    return True
+
+
+def shard_weight(key: str, weight: Any, axis: int, group: Any) -> ShardedWeight:
+    """Describes a tensor as this rank's equal part, along one axis, of a tensor cut over a process group.
+
+    Args:
+        key: Name of the tensor.
+        weight: The local part.
+        axis: The axis that is cut; negative axes count from the end.
+        group: Process group (``rank`` and ``nranks``) whose ranks hold the parts in order.
+
+    Raises:
+        ValueError: The axis does not exist, or this rank is not in the group.
+    """
+    shape = [int(n) for n in weight.shape]
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"key {key!r}: shard axis {axis} is invalid for a tensor of shape {shape}")
+    axis %= len(shape)
+    if not 0 <= group.rank < group.nranks:
+        raise ValueError(f"key {key!r}: this rank is not in the group that cuts the tensor ({group})")
+    global_shape, offset = list(shape), [0] * len(shape)
+    global_shape[axis] = shape[axis] * group.nranks
+    offset[axis] = shape[axis] * group.rank
+    return ShardedWeight(key, weight, shape, global_shape, offset)
+
+
+def make_tp_sharded_weight_for_checkpoint(key: str, tensor: Any, tensor_parallel_axis: int = 0) -> ShardedWeight:
+    """Describes a tensor as cut over fleet's model-parallel group along an axis.
+
+    Args:
+        key: Name of the tensor.
+        tensor: The local part.
+        tensor_parallel_axis: The axis that is cut.
+    """
+    return shard_weight(key, tensor, tensor_parallel_axis, model_parallel_group(key))
+
+
+def model_parallel_group(key: str) -> Any:
+    """Fleet's model-parallel group.
+
+    Args:
+        key: The tensor that needs it, for the error.
+
+    Raises:
+        ValueError: ``fleet.init`` has not been called.
+    """
+    from paddle.distributed.fleet.base import topology
+
+    hcg = topology._HYBRID_PARALLEL_GROUP
+    if hcg is None:
+        raise ValueError(f"key {key!r} is cut over the model-parallel group. Remedy: call fleet.init first")
+    return hcg.get_model_parallel_group()
+
+
+def make_replicated_sharded_weight(key: str, tensor: Any) -> ShardedWeight:
+    """Describes a tensor of which every rank holds all."""
+    shape = tuple(int(n) for n in tensor.shape)
+    return ShardedWeight(key, tensor, shape, shape, (0,) * len(shape))
+
+
+def create_sharded_weight_with_new_local(
+    new_key: str, new_local_tensor: Any, reference_tensor: ShardedWeight
+) -> ShardedWeight:
+    """Describes another tensor as cut exactly like a reference (an optimizer's state like its parameter).
+
+    Raises:
+        ValueError: The tensor has not the reference's local shape.
+    """
+    shape, expected = tuple(int(n) for n in new_local_tensor.shape), tuple(reference_tensor.local_shape)
+    if shape != expected:
+        raise ValueError(
+            f"Shape mismatch: {new_key!r} has local shape {shape}; expected {expected} as {reference_tensor.key!r} has"
+        )
+    return ShardedWeight(
+        new_key, new_local_tensor, expected, reference_tensor.global_shape, reference_tensor.global_offset
+    )
+
+
+def build_sharded_state_dict(
+    state_dict: Mapping[str, Any],
+    shard_rules: Mapping[str, int] | None = None,
+    prefix: str = "",
+    group: Any = None,
+) -> dict[str, ShardedWeight]:
+    """Describes the tensors of a state dict as shards.
+
+    Args:
+        state_dict: Names and local tensors.
+        shard_rules: The cut axis of each tensor that is cut; the others are replicated.
+        prefix: Put in front of every name.
+        group: The process group that cuts them; fleet's model-parallel group by default.
+
+    Raises:
+        ValueError: A rule names no tensor, or a tensor that Paddle has marked ``is_distributed`` has no rule: taking
+            it for replicated would save one rank's part as if it were the whole.
+    """
+    rules = dict(shard_rules or {})
+    unknown = sorted(set(rules) - set(state_dict))
+    if unknown:
+        raise ValueError(f"shard rules for {unknown} name no tensor; there are {sorted(state_dict)}")
+    sharded = {}
+    for name, tensor in state_dict.items():
+        key = f"{prefix}{name}"
+        if name in rules:
+            axis_group = model_parallel_group(key) if group is None else group
+            sharded[key] = shard_weight(key, tensor, rules[name], axis_group)
+            continue
+        if getattr(tensor, "is_distributed", False):
+            raise ValueError(
+                f"key {key!r} is marked is_distributed, but no rule says along which axis it is cut. Remedy: give its "
+                "layer a _get_shard_rules() that returns {name: axis}"
+            )
+        sharded[key] = make_replicated_sharded_weight(key, tensor)
+    return sharded
+
+
+def build_shard_desc(val: ShardedWeight) -> ShardedWeightDesc:
+    """The description of a shard without its data."""
+    return ShardedWeightDesc(
+        key=val.key,
+        local_shape=tuple(val.local_shape),
+        global_shape=tuple(val.global_shape),
+        global_offset=tuple(val.global_offset),
+        dtype=str(val.local_tensor.dtype).split(".")[-1],
+    )
+
+
+def merge_shard_info_list(list_of_dicts: Iterable[Mapping[str, Iterable[Any]]]) -> dict[str, list[Any]]:
+    """One dict with the lists of all, joined per key in order."""
+    merged: dict[str, list[Any]] = {}
+    for info in list_of_dicts:
+        for key, values in info.items():
+            merged.setdefault(key, []).extend(values)
+    return merged

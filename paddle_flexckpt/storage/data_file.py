@@ -1,0 +1,175 @@
+"""Data files: one safetensors file per rank, streamed.
+
+The header is complete before the first byte of data is written, because the write plan knows all sizes; the data then
+goes from the tensors' own memory to the file, each block hashed right before it is written, while it is in cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, dtype_of
+from paddle_flexckpt.storage.checksums import BLOCK_BYTES, Checksums, hash_block
+from paddle_flexckpt.storage.manifest import FORMAT_VERSION, Manifest
+
+# safetensors readers refuse larger headers (its own limit, MAX_HEADER_SIZE).
+MAX_HEADER_BYTES = 100_000_000
+# The save token stands within the first bytes of the file, so that a reader can check it with one small read.
+TOKEN_WINDOW = 256
+
+
+class DataFileWriter:
+    """Writes one rank's data file and describes it."""
+
+    def __init__(
+        self,
+        directory: str,
+        items: Catalog,
+        *,
+        save_token: str,
+        unique_id: int,
+        world_size: int,
+        step: int | None = None,
+    ) -> None:
+        """Prepares the header.
+
+        Args:
+            directory: Where the file goes.
+            items: This rank's rows of the write plan, in the order of their byte offsets (which count from the start
+                of the data here). All are in one file.
+            save_token: Random text of this save.
+            unique_id: The checkpoint's id.
+            world_size: Ranks that take part in the save.
+            step: Training step, if known.
+        """
+        self._items = items
+        self._token, self._id, self._world, self._step = save_token, unique_id, world_size, step
+        name = items.file_name(0) if len(items) else None
+        self.path = os.path.join(directory, name) if name else None
+        self._header = self._build_header()
+
+    def _build_header(self) -> bytes:
+        items = self._items
+        names = item_names(items)
+        shards, entries = {}, {}
+        for row, name in enumerate(names):
+            dtype = dtype_of(items.dtype_name(row))
+            flat = [int(items.flat_start[row]), int(items.flat_stop[row])] if items.is_flattened[row] else None
+            shape = [flat[1] - flat[0]] if flat else list(items.unpadded(row, items.shape))
+            begin = int(items.byte_offset[row])
+            length = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            entries[name] = {
+                "dtype": dtype.safetensors,
+                "shape": [*shape, dtype.trailing] if dtype.trailing > 1 else shape,
+                "data_offsets": [begin, begin + length],
+            }
+            shards[name] = {
+                "key": items.key_name(row),
+                "dtype": dtype.name,
+                "global_shape": items.unpadded(row, items.global_shape),
+                "global_offset": items.unpadded(row, items.offset),
+                "local_shape": items.unpadded(row, items.shape),
+                "flattened_range": flat,
+            }
+        info = {
+            "save_token": self._token,
+            "format": "flexckpt",
+            "format_version": str(FORMAT_VERSION),
+            "unique_id": str(self._id),
+            "world_size": str(self._world),
+            "step": "" if self._step is None else str(self._step),
+            "shards": json.dumps(shards, ensure_ascii=False),
+        }
+        text = json.dumps({"__metadata__": info, **entries}, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        if len(text) > MAX_HEADER_BYTES:
+            raise ValueError(
+                f"the header of {self.path} would have {len(text)} bytes; safetensors allows {MAX_HEADER_BYTES}. "
+                "Remedy: save fewer tensors per rank"
+            )
+        return len(text).to_bytes(8, "little") + text
+
+    def write(self, data: Iterable[np.ndarray]) -> Manifest:
+        """Writes the file and makes it durable.
+
+        Args:
+            data: The items' bytes in order: contiguous uint8 arrays, each used before the next is asked for.
+
+        Returns:
+            This rank's part of the manifest.
+
+        Raises:
+            OSError: The file system refused.
+            ValueError: The data is not of the planned length.
+        """
+        if self.path is None:
+            return self._part([], 0)
+        lengths = self._items.byte_length
+        checksums: list[int] = []
+        # O_EXCL: a file of that name would belong to another save.
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            write_all(descriptor, memoryview(self._header))
+            count = 0
+            for item in data:
+                if count >= len(lengths) or item.nbytes != lengths[count]:
+                    raise ValueError(f"item {count} of {self.path} has {item.nbytes} bytes, which were not planned")
+                for start in range(0, item.nbytes, BLOCK_BYTES):
+                    block = memoryview(item)[start : start + BLOCK_BYTES]
+                    checksums.append(hash_block(block))
+                    write_all(descriptor, block)
+                count += 1
+            if count != len(lengths):
+                raise ValueError(f"{self.path} got {count} items of the {len(lengths)} that were planned")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        return self._part(checksums, len(self._header) + int(lengths.sum()))
+
+    def _part(self, checksums: list[int], file_bytes: int) -> Manifest:
+        used = (os.path.basename(self.path),) if self.path else ()
+        items = replace(
+            self._items,
+            files=used,
+            file=np.zeros(len(self._items), dtype=np.int32),
+            byte_offset=self._items.byte_offset + len(self._header),
+        )
+        values = np.asarray(checksums, dtype=np.uint64)
+        return Manifest(
+            catalog=items,
+            checksums=Checksums.of_items(values, items.byte_length),
+            file_bytes=np.asarray([file_bytes] if used else [], dtype=np.int64),
+            save_token=self._token,
+            unique_id=self._id,
+            world_size=self._world,
+            step=self._step,
+        )
+
+
+def item_names(items: Catalog) -> list[str]:
+    """Names of the items in a data file: the key, numbered where a file holds several shards of one key."""
+    count = np.bincount(items.key, minlength=len(items.keys))
+    seen: dict[str, int] = {}
+    names = []
+    taken = {items.keys[k] for k in np.unique(items.key)} if len(items) else set()
+    for row in range(len(items)):
+        key = items.key_name(row)
+        name = key
+        while count[items.key[row]] > 1 or name == "__metadata__":
+            name = f"{key}#{seen.setdefault(key, 0)}"
+            seen[key] += 1
+            if name not in taken:
+                break
+        names.append(name)
+    return names
+
+
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Writes all bytes; a short write is not an error but a beginning."""
+    while len(data):
+        data = data[os.write(descriptor, data) :]

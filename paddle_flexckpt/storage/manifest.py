@@ -1,0 +1,170 @@
+"""The manifest: a safetensors container with the columns of a checkpoint's catalog.
+
+A rank's *part* has the same form and holds the rows of that rank's data file; the manifest is the parts, one after the
+other. It carries a checksum of its own, so that a flipped bit in it cannot send a reader to wrong bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+from safetensors import SafetensorError
+from safetensors import numpy as safetensors_numpy
+
+from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError, concat, dtype_of
+from paddle_flexckpt.storage.checksums import ALGORITHM, Checksums
+
+FORMAT_VERSION = 1
+_CREATOR = "paddle_flexckpt"
+_CATALOG = "catalog."
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """What a checkpoint (or one rank's part of it) consists of.
+
+    Attributes:
+        catalog: One row per stored item; ``byte_offset`` counts from the start of the file.
+        checksums: Block checksums of the items.
+        file_bytes: int64 ``[number of files]``, size of each file.
+        save_token: Random text that is also in the header of every data file of this save.
+        unique_id: The checkpoint's id in its directory.
+        world_size: Number of ranks that took part in the save.
+        step: Training step, if the caller gave one.
+    """
+
+    catalog: Catalog
+    checksums: Checksums
+    file_bytes: np.ndarray
+    save_token: str
+    unique_id: int
+    world_size: int
+    step: int | None = None
+
+    def encode(self) -> bytes:
+        """The container's bytes."""
+        arrays = {f"{_CATALOG}{name}": _narrow(array) for name, array in self.catalog.to_arrays().items()}
+        arrays["checksums"] = self.checksums.values
+        arrays["file_bytes"] = self.file_bytes.astype(np.int64)
+        info = {
+            "format": "flexckpt",
+            "format_version": str(FORMAT_VERSION),
+            "creator": _CREATOR,
+            "unique_id": str(self.unique_id),
+            "world_size": str(self.world_size),
+            "save_token": self.save_token,
+            "checksum": ALGORITHM,
+            "block_bytes": str(self.checksums.block_bytes),
+        }
+        if self.step is not None:
+            info["step"] = str(self.step)
+        info["digest"] = _digest(arrays, info)
+        return safetensors_numpy.save(arrays, metadata=info)
+
+    @classmethod
+    def decode(cls, data: bytes, file: str) -> Manifest:
+        """Reads a container.
+
+        Args:
+            data: Its bytes.
+            file: Its name, for errors.
+
+        Raises:
+            CorruptCheckpointError: The bytes are not a manifest, or not the ones that were written.
+            ValidationError: The manifest is of a newer format version.
+        """
+        try:
+            header_bytes = int.from_bytes(data[:8], "little")
+            info = json.loads(data[8 : 8 + header_bytes]).get("__metadata__", {})
+            arrays = safetensors_numpy.load(data)
+        except (SafetensorError, ValueError, AttributeError, KeyError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{file} is damaged or not a manifest: {error}") from error
+        if info.get("format") != "flexckpt":
+            raise CorruptCheckpointError(f"{file} is not a manifest of this library (format {info.get('format')!r})")
+        version = info.get("format_version", "")
+        if version != str(FORMAT_VERSION):
+            raise ValidationError(
+                [
+                    f"{file} has format version {version!r}; this library reads version {FORMAT_VERSION}. "
+                    "Remedy: update paddle-flexckpt"
+                ]
+            )
+        digest = info.pop("digest", None)
+        if digest != _digest(arrays, info):
+            raise CorruptCheckpointError(
+                f"{file} is damaged: its content has not the checksum it was written with. "
+                "Remedy: load another checkpoint"
+            )
+        return cls._from_arrays(arrays, info, file)
+
+    @classmethod
+    def _from_arrays(cls, arrays: dict[str, np.ndarray], info: dict[str, str], file: str) -> Manifest:
+        try:
+            if info["checksum"] != ALGORITHM:
+                raise ValueError(f"unknown checksum algorithm {info['checksum']!r}")
+            catalog = Catalog.from_arrays(
+                {name[len(_CATALOG) :]: array for name, array in arrays.items() if name.startswith(_CATALOG)}
+            )
+            for name in catalog.dtypes:
+                dtype_of(name)
+            for name in catalog.files:
+                if "/" in name or "\\" in name or name in ("", ".", ".."):
+                    raise ValueError(f"file name {name!r} leaves the checkpoint's directory")
+            return cls(
+                catalog=catalog,
+                checksums=Checksums.of_items(arrays["checksums"], catalog.byte_length, int(info["block_bytes"])),
+                file_bytes=arrays["file_bytes"],
+                save_token=info["save_token"],
+                unique_id=int(info["unique_id"]),
+                world_size=int(info["world_size"]),
+                step=int(info["step"]) if "step" in info else None,
+            )
+        except (KeyError, ValueError, TypeError, IndexError) as error:
+            raise CorruptCheckpointError(f"{file} is not a usable manifest: {error!r}") from error
+
+
+def merge_parts(parts: Sequence[Manifest]) -> Manifest:
+    """The manifest of a checkpoint from the parts of its ranks, in rank order.
+
+    Raises:
+        ValidationError: There is no part, or the parts come from different saves.
+    """
+    tokens = sorted({part.save_token for part in parts})
+    if len(tokens) != 1:
+        raise ValidationError([f"parts of different saves cannot be merged: tokens {tokens}"])
+    catalog = concat([part.catalog for part in parts])
+    values = np.concatenate([part.checksums.values for part in parts])
+    sizes = {name: int(size) for part in parts for name, size in zip(part.catalog.files, part.file_bytes)}
+    return Manifest(
+        catalog=catalog,
+        checksums=Checksums.of_items(values, catalog.byte_length, parts[0].checksums.block_bytes),
+        file_bytes=np.asarray([sizes[name] for name in catalog.files], dtype=np.int64),
+        save_token=tokens[0],
+        unique_id=parts[0].unique_id,
+        world_size=parts[0].world_size,
+        step=parts[0].step,
+    )
+
+
+def _narrow(column: np.ndarray) -> np.ndarray:
+    """The column in the smallest integer type that holds its values: most offsets and extents are small."""
+    if column.dtype == np.uint8:
+        return column
+    low, high = int(column.min(initial=0)), int(column.max(initial=0))
+    for dtype in (np.int8, np.int16, np.int32):
+        if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
+            return np.ascontiguousarray(column, dtype=dtype)
+    return np.ascontiguousarray(column, dtype=np.int64)
+
+
+def _digest(arrays: dict[str, np.ndarray], info: dict[str, str]) -> str:
+    hasher = xxhash.xxh3_128(json.dumps(info, sort_keys=True).encode())
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        hasher.update(f"{name} {array.dtype.str} {array.shape};".encode())
+        hasher.update(array.reshape(-1).view(np.uint8))
+    return hasher.hexdigest()

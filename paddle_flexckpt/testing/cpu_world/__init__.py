@@ -1,0 +1,44 @@
+"""Hybrid-parallel Paddle on a CPU: real processes, real collectives, no GPU.
+
+::
+
+    import paddle
+    from paddle_flexckpt.testing import cpu_world
+
+    cpu_world.install()                          # on every rank, before fleet.init; nothing happens without this call
+    hcg = cpu_world.init_fleet(mp=2, pp=2)       # fleet.init; may be called again with other degrees
+
+Start it with ``python -m paddle.distributed.launch --nproc_per_node 4 script.py``, or let
+:class:`paddle_flexckpt.testing.World` keep the processes for you.
+
+What works: tensor and sequence parallelism, sharding V1 and V2, group-sharded stages 1-3, pipelines (interleaved too),
+data parallelism, mixture of experts, and their products, in float32; half precision for parameters and optimizer
+states, but not for the computation (the CPU build has no half-precision matmul: cast to float32 in forward). What this
+is for is state, not speed.
+
+The comments in this package name the upstream defects that they work around:
+
+- U1: gloo groups of three and more ranks read another group's addresses and fail to connect.
+- U2: gloo's float16 reductions are inf.
+- U3: gloo's send and recv advance the tag of its collectives on two peers only; the next collective hangs.
+- U4: the backward of ``c_split_eager`` gathers on axis 0, its forward split the last axis.
+- U5: sharding V2's ``clear_grad`` detaches gradients from the fused buffer; from step 2 on they are zero.
+- U6: ``load_state_dict`` calls ``Tensor.cuda()`` on any build.
+- U17: a second ``fleet.init`` with other degrees is ignored.
+"""
+
+from .install import init_fleet, install, mesh, reset_fleet, tensor_cuda_stays, uninstall
+from .mesh import Mesh, MeshError
+from .process_group import MeshProcessGroup
+
+__all__ = [
+    "Mesh",
+    "MeshError",
+    "MeshProcessGroup",
+    "init_fleet",
+    "install",
+    "mesh",
+    "reset_fleet",
+    "tensor_cuda_stays",
+    "uninstall",
+]

@@ -1,0 +1,109 @@
+"""What else asks for a GPU: group-sharded stages 2 and 3, tensor fusion, pipeline layers, input broadcast."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import paddle
+from paddle.base import core
+
+from .patches import ModuleView, PatchSet
+
+# Bytes to which stage 2/3 align a parameter in their fused storage; the same as on a GPU, so that the layouts are the
+# same.
+_ALIGNMENT = 256
+
+
+def patch_group_sharded(patches: PatchSet) -> None:
+    """Makes stages 1 (os), 2 (os_g) and 3 (p_g_os) of ``group_sharded_parallel`` accept a CPU."""
+    from paddle.distributed.fleet.meta_parallel.sharding import (
+        group_sharded_optimizer_stage2,
+        group_sharded_stage2,
+        group_sharded_stage3,
+        group_sharded_storage,
+        group_sharded_utils,
+    )
+    from paddle.distributed.sharding import group_sharded
+
+    # They assert a CUDA build or a custom device, and parse the device number after the colon of "gpu:0".
+    custom_device = ModuleView(paddle.device, get_all_custom_device_type=lambda: ["cpu"])
+    numbered = {"get_device": lambda: "cpu:0", "set_device": _set_device}
+    view = ModuleView(paddle, device=ModuleView(paddle.device, **numbered), **numbered)
+    patches.set(group_sharded, "paddle", ModuleView(paddle, device=custom_device))
+    for module in (group_sharded_optimizer_stage2, group_sharded_stage3):
+        patches.set(module, "core", ModuleView(core, is_compiled_with_cuda=lambda: True))
+        patches.set(module, "paddle", view)
+    patches.set(group_sharded_utils, "paddle", view)
+
+    # On a CPU param.cpu() shares its storage with param, and the _clear_data() that follows would drop it: never
+    # "convert".
+    storage = group_sharded_storage.ParamStorage
+    add_rank_params = storage.add_rank_params
+
+    def add_without_convert(self: Any, params: Any, align: Any, convert_gpu: bool = True) -> Any:
+        return add_rank_params(self, params, align, False)
+
+    patches.set(storage, "add_rank_params", add_without_convert)
+    for module in (
+        group_sharded_optimizer_stage2,
+        group_sharded_stage2,
+        group_sharded_stage3,
+        group_sharded_storage,
+        group_sharded_utils,
+    ):
+        # Which of them imports these two names differs between versions.
+        if hasattr(module, "cvt_to_device"):
+            patches.set(module, "cvt_to_device", lambda x, dev_id=0, blocking=True: x)
+        if isinstance(getattr(module, "alignment", None), dict):
+            patches.set(module, "alignment", {**module.alignment, "cpu": _ALIGNMENT})
+
+
+def patch_devices(patches: PatchSet) -> None:
+    """Answers the questions about the device that hybrid-parallel code asks outside group sharding."""
+    from paddle.distributed import fleet  # noqa: F401  loads the modules that are searched below
+    from paddle.distributed.fleet.utils import hybrid_parallel_util, tensor_fusion_helper
+
+    # PipelineLayer reads ParallelEnv().device_id, and a CPU build never sets what it returns.
+    if not hasattr(paddle.distributed.ParallelEnv, "_device_id"):
+        patches.set(paddle.distributed.ParallelEnv, "_device_id", 0)
+
+    # Asserts that the inputs are on a GPU. Other modules have imported it by name.
+    _replace_everywhere(patches, hybrid_parallel_util, "broadcast_input_data", broadcast_input_data)
+
+    # Tensor fusion (sharding V2) looks up its alignment by device type and has none for "cpu"; take the GPU's.
+    if hasattr(tensor_fusion_helper, "get_current_device_type"):
+        _replace_everywhere(patches, tensor_fusion_helper, "get_current_device_type", lambda: "gpu")
+
+
+def broadcast_input_data(hcg: Any, *inputs: Any, **named: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Upstream's function without its device assert: model-parallel peers get the inputs of the first of them."""
+    group, src = hcg.get_model_parallel_group(), hcg.get_model_parallel_group_src_rank()
+
+    def copy(value: Any) -> Any:
+        if isinstance(value, paddle.Tensor):
+            with paddle.no_grad():
+                out = paddle.assign(value.detach())
+                paddle.distributed.broadcast(out, src=src, group=group, sync_op=True)
+                out.stop_gradient = value.stop_gradient
+            return out
+        if isinstance(value, dict):
+            return {key: copy(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(copy(item) for item in value)
+        return value
+
+    return tuple(copy(value) for value in inputs), {key: copy(value) for key, value in named.items()}
+
+
+def _set_device(device: str) -> Any:
+    return paddle.set_device("cpu" if device.startswith("cpu") else device)
+
+
+def _replace_everywhere(patches: PatchSet, home: ModuleType, name: str, value: Any) -> None:
+    """Replaces ``home.name``, and the same object wherever ``from home import name`` has copied it."""
+    before = getattr(home, name)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("paddle.") and vars(module).get(name) is before:
+            patches.set(module, name, value)

@@ -1,0 +1,306 @@
+"""A process group over the mesh, with all that Paddle's Python code asks of one.
+
+``ProcessGroupGloo`` raises NotImplemented for every ``*_on_calc_stream``, for reduce_scatter, all_to_all and the
+partial calls; its groups of three and more ranks fail to connect (U1); its float16 sums are inf (U2); its send and recv
+desynchronise its collectives (U3). This one implements them all over :class:`~.mesh.Mesh`. Reductions run in rank order
+and are deterministic.
+
+A collective has finished when its call returns, whatever ``sync_op`` says; only a receive with ``sync_op=False`` is
+finished by ``wait()``, since two ranks may each post a receive before they send.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle.base import core
+from paddle.distributed import collective
+
+from .arrays import copy_into, put_array, reduce_arrays, to_array
+from .mesh import Mesh
+
+Op = core.ReduceOp
+Array = np.ndarray
+
+
+class Done:
+    """The task of an operation that has finished."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def synchronize(self, *_: Any) -> None:
+        return None
+
+
+DONE = Done()
+
+
+class Receive(Done):
+    """The task of a posted receive: ``wait()`` fills the tensor.
+
+    Args:
+        mesh: where the message arrives.
+        peer: global rank of the sender.
+        channel: the group's p2p channel.
+        store: writes the message into the tensor.
+    """
+
+    def __init__(self, mesh: Mesh, peer: int, channel: str, store: Callable[[Array], None]) -> None:
+        self._mesh, self._peer, self._channel, self._store = mesh, peer, channel, store
+        self._ticket = mesh.post(peer, channel)
+        self._done = False
+
+    def wait(self, *_: Any) -> bool:
+        if not self._done:
+            self._store(self._mesh.take(self._peer, self._channel, self._ticket))
+            self._done = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done or self._mesh.is_here(self._peer, self._channel, self._ticket)
+
+
+class MeshProcessGroup:
+    """See the module. Ranks in the arguments are ranks in the group, as in Paddle's own process groups.
+
+    Args:
+        mesh: the started mesh.
+        rank: this process within the group.
+        size: number of members.
+        gid: Paddle's id of the group; 0 is the world.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, size: int, gid: int) -> None:
+        self._mesh, self._rank, self._size, self._gid = mesh, rank, size, gid
+        self._ranks: list[int] | None = list(range(size)) if gid == 0 else None
+        self._coalesced: list[Receive] | None = None
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return "MESH"
+
+    @property
+    def ranks(self) -> list[int]:
+        """Global ranks of the members; not known to the constructor, but Paddle registers the group right after."""
+        if self._ranks is None:
+            group = collective._get_group_map().get(self._gid)
+            if group is None or group.process_group is not self:
+                raise RuntimeError(f"process group {self._gid} is not registered with paddle.distributed any more")
+            self._ranks = list(group.ranks)
+        return self._ranks
+
+    # -- messages within the group -------------------------------------------------------------------------------------
+
+    def _send(self, dst: int, kind: str, array: Array) -> None:
+        self._mesh.send(self.ranks[dst], f"{kind}/{self._gid}", array)
+
+    def _recv(self, src: int, kind: str) -> Array:
+        return self._mesh.recv(self.ranks[src], f"{kind}/{self._gid}")
+
+    def exchange(self, kind: str, arrays: Sequence[Array]) -> list[Array]:
+        """Sends ``arrays[i]`` to member i; returns what each member sent to this one, in rank order."""
+        for dst, array in enumerate(arrays):
+            self._send(dst, kind, array)
+        return [self._recv(src, kind) for src in range(self._size)]
+
+    # -- collectives ---------------------------------------------------------------------------------------------------
+
+    def barrier(self, *_: Any) -> Done:
+        self.exchange("barrier", [np.empty(0, "uint8")] * self._size)
+        return DONE
+
+    def all_reduce(self, tensor: Any, op: Any = Op.SUM, sync_op: bool = True) -> Done:
+        arrays = self.exchange("all_reduce", [to_array(tensor)] * self._size)
+        copy_into(tensor, reduce_arrays(arrays, tensor.dtype, op))
+        return DONE
+
+    def reduce(self, tensor: Any, dst: int, op: Any = Op.SUM, sync_op: bool = True) -> Done:
+        self._send(dst, "reduce", to_array(tensor))
+        if self._rank == dst:
+            arrays = [self._recv(src, "reduce") for src in range(self._size)]
+            copy_into(tensor, reduce_arrays(arrays, tensor.dtype, op))
+        return DONE
+
+    def broadcast(self, tensor: Any, src: int, sync_op: bool = True) -> Done:
+        if self._rank == src:
+            array = to_array(tensor)
+            for dst in range(self._size):
+                if dst != src:
+                    self._send(dst, "broadcast", array)
+        else:
+            put_array(tensor, self._recv(src, "broadcast"))
+        return DONE
+
+    def all_gather(self, out: Any, tensor: Any, sync_op: bool | None = None) -> Done:
+        """``(list, tensor, sync_op)`` or, in the old order of arguments, ``(tensor, big tensor)``."""
+        if not isinstance(out, (list, tuple)):
+            return (
+                self.all_gather_into_tensor(out, tensor)
+                if sync_op is not None
+                else (self.all_gather_into_tensor(tensor, out))
+            )
+        for target, array in zip(out, self.exchange("all_gather", [to_array(tensor)] * self._size)):
+            put_array(target, array)
+        return DONE
+
+    def all_gather_into_tensor(self, out: Any, tensor: Any, sync_op: bool = True) -> Done:
+        arrays = self.exchange("all_gather", [to_array(tensor).reshape(-1)] * self._size)
+        put_array(out, np.concatenate(arrays).reshape(out.shape))
+        return DONE
+
+    def all_gather_partial(self, out: Any, tensor: Any, parts: int, index: int, sync_op: bool = True) -> Done:
+        part = np.split(to_array(tensor).reshape(-1), parts)[index]
+        arrays = self.exchange("all_gather", [part] * self._size)
+        put_array(out, np.concatenate(arrays).reshape(out.shape))
+        return DONE
+
+    def reduce_scatter(self, out: Any, tensors: Any, op: Any = Op.SUM, sync_op: bool = True) -> Done:
+        if not isinstance(tensors, (list, tuple)):
+            return self.reduce_scatter_tensor(out, tensors, op)
+        return self._reduce_scatter(out, [to_array(tensor) for tensor in tensors], op)
+
+    def reduce_scatter_tensor(self, out: Any, tensor: Any, op: Any = Op.SUM, sync_op: bool = True) -> Done:
+        return self._reduce_scatter(out, np.split(to_array(tensor).reshape(-1), self._size), op)
+
+    def _reduce_scatter(self, out: Any, parts: Sequence[Array], op: Any) -> Done:
+        copy_into(out, reduce_arrays(self.exchange("reduce_scatter", parts), out.dtype, op))
+        return DONE
+
+    def gather(self, tensor: Any, out: Any, dst: int, sync_op: bool = True, use_calc_stream: bool = False) -> Done:
+        self._send(dst, "gather", to_array(tensor))
+        if self._rank == dst:
+            for src, target in enumerate(out):
+                put_array(target, self._recv(src, "gather"))
+        return DONE
+
+    def scatter(self, out: Any, tensors: Any, src: int, sync_op: bool = True) -> Done:
+        if not isinstance(tensors, (list, tuple)):
+            return self.scatter_tensor(out, tensors, src)
+        return self._scatter(out, [to_array(tensor) for tensor in tensors] if self._rank == src else [], src)
+
+    def scatter_tensor(self, out: Any, tensor: Any, src: int, sync_op: bool = True) -> Done:
+        return self._scatter(out, np.split(to_array(tensor), self._size) if self._rank == src else [], src)
+
+    def _scatter(self, out: Any, parts: Sequence[Array], src: int) -> Done:
+        for dst, part in enumerate(parts):
+            self._send(dst, "scatter", part)
+        put_array(out, self._recv(src, "scatter"))
+        return DONE
+
+    def all_to_all(self, out: Any, tensors: Any, sync_op: bool = True) -> Done:
+        if not isinstance(out, (list, tuple)):
+            return self.all_to_all_tensor(out, tensors)
+        for target, array in zip(out, self.exchange("all_to_all", [to_array(t) for t in tensors])):
+            put_array(target, array)
+        return DONE
+
+    def all_to_all_single(
+        self, out: Any, tensor: Any, out_sizes: Any = None, in_sizes: Any = None, sync_op: bool = True
+    ) -> Done:
+        array = to_array(tensor)
+        parts = np.split(array, np.cumsum(in_sizes)[:-1]) if in_sizes else np.split(array, self._size)
+        put_array(out, np.concatenate(self.exchange("all_to_all", parts), 0))
+        return DONE
+
+    def all_to_all_tensor(self, out: Any, tensor: Any, sync_op: bool = True) -> Done:
+        return self.all_to_all_single(out, tensor)
+
+    # -- point to point ------------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Any, dst: int, sync_op: bool = True) -> Done:
+        self._send(dst, "p2p", to_array(tensor))
+        return DONE
+
+    def send_partial(self, tensor: Any, dst: int, parts: int, index: int, sync_op: bool = True) -> Done:
+        self._send(dst, "p2p", np.split(to_array(tensor).reshape(-1), parts)[index])
+        return DONE
+
+    def recv(self, tensor: Any, src: int, sync_op: bool = True) -> Done:
+        return self._receive(src, sync_op, lambda array: put_array(tensor, array))
+
+    def recv_partial(self, tensor: Any, src: int, parts: int, index: int, sync_op: bool = True) -> Done:
+        def store(part: Array) -> None:
+            whole = to_array(tensor).reshape(-1)
+            np.split(whole, parts)[index][...] = part
+            put_array(tensor, whole.reshape(tensor.shape))
+
+        return self._receive(src, sync_op, store)
+
+    def _receive(self, src: int, sync_op: bool, store: Callable[[Array], None]) -> Done:
+        task = Receive(self._mesh, self.ranks[src], f"p2p/{self._gid}", store)
+        if self._coalesced is not None:
+            # As between ncclGroupStart and ncclGroupEnd: all calls run at once, and none may wait for another one.
+            self._coalesced.append(task)
+        elif sync_op:
+            task.wait()
+        return task
+
+    def _start_coalescing(self) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, *_: Any) -> None:
+        tasks, self._coalesced = self._coalesced or [], None
+        for task in tasks:
+            task.wait()
+
+    # -- old names, and what has no meaning here -----------------------------------------------------------------------
+
+    def allreduce(self, tensor: Any, op: Any = Op.SUM) -> Done:
+        return self.all_reduce(tensor, op)
+
+    def alltoall(self, out: Any, tensor: Any, *_: Any) -> Done:
+        """The binding names its arguments ``(in, out)``, but its only caller, the MoE layer, passes ``(out, in)``."""
+        return self.all_to_all(out, tensor)
+
+    def alltoall_single(self, tensor: Any, out: Any, in_sizes: Any, out_sizes: Any, *_: Any) -> Done:
+        return self.all_to_all_single(out, tensor, out_sizes, in_sizes)
+
+    def eager_connect(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def eager_connect_ring_exchange(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def shutdown(self) -> None:
+        return None
+
+    def restart(self) -> None:
+        return None
+
+    # There is no stream on a CPU: the calc-stream form of an operation is the operation.
+    all_reduce_on_calc_stream = all_reduce
+    reduce_on_calc_stream = reduce
+    broadcast_on_calc_stream = broadcast
+    all_gather_into_tensor_on_calc_stream = all_gather_into_tensor
+    all_gather_partial_on_calc_stream = all_gather_partial
+    reduce_scatter_on_calc_stream = reduce_scatter
+    reduce_scatter_tensor_on_calc_stream = reduce_scatter_tensor
+    scatter_on_calc_stream = scatter
+    scatter_tensor_on_calc_stream = scatter_tensor
+    all_to_all_on_calc_stream = all_to_all
+    all_to_all_single_on_calc_stream = all_to_all_single
+    all_to_all_tensor_on_calc_stream = all_to_all_tensor
+    send_on_calc_stream = send
+    send_partial_on_calc_stream = send_partial
+    recv_on_calc_stream = recv
+    recv_partial_on_calc_stream = recv_partial
+
+    def all_gather_on_calc_stream(self, out: Any, tensor: Any) -> Done:
+        return self.all_gather(out, tensor, True)
+
+
+def empty_like(tensor: Any, count: int) -> list[Any]:
+    """``count`` tensors to gather into."""
+    return [paddle.empty(tensor.shape, dtype=tensor.dtype) for _ in range(count)]

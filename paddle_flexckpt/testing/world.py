@@ -1,0 +1,416 @@
+"""A kept-alive world of worker processes that runs functions on every rank.
+
+Why kept alive: a start takes seconds, almost all of it importing and rendezvous, and initialising fleet again in
+running processes takes a tenth of a second. So a test session starts one world per size and sends it one job per
+layout.
+
+The controller (this module; it does not import Paddle) and the workers talk over loopback sockets in JSON frames, with
+a random token. When the controller goes away, for whatever reason, its sockets close and the workers exit: no orphans.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import re
+import secrets
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from . import frames
+
+#: Environment variable through which a worker learns where its controller listens, and the token.
+ADDRESS_VARIABLE = "PADDLE_FLEXCKPT_WORLD"
+
+_WORKER = Path(__file__).with_name("worker.py")
+_LOG_TAIL = 4000
+#: Frames that tell, in a dump of stacks, a thread of ours that only waits for messages.
+_IDLE = re.compile(r'(cpu_world.mesh|testing.worker)\.py", line \d+ in (_accept|_recv_loop|_send_loop|_read)$', re.M)
+#: Wall seconds that dumping stacks, or dying, may take a worker before it is killed outright.
+_DUMP_TIME = 5.0
+
+
+class WorldError(RuntimeError):
+    """A job failed, hung, or lost a worker.
+
+    Attributes:
+        failures: per failed rank its traceback, or why there is none.
+        stacks: per rank the stacks of all its threads, when it had to be killed.
+        results: per rank what it returned, for those that did.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        failures: dict[int, str] | None = None,
+        stacks: dict[int, str] | None = None,
+        results: dict[int, Any] | None = None,
+        logs: dict[int, str] | None = None,
+    ) -> None:
+        self.failures, self.stacks, self.results = failures or {}, stacks or {}, results or {}
+        parts = [message]
+        for title, texts in (("failed", self.failures), ("stacks", self.stacks), ("end of log", logs or {})):
+            parts += [f"--- rank {rank}: {title}\n{text.rstrip()}" for rank, text in texts.items() if text.strip()]
+        super().__init__("\n".join(parts))
+
+
+class World:
+    """N worker processes under ``paddle.distributed.launch``, started at the first job.
+
+    1. ``run`` starts the workers if there are none: each installs the CPU world and calls ``init_parallel_env``.
+    2. It sends the job to all of them. Each resets fleet and unique names, calls the function and answers with its
+       result.
+    3. When the function raises on one rank, its peers are told, and their collectives raise too instead of waiting.
+    4. A rank that does not answer in time is dumped and all are killed; the next ``run`` starts new ones.
+
+    Args:
+        size: number of ranks, 2 or more (Paddle makes no process group of one).
+        env: environment variables for the workers, over the inherited ones.
+        timeout: default time limit of a job in seconds.
+        grace: seconds that the other ranks get to finish after one has failed.
+        start_timeout: seconds for the workers to start.
+        log_dir: where the logs go and stay; a temporary directory, removed by :meth:`close`, by default.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 120.0,
+        grace: float = 10.0,
+        start_timeout: float = 180.0,
+        log_dir: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if size < 2:
+            raise ValueError(f"a world has at least 2 ranks, not {size}: Paddle makes no process group of one")
+        self.size, self.timeout, self.grace, self.start_timeout = size, timeout, grace, start_timeout
+        self._env = dict(env or {})
+        self._keep_logs = log_dir is not None
+        self.log_dir = Path(tempfile.mkdtemp(prefix="flexckpt-world-") if log_dir is None else log_dir)
+        self.starts = 0
+        self._job = 0
+        self._log_starts: dict[int, int] = {}
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._workers: dict[int, _Worker] = {}
+        self._closed = False
+        atexit.register(self.close)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the workers are running."""
+        return bool(self._workers)
+
+    def run(self, job: str | Callable[..., Any], *, time_limit: float | None = None, **kwargs: Any) -> list[Any]:
+        """Calls a function on every rank.
+
+        Args:
+            job: ``"module.path:function"`` or a function at the top level of a module that the workers can import; the
+                entries of this process's ``sys.path`` are passed on.
+            time_limit: seconds for this job; the world's ``timeout`` when None.
+            **kwargs: arguments of the function, as far as JSON can express them.
+
+        Returns:
+            The results in rank order, as JSON gives them back: tuples become lists, numpy arrays become nested lists.
+
+        Raises:
+            WorldError: a rank raised, hung or died.
+            ValueError: the function cannot be named, or an argument is not JSON.
+        """
+        if self._closed:
+            raise ValueError("this world has been closed")
+        target = job if isinstance(job, str) else name_of(job)
+        try:
+            json.dumps(kwargs)
+        except TypeError as error:
+            raise ValueError(f"the arguments of {target} must be JSON: {error}") from error
+        if not self._workers:
+            self._start()
+        self._job += 1
+        path = [os.path.abspath(entry) for entry in sys.path]
+        order = {"do": "run", "job": self._job, "target": target, "kwargs": kwargs, "path": path}
+        answers = self._round(target, order, self.timeout if time_limit is None else time_limit)
+        failures = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
+        if failures:
+            # In the order of their answers: the cause comes before what it led to on other ranks.
+            which = f"ranks {sorted(failures)} of {self.size}, on rank {next(iter(failures))} first"
+            raise WorldError(
+                f"{target} failed on {which}; arguments {kwargs}", failures, None, _results(answers), self._logs()
+            )
+        return [answers[rank].get("result") for rank in range(self.size)]
+
+    def close(self) -> None:
+        """Ends the workers and removes the temporary logs. The world cannot be used again."""
+        if self._closed:
+            return
+        self._closed = True
+        atexit.unregister(self.close)
+        for worker in self._workers.values():
+            worker.try_send({"do": "exit"})
+        self._await_ends(time.monotonic() + _DUMP_TIME)
+        self._kill()
+        if not self._keep_logs:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
+
+    # -- one job -------------------------------------------------------------------------------------------------------
+
+    def _round(
+        self, target: str, message: dict[str, Any], limit: float, already_sent: Sequence[int] = ()
+    ) -> dict[int, dict[str, Any]]:
+        """Sends a message to all and collects one answer of each, or kills the world and raises."""
+        self._log_starts = {rank: _size(self._log(rank)) for rank in self._workers}
+        for worker in self._workers.values():
+            if worker.rank not in already_sent:
+                worker.try_send(message)
+        answers: dict[int, dict[str, Any]] = {}
+        dead: dict[int, str] = {}
+        aborted = ""
+        deadline = time.monotonic() + limit
+        why = f"{target} did not finish within {limit:g} s"
+        with _selector(self._workers) as selector:
+            while len(answers) + len(dead) < self.size:
+                events = selector.select(max(0.0, deadline - time.monotonic()))
+                if not events and time.monotonic() >= deadline:
+                    break
+                for key, _ in events:
+                    worker = key.data
+                    try:
+                        answer, _ = frames.recv_frame(worker.sock)
+                    except (EOFError, OSError) as error:
+                        selector.unregister(worker.sock)
+                        worker.ended = True
+                        dead[worker.rank] = f"the process ended while it ran {target} ({error})"
+                        problem = f"rank {worker.rank} died"
+                    else:
+                        if answer.get("job") != message.get("job"):
+                            continue  # what an aborted start left behind
+                        answers[worker.rank] = answer
+                        if "error" not in answer:
+                            continue
+                        problem = f"rank {worker.rank} failed"
+                    if time.monotonic() + self.grace < deadline:
+                        deadline = time.monotonic() + self.grace
+                        why = f"{target}: {problem}, and others did not finish within {self.grace:g} s after that"
+                    aborted = aborted or problem  # what came first is the cause of the rest
+                    for other in self._workers.values():
+                        if other.rank not in answers and other.rank not in dead:
+                            other.try_send({"do": "abort", "job": message.get("job"), "reason": aborted})
+        if len(answers) == self.size:
+            return answers
+        failures = {**dead, **{rank: answer["error"] for rank, answer in answers.items() if "error" in answer}}
+        if len(answers) + len(dead) == self.size:
+            why = f"{target}: ranks {sorted(dead)} died"
+        stacks = self._dump()
+        self._kill()
+        raise WorldError(why, failures, stacks, _results(answers), self._logs())
+
+    def _dump(self) -> dict[int, str]:
+        """Makes the living workers write their stacks and die; returns what they wrote.
+
+        A worker registers SIGUSR1 with faulthandler and lets it chain to the default action, so the end of the process
+        says that the dump is complete: nothing has to be polled, and it works while the worker is stuck in C code.
+        """
+        living = [worker for worker in self._workers.values() if not worker.ended]
+        for worker in living:
+            worker.kill(signal.SIGUSR1)
+        self._await_ends(time.monotonic() + _DUMP_TIME)
+        return {worker.rank: _relevant(_tail(self.log_dir / f"stacks.{worker.rank}", limit=None)) for worker in living}
+
+    def _log(self, rank: int) -> Path:
+        return self.log_dir / f"workerlog.{rank}"
+
+    def _logs(self) -> dict[int, str]:
+        """What each rank has written since the job began."""
+        return {rank: _tail(self._log(rank), self._log_starts.get(rank, 0)) for rank in range(self.size)}
+
+    # -- processes -----------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self.starts += 1
+        shutil.rmtree(self.log_dir, ignore_errors=True)
+        self.log_dir.mkdir(parents=True, mode=0o700)
+        token = secrets.token_hex(32)
+        with socket.create_server(("127.0.0.1", 0), backlog=max(128, self.size)) as listener:
+            host, port = listener.getsockname()
+            command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", str(self.size)]
+            # Loopback: the launcher would otherwise resolve this machine's name, which a laptop off-line may not be
+            # able to.
+            command += ["--host", "127.0.0.1", "--log_dir", str(self.log_dir), str(_WORKER)]
+            env = {**_clean_environment(), **self._env, ADDRESS_VARIABLE: f"{host}:{port}:{token}:{self.log_dir}"}
+            with open(self.log_dir / "launch.log", "wb") as log:
+                self._launcher = subprocess.Popen(
+                    command,
+                    env=env,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            try:
+                self._accept_all(listener, token, time.monotonic() + self.start_timeout)
+            except BaseException:
+                self._kill()
+                raise
+        # Rank 0 opens the store before the others look for it: a client that comes too early sleeps for three seconds.
+        self._job += 1
+        answers = self._round("the start", {"do": "prepare", "job": self._job}, self.start_timeout)
+        self._job += 1
+        order = {"do": "init", "job": self._job}
+        self._workers[0].try_send(order)
+        self._await_opening(self._workers[0])
+        answers = self._round("the start", order, self.start_timeout, already_sent=(0,))
+        errors = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
+        if errors:
+            self._kill()
+            raise WorldError(f"the world of {self.size} did not start", errors, logs=self._logs())
+
+    def _await_opening(self, first: _Worker) -> None:
+        """Waits until rank 0 says that it opens the store now. If it does not, the following round tells why."""
+        first.sock.settimeout(self.start_timeout)
+        with contextlib.suppress(EOFError, OSError):
+            frames.recv_frame(first.sock)
+        first.sock.settimeout(None)
+
+    def _accept_all(self, listener: socket.socket, token: str, deadline: float) -> None:
+        # Short waits, since the end of the launcher shows up nowhere but in its return code.
+        listener.settimeout(0.25)
+        while len(self._workers) < self.size:
+            code = self._launcher.poll() if self._launcher else None
+            if code is not None or time.monotonic() >= deadline:
+                reason = (
+                    "its workers did not connect in time" if code is None else f"the launcher ended with code {code}"
+                )
+                log = _tail(self.log_dir / "launch.log")
+                raise WorldError(f"the world of {self.size} did not start: {reason}\n{log}", logs=self._logs())
+            try:
+                sock, _ = listener.accept()
+            except socket.timeout:
+                continue
+            try:
+                hello = frames.accept_hello(sock, token)
+            except OSError as error:
+                logging.getLogger(__name__).warning("refused a connection: %s", error)
+                sock.close()
+                continue
+            self._workers[hello["rank"]] = _Worker(hello["rank"], hello["pid"], sock)
+
+    def _await_ends(self, deadline: float) -> None:
+        """Waits until every worker's connection has closed, or the deadline."""
+        with _selector(self._workers) as selector:
+            while selector.get_map() and (events := selector.select(max(0.0, deadline - time.monotonic()))):
+                for key, _ in events:
+                    try:
+                        frames.recv_frame(key.data.sock)
+                    except (EOFError, OSError):
+                        key.data.ended = True
+                        selector.unregister(key.fileobj)
+
+    def _kill(self) -> None:
+        """Kills what is left. The launcher gives each worker a session of its own, so each is killed by itself."""
+        for worker in self._workers.values():
+            worker.kill(signal.SIGKILL)
+        self._await_ends(time.monotonic() + _DUMP_TIME)
+        for worker in self._workers.values():
+            worker.sock.close()
+        self._workers.clear()
+        if self._launcher is not None:
+            if self._launcher.poll() is None:
+                os.killpg(self._launcher.pid, signal.SIGKILL)
+            self._launcher.wait()
+            self._launcher = None
+
+
+class _Worker:
+    """One connected worker process."""
+
+    def __init__(self, rank: int, pid: int, sock: socket.socket) -> None:
+        self.rank, self.pid, self.sock = rank, pid, sock
+        self.ended = False
+
+    def try_send(self, message: dict[str, Any]) -> None:
+        """Sends, unless the worker is gone: then its closed connection is what the caller sees next."""
+        with contextlib.suppress(OSError):
+            frames.send_frame(self.sock, message)
+
+    def kill(self, number: signal.Signals) -> None:
+        """Signals the process, unless its connection has closed: then its number may be somebody else's by now."""
+        if not self.ended:
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:
+                self.ended = True
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """The ``"module:qualname"`` of a top-level function.
+
+    Raises:
+        ValueError: a lambda, a nested function, or one of a script: no other process could import it.
+    """
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not module or not name or module == "__main__" or "<" in name:
+        raise ValueError(f"a job must be a top-level function of an importable module, not {function!r}")
+    return f"{module}:{name}"
+
+
+def _results(answers: Mapping[int, dict[str, Any]]) -> dict[int, Any]:
+    return {rank: answer.get("result") for rank, answer in answers.items() if "error" not in answer}
+
+
+def _selector(workers: Mapping[int, _Worker]) -> selectors.BaseSelector:
+    selector = selectors.DefaultSelector()
+    for worker in workers.values():
+        if not worker.ended:
+            selector.register(worker.sock, selectors.EVENT_READ, worker)
+    return selector
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _tail(path: Path, start: int = 0, limit: int | None = _LOG_TAIL) -> str:
+    """The text of a file from an offset on, at most its last ``limit`` bytes; empty when there is no such file."""
+    if not path.exists():
+        return ""
+    with open(path, "rb") as file:
+        file.seek(start if limit is None else max(start, _size(path) - limit))
+        return file.read().decode(errors="replace")
+
+
+def _relevant(stacks: str) -> str:
+    """A dump with the main thread first and without the idle threads of the mesh and of the worker."""
+    threads = stacks.strip().split("\n\n")
+    kept = [text for text in threads if not _IDLE.search(text)]
+    return "\n".join(sorted(kept, key=lambda text: not text.startswith("Current")))
+
+
+def _clean_environment() -> dict[str, str]:
+    """This process's environment without what would make the workers look for a GPU or for another world."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PADDLE_", "FLAGS_selected_"))}
+    for name in ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "POD_IP"):
+        kept.pop(name, None)
+    # The ranks share the cores; more threads per rank only get into each other's way.
+    kept["OMP_NUM_THREADS"] = "1"
+    return kept

@@ -1,0 +1,87 @@
+"""Packaging metadata of paddle-flexckpt."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+
+
+def read_version() -> str:
+    """Return the version written in ``paddle_flexckpt/_version.py`` without importing the package."""
+    text = (HERE / "paddle_flexckpt" / "_version.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if match is None:
+        raise RuntimeError("paddle_flexckpt/_version.py does not define __version__")
+    return match.group(1)
+
+
+def read_long_description() -> str:
+    """Return the text of ``README.md``, or nothing where it is not shipped."""
+    readme = HERE / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.is_file() else ""
+
+
+# The "numpy floor": all that reading, planning and checking a checkpoint needs, without Paddle.
+# Every lower bound is a version that has wheels for each supported Python, except NumPy, whose
+# 1.26 has none for Python 3.13: there pip takes a 2.x release. safetensors knows complex64 from
+# 0.7 on. .ci/compat runs the tests at these lower bounds.
+INSTALL_REQUIRES = [
+    "numpy>=1.26,<3",
+    "safetensors>=0.7.0",
+    "xxhash>=3.5.0",
+    "ml_dtypes>=0.5.0",
+]
+
+EXTRAS_REQUIRE = {
+    # `import paddle` imports setuptools, which Paddle's wheels do not all declare and which
+    # virtual environments do not contain from Python 3.12 on.
+    "cpu": ["paddlepaddle>=3.0,<3.4", "setuptools"],
+    # GPU builds are published per CUDA version in Paddle's own package index, not in the default one.
+    "gpu": ["paddlepaddle-gpu>=3.0,<3.4", "setuptools"],
+    # The pins that make this PaddleNLP release importable. It needs NumPy 1.26, so Python 3.12 at most.
+    "paddlenlp": ["paddlenlp==3.0.0b4", "aistudio-sdk==0.2.6", "pyarrow<23", "setuptools"],
+    "remote": ["fsspec>=2023.1.0", "s3fs>=2023.1.0"],
+    "viz": ["matplotlib>=3.7"],
+    "test": [
+        "hypothesis>=6.100",
+        "import-linter>=2.5",
+        "matplotlib>=3.7",
+        "mypy>=1.11",
+        "pytest>=8",
+        "ruff>=0.6",
+    ],
+}
+
+setup(
+    name="paddle-flexckpt",
+    version=read_version(),
+    description="Flexible distributed checkpoints for PaddlePaddle: save in one parallel layout, load in another.",
+    long_description=read_long_description(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["paddle_flexckpt", "paddle_flexckpt.*"]),
+    package_data={"paddle_flexckpt": ["py.typed"]},
+    zip_safe=False,
+    python_requires=">=3.9,<3.14",
+    install_requires=INSTALL_REQUIRES,
+    extras_require=EXTRAS_REQUIRE,
+    keywords=["checkpoint", "deep learning", "distributed training", "paddlepaddle", "resharding"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.9",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: Software Development :: Libraries :: Python Modules",
+        "Typing :: Typed",
+    ],
+)
