@@ -69,6 +69,10 @@ def patch_devices(patches: PatchSet) -> None:
     if not hasattr(paddle.distributed.ParallelEnv, "_device_id"):
         patches.set(paddle.distributed.ParallelEnv, "_device_id", 0)
 
+    # all_reduce with AVG asks whether NCCL is recent enough. The answer is the packed form of 2.18.0.
+    if not hasattr(core, "nccl_version"):
+        patches.set(core, "nccl_version", lambda: 21800)
+
     # Asserts that the inputs are on a GPU. Other modules have imported it by name.
     _replace_everywhere(patches, hybrid_parallel_util, "broadcast_input_data", broadcast_input_data)
 

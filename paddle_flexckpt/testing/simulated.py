@@ -1,0 +1,142 @@
+"""A world of simulated ranks: threads of one process, for property tests with many ranks and layouts.
+
+The ranks run the library's real code, files and messages included; only the collectives and the carrier are replaced
+by queues. State dicts may hold numpy arrays, so neither Paddle nor a launcher is needed.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.runtime.carrier import Carrier
+from paddle_flexckpt.runtime.communicator import Communicator
+
+# A simulated rank that waits for so long waits for one that has gone another way.
+PATIENCE_SECONDS = 60.0
+
+
+class SimulatedWorld:
+    """N ranks as threads."""
+
+    def __init__(self, size: int) -> None:
+        """Args: size: number of ranks."""
+        self.size = size
+
+    def run(self, function: Callable[[Communicator], Any], ranks: tuple[int, ...] | None = None) -> list[Any]:
+        """Runs a function on every rank and returns the results in rank order.
+
+        Args:
+            function: Called with the rank's communicator, which every public function takes as ``process_group``.
+            ranks: Global numbers of the members; 0 to size - 1 by default.
+
+        Raises:
+            Exception: The first rank's error, if any rank failed.
+        """
+        outcomes = self.run_all(function, ranks)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return outcomes
+
+    def run_all(self, function: Callable[[Communicator], Any], ranks: tuple[int, ...] | None = None) -> list[Any]:
+        """Like :meth:`run`, but a rank that failed has its exception in place of a result."""
+        ranks = tuple(range(self.size)) if ranks is None else ranks
+        shared = _Shared(self.size)
+        communicators = [SimulatedCommunicator(shared, ranks, position) for position in range(self.size)]
+        outcomes: list[Any] = [None] * self.size
+
+        def work(position: int) -> None:
+            try:
+                outcomes[position] = function(communicators[position])
+            except BaseException as error:  # the caller gets it as the rank's outcome
+                outcomes[position] = error
+                shared.barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(position,), daemon=True) for position in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        # A rank that was left waiting only says so; the error that counts comes first.
+        real = [o for o in outcomes if isinstance(o, BaseException) and not isinstance(o, threading.BrokenBarrierError)]
+        if real:
+            outcomes = [real[0] if isinstance(o, threading.BrokenBarrierError) else o for o in outcomes]
+        return outcomes
+
+
+class _Shared:
+    """What the ranks share."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=PATIENCE_SECONDS)
+        self.slots: list[bytes] = [b""] * size
+        self.lock = threading.Lock()
+        self.streams: dict[tuple[int, int, int], queue.Queue[bytes | None]] = {}
+
+    def stream(self, exchange: int, source: int, target: int) -> queue.Queue[bytes | None]:
+        """The queue of one stream of one exchange."""
+        with self.lock:
+            return self.streams.setdefault((exchange, source, target), queue.Queue())
+
+
+class SimulatedCommunicator(Communicator):
+    """One simulated rank's communicator."""
+
+    def __init__(self, shared: _Shared, ranks: tuple[int, ...], position: int) -> None:
+        """Args: shared: what the ranks share. ranks: their global numbers. position: this rank's place."""
+        super().__init__(ranks, position)
+        self._shared = shared
+        self._exchanges = 0
+
+    def _all_gather(self, payload: bytes) -> list[bytes]:
+        self._shared.slots[self.position] = payload
+        self._shared.barrier.wait()
+        gathered = list(self._shared.slots)
+        self._shared.barrier.wait()
+        return gathered
+
+    def open_carrier(self) -> Carrier:
+        """A carrier over queues."""
+        self._exchanges += 1
+        return _QueueCarrier(self._shared, self._exchanges, self.rank)
+
+
+class _QueueCarrier(Carrier):
+    def __init__(self, shared: _Shared, exchange: int, rank: int) -> None:
+        self._shared, self._exchange, self._rank = shared, exchange, rank
+
+    def address(self) -> bytes:
+        return b""
+
+    def exchange(
+        self,
+        addresses: list[bytes],
+        outgoing: Mapping[int, Iterator[np.ndarray]],
+        incoming: Mapping[int, Iterator[np.ndarray]],
+    ) -> None:
+        for rank, chunks in outgoing.items():
+            stream = self._shared.stream(self._exchange, self._rank, rank)
+            for chunk in chunks:
+                stream.put(chunk.tobytes())
+            stream.put(None)
+        for rank, buffers in incoming.items():
+            stream = self._shared.stream(self._exchange, rank, self._rank)
+            rest = b""
+            for buffer in buffers:
+                while len(rest) < buffer.nbytes:
+                    portion = stream.get(timeout=PATIENCE_SECONDS)
+                    if portion is None:
+                        raise EOFError(f"rank {rank} sent fewer bytes than were planned")
+                    rest += portion
+                buffer[...] = np.frombuffer(rest[: buffer.nbytes], dtype=np.uint8)
+                rest = rest[buffer.nbytes :]
+            if rest or stream.get(timeout=PATIENCE_SECONDS) is not None:
+                raise EOFError(f"rank {rank} sent more bytes than were planned")
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,248 @@
+"""Strided copies and byte runs against index arrays and boolean masks."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_flexckpt.algebra import ByteRuns, StridedCopy, coalesce_runs
+from tests.property import examples
+
+
+def addresses(base, extents, strides):
+    """The oracle: position of every element, shaped like extents."""
+    position = np.full(extents, base, dtype=np.int64)
+    for axis, (extent, stride) in enumerate(zip(extents, strides)):
+        along = [1] * len(extents)
+        along[axis] = extent
+        position = position + (np.arange(extent) * stride).reshape(along)
+    return position
+
+
+def stream(copies):
+    """(source, target) position of every element moved, in order."""
+    pairs = []
+    for copy in copies:
+        source = addresses(copy.source_base, copy.extents, copy.source_strides).reshape(-1).tolist()
+        target = addresses(copy.target_base, copy.extents, copy.target_strides).reshape(-1).tolist()
+        pairs += zip(source, target)
+    return pairs
+
+
+@st.composite
+def side(draw, extents, injective):
+    """Base and strides: those of a permuted (perhaps padded) array, or anything where elements may coincide."""
+    ndim = len(extents)
+    if injective or draw(st.booleans()):
+        strides = [0] * ndim
+        step = 1
+        for axis in draw(st.permutations(range(ndim))):
+            strides[axis] = step * draw(st.sampled_from((1, 1, -1)))
+            step *= extents[axis] + draw(st.sampled_from((0, 0, 1)))
+    else:
+        strides = [draw(st.integers(-4, 9)) for _ in extents]
+    below = -sum(s * (e - 1) for s, e in zip(strides, extents) if s < 0)
+    return below + draw(st.integers(0, 3)), tuple(strides)
+
+
+@st.composite
+def copies(draw):
+    extents = tuple(draw(st.lists(st.integers(1, 4), max_size=4)))
+    source_base, source_strides = draw(side(extents, injective=False))
+    target_base, target_strides = draw(side(extents, injective=True))
+    return StridedCopy(extents, source_base, source_strides, target_base, target_strides)
+
+
+def reach(base, extents, strides):
+    return base + sum(max(s, 0) * (e - 1) for s, e in zip(strides, extents)) + 1
+
+
+@examples(200)
+@given(copies())
+def test_gather_and_scatter_move_the_elements_that_the_numbers_say(copy):
+    source = np.arange(reach(copy.source_base, copy.extents, copy.source_strides), dtype=np.int64) * 7 + 1
+    target = np.full(reach(copy.target_base, copy.extents, copy.target_strides), -1, dtype=np.int64)
+    gathered = copy.gather_from(source)
+    assert gathered.shape == copy.extents
+    assert np.shares_memory(gathered, source)
+    assert (gathered == source[addresses(copy.source_base, copy.extents, copy.source_strides)]).all()
+    expected = target.copy()
+    for s, t in stream([copy]):
+        expected[t] = source[s]
+    copy.scatter_into(target)[...] = gathered
+    assert (target == expected).all()
+    assert copy.size == gathered.size
+
+
+@examples(100)
+@given(copies())
+def test_a_view_that_leaves_its_storage_is_an_index_error(copy):
+    enough = reach(copy.source_base, copy.extents, copy.source_strides)
+    copy.gather_from(np.zeros(enough, dtype=np.int16))
+    with pytest.raises(IndexError, match="leaves its storage"):
+        copy.gather_from(np.zeros(enough - 1, dtype=np.int16))
+    least = min(s for s, _ in stream([copy]))
+    below = StridedCopy(copy.extents, copy.source_base - least - 1, copy.source_strides, 0, copy.target_strides)
+    with pytest.raises(IndexError, match="leaves its storage"):
+        below.gather_from(np.zeros(enough, dtype=np.int16))
+    enough = reach(copy.target_base, copy.extents, copy.target_strides)
+    with pytest.raises(IndexError, match="leaves its storage"):
+        copy.scatter_into(np.zeros(enough - 1, dtype=np.int16))
+
+
+@pytest.mark.parametrize(
+    "storage", [np.zeros(24)[::2], np.zeros((3, 4)), np.zeros(12)[::-1]], ids=["step", "2-d", "reverse"]
+)
+def test_a_storage_that_is_not_one_flat_stretch_is_refused(storage):
+    copy = StridedCopy((2, 4), 4, (4, 1), 4, (4, 1))
+    with pytest.raises(ValueError, match="flat"):
+        copy.gather_from(storage)
+    with pytest.raises(ValueError, match="flat"):
+        copy.scatter_into(storage)
+
+
+def test_a_copy_without_elements_touches_nothing():
+    copy = StridedCopy((3, 0, 2), 99, (5, 5, 1), 99, (5, 5, 1))
+    assert copy.size == 0
+    assert copy.gather_from(np.zeros(1)).shape == (3, 0, 2)
+    copy.scatter_into(np.zeros(1))[...] = 1
+    assert copy.source_runs(4).total == 0
+    assert copy.simplified().size == 0
+    assert list(copy.part(0, 0)) == []
+
+
+def test_a_scalar_copy():
+    copy = StridedCopy((), 3, (), 1, ())
+    target = np.zeros(2)
+    copy.scatter_into(target)[...] = copy.gather_from(np.arange(4.0))
+    assert target.tolist() == [0, 3]
+    assert copy.simplified() == copy
+    assert copy.is_contiguous() == (True, True)
+    assert copy.source_runs(8).start.tolist() == [24]
+    assert list(copy.part(0, 1)) == [copy]
+
+
+@examples(200)
+@given(copies())
+def test_simplified_moves_the_same_elements_in_the_same_order(copy):
+    simple = copy.simplified()
+    assert stream([simple]) == stream([copy])
+    assert 1 not in simple.extents
+    assert len(simple.extents) <= len(copy.extents)
+    assert simple.simplified() == simple
+    for axis in range(len(simple.extents) - 1):
+        joins = [
+            strides[axis] == strides[axis + 1] * simple.extents[axis + 1]
+            for strides in (simple.source_strides, simple.target_strides)
+        ]
+        assert not all(joins)
+
+
+def test_simplified_makes_one_axis_of_a_contiguous_copy():
+    copy = StridedCopy((2, 1, 3, 4), 5, (12, 77, 4, 1), 6, (12, -3, 4, 1))
+    assert copy.simplified() == StridedCopy((24,), 5, (1,), 6, (1,))
+
+
+def test_simplified_keeps_the_axes_of_a_transpose():
+    copy = StridedCopy((3, 4), 0, (1, 3), 0, (4, 1))
+    assert copy.simplified() == copy
+    assert copy.is_contiguous() == (False, True)
+    assert copy.source_tail() == 0
+
+
+@examples(200)
+@given(copies(), st.data())
+def test_part_moves_the_elements_of_its_range(copy, data):
+    start = data.draw(st.integers(0, copy.size))
+    stop = data.draw(st.integers(start, copy.size))
+    assert stream(copy.part(start, stop)) == stream([copy])[start:stop]
+    assert stream(copy.simplified().part(start, stop)) == stream([copy])[start:stop]
+
+
+def test_part_outside_the_copy_is_refused():
+    copy = StridedCopy((2, 3), 0, (3, 1), 0, (3, 1))
+    with pytest.raises(ValueError, match="not inside"):
+        list(copy.part(2, 7))
+
+
+@examples(200)
+@given(copies(), st.sampled_from((1, 2, 4, 16)))
+def test_source_runs_are_the_bytes_of_the_elements_in_order(copy, itemsize):
+    runs = copy.source_runs(itemsize)
+    expected = [s * itemsize + b for s, _ in stream([copy]) for b in range(itemsize)]
+    got = [b for a, n in zip(runs.start.tolist(), runs.length.tolist()) for b in range(a, a + n)]
+    assert got == expected
+    assert runs.total == copy.size * itemsize
+    # As long as the strides allow: a copy whose source is one stretch has one run.
+    if [s for s, _ in stream([copy])] == list(range(copy.source_base, copy.source_base + copy.size)):
+        assert len(runs.start) == 1
+        assert copy.is_contiguous()[0]
+    else:
+        assert not copy.is_contiguous()[0]
+    # Rows that do not continue each other are one run each.
+    tail = math.prod(copy.extents[len(copy.extents) - copy.source_tail():])
+    assert len(runs.start) == copy.size // tail
+
+
+@pytest.mark.parametrize("axes", list(itertools.permutations(range(3))), ids=str)
+def test_every_transpose_of_a_cut_of_an_array(axes):
+    """source[1:, :, 2:4].transpose(axes) into the middle of a larger target."""
+    source = np.arange(2 * 3 * 5).reshape(2, 3, 5)
+    cut = source[1:, :, 2:4]
+    expected = cut.transpose(axes)
+    target = np.zeros([extent + 2 for extent in expected.shape], dtype=np.int64)
+    copy = StridedCopy(
+        expected.shape,
+        1 * 15 + 2,
+        tuple((15, 5, 1)[axis] for axis in axes),
+        sum(stride // 8 for stride in target.strides),
+        tuple(stride // 8 for stride in target.strides),
+    )
+    for step in (copy, copy.simplified()):
+        flat = np.zeros(target.size, dtype=np.int64)
+        step.scatter_into(flat)[...] = step.gather_from(source.reshape(-1))
+        inner = flat.reshape(target.shape)[1:-1, 1:-1, 1:-1]
+        assert (inner == expected).all()
+        assert np.count_nonzero(flat) == np.count_nonzero(expected)
+
+
+def mask_of(runs, size):
+    mask = np.zeros(size, dtype=bool)
+    for start, length in zip(runs.start.tolist(), runs.length.tolist()):
+        mask[start : start + length] = True
+    return mask
+
+
+@examples(300)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=10), st.integers(0, 6))
+def test_coalesced_runs_cover_the_same_bytes_and_the_small_gaps(pairs, max_gap):
+    runs = ByteRuns(
+        np.asarray([a for a, _ in pairs], dtype=np.int64), np.asarray([n for _, n in pairs], dtype=np.int64)
+    )
+    got = coalesce_runs(runs, max_gap)
+    expected = mask_of(runs, 50)
+    held = np.flatnonzero(expected)
+    for left, right in zip(held[:-1], held[1:]):
+        if right - left - 1 <= max_gap:
+            expected[left:right] = True
+    assert (mask_of(got, 50) == expected).all()
+    # Sorted, disjoint, not empty, and no two of them near enough to be one.
+    assert (got.length > 0).all()
+    assert (got.start[1:] > got.start[:-1] + got.length[:-1] + max_gap).all()
+    assert got.total == expected.sum()
+
+
+def test_coalescing_nothing_gives_nothing():
+    empty = np.zeros(0, dtype=np.int64)
+    assert coalesce_runs(ByteRuns(empty, empty)).total == 0
+    assert len(coalesce_runs(ByteRuns(np.asarray([3, 9]), np.asarray([0, 0]))).start) == 0
+
+
+def test_a_long_run_swallows_the_short_ones_inside_it():
+    runs = coalesce_runs(ByteRuns(np.asarray([2, 0, 50, 4]), np.asarray([3, 40, 2, 1])))
+    assert (runs.start.tolist(), runs.length.tolist()) == ([0, 50], [40, 2])

@@ -1,0 +1,35 @@
+"""The texts that people read."""
+
+from __future__ import annotations
+
+from paddle_flexckpt.catalog import Problem, ValidationError
+from paddle_flexckpt.catalog.errors import MAX_LISTED
+
+
+def test_a_problem_names_all_it_knows():
+    problem = Problem("bad", key="w", rank=0, file="0_0.safetensors", expected="[2]", got="[3]", remedy="cut it")
+    assert str(problem) == "bad (key 'w', rank 0, file '0_0.safetensors'); expected [2]; got [3]. Remedy: cut it"
+
+
+def test_a_problem_names_nothing_that_it_does_not_know():
+    assert str(Problem("bad")) == "bad"
+    assert str(Problem("bad", expected=0, got=0)) == "bad; expected 0; got 0"
+
+
+def test_one_problem_is_one_line():
+    error = ValidationError([Problem("bad", key="w")], "loading")
+    assert str(error) == "loading: bad (key 'w')"
+    assert error.problems == [Problem("bad", key="w")]
+
+
+def test_problems_are_numbered_and_said_once():
+    error = ValidationError([Problem("a"), "b", Problem("a")])
+    assert str(error) == "2 problems\n  1. a\n  2. b"
+    assert len(error.problems) == 3
+
+
+def test_a_long_list_ends_with_a_count():
+    lines = str(ValidationError([f"p{i}" for i in range(MAX_LISTED + 5)])).splitlines()
+    assert lines[0] == f"{MAX_LISTED + 5} problems"
+    assert len(lines) == MAX_LISTED + 2
+    assert lines[-1] == "  ... and 5 more"
