@@ -139,7 +139,7 @@ class Catalog:
         offset, shape = self.unpadded(row, self.offset), self.unpadded(row, self.shape)
         box = ", ".join(f"{o}:{o + s}" for o, s in zip(offset, shape))
         text = f"{self.dtype_name(row)} [{box}] of {list(self.unpadded(row, self.global_shape))}"
-        if self.is_flattened[row]:
+        if self.flat_start[row] != NOT_FLATTENED:
             text += f", flattened range [{self.flat_start[row]}, {self.flat_stop[row]})"
         return text
 

@@ -48,7 +48,7 @@ def plan_exchange(matcher: ShardMatcher, target: Catalog, rank: int, rows: np.nd
     held = np.zeros(len(target.keys), dtype=bool)
     held_names = {matcher.source.keys[k] for k in np.unique(matcher.source.key[matcher.source.rank == rank])}
     held[[i for i, name in enumerate(target.keys) if name in held_names]] = True
-    others = matcher.match(target, rows[(target.rank[rows] != rank) & held[target.key[rows]]])
+    others = matcher.held_by(rank).match(target, rows[(target.rank[rows] != rank) & held[target.key[rows]]])
     others = others.take(matcher.source.rank[others.source] == rank)
     receiver = target.rank[others.target]
     outgoing = {int(r): others.take(receiver == r) for r in np.unique(receiver)}

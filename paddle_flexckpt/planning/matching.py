@@ -6,6 +6,7 @@ of one key are intersected, and every intersection becomes one strided copy betw
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
@@ -103,6 +104,20 @@ class ShardMatcher:
         order = np.argsort(key, kind="stable")
         self._group, self._offset, self._shape = self._group[order], self._offset[order], self._shape[order]
         self._key_start = np.searchsorted(key[order], np.arange(len(source.keys) + 1))
+
+    def held_by(self, rank: int) -> ShardMatcher:
+        """A matcher that gives the pieces which that rank may have to send, and few others.
+
+        It looks at the rank's own shards alone (and at all of a key whose shards overlap), so that asking it about the
+        targets of all ranks takes time in proportion to their number, not to its square.
+        """
+        part, groups = copy.copy(self), np.arange(len(self.groups))
+        key = self.source.key[self.groups.first[self._group]]
+        held = self._local_member(groups, np.full(len(groups), rank)) >= 0
+        keep = held[self._group] | self._overlapping[key]
+        part._group, part._offset, part._shape = self._group[keep], self._offset[keep], self._shape[keep]
+        part._key_start = np.searchsorted(key[keep], np.arange(len(self.source.keys) + 1))
+        return part
 
     def match(self, target: Catalog, rows: np.ndarray | None = None) -> Pieces:
         """The pieces that fill the given target shards.

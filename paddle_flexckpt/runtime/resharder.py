@@ -218,6 +218,7 @@ def _gather_source(
 def _held_tensors(source: Catalog, source_state_dict: Mapping[str, Mapping[str, Any]], rank: int) -> dict[int, Any]:
     """This rank's source tensors by row of the source catalog."""
     held = {}
+    size = source.size
     for row in np.flatnonzero(source.rank == rank).tolist():
         file, key = source.file_name(row), source.key_name(row)
         value: Any = source_state_dict.get(file or "", {}).get(key)
@@ -225,7 +226,7 @@ def _held_tensors(source: Catalog, source_state_dict: Mapping[str, Mapping[str, 
         problem = None
         if tensor is None:
             problem = Problem("the metadata names a tensor that is not there", key=key, rank=rank, file=file)
-        elif element_count(tensor) != source.size[row] or dtype_name(tensor) != source.dtype_name(row):
+        elif element_count(tensor) != size[row] or dtype_name(tensor) != source.dtype_name(row):
             problem = Problem(
                 "a tensor is not what the metadata says",
                 key=key,

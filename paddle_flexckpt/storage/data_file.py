@@ -57,9 +57,10 @@ class DataFileWriter:
         items = self._items
         names = item_names(items)
         shards, entries = {}, {}
+        flattened = items.is_flattened
         for row, name in enumerate(names):
             dtype = dtype_of(items.dtype_name(row))
-            flat = [int(items.flat_start[row]), int(items.flat_stop[row])] if items.is_flattened[row] else None
+            flat = [int(items.flat_start[row]), int(items.flat_stop[row])] if flattened[row] else None
             shape = [flat[1] - flat[0]] if flat else list(items.unpadded(row, items.shape))
             begin = int(items.byte_offset[row])
             length = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

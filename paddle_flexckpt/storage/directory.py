@@ -106,6 +106,7 @@ class CheckpointDirectory:
 
         Raises:
             CheckpointError: A part is not there.
+            OSError: The file system refused; :meth:`is_committed` tells whether that was before or after the rename.
         """
         parts = []
         for rank in ranks:
@@ -135,8 +136,18 @@ class CheckpointDirectory:
             if match and int(match[1]) == ticket.unique_id and name not in keep:
                 os.unlink(os.path.join(self.path, name))
 
+    def is_committed(self, ticket: SaveTicket) -> bool:
+        """Whether the manifest in place is that of this save."""
+        try:
+            with open(os.path.join(self.path, f"{ticket.unique_id}.manifest"), "rb") as stream:
+                return ticket.token.encode() in stream.read()
+        except FileNotFoundError:
+            return False
+
     def discard(self, ticket: SaveTicket, rank: int) -> None:
-        """Removes what a rank wrote in a save that failed."""
+        """Removes what a rank wrote in a save that failed; does nothing if the save was committed before it failed."""
+        if self.is_committed(ticket):
+            return
         for name in (ticket.data_file(rank), ticket.part_file(rank)):
             try:
                 os.unlink(os.path.join(self.path, name))
