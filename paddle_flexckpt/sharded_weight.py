@@ -138,11 +138,13 @@ def shard_weight(key: str, weight: Any, axis: int, group: Any) -> ShardedWeight:
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"key {key!r}: shard axis {axis} is invalid for a tensor of shape {shape}")
     axis %= len(shape)
-    if not 0 <= group.rank < group.nranks:
+    # Paddle gives the rank of a group of one as -1, member or not.
+    rank = 0 if group.nranks == 1 else group.rank
+    if not 0 <= rank < group.nranks:
         raise ValueError(f"key {key!r}: this rank is not in the group that cuts the tensor ({group})")
     global_shape, offset = list(shape), [0] * len(shape)
     global_shape[axis] = shape[axis] * group.nranks
-    offset[axis] = shape[axis] * group.rank
+    offset[axis] = shape[axis] * rank
     return ShardedWeight(key, weight, shape, global_shape, offset)
 
 

@@ -141,9 +141,13 @@ class PaddleCommunicator(Communicator):
 
     def __init__(self, group: Any) -> None:
         """Args: group: a paddle.distributed Group that this rank is in."""
-        if group.rank < 0:
-            raise ValidationError([f"this rank is not a member of the process group {group}"])
-        super().__init__(tuple(int(rank) for rank in group.ranks), int(group.rank))
+        import paddle.distributed as dist
+
+        # Not from group.rank: Paddle gives -1 for a group of one, member or not.
+        ranks, rank = tuple(int(rank) for rank in group.ranks), int(dist.get_rank())
+        if rank not in ranks:
+            raise ValidationError([f"rank {rank} is not a member of the process group of ranks {list(ranks)}"])
+        super().__init__(ranks, ranks.index(rank))
         self._group = group
 
     def _all_gather(self, payload: bytes) -> list[bytes]:
