@@ -214,16 +214,18 @@ class ShardMatcher:
         if not suspect.any():
             return group, target_row, offset, shape
         kept: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = []
-        for row in np.unique(target_row[suspect]):
-            members = np.flatnonzero(suspect & (target_row == row))
-            local = self._local_member(group[members], target.rank[target_row[members]]) >= 0
+        # Local shards first, then the rest in the order of their groups: the same on every rank.
+        local = self._local_member(group, target.rank[target_row]) >= 0
+        order = np.lexsort((group, ~local, target_row))
+        order = order[suspect[order]]
+        for members in np.split(order, np.flatnonzero(np.diff(target_row[order])) + 1):
+            row = int(target_row[members[0]])
             taken: list[Box] = []
-            # Local shards first, then the rest in the order of their groups: the same on every rank.
-            for member in members[np.lexsort((group[members], ~local))]:
+            for member in members:
                 box = Box(tuple(offset[member].tolist()), tuple(shape[member].tolist()))
                 rest = subtract_boxes(box, taken)
                 taken += rest
-                kept += [(int(group[member]), int(row), part.offset, part.shape) for part in rest]
+                kept += [(int(group[member]), row, part.offset, part.shape) for part in rest]
         width = offset.shape[1]
         columns = [np.asarray([k[c] for k in kept], dtype=np.int64) for c in range(4)]
         return (

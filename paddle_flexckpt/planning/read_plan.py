@@ -15,7 +15,8 @@ class ReadPlan:
     """What one rank reads.
 
     Attributes:
-        pieces: Sorted by file and position in it, so that files are read forwards.
+        pieces: Sorted by target, then by file and position in it: a target that is staged can go as soon as it is
+            full, and each file is read forwards as far as the targets' order is that of the save.
         needed_bytes: Bytes that the plan reads; as many as the targets have, since no element is read twice.
     """
 
@@ -35,5 +36,5 @@ def plan_read(matcher: ShardMatcher, target: Catalog, rows: np.ndarray | None = 
     source = matcher.source
     itemsize = source.itemsize[pieces.source]
     position = source.byte_offset[pieces.source] + pieces.source_base * itemsize
-    order = np.lexsort((position, source.file[pieces.source]))
+    order = np.lexsort((position, source.file[pieces.source], pieces.target))
     return ReadPlan(pieces.take(order), int((pieces.size * itemsize).sum()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
@@ -182,3 +182,27 @@ def communicator_for(process_group: Any = None) -> Communicator:
 
         process_group = _get_global_group()
     return PaddleCommunicator(process_group)
+
+
+def check_coordinator(comm: Communicator, coordinator_rank: int) -> None:
+    """Raises ValidationError where the coordinator is not a member of the group."""
+    if not isinstance(coordinator_rank, int) or not 0 <= coordinator_rank < comm.size:
+        raise ValidationError(
+            [f"coordinator_rank counts within the process group, 0 to {comm.size - 1}; got {coordinator_rank!r}"]
+        )
+
+
+def check_same(heads: Sequence[bytes], context: str) -> None:
+    """Raises ValidationError where ranks disagree about what is to be done; the same on every rank.
+
+    Args:
+        heads: Every rank's view, as JSON.
+        context: What is being done, for the error.
+    """
+    if len(set(heads)) != 1:
+        seen = "; ".join(sorted({head.decode() for head in heads}))
+        remedy = (
+            "Remedy: call with the same arguments on every rank; if the checkpoint differs, a save has just ended: "
+            "give unique_id"
+        )
+        raise ValidationError([f"ranks disagree: {seen}. {remedy}"], context)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -15,8 +17,7 @@ from paddle_flexckpt.catalog import Catalog, ValidationError
 from paddle_flexckpt.planning import ReadPlan, ShardMatcher, plan_read
 from paddle_flexckpt.planning.matching import uncovered_targets
 from paddle_flexckpt.report import LoadReport
-from paddle_flexckpt.runtime.communicator import communicator_for
-from paddle_flexckpt.runtime.saver import check_coordinator
+from paddle_flexckpt.runtime.communicator import check_coordinator, check_same, communicator_for
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.targets import Policy, Strict, TargetMemory, Wanted, resolve
 from paddle_flexckpt.runtime.wire import join, split
@@ -82,73 +83,85 @@ def load_state_dict(
     directory = CheckpointDirectory(os.fspath(path))
     context = f"cannot load from {directory.path!r}"
 
-    def prepare() -> tuple[tuple[Manifest, LocalState, Wanted, ReadPlan, FileReader, Policy], bytes]:
+    def prepare() -> tuple[_Prepared, bytes]:
         refuse_aoa(aoa_config)
         check_coordinator(comm, coordinator_rank)
-        policy = Policy(strict, dtype, tied_names)
         manifest = directory.read_manifest(unique_id)
         state = open_state(state_dict, comm.rank)
-        wanted = resolve(state, manifest.catalog, policy)
-        matcher = ShardMatcher(manifest.catalog)
-        plan = plan_read(matcher, wanted.catalog, wanted.rows)
-        problems = uncovered_targets(plan.pieces, wanted.catalog, wanted.rows, manifest.catalog)
-        if problems:
-            raise ValidationError(problems)
-        reader = FileReader(directory.path, manifest, verify)
-        try:
-            reader.check_files(plan.pieces.source)
-        except Exception:
-            reader.close()
-            raise
-        asked = used_keys(manifest.catalog, wanted)
-        head = json.dumps({"token": manifest.save_token, "unique_id": manifest.unique_id}).encode()
-        return (manifest, state, wanted, plan, reader, policy), join((head, np.packbits(asked).tobytes()))
+        wanted = resolve(state, manifest.catalog, Policy(strict, dtype, tied_names))
+        plan = _plan(manifest.catalog, wanted)
+        reader = stack.enter_context(FileReader(directory.path, manifest, verify))
+        reader.check_files(plan.pieces.source)
+        head = json.dumps(
+            {
+                "checkpoint": f"id {manifest.unique_id} ({manifest.save_token})",
+                "coordinator_rank": coordinator_rank,
+                "strict": strict,
+                "dtype": dtype,
+            }
+        ).encode()
+        used = np.packbits(used_keys(manifest.catalog, wanted)).tobytes()
+        return _Prepared(manifest, state, wanted, plan, reader), join((head, used))
 
-    (manifest, state, wanted, plan, reader, policy), answers = comm.together(prepare, context)
-    with reader:
+    with contextlib.ExitStack() as stack:
+        ready, answers = comm.together(prepare, context)
         heads, bits = zip(*(split(answer) for answer in answers))
-        if len(set(heads)) != 1:
-            raise ValidationError(
-                [
-                    "ranks see different checkpoints there: "
-                    + ", ".join(sorted({h.decode() for h in heads}))
-                    + ". Remedy: give unique_id, or wait until the save that is under way has ended"
-                ],
-                context,
-            )
-        unexpected = unexpected_keys(manifest.catalog, bits)
-        check_unexpected(unexpected, policy, context)
+        check_same(heads, context)
+        unexpected = unexpected_keys(ready.manifest.catalog, bits)
+        check_unexpected(unexpected, strict, context)
         planned = time.perf_counter()
-
-        def execute() -> tuple[None, bytes]:
-            memory = TargetMemory(state, wanted, plan.pieces.target)
-            for piece, copy in enumerate(plan.pieces.copies()):
-                row = int(plan.pieces.target[piece])
-                reader.read(int(plan.pieces.source[piece]), copy, memory.storage(row))
-                memory.piece_done(row)
-            memory.finish()
-            return None, str(plan.needed_bytes).encode()
-
-        _, needed = comm.together(execute, context)
+        _, needed = comm.together(ready.read, context)
     end = time.perf_counter()
+    count = ready.reader.count
     report = LoadReport(
         source=directory.path,
-        unique_id=manifest.unique_id,
-        keys=len(wanted.rows),
-        missing=wanted.missing,
+        unique_id=ready.manifest.unique_id,
+        keys=len(ready.wanted.rows),
+        missing=ready.wanted.missing,
         unexpected=unexpected,
-        aliases=wanted.aliases,
-        cast=wanted.cast,
-        bytes_needed=plan.needed_bytes,
-        bytes_read=reader.count.bytes_read,
-        bytes_verified=reader.count.bytes_verified,
-        reads=reader.count.reads,
-        total_bytes=sum(int(count) for count in needed),
+        aliases=ready.wanted.aliases,
+        cast=ready.wanted.cast,
+        bytes_needed=ready.plan.needed_bytes,
+        bytes_read=count.bytes_read,
+        bytes_verified=count.bytes_verified,
+        reads=count.reads,
+        total_bytes=sum(int(number) for number in needed),
         seconds={"plan": planned - begin, "read": end - planned, "total": end - begin},
     )
     if comm.position == coordinator_rank:
         logger.info(report.summary())
     return report
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """One rank's load, checked and planned."""
+
+    manifest: Manifest
+    state: LocalState
+    wanted: Wanted
+    plan: ReadPlan
+    reader: FileReader
+
+    def read(self) -> tuple[None, bytes]:
+        """Reads every piece into its target."""
+        pieces = self.plan.pieces
+        memory = TargetMemory(self.state, self.wanted, pieces.target)
+        for piece, copy in enumerate(pieces.copies()):
+            row = int(pieces.target[piece])
+            self.reader.read(int(pieces.source[piece]), copy, memory.storage(row))
+            memory.piece_done(row)
+        memory.finish()
+        return None, str(self.plan.needed_bytes).encode()
+
+
+def _plan(source: Catalog, wanted: Wanted) -> ReadPlan:
+    """The reads that fill this rank's targets, checked to fill all of them."""
+    plan = plan_read(ShardMatcher(source), wanted.catalog, wanted.rows)
+    problems = uncovered_targets(plan.pieces, wanted.catalog, wanted.rows, source)
+    if problems:
+        raise ValidationError(problems)
+    return plan
 
 
 def refuse_aoa(aoa_config: Any) -> None:
@@ -175,9 +188,9 @@ def unexpected_keys(source: Catalog, bits: tuple[bytes, ...]) -> list[str]:
     return [source.keys[i] for i in np.flatnonzero(~flags)]
 
 
-def check_unexpected(unexpected: list[str], policy: Policy, context: str) -> None:
+def check_unexpected(unexpected: list[str], strict: Strict, context: str) -> None:
     """Raises ValidationError where unexpected keys are not allowed; the same on every rank."""
-    if unexpected and policy.unexpected_is_an_error:
+    if unexpected and Policy(strict).unexpected_is_an_error:
         raise ValidationError(
             [
                 f"no rank asks for key {key!r}, which the source has. Remedy: load it too, or allow it with "

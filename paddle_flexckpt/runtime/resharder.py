@@ -21,9 +21,8 @@ from paddle_flexckpt.planning import ExchangePlan, ShardMatcher, plan_exchange
 from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.runtime.carrier import Carrier
-from paddle_flexckpt.runtime.communicator import Communicator, communicator_for
+from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
 from paddle_flexckpt.runtime.loader import check_unexpected, refuse_aoa, unexpected_keys, used_keys
-from paddle_flexckpt.runtime.saver import check_coordinator
 from paddle_flexckpt.runtime.shared_memory import refuse_shared_memory
 from paddle_flexckpt.runtime.sources import CheckedSources, check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
@@ -149,22 +148,23 @@ def _load_state_dict(
     checked = check_sources(comm, held, source, _CONTEXT)
     with contextlib.closing(comm.open_carrier()) as carrier:
 
-        def describe() -> tuple[tuple[LocalState, Wanted, Policy], bytes]:
-            policy = Policy(strict, dtype, tied_names)
+        def describe() -> tuple[tuple[LocalState, Wanted], bytes]:
             state = open_state(target_state_dict, comm.rank)
-            wanted = resolve(state, source, policy)
+            wanted = resolve(state, source, Policy(strict, dtype, tied_names))
             refuse_shared_memory(source, held, state)
             parts = (
+                json.dumps({"strict": strict, "dtype": dtype, "coordinator_rank": coordinator_rank}).encode(),
                 carrier.address(),
                 np.packbits(used_keys(source, wanted)).tobytes(),
                 encode_catalog(wanted.catalog.take(wanted.rows)),
             )
-            return (state, wanted, policy), join(parts)
+            return (state, wanted), join(parts)
 
-        (state, wanted, policy), answers = comm.together(describe, _CONTEXT)
-        addresses, bits, encoded = zip(*(split(answer) for answer in answers))
+        (state, wanted), answers = comm.together(describe, _CONTEXT)
+        heads, addresses, bits, encoded = zip(*(split(answer) for answer in answers))
+        check_same(heads, _CONTEXT)
         unexpected = unexpected_keys(source, bits)
-        check_unexpected(unexpected, policy, _CONTEXT)
+        check_unexpected(unexpected, strict, _CONTEXT)
         target = concat([decode_catalog(catalog) for catalog in encoded])
         # Ranks' rows follow each other in the common catalog.
         mine = np.flatnonzero(target.rank == comm.rank)

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError, concat
+from paddle_flexckpt.catalog import CheckpointError, ValidationError, concat
 from paddle_flexckpt.planning import WritePlan, plan_write
 from paddle_flexckpt.report import SaveReport
-from paddle_flexckpt.runtime.communicator import Communicator, communicator_for
+from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
 from paddle_flexckpt.runtime.sources import check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.tensors import HostTensor
@@ -74,10 +74,24 @@ def save_state_dict(
         check_coordinator(comm, coordinator_rank)
         state = open_state(state_dict, comm.rank)
         ticket = directory.open_save(unique_id) if comm.position == coordinator_rank else None
-        return state, _encode(unique_id, ticket, state.catalog)
+        head = {
+            "unique_id": unique_id,
+            "coordinator_rank": coordinator_rank,
+            "save_replicas": save_replicas,
+            "step": step,
+        }
+        parts = (
+            json.dumps(head).encode(),
+            json.dumps(ticket and asdict(ticket)).encode(),
+            encode_catalog(state.catalog),
+        )
+        return state, join(parts)
 
     state, answers = comm.together(describe, context)
-    ticket, catalog = _decode(answers, coordinator_rank, context)
+    heads, tickets, catalogs = zip(*(split(answer) for answer in answers))
+    check_same(heads, context)
+    ticket = SaveTicket(**json.loads(tickets[coordinator_rank]))
+    catalog = concat([decode_catalog(encoded) for encoded in catalogs])
     # Ranks' rows follow each other in the common catalog.
     first_row = int(np.argmax(catalog.rank == comm.rank)) if len(state.weights) else 0
     held = {first_row + row: weight.local_tensor for row, weight in enumerate(state.weights)}
@@ -108,33 +122,6 @@ def save_state_dict(
     if comm.position == coordinator_rank:
         logger.info(report.summary())
     return report
-
-
-def check_coordinator(comm: Communicator, coordinator_rank: int) -> None:
-    """Raises ValidationError where the coordinator is not a member of the group."""
-    if not isinstance(coordinator_rank, int) or not 0 <= coordinator_rank < comm.size:
-        raise ValidationError(
-            [f"coordinator_rank counts within the process group, 0 to {comm.size - 1}; got {coordinator_rank!r}"]
-        )
-
-
-def _encode(unique_id: int | None, ticket: SaveTicket | None, catalog: Catalog) -> bytes:
-    """What a rank tells the others before a save."""
-    head = json.dumps({"unique_id": unique_id, "ticket": None if ticket is None else asdict(ticket)}).encode()
-    return join((head, encode_catalog(catalog)))
-
-
-def _decode(answers: list[bytes], coordinator: int, context: str) -> tuple[SaveTicket, Catalog]:
-    """The coordinator's ticket and the catalog of all ranks, from what they told."""
-    heads, catalogs = [], []
-    for answer in answers:
-        head, catalog = split(answer)
-        heads.append(json.loads(head))
-        catalogs.append(decode_catalog(catalog))
-    requested = {head["unique_id"] for head in heads}
-    if len(requested) != 1:
-        raise ValidationError([f"ranks ask for different unique_ids: {sorted(map(str, requested))}"], context)
-    return SaveTicket(**heads[coordinator]["ticket"]), concat(catalogs)
 
 
 def _write(

@@ -44,13 +44,12 @@ class Worker:
         self._sock = socket.create_connection((host, int(port)))
         frames.send_hello(self._sock, token, rank=self.rank, pid=os.getpid())
         self._jobs: queue.Queue[dict[str, Any]] = queue.Queue()
-        self._running = 0
+        self._has_mesh = False
         threading.Thread(target=self._read, name="controller", daemon=True).start()
 
     def loop(self) -> None:
         """Serves until it is told to exit."""
         while (message := self._jobs.get())["do"] != "exit":
-            self._running = message["job"]
             answer: dict[str, Any] = {"job": message["job"]}
             try:
                 answer["result"] = getattr(self, "do_" + message["do"])(message)
@@ -71,6 +70,7 @@ class Worker:
 
         # The controller limits the time, and can show the stacks; a limit of the mesh would only get in its way.
         cpu_world.install(timeout=None, close_at_exit=False)
+        self._has_mesh = True
 
     def do_init(self, message: dict[str, Any]) -> None:
         """Joins the world group."""
@@ -116,10 +116,11 @@ class Worker:
             os._exit(0 if isinstance(error, EOFError) else 1)
 
     def _abort(self, message: dict[str, Any]) -> None:
-        if message["job"] == self._running and "paddle" in sys.modules:
+        # Before do_prepare there is no mesh to wait in. The job may be one that still stands in the queue.
+        if self._has_mesh:
             from paddle_flexckpt.testing import cpu_world
 
-            cpu_world.mesh().abort(f"the job was aborted: {message['reason']}")
+            cpu_world.mesh().abort(f"the job was aborted: {message['reason']}", message["job"])
 
 
 def _told(error: BaseException) -> str:

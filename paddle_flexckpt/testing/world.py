@@ -82,7 +82,8 @@ class World:
         timeout: default time limit of a job in seconds.
         grace: seconds that the other ranks get to finish after one has failed.
         start_timeout: seconds for the workers to start.
-        log_dir: where the logs go and stay; a temporary directory, removed by :meth:`close`, by default.
+        log_dir: where the logs go and stay, a sub-directory per start; by default a temporary directory that
+            :meth:`close` removes.
     """
 
     def __init__(
@@ -100,8 +101,9 @@ class World:
         self.size, self.timeout, self.grace, self.start_timeout = size, timeout, grace, start_timeout
         self._env = dict(env or {})
         self._keep_logs = log_dir is not None
-        self.log_dir = Path(tempfile.mkdtemp(prefix="flexckpt-world-") if log_dir is None else log_dir)
+        self.log_dir = Path(tempfile.mkdtemp(prefix="flexckpt-world-") if log_dir is None else log_dir).absolute()
         self.starts = 0
+        self._logs_now = self.log_dir
         self._job = 0
         self._log_starts: dict[int, int] = {}
         self._launcher: subprocess.Popen[bytes] | None = None
@@ -146,11 +148,19 @@ class World:
         except TypeError as error:
             raise ValueError(f"the arguments of {target} must be JSON: {error}") from error
         if not self._workers:
-            self._start()
+            try:
+                self._start()
+            except BaseException:
+                self._kill()
+                raise
         self._job += 1
         path = [os.path.abspath(entry) for entry in sys.path]
         order = {"do": "run", "job": self._job, "target": target, "kwargs": kwargs, "path": path}
-        answers = self._round(target, order, self.timeout if time_limit is None else time_limit)
+        try:
+            answers = self._round(target, order, self.timeout if time_limit is None else time_limit)
+        except BaseException:
+            self._kill()  # also after a KeyboardInterrupt: workers that are still busy are of no use to the next job
+            raise
         failures = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
         if failures:
             # In the order of their answers: the cause comes before what it led to on other ranks.
@@ -221,24 +231,24 @@ class World:
         failures = {**dead, **{rank: answer["error"] for rank, answer in answers.items() if "error" in answer}}
         if len(answers) + len(dead) == self.size:
             why = f"{target}: ranks {sorted(dead)} died"
-        stacks = self._dump()
+        stacks = self._dump([rank for rank in self._workers if rank not in answers])
         self._kill()
         raise WorldError(why, failures, stacks, _results(answers), self._logs())
 
-    def _dump(self) -> dict[int, str]:
-        """Makes the living workers write their stacks and die; returns what they wrote.
+    def _dump(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Makes those of these workers that live write their stacks and die; returns what they wrote.
 
         A worker registers SIGUSR1 with faulthandler and lets it chain to the default action, so the end of the process
         says that the dump is complete: nothing has to be polled, and it works while the worker is stuck in C code.
         """
-        living = [worker for worker in self._workers.values() if not worker.ended]
+        living = [self._workers[rank] for rank in ranks if not self._workers[rank].ended]
         for worker in living:
             worker.kill(signal.SIGUSR1)
-        self._await_ends(time.monotonic() + _DUMP_TIME)
-        return {worker.rank: _relevant(_tail(self.log_dir / f"stacks.{worker.rank}", limit=None)) for worker in living}
+        self._await_ends(time.monotonic() + _DUMP_TIME, ranks)
+        return {worker.rank: _relevant(_tail(self._logs_now / f"stacks.{worker.rank}", limit=None)) for worker in living}
 
     def _log(self, rank: int) -> Path:
-        return self.log_dir / f"workerlog.{rank}"
+        return self._logs_now / f"workerlog.{rank}"
 
     def _logs(self) -> dict[int, str]:
         """What each rank has written since the job began."""
@@ -248,17 +258,18 @@ class World:
 
     def _start(self) -> None:
         self.starts += 1
-        shutil.rmtree(self.log_dir, ignore_errors=True)
-        self.log_dir.mkdir(parents=True, mode=0o700)
+        # A directory that only this user may enter: the launcher writes the environment, with the token in it, to its logs.
+        self._logs_now = self.log_dir / f"start{self.starts}"
+        self._logs_now.mkdir(parents=True, mode=0o700)
         token = secrets.token_hex(32)
         with socket.create_server(("127.0.0.1", 0), backlog=max(128, self.size)) as listener:
             host, port = listener.getsockname()
             command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", str(self.size)]
             # Loopback: the launcher would otherwise resolve this machine's name, which a laptop off-line may not be
             # able to.
-            command += ["--host", "127.0.0.1", "--log_dir", str(self.log_dir), str(_WORKER)]
-            env = {**_clean_environment(), **self._env, ADDRESS_VARIABLE: f"{host}:{port}:{token}:{self.log_dir}"}
-            with open(self.log_dir / "launch.log", "wb") as log:
+            command += ["--host", "127.0.0.1", "--log_dir", str(self._logs_now), str(_WORKER)]
+            env = {**_clean_environment(), **self._env, ADDRESS_VARIABLE: f"{host}:{port}:{token}:{self._logs_now}"}
+            with open(self._logs_now / "launch.log", "wb") as log:
                 self._launcher = subprocess.Popen(
                     command,
                     env=env,
@@ -267,23 +278,19 @@ class World:
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,
                 )
-            try:
-                self._accept_all(listener, token, time.monotonic() + self.start_timeout)
-            except BaseException:
-                self._kill()
-                raise
+            self._accept_all(listener, token, time.monotonic() + self.start_timeout)
         # Rank 0 opens the store before the others look for it: a client that comes too early sleeps for three seconds.
-        self._job += 1
-        answers = self._round("the start", {"do": "prepare", "job": self._job}, self.start_timeout)
-        self._job += 1
-        order = {"do": "init", "job": self._job}
-        self._workers[0].try_send(order)
-        self._await_opening(self._workers[0])
-        answers = self._round("the start", order, self.start_timeout, already_sent=(0,))
-        errors = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
-        if errors:
-            self._kill()
-            raise WorldError(f"the world of {self.size} did not start", errors, logs=self._logs())
+        for step in ("prepare", "init"):
+            self._job += 1
+            order = {"do": step, "job": self._job}
+            ahead = (0,) if step == "init" else ()
+            for rank in ahead:
+                self._workers[rank].try_send(order)
+                self._await_opening(self._workers[rank])
+            answers = self._round("the start", order, self.start_timeout, already_sent=ahead)
+            errors = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
+            if errors:
+                raise WorldError(f"the world of {self.size} did not start", errors, logs=self._logs())
 
     def _await_opening(self, first: _Worker) -> None:
         """Waits until rank 0 says that it opens the store now. If it does not, the following round tells why."""
@@ -301,7 +308,7 @@ class World:
                 reason = (
                     "its workers did not connect in time" if code is None else f"the launcher ended with code {code}"
                 )
-                log = _tail(self.log_dir / "launch.log")
+                log = _tail(self._logs_now / "launch.log")
                 raise WorldError(f"the world of {self.size} did not start: {reason}\n{log}", logs=self._logs())
             try:
                 sock, _ = listener.accept()
@@ -315,9 +322,9 @@ class World:
                 continue
             self._workers[hello["rank"]] = _Worker(hello["rank"], hello["pid"], sock)
 
-    def _await_ends(self, deadline: float) -> None:
-        """Waits until every worker's connection has closed, or the deadline."""
-        with _selector(self._workers) as selector:
+    def _await_ends(self, deadline: float, ranks: Sequence[int] | None = None) -> None:
+        """Waits until the connection of each of these workers (all of them when None) has closed, or the deadline."""
+        with _selector({rank: self._workers[rank] for rank in (self._workers if ranks is None else ranks)}) as selector:
             while selector.get_map() and (events := selector.select(max(0.0, deadline - time.monotonic()))):
                 for key, _ in events:
                     try:

@@ -65,19 +65,20 @@ class Mesh:
         self._arrived: dict[tuple[Epoch, int, str], int] = defaultdict(int)
         self._posted: dict[tuple[Epoch, int, str], int] = defaultdict(int)
         self._lost: dict[int, str] = {}
-        self._failure: str | None = None
+        self._abort: tuple[int, str] | None = None
         self._outbox: dict[int, queue.Queue[tuple[dict[str, Any], Payload] | None]] = {}
         self._threads: list[threading.Thread] = []
         self._sockets: list[socket.socket] = []
         self._closing = False
 
-    def start(self, store: Any, rank: int, size: int) -> None:
+    def start(self, store: Any, rank: int, size: int, listener: socket.socket | None = None) -> None:
         """Joins the mesh; returns at once when it has been joined already.
 
         Args:
             store: Paddle's TCPStore, shared by all ranks.
             rank: this process, 0-based.
             size: number of processes.
+            listener: the listening socket; one on a free port of the loopback interface by default.
         """
         if self.started:
             return
@@ -147,7 +148,7 @@ class Mesh:
             return ticket in self._inbox[(self._epoch, peer, channel)]
 
     def next_epoch(self, job: int | None = None) -> None:
-        """Forgets unread messages and a past abort.
+        """Forgets unread messages.
 
         All ranks must do this equally often between messages. ``job`` gives an absolute number instead: it brings ranks
         together again whose counts differ because a job ended half way on some of them.
@@ -157,13 +158,25 @@ class Mesh:
             for table in (self._inbox, self._arrived, self._posted):
                 for key in [key for key in table if key[0] < self._epoch]:
                     del table[key]  # type: ignore[attr-defined]
-            self._failure = None
 
-    def abort(self, reason: str) -> None:
-        """Makes the waiting ``recv``, and every later one of this epoch, raise. Callable from any thread."""
+    def abort(self, reason: str, job: int | None = None) -> None:
+        """Makes the waiting ``recv``, and every later one of this job, raise. Callable from any thread.
+
+        Args:
+            reason: becomes a part of the error.
+            job: the job to abort, the current one when None. It may be one that this rank has yet to begin.
+        """
         with self._news:
-            self._failure = self._failure or reason
+            job = self._epoch[0] if job is None else job
+            # The first reason is the cause of the others.
+            if self._abort is None or self._abort[0] < job:
+                self._abort = (job, reason)
             self._news.notify_all()
+
+    @property
+    def _failure(self) -> str:
+        """Why the current job was aborted; empty when it was not."""
+        return self._abort[1] if self._abort is not None and self._abort[0] == self._epoch[0] else ""
 
     def close(self, farewell: float | None = 10.0) -> None:
         """Ends the threads, so that none of them runs into the teardown of the interpreter (seen as a SIGSEGV at exit).
@@ -174,7 +187,7 @@ class Mesh:
         """
         if not self.started or self._closing:
             return
-        if farewell is not None and self._failure is None:
+        if farewell is not None and not self._failure:
             self.timeout = farewell
             try:
                 for peer in range(self.size):
