@@ -155,5 +155,6 @@ def _view(storage: np.ndarray, base: int, extents: tuple[int, ...], strides: tup
     last = base + sum(r for r in reach if r > 0)
     if first < 0 or last >= storage.size:
         raise IndexError(f"strided view [{first}, {last}] leaves its storage of {storage.size} elements")
-    itemsize = storage.itemsize
-    return np.lib.stride_tricks.as_strided(storage[base:], extents, [s * itemsize for s in strides])
+    # Not as_strided: it goes through __array_interface__, which has no name for float8_e5m2 ("<f1" not understood).
+    itemsize, raw = storage.itemsize, storage.view(np.uint8)
+    return np.ndarray(extents, storage.dtype, raw, base * itemsize, [s * itemsize for s in strides])

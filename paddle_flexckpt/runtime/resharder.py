@@ -277,12 +277,13 @@ def _exchange(
     def source_dtype(row: int) -> np.dtype:
         return dtype_of(source.dtype_name(row)).numpy
 
-    copied = copy_pieces(plan.local, source_storage, target_storage)
     carrier.exchange(
         addresses,
         {rank: pack(pieces, source_storage) for rank, pieces in plan.outgoing.items()},
         {rank: unpack(pieces, target_storage, source_dtype) for rank, pieces in plan.incoming.items()},
     )
+    # After the exchange: a rank that failed before it would leave its peers waiting for its connections.
+    copied = copy_pieces(plan.local, source_storage, target_storage)
     memory.finish()
     itemsize = source.itemsize
     received = sum(int((p.size * itemsize[p.source]).sum()) for p in plan.incoming.values())

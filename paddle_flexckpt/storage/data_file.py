@@ -161,11 +161,10 @@ def item_names(items: Catalog) -> list[str]:
     for row in range(len(items)):
         key = items.key_name(row)
         name = key
-        while count[items.key[row]] > 1 or name == "__metadata__":
-            name = f"{key}#{seen.setdefault(key, 0)}"
-            seen[key] += 1
-            if name not in taken:
-                break
+        if count[items.key[row]] > 1 or key == "__metadata__":
+            while name in taken:  # as the key itself is
+                name = f"{key}#{seen.setdefault(key, 0)}"
+                seen[key] += 1
         names.append(name)
     return names
 

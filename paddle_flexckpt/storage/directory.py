@@ -7,6 +7,7 @@ the manifests that were there, and the files that they name, as they were.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from paddle_flexckpt.storage.manifest import Manifest, merge_parts
 _MANIFEST = re.compile(r"(\d+)\.manifest")
 _DATA = re.compile(r"\d+_(\d+)(?:\.(\d+))?\.safetensors")
 _PART = re.compile(r"\d+_(\d+)(?:\.(\d+))?\.part")
+_TEMPORARY = re.compile(r"(\d+)\.manifest\.[0-9a-f]+\.tmp")
 
 
 def data_file_name(rank: int, unique_id: int, generation: int) -> str:
@@ -52,6 +54,11 @@ class SaveTicket:
         """Name of a rank's part."""
         return f"{rank}_{self.unique_id}{_suffix(self.generation)}.part"
 
+    @property
+    def temporary(self) -> str:
+        """Name of the manifest before it is committed."""
+        return f"{self.unique_id}.manifest.{self.token}.tmp"
+
 
 class CheckpointDirectory:
     """One directory that holds checkpoints, told apart by their ids."""
@@ -67,7 +74,7 @@ class CheckpointDirectory:
     def _names(self) -> list[str]:
         try:
             return os.listdir(self.path)
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
 
     def open_save(self, unique_id: int | None) -> SaveTicket:
@@ -121,7 +128,7 @@ class CheckpointDirectory:
         manifest = merge_parts(parts)
         self.sync()
         name = f"{ticket.unique_id}.manifest"
-        temporary = f"{name}.{ticket.token}.tmp"
+        temporary = ticket.temporary
         self._write_durably(temporary, manifest.encode())
         os.rename(os.path.join(self.path, temporary), os.path.join(self.path, name))
         self.sync()
@@ -132,7 +139,7 @@ class CheckpointDirectory:
         """Removes this save's parts and what earlier saves of the same id left behind."""
         keep = set(manifest.catalog.files)
         for name in self._names():
-            match = _DATA.fullmatch(name) or _PART.fullmatch(name)
+            match = _DATA.fullmatch(name) or _PART.fullmatch(name) or _TEMPORARY.fullmatch(name)
             if match and int(match[1]) == ticket.unique_id and name not in keep:
                 os.unlink(os.path.join(self.path, name))
 
@@ -148,11 +155,10 @@ class CheckpointDirectory:
         """Removes what a rank wrote in a save that failed; does nothing if the save was committed before it failed."""
         if self.is_committed(ticket):
             return
-        for name in (ticket.data_file(rank), ticket.part_file(rank)):
-            try:
+        for name in (ticket.data_file(rank), ticket.part_file(rank), ticket.temporary):
+            # What cannot be removed does no harm, and must not hide why the save failed.
+            with contextlib.suppress(OSError):
                 os.unlink(os.path.join(self.path, name))
-            except FileNotFoundError:
-                continue
 
     def sync(self) -> None:
         """Makes the directory's entries durable."""

@@ -83,9 +83,9 @@ class Manifest:
             arrays = safetensors_numpy.load(data)
         except (SafetensorError, ValueError, AttributeError, KeyError, RecursionError) as error:
             raise CorruptCheckpointError(f"{file} is damaged or not a manifest: {error}") from error
-        if info.get("format") != "flexckpt":
+        if info.get("format") != "flexckpt" or "format_version" not in info:
             raise CorruptCheckpointError(f"{file} is not a manifest of this library (format {info.get('format')!r})")
-        version = info.get("format_version", "")
+        version = info["format_version"]
         if version != str(FORMAT_VERSION):
             raise ValidationError(
                 [

@@ -7,6 +7,7 @@ system call per run.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from dataclasses import dataclass, field
@@ -65,7 +66,9 @@ class FileReader:
     def close(self) -> None:
         """Closes all files."""
         for mapped in self._maps.values():
-            mapped.close()
+            # The traceback of an error holds views of the map: it is closed with the last of them.
+            with contextlib.suppress(BufferError):
+                mapped.close()
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._maps.clear()

@@ -55,7 +55,8 @@ class SimulatedWorld:
                 outcomes[position] = function(communicators[position])
             except BaseException as error:  # the caller gets it as the rank's outcome
                 outcomes[position] = error
-                shared.barrier.abort()
+            finally:
+                shared.end(position)
 
         threads = [threading.Thread(target=work, args=(position,), daemon=True) for position in range(self.size)]
         for thread in threads:
@@ -63,20 +64,44 @@ class SimulatedWorld:
         for thread in threads:
             thread.join()
         # A rank that was left waiting only says so; the error that counts comes first.
-        real = [o for o in outcomes if isinstance(o, BaseException) and not isinstance(o, threading.BrokenBarrierError)]
+        real = [o for o in outcomes if isinstance(o, BaseException) and not isinstance(o, LeftWaiting)]
         if real:
-            outcomes = [real[0] if isinstance(o, threading.BrokenBarrierError) else o for o in outcomes]
+            outcomes = [real[0] if isinstance(o, LeftWaiting) else o for o in outcomes]
         return outcomes
+
+
+class LeftWaiting(RuntimeError):
+    """A rank waits in a collective for one that has ended, or takes too long."""
 
 
 class _Shared:
     """What the ranks share."""
 
     def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size, timeout=PATIENCE_SECONDS)
-        self.slots: list[bytes] = [b""] * size
+        self.size = size
+        self.changed = threading.Condition()
+        self.rounds: dict[int, dict[int, bytes]] = {}
+        self.ended: set[int] = set()
         self.lock = threading.Lock()
         self.streams: dict[tuple[int, int, int], queue.Queue[bytes | None]] = {}
+
+    def gather(self, number: int, position: int, payload: bytes) -> list[bytes]:
+        """What every rank contributes to one collective, in order of position."""
+        with self.changed:
+            answers = self.rounds.setdefault(number, {})
+            answers[position] = payload
+            if len(answers) == self.size:
+                self.changed.notify_all()
+            self.changed.wait_for(lambda: len(answers) == self.size or self.ended - set(answers), PATIENCE_SECONDS)
+            if len(answers) < self.size:
+                raise LeftWaiting(f"collective {number}: only positions {sorted(answers)} take part")
+            return [answers[other] for other in range(self.size)]
+
+    def end(self, position: int) -> None:
+        """Notes that a rank takes part in no more collectives."""
+        with self.changed:
+            self.ended.add(position)
+            self.changed.notify_all()
 
     def stream(self, exchange: int, source: int, target: int) -> queue.Queue[bytes | None]:
         """The queue of one stream of one exchange."""
@@ -92,13 +117,11 @@ class SimulatedCommunicator(Communicator):
         super().__init__(ranks, position)
         self._shared = shared
         self._exchanges = 0
+        self._gathers = 0
 
     def _all_gather(self, payload: bytes) -> list[bytes]:
-        self._shared.slots[self.position] = payload
-        self._shared.barrier.wait()
-        gathered = list(self._shared.slots)
-        self._shared.barrier.wait()
-        return gathered
+        self._gathers += 1
+        return self._shared.gather(self._gathers, self.position, payload)
 
     def open_carrier(self) -> Carrier:
         """A carrier over queues."""

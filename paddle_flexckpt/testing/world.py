@@ -15,7 +15,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import secrets
 import selectors
 import shutil
@@ -31,40 +30,14 @@ from types import TracebackType
 from typing import Any
 
 from . import frames
+from .reports import WorldError, relevant_stacks, size_of, tail_of
 
 #: Environment variable through which a worker learns where its controller listens, and the token.
 ADDRESS_VARIABLE = "PADDLE_FLEXCKPT_WORLD"
 
 _WORKER = Path(__file__).with_name("worker.py")
-_LOG_TAIL = 4000
-#: Frames that tell, in a dump of stacks, a thread of ours that only waits for messages.
-_IDLE = re.compile(r'(cpu_world.mesh|testing.worker)\.py", line \d+ in (_accept|_recv_loop|_send_loop|_read)$', re.M)
 #: Wall seconds that dumping stacks, or dying, may take a worker before it is killed outright.
 _DUMP_TIME = 5.0
-
-
-class WorldError(RuntimeError):
-    """A job failed, hung, or lost a worker.
-
-    Attributes:
-        failures: per failed rank its traceback, or why there is none.
-        stacks: per rank the stacks of all its threads, when it had to be killed.
-        results: per rank what it returned, for those that did.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        failures: dict[int, str] | None = None,
-        stacks: dict[int, str] | None = None,
-        results: dict[int, Any] | None = None,
-        logs: dict[int, str] | None = None,
-    ) -> None:
-        self.failures, self.stacks, self.results = failures or {}, stacks or {}, results or {}
-        parts = [message]
-        for title, texts in (("failed", self.failures), ("stacks", self.stacks), ("end of log", logs or {})):
-            parts += [f"--- rank {rank}: {title}\n{text.rstrip()}" for rank, text in texts.items() if text.strip()]
-        super().__init__("\n".join(parts))
 
 
 class World:
@@ -189,7 +162,7 @@ class World:
         self, target: str, message: dict[str, Any], limit: float, already_sent: Sequence[int] = ()
     ) -> dict[int, dict[str, Any]]:
         """Sends a message to all and collects one answer of each, or kills the world and raises."""
-        self._log_starts = {rank: _size(self._log(rank)) for rank in self._workers}
+        self._log_starts = {rank: size_of(self._log(rank)) for rank in self._workers}
         for worker in self._workers.values():
             if worker.rank not in already_sent:
                 worker.try_send(message)
@@ -245,20 +218,23 @@ class World:
         for worker in living:
             worker.kill(signal.SIGUSR1)
         self._await_ends(time.monotonic() + _DUMP_TIME, ranks)
-        return {worker.rank: _relevant(_tail(self._logs_now / f"stacks.{worker.rank}", limit=None)) for worker in living}
+        return {
+            worker.rank: relevant_stacks(tail_of(self._logs_now / f"stacks.{worker.rank}", limit=None))
+            for worker in living
+        }
 
     def _log(self, rank: int) -> Path:
         return self._logs_now / f"workerlog.{rank}"
 
     def _logs(self) -> dict[int, str]:
         """What each rank has written since the job began."""
-        return {rank: _tail(self._log(rank), self._log_starts.get(rank, 0)) for rank in range(self.size)}
+        return {rank: tail_of(self._log(rank), self._log_starts.get(rank, 0)) for rank in range(self.size)}
 
     # -- processes -----------------------------------------------------------------------------------------------------
 
     def _start(self) -> None:
         self.starts += 1
-        # A directory that only this user may enter: the launcher writes the environment, with the token in it, to its logs.
+        # A directory that only this user may enter: the launcher logs the environment, and the token is in it.
         self._logs_now = self.log_dir / f"start{self.starts}"
         self._logs_now.mkdir(parents=True, mode=0o700)
         token = secrets.token_hex(32)
@@ -308,7 +284,7 @@ class World:
                 reason = (
                     "its workers did not connect in time" if code is None else f"the launcher ended with code {code}"
                 )
-                log = _tail(self._logs_now / "launch.log")
+                log = tail_of(self._logs_now / "launch.log")
                 raise WorldError(f"the world of {self.size} did not start: {reason}\n{log}", logs=self._logs())
             try:
                 sock, _ = listener.accept()
@@ -391,26 +367,6 @@ def _selector(workers: Mapping[int, _Worker]) -> selectors.BaseSelector:
         if not worker.ended:
             selector.register(worker.sock, selectors.EVENT_READ, worker)
     return selector
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _tail(path: Path, start: int = 0, limit: int | None = _LOG_TAIL) -> str:
-    """The text of a file from an offset on, at most its last ``limit`` bytes; empty when there is no such file."""
-    if not path.exists():
-        return ""
-    with open(path, "rb") as file:
-        file.seek(start if limit is None else max(start, _size(path) - limit))
-        return file.read().decode(errors="replace")
-
-
-def _relevant(stacks: str) -> str:
-    """A dump with the main thread first and without the idle threads of the mesh and of the worker."""
-    threads = stacks.strip().split("\n\n")
-    kept = [text for text in threads if not _IDLE.search(text)]
-    return "\n".join(sorted(kept, key=lambda text: not text.startswith("Current")))
 
 
 def _clean_environment() -> dict[str, str]:

@@ -22,7 +22,18 @@ from tests.property import examples
 from tests.property.layouts import index_array
 
 SMALL_SHAPES = [
-    (), (1,), (5,), (2, 3), (3, 1), (1, 4), (2, 3, 4), (3, 1, 2), (1, 1, 3), (2, 2, 1, 3), (1, 2, 1, 2, 2), (2, 2, 2, 2),
+    (),
+    (1,),
+    (5,),
+    (2, 3),
+    (3, 1),
+    (1, 4),
+    (2, 3, 4),
+    (3, 1, 2),
+    (1, 1, 3),
+    (2, 2, 1, 3),
+    (1, 2, 1, 2, 2),
+    (2, 2, 2, 2),
 ]
 SHAPES = st.lists(st.one_of(st.just(1), st.integers(1, 5)), max_size=5).map(tuple)
 

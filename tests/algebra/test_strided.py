@@ -185,7 +185,7 @@ def test_source_runs_are_the_bytes_of_the_elements_in_order(copy, itemsize):
     else:
         assert not copy.is_contiguous()[0]
     # Rows that do not continue each other are one run each.
-    tail = math.prod(copy.extents[len(copy.extents) - copy.source_tail():])
+    tail = math.prod(copy.extents[len(copy.extents) - copy.source_tail() :])
     assert len(runs.start) == copy.size // tail
 
 

@@ -14,7 +14,16 @@ from paddle_flexckpt.catalog import CatalogBuilder, concat, group_replicas, vali
 from paddle_flexckpt.catalog.validate import MAX_HOLES, row_boxes
 from tests.property import examples
 from tests.property.layouts import (
-    Pick, Shard, by_rank, catalog_of, elements, index_array, layouts, mutate, paint, shard_of_row,
+    Pick,
+    Shard,
+    by_rank,
+    catalog_of,
+    elements,
+    index_array,
+    layouts,
+    mutate,
+    paint,
+    shard_of_row,
 )
 
 

@@ -43,10 +43,20 @@ def test_metadata_of_each_rank_becomes_a_catalog(shards):
 
 def test_fields_are_named_as_in_tree():
     assert [f.name for f in fields(LocalTensorMetadata)] == [
-        "global_offset", "local_shape", "dtype", "global_shape", "is_flattened", "flattened_range"
+        "global_offset",
+        "local_shape",
+        "dtype",
+        "global_shape",
+        "is_flattened",
+        "flattened_range",
     ]
     assert [f.name for f in fields(LocalTensorIndex)] == [
-        "tensor_key", "global_offset", "is_flattened", "flattened_range", "replica_id", "local_shape"
+        "tensor_key",
+        "global_offset",
+        "is_flattened",
+        "flattened_range",
+        "replica_id",
+        "local_shape",
     ]
     assert [f.name for f in fields(Metadata)] == ["state_dict_metadata", "storage_metadata", "flat_mapping"]
 

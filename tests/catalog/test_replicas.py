@@ -27,8 +27,13 @@ def check_groups(shards):
     for rows in got:
         assert [shards[row].rank for row in rows] == sorted(shards[row].rank for row in rows)
     # Groups are numbered by key, offset, shape, then range, each as its (padded) columns say.
-    columns = [catalog.key[:, None], catalog.offset, catalog.shape, catalog.flat_start[:, None],
-               catalog.flat_stop[:, None]]
+    columns = [
+        catalog.key[:, None],
+        catalog.offset,
+        catalog.shape,
+        catalog.flat_start[:, None],
+        catalog.flat_stop[:, None],
+    ]
     place = np.concatenate(columns, axis=1)[groups.first].tolist()
     assert place == sorted(place)
 
@@ -82,12 +87,15 @@ def _one(key, rank):
 
 
 @examples(150)
-@given(st.integers(1, 5).flatmap(
-    lambda n: st.lists(
-        st.tuples(*[st.one_of(st.integers(-3, 3), st.integers(-(2**40), 2**40), st.integers(0, 2**61))] * n),
-        min_size=1, max_size=12,
+@given(
+    st.integers(1, 5).flatmap(
+        lambda n: st.lists(
+            st.tuples(*[st.one_of(st.integers(-3, 3), st.integers(-(2**40), 2**40), st.integers(0, 2**61))] * n),
+            min_size=1,
+            max_size=12,
+        )
     )
-))
+)
 def test_packed_sorting_is_numpys_sorting(rows):
     columns = [np.asarray(column, dtype=np.int64) for column in zip(*rows)]
     assert _lexsort_packed(columns, len(rows)).tolist() == np.lexsort(columns[::-1]).tolist()

@@ -15,8 +15,16 @@ from tests.property import examples
 from tests.property.layouts import ITEMSIZE, catalog_of, layouts, shard_of_row
 
 COLUMN_TYPES = {
-    "key": np.int32, "dtype": np.int16, "ndim": np.int16, "global_shape": np.int64, "offset": np.int64,
-    "shape": np.int64, "flat_start": np.int64, "flat_stop": np.int64, "rank": np.int32, "file": np.int32,
+    "key": np.int32,
+    "dtype": np.int16,
+    "ndim": np.int16,
+    "global_shape": np.int64,
+    "offset": np.int64,
+    "shape": np.int64,
+    "flat_start": np.int64,
+    "flat_stop": np.int64,
+    "rank": np.int32,
+    "file": np.int32,
     "byte_offset": np.int64,
 }
 MIXED = layouts(max_tensors=4, max_ndim=5, max_extent=3)

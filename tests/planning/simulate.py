@@ -23,7 +23,9 @@ def counters(shards: Sequence[Shard]) -> list[np.ndarray]:
     return [np.zeros(shard.size, dtype=np.int64) for shard in shards]
 
 
-def carry_out(pieces: Pieces, source: Sequence[np.ndarray], target: list[np.ndarray], written: list[np.ndarray]) -> None:
+def carry_out(
+    pieces: Pieces, source: Sequence[np.ndarray], target: list[np.ndarray], written: list[np.ndarray]
+) -> None:
     """Copies every piece and counts, in ``written``, how often each target element is written."""
     for i, copy in enumerate(pieces.copies()):
         into = int(pieces.target[i])

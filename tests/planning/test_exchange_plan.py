@@ -9,12 +9,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paddle_flexckpt.algebra import intersect_boxes
 from paddle_flexckpt.catalog import concat
-from paddle_flexckpt.planning import Pieces, ShardMatcher, plan_exchange
+from paddle_flexckpt.planning import Pieces, ShardMatcher, matching, plan_exchange
 from tests.planning.simulate import blank, carry_out, counters, storages
 from tests.property import examples
 from tests.property.layouts import (
-    ITEMSIZE, Pick, Shard, by_rank, catalog_of, elements, layout, mutate, paint, random_tensors, whole_values,
+    ITEMSIZE,
+    Pick,
+    Shard,
+    by_rank,
+    catalog_of,
+    elements,
+    layout,
+    mutate,
+    paint,
+    random_tensors,
+    whole_values,
 )
 
 
@@ -145,11 +156,9 @@ def test_sixty_four_ranks_from_one_hybrid_layout_to_another():
             shards.append(Shard("norm", "float32", (33,), (0,), (33,), None, rank))
     plans = check_exchange(source, target, 64)
     # Weights grow from two rows to eight: a rank that has two of them lacks six.
-    weights = catalog_of(target).keys.index("w")
+    weights, key = catalog_of(target).keys.index("w"), catalog_of(target).key
     for rank, plan in enumerate(plans):
-        grown = sum(
-            int(pieces.size[catalog_of(target).key[pieces.target] == weights].sum()) for pieces in plan.incoming.values()
-        )
+        grown = sum(int(pieces.size[key[pieces.target] == weights].sum()) for pieces in plan.incoming.values())
         own = rank % 8 // 4 == rank % 2
         assert grown == (6 if own else 8) * 33
 
@@ -191,3 +200,30 @@ def test_two_targets_of_one_rank_with_the_same_elements_are_both_filled():
     source = [Shard("w", "uint8", (4,), (0,), (4,), None, 0)]
     target = [Shard("w", "uint8", (4,), (0,), (4,), None, 1), Shard("w", "uint8", (4,), (1,), (2,), None, 1)]
     check_exchange(source, target, 2)
+
+
+@pytest.mark.parametrize("flattened", [False, True])
+def test_one_ranks_planning_grows_with_the_world_and_not_with_its_square(monkeypatch, flattened):
+    """Counted, not timed: pairs of boxes that one rank's planning intersects, in worlds of 32 and 64 ranks."""
+    looked_at = []
+
+    def counting(offset_a, *rest):
+        looked_at.append(len(offset_a))
+        return intersect_boxes(offset_a, *rest)
+
+    monkeypatch.setattr(matching, "intersect_boxes", counting)
+    counts = []
+    for world in (32, 64):
+        source, target = [], []
+        for rank in range(world):
+            for shards, tp in ((source, 4), (target, 8)):
+                box = ((rank % tp * 64 // tp, 0), (64 // tp, 64))
+                size, dp = 64 // tp * 64, world // tp
+                flat = (rank // tp * size // dp, (rank // tp + 1) * size // dp) if flattened else None
+                shards.append(Shard("w", "float32", (64, 64), *box, flat, rank))
+        matcher = ShardMatcher(catalog_of(source))
+        looked_at.clear()
+        plan_exchange(matcher, catalog_of(target), 5)
+        counts.append(sum(looked_at))
+    assert counts[0] > 0
+    assert counts[1] <= 2.5 * counts[0]

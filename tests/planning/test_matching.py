@@ -15,7 +15,17 @@ from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
 from tests.planning.simulate import blank, carry_out, counters, read_positions, storages
 from tests.property import examples
 from tests.property.layouts import (
-    ITEMSIZE, Pick, Shard, by_rank, catalog_of, elements, layout, mutate, paint, random_tensors, whole_values,
+    ITEMSIZE,
+    Pick,
+    Shard,
+    by_rank,
+    catalog_of,
+    elements,
+    layout,
+    mutate,
+    paint,
+    random_tensors,
+    whole_values,
 )
 
 
@@ -290,7 +300,9 @@ def test_a_hole_is_reported_for_each_target_that_it_meets():
     pieces = ShardMatcher(source_catalog).match(target_catalog)
     problems = uncovered_targets(pieces, target_catalog, np.arange(4), source_catalog)
     assert [(p.key, p.rank, p.got) for p in problems] == [
-        ("w", 1, "1 elements"), ("w", 2, "0 elements"), ("w", 3, "0 elements")
+        ("w", 1, "1 elements"),
+        ("w", 2, "0 elements"),
+        ("w", 3, "0 elements"),
     ]
     assert problems[0].expected == "2 elements for uint8 [2:4] of [8]"
     assert problems[0].remedy
@@ -338,8 +350,8 @@ def test_a_read_plan_needs_the_bytes_of_the_targets_and_reads_forwards(case):
     filled = sum(int(count.sum()) * ITEMSIZE[shard.dtype] for count, shard in zip(written, target))
     assert plan.needed_bytes == filled
     assert max((int(count.max(initial=0)) for count in written), default=0) <= 1
-    positions = read_positions(plan, files)
-    assert positions == sorted(positions)
+    positions = list(zip(plan.pieces.target.tolist(), read_positions(plan, files)))
+    assert positions == sorted(positions)  # target by target, and each forwards through its files
 
 
 def test_a_read_plan_of_some_rows_needs_their_bytes_alone():

@@ -17,7 +17,17 @@ from paddle_flexckpt.planning.write_plan import MIN_SPLIT_BYTES, _water_fill
 from tests.planning.simulate import file_storages, storages, write_files
 from tests.property import examples
 from tests.property.layouts import (
-    ITEMSIZE, Pick, Shard, catalog_of, elements, grid, layouts, mutate, random_tensors, shard_of_row, whole_values,
+    ITEMSIZE,
+    Pick,
+    Shard,
+    catalog_of,
+    elements,
+    grid,
+    layouts,
+    mutate,
+    random_tensors,
+    shard_of_row,
+    whole_values,
 )
 
 SPLITS = st.sampled_from((1, 16, 64, MIN_SPLIT_BYTES))
@@ -43,7 +53,7 @@ def check_items(shards, plan):
         assert (item.key, item.dtype, item.global_shape) == (shard.key, shard.dtype, shard.global_shape)
         assert item.rank == shard.rank
         assert (item.flat is None) == (shard.flat is None)
-        assert 0 <= start and start + item.size <= shard.size
+        assert start >= 0 and start + item.size <= shard.size
         assert elements(item).tolist() == elements(shard)[start : start + item.size].tolist()
         assert plan.catalog.file_name(row) == file_name(shard.rank)
     assert plan.catalog.files == tuple(map(file_name, ranks))
@@ -184,9 +194,11 @@ def test_hybrid_parallel_states_are_as_balanced_as_can_be(seed, min_split_bytes)
     for i in range(pick.integer(1, 8)):
         dtype, kind = pick.choice(("bfloat16", "float32")), pick.choice(("all", "tp", "zero"))
         rows, columns = tp * pick.integer(1, 9), pick.integer(1, 9)
-        cells = [((0, 0), (rows, columns))] if kind == "all" else [
-            ((t * rows // tp, 0), (rows // tp, columns)) for t in range(tp)
-        ]
+        cells = (
+            [((0, 0), (rows, columns))]
+            if kind == "all"
+            else [((t * rows // tp, 0), (rows // tp, columns)) for t in range(tp)]
+        )
         for t, (offset, shape) in enumerate(cells):
             owner = pick.integer(0, dp - 1)
             for d in range(dp):
@@ -229,6 +241,17 @@ def test_one_small_replicated_tensor_is_not_split():
     shards = [Shard("small", "float32", (1024,), (0,), (1024,), None, rank) for rank in range(8)]
     assert len(plan_of(shards).catalog) == 1
     assert len(plan_of(shards, min_split_bytes=1024).catalog) == 8
+
+
+def test_a_cut_inside_a_small_shard_moves_to_its_nearer_end():
+    """90 + 10 bytes for two ranks: the first shard is nearer to a half than nothing is."""
+    shards = [Shard(f"k{n}", "uint8", (n,), (0,), (n,), None, rank) for rank in range(2) for n in (90, 10)]
+    assert sorted(plan_of(shards).rank_bytes.tolist()) == [10, 90]
+    rows = [Shard("w", "uint8", (3, 10), (0, 0), (3, 10), None, rank) for rank in range(2)]
+    own = [Shard("own", "uint8", (3,), (0,), (3,), None, 0)]
+    # Rank 1 should get 16.5 bytes of the three rows of ten: two rows are nearer than one.
+    plan = plan_of(sorted(rows + own, key=lambda s: s.rank), min_split_bytes=1)
+    assert plan.rank_bytes.tolist() == [13, 20]
 
 
 def test_unit_axes_before_the_first_long_one_do_not_prevent_a_split():

@@ -84,9 +84,7 @@ def axis_cuts(pick: Pick, extent: int, most: int = 3) -> list[tuple[int, int]]:
 def grid(pick: Pick, global_shape: tuple[int, ...], most: int = 3) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The (offset, shape) of every cell of a random grid."""
     axes = [axis_cuts(pick, extent, most) for extent in global_shape]
-    return [
-        (tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in itertools.product(*axes)
-    ]
+    return [(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in itertools.product(*axes)]
 
 
 def flat_parts(pick: Pick, size: int, most: int = 4) -> list[tuple[int, int]]:
@@ -121,9 +119,7 @@ def tensor_layout(pick: Pick, key: str, dtype: str, global_shape: tuple[int, ...
 
 def random_tensors(pick: Pick, count: int, max_ndim: int = 4, max_extent: int = 5) -> dict[str, tuple]:
     """Names, dtypes and shapes: ``{key: (dtype, global_shape)}``."""
-    return {
-        f"k{i}": (pick.choice(tuple(ITEMSIZE)), pick.shape(max_ndim, max_extent)) for i in range(count)
-    }
+    return {f"k{i}": (pick.choice(tuple(ITEMSIZE)), pick.shape(max_ndim, max_extent)) for i in range(count)}
 
 
 def layout(pick: Pick, tensors: dict[str, tuple], world: int) -> list[Shard]:
@@ -208,8 +204,15 @@ def mutate(pick: Pick, shards: list[Shard], world: int) -> list[Shard]:
     if kind == "drop all replicas":
         return [s for s in shards if s.identity != victim.identity] or shards
     if kind == "whole":
-        whole = Shard(victim.key, victim.dtype, victim.global_shape, (0,) * len(victim.shape), victim.global_shape,
-                      None, pick.integer(0, world - 1))
+        whole = Shard(
+            victim.key,
+            victim.dtype,
+            victim.global_shape,
+            (0,) * len(victim.shape),
+            victim.global_shape,
+            None,
+            pick.integer(0, world - 1),
+        )
         return by_rank([*shards, whole])
     if kind == "another box":
         offset = tuple(pick.integer(0, max(g - 1, 0)) for g in victim.global_shape)

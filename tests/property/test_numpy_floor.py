@@ -30,6 +30,10 @@ assert len(names) > 1, names
 def test_package_imports_without_paddle(package):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, f"paddle_flexckpt.{package}"],
-        cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -58,6 +58,7 @@ class Mesh:
         self.timeout = timeout
         self.rank = 0
         self.size = 1
+        self.port = 0
         self.started = False
         self._news = threading.Condition()
         self._epoch: Epoch = (0, 0)
@@ -71,14 +72,13 @@ class Mesh:
         self._sockets: list[socket.socket] = []
         self._closing = False
 
-    def start(self, store: Any, rank: int, size: int, listener: socket.socket | None = None) -> None:
+    def start(self, store: Any, rank: int, size: int) -> None:
         """Joins the mesh; returns at once when it has been joined already.
 
         Args:
             store: Paddle's TCPStore, shared by all ranks.
             rank: this process, 0-based.
             size: number of processes.
-            listener: the listening socket; one on a free port of the loopback interface by default.
         """
         if self.started:
             return
@@ -88,7 +88,8 @@ class Mesh:
         if rank == 0:
             store.set(f"{_STORE_KEY}/token", secrets.token_hex(32))
         self._token = store.get(f"{_STORE_KEY}/token").decode()
-        store.set(f"{_STORE_KEY}/{rank}", str(self._listener.getsockname()[1]))
+        self.port = self._listener.getsockname()[1]
+        store.set(f"{_STORE_KEY}/{rank}", str(self.port))
         # The store's client socket is not safe to use from threads, so all ports are read here and now.
         self._ports = [int(store.get(f"{_STORE_KEY}/{peer}").decode()) for peer in range(size)]
         self.started = True
