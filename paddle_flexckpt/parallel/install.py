@@ -7,6 +7,7 @@ from typing import Any
 
 from paddle_flexckpt.parallel.layers import LayerMixin
 from paddle_flexckpt.parallel.optimizers import OptimizerMixin
+from paddle_flexckpt.parallel.sharding import ShardingStage2Mixin, ShardingV1Mixin, ShardingV2Mixin
 from paddle_flexckpt.parallel.tensor_parallel import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin
 
 # Where a class had a method of its own, it stays reachable under this prefix.
@@ -18,6 +19,10 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
     """Paddle's classes and the mixins that each of them gets."""
     import paddle
     from paddle.distributed.fleet.layers.mpu import mp_layers
+    from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import (
+        dygraph_sharding_optimizer as sharding_v1_v2,
+    )
+    from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_optimizer_stage2 as stage2
     from paddle.distributed.fleet.utils import sequence_parallel_utils as sequence_parallel
 
     return [
@@ -28,7 +33,12 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (mp_layers.RowParallelLinear, (LayerMixin, RowParallelMixin)),
         (sequence_parallel.ColumnSequenceParallelLinear, (LayerMixin, ColumnParallelMixin)),
         (sequence_parallel.RowSequenceParallelLinear, (LayerMixin, RowParallelMixin)),
+        (paddle.optimizer.Optimizer, (OptimizerMixin,)),
+        # In some versions of Paddle these have a method of their own, which would hide Optimizer's.
         (paddle.optimizer.AdamW, (OptimizerMixin,)),
+        (sharding_v1_v2.DygraphShardingOptimizer, (ShardingV1Mixin,)),
+        (sharding_v1_v2.DygraphShardingOptimizerV2, (ShardingV2Mixin,)),
+        (stage2.GroupShardedOptimizerStage2, (ShardingStage2Mixin,)),
     ]
 
 

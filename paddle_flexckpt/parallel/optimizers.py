@@ -17,9 +17,9 @@ from paddle_flexckpt.sharded_weight import (
     make_replicated_sharded_weight,
 )
 
-# One number per parameter, whatever the parameter's shape: running powers and products of the decay rates. They have
-# to be known by name, because a parameter of one element has accumulators of that shape too.
-_SCALARS = frozenset({"beta1_pow_acc", "beta2_pow_acc", "beta2_pow", "momentum_decay_pow", "mu_product", "rho"})
+# One number per parameter, whatever the parameter's shape. They have to be known by name, because a parameter of one
+# element has accumulators of that shape too.
+_SCALARS = frozenset({"beta1_pow_acc", "beta2_pow_acc"})
 
 
 class OptimizerMixin:
@@ -42,24 +42,13 @@ class OptimizerMixin:
             ValueError: The optimizer has a parameter that the model's dict has not, or a state whose shape is neither
                 its parameter's nor a single number.
         """
-        names = _names_by_tensor(model_sharded_state_dict)
-        _create_accumulators(self, names)
-        owner = _owner_of_state(self)
-        sharded: ShardedStateDict = {}
-        for raw_name, tensors in self._accumulators.items():
-            accumulator = _without_prefix(raw_name, getattr(self, "_name", None))
-            for raw_parameter, tensor in tensors.items():
-                keys = _keys_of(owner.get(raw_parameter, raw_parameter), names, self)
-                state = _describe(keys, f"{accumulator}_0", tensor, model_sharded_state_dict, accumulator in _SCALARS)
-                sharded[state.key] = state
-        for raw_parameter, tensor in getattr(self, "_master_weights", {}).items():
-            keys = _keys_of(raw_parameter, names, self)
-            state = _describe(keys, "w_0", tensor, model_sharded_state_dict, False)
-            sharded[state.key] = state
-        return sharded
+        names = names_by_tensor(model_sharded_state_dict)
+        trainable = [parameter for parameter in _parameters(self) if not parameter.stop_gradient]
+        create_accumulators(self, trainable, names)
+        return describe_states(self, model_sharded_state_dict, names)
 
 
-def _names_by_tensor(model: Mapping[str, ShardedWeight]) -> dict[str, list[str]]:
+def names_by_tensor(model: Mapping[str, ShardedWeight]) -> dict[str, list[str]]:
     """Structured names, sorted, by the name of the tensor behind them."""
     names: dict[str, list[str]] = {}
     for key in sorted(model):
@@ -75,23 +64,67 @@ def _parameters(optimizer: Any) -> Iterable[Any]:
             yield entry
 
 
-def _create_accumulators(optimizer: Any, names: Mapping[str, list[str]]) -> None:
-    """Creates the accumulators that the first step would create, and takes no step."""
+def create_accumulators(optimizer: Any, parameters: list[Any], names: Mapping[str, list[str]]) -> None:
+    """Creates the accumulators that the first step would create, and takes no step.
+
+    Args:
+        optimizer: The optimizer that steps.
+        parameters: What it updates.
+        names: Structured names by tensor name.
+
+    Raises:
+        ValueError: A parameter is not in the model's dict.
+    """
     from paddle.base import framework
 
-    trainable = [parameter for parameter in _parameters(optimizer) if not parameter.stop_gradient]
-    lost = sorted(parameter.name for parameter in trainable if parameter.name not in names)
+    lost = sorted(parameter.name for parameter in parameters if parameter.name not in names)
     if lost:
         raise ValueError(
             f"the optimizer has parameters that are not in model_sharded_state_dict: {lost[:10]}. Remedy: pass the "
             "sharded_state_dict() of the model whose parameters the optimizer was given"
         )
-    optimizer._create_accumulators(framework.default_main_program().global_block(), trainable)
+    optimizer._create_accumulators(framework.default_main_program().global_block(), parameters)
 
 
-def _owner_of_state(optimizer: Any) -> dict[str, str]:
-    """Parameters by the names of their master weights: states of half-precision parameters are kept under those."""
-    return {master.name: name for name, master in getattr(optimizer, "_master_weights", {}).items()}
+def describe_states(
+    optimizer: Any,
+    model: Mapping[str, ShardedWeight],
+    names: Mapping[str, list[str]],
+    flat_ranges: Mapping[str, slice] | None = None,
+) -> ShardedStateDict:
+    """Describes all accumulators and master weights of an optimizer.
+
+    Args:
+        optimizer: The optimizer that steps; it has the tables.
+        model: The model's shards by structured name.
+        names: Structured names by tensor name.
+        flat_ranges: By tensor name, the flattened range of the parameter's local box that the states of this rank are
+            of; parameters without one have states of their own shape. Storage beyond the range is padding.
+    """
+    owner = {master.name: name for name, master in getattr(optimizer, "_master_weights", {}).items()}
+    sharded: ShardedStateDict = {}
+
+    def add(parameter: str, suffix: str, tensor: Any, scalar: bool) -> None:
+        if parameter not in names:
+            raise ValueError(
+                f"{type(optimizer).__name__} has a state for {parameter!r}, which is not in model_sharded_state_dict"
+            )
+        keys = names[parameter]
+        flat = (flat_ranges or {}).get(parameter)
+        if flat is not None and flat.stop <= flat.start:
+            return  # this rank's part of the buffer holds nothing of the parameter, at most padding
+        state = _describe(keys[0], suffix, tensor, model[keys[0]], scalar, flat)
+        state.aliases = tuple(f"{other}.{suffix}" for other in keys[1:])
+        sharded[state.key] = state
+
+    for raw_name, tensors in optimizer._accumulators.items():
+        accumulator = _without_prefix(raw_name, getattr(optimizer, "_name", None))
+        for raw_parameter, tensor in tensors.items():
+            # States of half-precision parameters are kept under the names of the master weights.
+            add(owner.get(raw_parameter, raw_parameter), f"{accumulator}_0", tensor, accumulator in _SCALARS)
+    for parameter, tensor in getattr(optimizer, "_master_weights", {}).items():
+        add(parameter, "w_0", tensor, False)
+    return sharded
 
 
 def _without_prefix(accumulator: str, optimizer_name: str | None) -> str:
@@ -99,29 +132,40 @@ def _without_prefix(accumulator: str, optimizer_name: str | None) -> str:
     return accumulator[len(prefix) :] if optimizer_name and accumulator.startswith(prefix) else accumulator
 
 
-def _keys_of(parameter: str, names: Mapping[str, list[str]], optimizer: Any) -> list[str]:
-    if parameter not in names:
-        raise ValueError(
-            f"{type(optimizer).__name__} has a state for {parameter!r}, which is not in model_sharded_state_dict"
-        )
-    return names[parameter]
-
-
 def _describe(
-    keys: list[str], suffix: str, tensor: Any, model: Mapping[str, ShardedWeight], scalar: bool
+    parameter: str, suffix: str, tensor: Any, reference: ShardedWeight, scalar: bool, flat: slice | None
 ) -> ShardedWeight:
-    reference = model[keys[0]]
-    key = f"{keys[0]}.{suffix}"
+    key = f"{parameter}.{suffix}"
+    shape, expected = tuple(int(n) for n in tensor.shape), tuple(reference.local_shape)
     if scalar:
-        state = make_replicated_sharded_weight(key, tensor)
-    elif tuple(int(n) for n in tensor.shape) == tuple(reference.local_shape):
-        state = create_sharded_weight_with_new_local(key, tensor, reference)
-    elif tensor.size == 1:
-        state = make_replicated_sharded_weight(key, tensor)
-    else:
-        raise ValueError(
-            f"state {key!r} has shape {list(tensor.shape)}; expected {list(reference.local_shape)} as its parameter, "
-            "or a single number"
-        )
-    state.aliases = tuple(f"{other}.{suffix}" for other in keys[1:])
-    return state
+        return make_replicated_sharded_weight(key, tensor)
+    if flat is not None:
+        return _describe_flat(key, tensor, reference, flat)
+    if shape == expected:
+        return create_sharded_weight_with_new_local(key, tensor, reference)
+    if shape[1:] == expected:
+        # One copy of the parameter's shape per index of a leading axis of the optimizer's own (ASGD's history).
+        return ShardedWeight(key, tensor, shape, (shape[0], *reference.global_shape), (0, *reference.global_offset))
+    if tensor.size == 1:
+        return make_replicated_sharded_weight(key, tensor)
+    raise ValueError(
+        f"state {key!r} has shape {list(shape)}; expected {list(expected)} as its parameter, or a single number"
+    )
+
+
+def _describe_flat(key: str, tensor: Any, reference: ShardedWeight, flat: slice) -> ShardedWeight:
+    """A state that is one flattened range of its parameter's box, with padding behind it."""
+    size = int(flat.stop) - int(flat.start)
+    if len(tensor.shape) != 1 or int(tensor.shape[0]) < size:
+        raise ValueError(f"state {key!r} has shape {list(tensor.shape)}; expected [{size}] or more, for range {flat}")
+    # _slice() shares the storage whatever FLAGS_use_stride_kernel says; paddle.slice() would give a copy without it.
+    local = tensor if int(tensor.shape[0]) == size else tensor._slice(0, size)
+    return ShardedWeight(
+        key,
+        local,
+        reference.local_shape,
+        reference.global_shape,
+        reference.global_offset,
+        is_flattened=True,
+        flattened_range=slice(int(flat.start), int(flat.stop)),
+    )

@@ -23,6 +23,8 @@ from paddle_flexckpt.catalog import CheckpointError
 
 # A peer that sends nothing for so long has died or hangs.
 STALL_SECONDS = 600.0
+# A member says who it is at once; a stranger that says nothing must not keep the members waiting.
+GREETING_SECONDS = 10.0
 _HELLO = struct.Struct("<16si")
 
 
@@ -108,6 +110,10 @@ class SocketCarrier(Carrier):
         except BaseException as error:
             # The sender thread has to stop too, so that this rank's receivers learn that it failed.
             self._fail(error)
+        if self._failure is not None:
+            # Bytes that nobody will read would keep their sender waiting: closing resets its connection.
+            for connection in list(self._arrived.values()):
+                connection.close()
         for thread in threads:
             thread.join()
         if self._failure is not None:
@@ -130,9 +136,11 @@ class SocketCarrier(Carrier):
             if self._failure is None:
                 self._failure = error
             self._arrival.notify_all()
-        if self._listener is not None:
+            arrived = list(self._arrived.values())
+        # Wakes the accepting and the receiving thread.
+        for open_socket in (*arrived, *([self._listener] if self._listener else [])):
             with contextlib.suppress(OSError):  # it may be closed, or never have had a connection
-                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
+                open_socket.shutdown(socket.SHUT_RDWR)
 
     def _send_all(
         self, receivers: list[int], reach: dict[int, bytes], outgoing: Mapping[int, Iterator[np.ndarray]]
@@ -163,13 +171,16 @@ class SocketCarrier(Carrier):
             listener.settimeout(self._stall)
             while expected and self._failure is None:
                 connection, _ = listener.accept()
-                connection.settimeout(self._stall)
                 rank = self._greet(connection)
+                connection.settimeout(self._stall)
                 if rank is None or rank not in expected:
                     connection.close()
                     continue
                 expected.discard(rank)
                 with self._arrival:
+                    if self._failure is not None:
+                        connection.close()
+                        return
                     self._arrived[rank] = connection
                     self._arrival.notify_all()
         except Exception as error:  # handed to the caller's thread, which raises it
@@ -178,6 +189,7 @@ class SocketCarrier(Carrier):
     def _greet(self, connection: socket.socket) -> int | None:
         """The rank that a connection says it is, or None for a stranger."""
         hello = bytearray(_HELLO.size)
+        connection.settimeout(min(GREETING_SECONDS, self._stall / 10))
         try:
             _receive_exactly(connection, memoryview(hello))
         except (EOFError, OSError):
@@ -237,12 +249,22 @@ class CollectiveCarrier(Carrier):
         ranks = [int(rank) for rank in self._group.ranks]
         sources = {rank: _ByteStream(stream) for rank, stream in outgoing.items()}
         sinks = {rank: _ByteStream(stream) for rank, stream in incoming.items()}
+        failure: Exception | None = None
         while True:
-            packed = [sources[rank].pull(self._quota) if rank in sources else b"" for rank in ranks]
-            sizes = np.frombuffer(
-                b"".join(self._all_gather(np.asarray([len(p) for p in packed], dtype=np.int64).tobytes())),
-                dtype=np.int64,
-            ).reshape(len(ranks), len(ranks))
+            counts = [-1] * len(ranks)  # a rank that has failed says so in the next round: no collective is left out
+            if failure is None:
+                try:
+                    packed = [sources[rank].pull(self._quota) if rank in sources else b"" for rank in ranks]
+                    counts = [len(p) for p in packed]
+                except Exception as error:
+                    failure = error
+            answers = self._all_gather(np.asarray(counts, dtype=np.int64).tobytes())
+            sizes = np.frombuffer(b"".join(answers), dtype=np.int64).reshape(len(ranks), len(ranks))
+            if failure is not None:
+                raise failure
+            if (sizes < 0).any():
+                failed = [rank for rank, row in zip(ranks, sizes) if row[0] < 0]
+                raise CheckpointError(f"exchange of tensor data: ranks {failed} failed. Targets are partly overwritten")
             if not sizes.any():
                 # One more look makes every sink finish its last buffer.
                 for sink in sinks.values():
@@ -257,8 +279,11 @@ class CollectiveCarrier(Carrier):
             )
             data, position = memoryview(received.numpy()), 0
             for rank, count in zip(ranks, got.tolist()):
-                if count:
-                    sinks[rank].push(data[position : position + count])
+                try:
+                    if count and failure is None:
+                        sinks[rank].push(data[position : position + count])
+                except Exception as error:
+                    failure = error
                 position += count
 
     def close(self) -> None:

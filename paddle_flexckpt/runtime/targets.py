@@ -7,7 +7,7 @@ from typing import Any, Literal, Union
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, CheckpointError, Problem, ValidationError, dtype_of
+from paddle_flexckpt.catalog import Catalog, CheckpointError, Problem, ValidationError, dtype_of, validate_shards
 from paddle_flexckpt.runtime.state import LocalState
 from paddle_flexckpt.runtime.tensors import HostTensor, address_range
 
@@ -78,7 +78,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy) -> Wanted:
         policy: What is allowed.
 
     Raises:
-        ValidationError: Keys are missing, or dtype or global shape differ; all problems are listed.
+        ValidationError: A target is malformed, its key is missing, or dtype or global shape differ; all are listed.
     """
     target = state.catalog
     index = {name: i for i, name in enumerate(source.keys)}
@@ -88,7 +88,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy) -> Wanted:
     names, missing = list(target.keys), []
     aliases: dict[str, str] = {}
     cast: dict[str, str] = {}
-    problems: list[Problem] = []
+    problems = validate_shards(target)
     rows = []
     for row, weight in enumerate(state.weights):
         key = target.key_name(row)

@@ -7,6 +7,7 @@ else (device tensors, strided views) goes through a host copy of that one tensor
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ def is_initialized(tensor: Any) -> bool:
 
 def element_count(tensor: Any) -> int:
     """Number of elements of a tensor or array."""
-    return int(np.prod([int(n) for n in tensor.shape], dtype=np.int64))
+    return math.prod(int(n) for n in tensor.shape)
 
 
 def address_range(tensor: Any) -> tuple[int, int] | None:

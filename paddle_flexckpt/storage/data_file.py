@@ -7,6 +7,7 @@ goes from the tensors' own memory to the file, each block hashed right before it
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -63,7 +64,7 @@ class DataFileWriter:
             flat = [int(items.flat_start[row]), int(items.flat_stop[row])] if flattened[row] else None
             shape = [flat[1] - flat[0]] if flat else list(items.unpadded(row, items.shape))
             begin = int(items.byte_offset[row])
-            length = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+            length = math.prod(shape) * dtype.itemsize
             entries[name] = {
                 "dtype": dtype.safetensors,
                 "shape": [*shape, dtype.trailing] if dtype.trailing > 1 else shape,

@@ -8,6 +8,7 @@ system call per run.
 from __future__ import annotations
 
 import contextlib
+import math
 import mmap
 import os
 from dataclasses import dataclass, field
@@ -120,7 +121,7 @@ class FileReader:
             return
         dtype = dtype_of(self._manifest.catalog.dtype_name(item)).numpy
         outer = len(copy.extents) - copy.source_tail()
-        run_bytes = int(np.prod(copy.extents[outer:], dtype=np.int64)) * dtype.itemsize
+        run_bytes = math.prod(copy.extents[outer:]) * dtype.itemsize
         if outer and run_bytes < MIN_PREAD_BYTES:
             self._read_mapped(item, copy, target, dtype)
             return

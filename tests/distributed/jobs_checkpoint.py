@@ -68,7 +68,7 @@ def load_zoo(directory, layout):
     return {
         "calls": done(),
         "collectives": comm.collectives,
-        "unequal_before": [name for name in unequal if name != "empty"],
+        "unequal_before": common.telling(state, unequal) == common.telling(state),
         "wrong": common.zoo_wrong(state, layout, rank, size),
         "read": report.bytes_read,
         "needed": report.bytes_needed,
@@ -76,7 +76,6 @@ def load_zoo(directory, layout):
         "total": report.total_bytes,
         "missing": report.missing,
         "unexpected": report.unexpected,
-        "has": sorted(state),
     }
 
 
@@ -199,9 +198,9 @@ def nested(directory):
     }
 
 
-def strided(directory, stride_kernel):
-    """Transposed views and column slices as sources and as targets, with the stride kernels on or off."""
-    rank, size = here()
+def strided(directory):
+    """Transposed views and column slices as sources and as targets."""
+    rank, _ = here()
     array = np.arange(48, dtype="float32").reshape(6, 8)
     half = array[:, 4 * rank : 4 * rank + 4]
 
@@ -210,33 +209,48 @@ def strided(directory, stride_kernel):
         wide = paddle.to_tensor(np.concatenate([np.full((6, 1), -1), values, np.full((6, 1), -2)], 1).astype("float32"))
         return {"transposed": paddle.to_tensor(np.ascontiguousarray(values.T)).T, "slice": wide[:, 1:5]}, wide
 
-    sources, _ = views(half)
-    targets, wide = views(np.zeros((6, 4)))
-    moved, _ = views(np.zeros((6, 4)))
-    strides = [tensor.is_contiguous() for tensor in (*sources.values(), *targets.values())]
-
-    def shards(tensors):
+    def columns(tensors):
         return {key: fc.ShardedWeight(key, tensor, (6, 4), (6, 8), (0, 4 * rank)) for key, tensor in tensors.items()}
 
-    before = paddle.get_flags("FLAGS_use_stride_kernel")
-    paddle.set_flags({"FLAGS_use_stride_kernel": stride_kernel})
+    def rows():
+        return {
+            key: fc.ShardedWeight(key, paddle.zeros([3, 8]), (3, 8), (6, 8), (3 * rank, 0))
+            for key in ("transposed", "slice")
+        }
+
+    zeros = np.zeros((6, 4), "float32")
+    sources, _ = views(half)
+    targets, wide = views(zeros)
+    moved, _ = views(zeros)
+    contiguous = [tensor.is_contiguous() for tensor in (*sources.values(), *targets.values(), *moved.values())]
+    fc.save_state_dict(columns(sources), directory)
+    fc.load_state_dict(columns(targets), directory)
+    fc.reshard_sharded_state_dict(columns(sources), columns(moved))
+    # And a real change of layout, into plain tensors: rows.
+    loaded_rows, moved_rows = rows(), rows()
+    fc.load_state_dict(loaded_rows, directory)
+    fc.reshard_sharded_state_dict(columns(sources), moved_rows)
+    got = [(tensor, half) for tensor in (*targets.values(), *moved.values())]
+    got += [(w.local_tensor, array[3 * rank :][:3]) for w in (*loaded_rows.values(), *moved_rows.values())]
+
+    # A view that is older than the flag is no tensor to Paddle any more: an error, and nothing changed.
+    flag = paddle.get_flags("FLAGS_use_stride_kernel")
+    late, _ = views(zeros)
+    state = {"of": {"plain": paddle.zeros([6, 4])}, **columns(late)}
+    fc.save_state_dict({"of.plain": paddle.ones([6, 4]), **columns(sources)}, directory)
+    paddle.set_flags({"FLAGS_use_stride_kernel": False})
     try:
-        fc.save_state_dict(shards(sources), directory)
-        fc.load_state_dict(shards(targets), directory)
-        fc.reshard_sharded_state_dict(shards(sources), shards(moved))
-        # And a real change of layout into plain tensors: rows of the transposed ones.
-        rows = {key: fc.ShardedWeight(key, paddle.zeros([3, 8]), (3, 8), (6, 8), (3 * rank, 0)) for key in sources}
-        fc.load_state_dict(rows, directory)
-        more = {key: fc.ShardedWeight(key, paddle.zeros([3, 8]), (3, 8), (6, 8), (3 * rank, 0)) for key in sources}
-        fc.reshard_sharded_state_dict(shards(sources), more)
+        error = common.outcome(lambda: fc.load_state_dict(state, directory))
+        unsaved = common.outcome(lambda: fc.save_state_dict(columns(sources), directory))
     finally:
-        paddle.set_flags(before)
-    wanted = [half, half, half, half, *[array[3 * rank : 3 * rank + 3]] * 4]
-    got = [*targets.values(), *moved.values(), *(w.local_tensor for w in (*rows.values(), *more.values()))]
+        paddle.set_flags(flag)
     return {
-        "contiguous": strides,
-        "right": [bool((tensor.numpy() == value).all()) for tensor, value in zip(got, wanted)],
+        "contiguous": contiguous,
+        "right": [bool((tensor.numpy() == value).all()) for tensor, value in got],
         "margins": [wide[:, 0].numpy().tolist(), wide[:, 5].numpy().tolist()],
+        "errors": [error, unsaved],
+        "unchanged": [float(t.abs().sum()) for t in (state["of"]["plain"], *late.values())],
+        "ids": sorted(name for name in os.listdir(directory) if name.endswith(".manifest")),
     }
 
 
@@ -332,7 +346,7 @@ def permuted(directory, order):
 
 
 class Collective(PaddleCommunicator):
-    """What a device backend gets: data through the backend's all-to-all, here that of the CPU world, in small rounds."""
+    """What a device backend gets: data through the backend's all-to-all, here the CPU world's, in small rounds."""
 
     def __init__(self, round_bytes):
         from paddle.distributed.communication.group import _get_global_group
@@ -358,8 +372,7 @@ def reshard_zoo(source, target, round_bytes=None):
     return {
         "calls": done(),
         "collectives": comm.collectives,
-        "unequal_before": [name for name in unequal if name != "empty"],
-        "has": sorted(goal),
+        "unequal_before": common.telling(goal, unequal) == common.telling(goal),
         "wrong": common.zoo_wrong(goal, target, rank, size),
         "source_untouched": before == common.snapshot(state),
         "received": report.bytes_received,
@@ -379,6 +392,7 @@ def reshard_model(source_degree, target_degree, round_bytes=None):
     hcg = common.init_tensor_parallel(source_degree)
     place, _ = common.place_in(hcg)
     old = common.Net(common.KINDS, True, source_degree, place=place)
+    common.hook_sequence_parallel(old)
     optimizer = tensor_parallel.adamw(old)
     common.train(old, optimizer, (0, 1))
     model = old.sharded_state_dict()
@@ -396,7 +410,6 @@ def reshard_model(source_degree, target_degree, round_bytes=None):
     comm = None if round_bytes is None else Collective(round_bytes)
     report = fc.reshard_sharded_state_dict(source, target, comm, strict=True)
     wrong = []
-    rank, size = here()
     lacked = 0
     for name, (tensor, axis) in tensor_parallel.optimizer_arrays(new, fresh, target_degree).items():
         parts = [gathered[r][name] for r in range(source_degree)]
@@ -406,7 +419,7 @@ def reshard_model(source_degree, target_degree, round_bytes=None):
         if axis is not None:
             # In units of a quarter: what this rank needs and what it has.
             needs = set(range(place * 4 // target_degree, (place + 1) * 4 // target_degree))
-            had = rank % source_degree
+            had = dist.get_rank() % source_degree
             has = set(range(had * 4 // source_degree, (had + 1) * 4 // source_degree))
             lacked += len(needs - has) * together.nbytes // 4
     return {
@@ -424,9 +437,10 @@ def failing_exchange(where, rank, round_bytes=None):
     here_rank, size = here()
     native = getattr(resharder, where)
 
+    def no_copy(*args):
+        raise MemoryError("no room to copy_pieces")
+
     def broken(*args):
-        if where == "copy_pieces":
-            raise MemoryError("no room for a copy")
         first = True
         for chunk in native(*args):
             if not first:
@@ -443,7 +457,7 @@ def failing_exchange(where, rank, round_bytes=None):
         return common.zoo_wrong(goal, "columns", here_rank, size)
 
     if here_rank == rank:
-        setattr(resharder, where, broken)
+        setattr(resharder, where, no_copy if where == "copy_pieces" else broken)
     begin = time.monotonic()
     try:
         error = common.outcome(attempt)

@@ -303,6 +303,12 @@ def zoo_wrong(state, layout, rank, size, salt=""):
     return wrong
 
 
+def telling(state, names=None):
+    """Those of the keys (all by default) whose parts have so many random bits that two of them cannot be equal."""
+    names = state if names is None else names
+    return sorted(n for n in names if n != "of.bool" and len(raw(state[n].local_tensor)) >= 4)
+
+
 def zoo_bytes():
     """Bytes of the whole zoo."""
     return sum(zoo_value(name).nbytes for name in ZOO)

@@ -41,8 +41,7 @@ def test_a_save_writes_each_byte_once_with_three_collectives(saved, layout):
 def test_every_layout_loads_into_every_layout(world2, saved, source, target):
     reports = world2.run(jobs.load_zoo, directory=saved(source)[0], layout=target)
     for report in reports:
-        # Two values of few bits may be equal by chance.
-        assert len(report["unequal_before"]) >= len(report["has"]) - 2
+        assert report["unequal_before"]
         assert report["wrong"] == []
         assert report["read"] == report["needed"] == report["local"]
         assert report["total"] == sum(other["local"] for other in reports)

@@ -1,0 +1,74 @@
+"""Sharded optimizers (ZeRO stage 1 and 2): which states this rank owns, and which part of each.
+
+V1 and stage 2 give whole parameters to ranks; V2 lays all parameters end to end in buffers, pads each, and cuts the
+buffers evenly, so that a rank owns a flattened range of some parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from paddle_flexckpt.parallel.optimizers import create_accumulators, describe_states, names_by_tensor
+from paddle_flexckpt.sharded_weight import ShardedStateDict
+
+
+class ShardingV1Mixin:
+    """For DygraphShardingOptimizer: whole states on the rank that owns the parameter."""
+
+    def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+        """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns."""
+        names = names_by_tensor(model_sharded_state_dict)
+        owned = [p for p in self._rank2params[self._sharding_rank] if not p.stop_gradient]
+        create_accumulators(self._inner_opt, owned, names)
+        return describe_states(self._inner_opt, model_sharded_state_dict, names)
+
+
+class ShardingV2Mixin:
+    """For DygraphShardingOptimizerV2: flattened ranges of states."""
+
+    def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+        """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes its range of each parameter."""
+        self._collect_comm_buffers()
+        names = names_by_tensor(model_sharded_state_dict)
+        ranges, slices = {}, []
+        for parameter, view in _grad_views(self):
+            flat = _owned_range(view)
+            ranges[parameter] = flat
+            # As in step(): a rank without elements of a parameter, padding included, has no state for it.
+            if view._param_begin < view._param_end and not view._param.stop_gradient:
+                slice_parameter = self._slice_params[parameter]
+                view.fill_slice_param(slice_parameter)
+                slices.append(slice_parameter)
+        create_accumulators(self._inner_opt, slices, names)
+        return describe_states(self._inner_opt, model_sharded_state_dict, names, ranges)
+
+
+def _grad_views(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Every parameter's view of its communication buffer, over all buffers and groups."""
+    for buffer in optimizer._comm_buffer_list:
+        yield from buffer._sharding_param_grad_view.items()
+
+
+def _owned_range(view: Any) -> slice:
+    """This rank's range of a parameter, without the padding behind it.
+
+    The view's begin and end are positions in the buffer, where the parameter starts at ``_index`` and takes
+    ``_padded_size`` elements, of which the first ``numel`` are its own.
+    """
+    size = int(view._param._numel())
+    begin = int(view._param_begin) - int(view._index)
+    end = int(view._param_end) - int(view._index)
+    begin, end = max(0, min(begin, size)), max(0, min(end, size))
+    return slice(begin, max(begin, end))
+
+
+class ShardingStage2Mixin:
+    """For GroupShardedOptimizerStage2: whole states on the rank that owns the parameter."""
+
+    def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+        """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns."""
+        names = names_by_tensor(model_sharded_state_dict)
+        owned = [p for p in self._segment_params()[self._rank] if not p.stop_gradient]
+        create_accumulators(self._optim, owned, names)
+        return describe_states(self._optim, model_sharded_state_dict, names)

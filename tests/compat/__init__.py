@@ -1,0 +1,1 @@
+"""Tests that run with every supported release of Paddle, in one process."""

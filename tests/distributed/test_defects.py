@@ -1,0 +1,291 @@
+"""One test per defect of Paddle's own FlexCheckpoint that its users met; the numbers are those of the study of it.
+
+A: silently wrong data. B: wrong refusals. What concerns AOA (A3, A4, A7-A10, A20, A21, B7-B15, B20-B22), asynchronous
+saving (A17) and extra state (A19) has no counterpart in this version.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("paddle")
+import paddle
+
+import paddle_flexckpt as fc
+from tests.distributed import jobs_bad_input, jobs_checkpoint, jobs_defects
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
+
+
+def filled(shape, value=0.0, dtype="float32"):
+    return {"w": paddle.full(shape, value, dtype=dtype)}
+
+
+def values(state):
+    return state["w"].astype("float32").numpy().tolist()
+
+
+# -- A: silently wrong data --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"),
+    [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float64"), ("int64", "int32"), ("int32", "int64")],
+)
+@pytest.mark.parametrize("way", ["load", "reshard"])
+def test_A01_dtype_mismatch_is_an_error(tmp_path, way, saved, target):
+    source, state = filled([4], 5, saved), filled([4], 3, target)
+    with pytest.raises(fc.ValidationError, match=f"dtypes differ .*expected {target} .*got {saved} .*Remedy"):
+        if way == "load":
+            fc.save_state_dict(source, tmp_path)
+            fc.load_state_dict(state, tmp_path)
+        else:
+            fc.reshard_sharded_state_dict(source, state)
+    assert str(state["w"].dtype) == f"paddle.{target}"
+    assert values(state) == [3] * 4
+
+
+@pytest.mark.parametrize(("saved", "target"), [([2, 8], [4, 8]), ([4, 8], [8, 4]), ([4, 8], [2, 8]), ([4, 8], [32])])
+def test_A02_global_shape_mismatch_is_an_error(tmp_path, saved, target):
+    fc.save_state_dict(filled(saved), tmp_path)
+    state = filled(target, 3)
+    with pytest.raises(fc.ValidationError, match=r"global shapes differ .*key 'w'.*expected .*got .*Remedy"):
+        fc.load_state_dict(state, tmp_path)
+    assert (state["w"].numpy() == 3).all()
+
+
+@pytest.mark.parametrize("shape", [[2, 10, 12], [2, 3, 4], [3, 2, 2, 5]], ids=str)
+def test_A05_flattened_shards_of_three_and_more_axes(world4, tmp_path, shape):
+    assert world4.run(jobs_defects.flattened, directory=str(tmp_path), shape=shape, ranks=3) == [True] * 4
+
+
+def test_A06_a_dist_tensor_is_refused_rather_than_taken_for_a_replica(world2):
+    for text in world2.run(jobs_defects.dist_parameter):
+        assert "key 'weight': a DistTensor" in text
+        assert "Remedy" in text
+
+
+def test_A11_a_failed_load_leaves_nothing_to_the_next(tmp_path):
+    fc.save_state_dict({"w": paddle.full([4], 1.0), "v": paddle.full([4], 1.0)}, tmp_path / "one")
+    fc.save_state_dict(filled([8], 2.0), tmp_path / "two")
+    with pytest.raises(fc.ValidationError, match="global shapes differ"):
+        fc.load_state_dict(filled([8]), tmp_path / "one")
+    state = filled([8])
+    report = fc.load_state_dict(state, tmp_path / "two", strict=True)
+    assert values(state) == [2] * 8
+    assert report.unexpected == []
+
+
+def test_A12_another_id_and_a_directory_made_anew_are_seen(tmp_path):
+    path = tmp_path / "checkpoint"
+    for value in (1.0, 2.0):
+        fc.save_state_dict(filled([4], value), path)
+    for unique_id, value in ((1, 2), (0, 1), (None, 2)):
+        state = filled([4])
+        fc.load_state_dict(state, path, unique_id=unique_id)
+        assert values(state) == [value] * 4
+    shutil.rmtree(path)
+    fc.save_state_dict(filled([4], 3.0), path)
+    state = filled([4])
+    assert fc.load_state_dict(state, path).unique_id == 0
+    assert values(state) == [3] * 4
+
+
+@pytest.mark.parametrize("unique_id", [None, 0])
+def test_A13_saving_again_replaces_shapes_and_keys(tmp_path, unique_id):
+    fc.save_state_dict(filled([4, 8], 1.0), tmp_path)
+    fc.save_state_dict({"w": paddle.full([8, 8], 2.0), "new": paddle.full([2], 2.0)}, tmp_path, unique_id=unique_id)
+    state = {"w": paddle.zeros([8, 8]), "new": paddle.zeros([2])}
+    fc.load_state_dict(state, tmp_path, strict=True)
+    assert (state["w"].numpy() == 2).all()
+    assert (state["new"].numpy() == 2).all()
+
+
+def test_A14_a_save_that_fails_half_way_leaves_the_old_checkpoint_whole(world2, tmp_path):
+    results = world2.run(jobs_bad_input.saves, directory=str(tmp_path), unique_id=0)
+    for result in results:
+        for case in ("disk_full_on_one_rank", "commit_fails"):
+            assert result[case]["error"] is not None
+            assert result[case]["old"]
+
+
+def test_A14_a_flipped_bit_is_found(tmp_path):
+    fc.save_state_dict(filled([4, 4], 488.0), tmp_path)
+    path = tmp_path / "0_0.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 4  # 488 becomes 496
+    path.write_bytes(data)
+    with pytest.raises(fc.CorruptCheckpointError, match=r"key 'w'.*are damaged.*expected xxh3.*Remedy"):
+        fc.load_state_dict(filled([4, 4]), tmp_path)
+
+
+def test_A15_strided_tensors(world2, tmp_path):
+    first, second = world2.run(jobs_checkpoint.strided, directory=str(tmp_path))
+    assert first["errors"] == second["errors"]
+    for report in (first, second):
+        assert report["contiguous"] == [False] * 6  # they really are strided
+        assert report["right"] == [True] * 8
+        assert report["margins"] == [[-1] * 6, [-2] * 6]  # and their neighbours untouched
+        for kind, text in report["errors"]:
+            assert kind == "CheckpointError"
+            assert "FLAGS_use_stride_kernel is closed" in text
+        assert report["unchanged"] == [0, 0, 0]
+        assert report["ids"] == ["0.manifest", "1.manifest"]
+
+
+def test_A15_without_stride_kernels_from_the_start(tmp_path):
+    """As Paddle's documents advise for other devices: the flag in the environment of the whole process."""
+    script = (
+        "import sys, numpy as np, paddle, paddle_flexckpt as fc\n"
+        "assert paddle.get_flags('FLAGS_use_stride_kernel') == {'FLAGS_use_stride_kernel': False}\n"
+        "array = np.arange(48, dtype='float32').reshape(6, 8)\n"
+        "source = {'w': paddle.to_tensor(array)}\n"
+        "part = lambda: {'w': fc.ShardedWeight('w', paddle.zeros([6, 3]), (6, 3), (6, 8), (0, 2))}\n"
+        "loaded, moved = part(), part()\n"
+        "fc.save_state_dict(source, sys.argv[1])\n"
+        "fc.load_state_dict(loaded, sys.argv[1])\n"
+        "fc.reshard_sharded_state_dict(source, moved)\n"
+        "for state in (loaded, moved):\n"
+        "    assert (state['w'].local_tensor.numpy() == array[:, 2:5]).all()\n"
+    )
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    env = {**os.environ, "FLAGS_use_stride_kernel": "0", "PYTHONPATH": root}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], check=True, env=env, timeout=120)
+
+
+@pytest.fixture
+def installed():
+    fc.install()
+    yield
+    fc.uninstall()
+
+
+def stepped(**kwargs):
+    layer = paddle.nn.Linear(3, 4)
+    optimizer = paddle.optimizer.AdamW(parameters=layer.parameters(), **kwargs)
+    layer(paddle.ones([2, 3])).sum().backward()
+    optimizer.step()
+    optimizer.clear_grad()
+    return layer, optimizer
+
+
+def test_A18_a_fresh_optimizer_is_restored(installed, tmp_path):
+    layer, optimizer = stepped()
+    fc.save_state_dict(optimizer.sharded_state_dict(layer.sharded_state_dict()), tmp_path)
+    fresh = paddle.optimizer.AdamW(parameters=layer.parameters())
+    state = fresh.sharded_state_dict(layer.sharded_state_dict())
+    assert len(state) == 8
+    fc.load_state_dict(state, tmp_path, strict=True)
+    for name, tensors in optimizer._accumulators.items():
+        for parameter, tensor in tensors.items():
+            assert (fresh._accumulators[name][parameter].numpy() == tensor.numpy()).all()
+    assert (fresh._accumulators["moment1"][layer.weight.name].numpy() != 0).all()
+
+
+# -- B: wrong refusals -------------------------------------------------------------------------------------------------
+
+
+def test_B01_nested_state_dicts(world2, tmp_path):
+    first, second = world2.run(jobs_checkpoint.nested, directory=str(tmp_path))
+    assert first["deep"] == second["deep"] == [[1, 2, 3, 4], [7]]
+    assert first["flat"] == {"optimizer.step": [7]}
+    assert second["flat"] == {"model.layer.w": [1, 2, 3, 4]}
+
+
+def test_B02_several_ids_in_one_directory(tmp_path):
+    for unique_id in (1, 11, 111):  # each a suffix of the next
+        fc.save_state_dict(filled([4], unique_id), tmp_path, unique_id=unique_id)
+    for unique_id in (1, 11, 111, None):
+        state = filled([4])
+        fc.load_state_dict(state, tmp_path, unique_id=unique_id)
+        assert values(state) == [unique_id or 111] * 4
+
+
+def test_B03_what_a_crash_left_behind_hinders_nobody(tmp_path):
+    names = ("0.metadata.lock", "0_0.safetensors", "1_0.safetensors", "0_0.part", "0.manifest.abc.tmp")
+    for name in names:
+        (tmp_path / name).write_bytes(b"half")
+    with pytest.raises(fc.ValidationError, match=r"unfinished save \(id 0\)"):
+        fc.load_state_dict(filled([4]), tmp_path)
+    for unique_id in (None, 0):
+        report = fc.save_state_dict(filled([4], 5.0), tmp_path, unique_id=unique_id)
+        state = filled([4])
+        fc.load_state_dict(state, tmp_path, unique_id=report.unique_id)
+        assert values(state) == [5] * 4
+
+
+def test_B04_a_damaged_manifest_is_replaced_by_the_next_save(tmp_path):
+    fc.save_state_dict(filled([4], 1.0), tmp_path)
+    (tmp_path / "0.manifest").write_bytes((tmp_path / "0.manifest").read_bytes()[:100])
+    with pytest.raises(fc.CorruptCheckpointError, match=r"0.manifest is damaged"):
+        fc.load_state_dict(filled([4]), tmp_path)
+    fc.save_state_dict(filled([4], 2.0), tmp_path, unique_id=0)
+    state = filled([4])
+    fc.load_state_dict(state, tmp_path)
+    assert values(state) == [2] * 4
+
+
+def test_B05_a_missing_key_is_named(tmp_path):
+    fc.save_state_dict({"model.layers.0.weight": paddle.zeros([4])}, tmp_path)
+    with pytest.raises(
+        fc.ValidationError, match=r"no such key \(key 'layers.0.weight'.*'model.layers.0.weight'.*Remedy"
+    ):
+        fc.load_state_dict({"layers.0.weight": paddle.zeros([4])}, tmp_path)
+
+
+def test_B06_another_number_of_axes_is_named(tmp_path):
+    fc.save_state_dict(filled([4, 1]), tmp_path)
+    with pytest.raises(fc.ValidationError, match=r"global shapes differ .*expected \[4\] .*got \[4, 1\]"):
+        fc.load_state_dict(filled([4]), tmp_path)
+
+
+@pytest.mark.parametrize("kwargs", [{"amsgrad": True}, {"name": "x"}], ids=str)
+def test_B17_amsgrad_and_named_optimizers(installed, tmp_path, kwargs):
+    layer, optimizer = stepped(**kwargs)
+    state = optimizer.sharded_state_dict(layer.sharded_state_dict())
+    assert ("weight.moment2_max_0" in state) == ("amsgrad" in kwargs)
+    fc.save_state_dict(state, tmp_path)
+    fresh = paddle.optimizer.AdamW(parameters=layer.parameters(), **kwargs)
+    fc.load_state_dict(fresh.sharded_state_dict(layer.sharded_state_dict()), tmp_path, strict=True)
+    for name, tensors in optimizer._accumulators.items():
+        for parameter, tensor in tensors.items():
+            assert (fresh._accumulators[name][parameter].numpy() == tensor.numpy()).all()
+
+
+def test_B18_async_save_says_that_it_is_not_there(tmp_path):
+    with pytest.raises(fc.ValidationError, match=r"async_save=True is not available.*Remedy: save synchronously"):
+        fc.save_state_dict(filled([4]), tmp_path, async_save=True)
+
+
+def test_B19_resharding_on_a_cpu_calls_no_cuda(world2, tmp_path):
+    assert world2.run(jobs_defects.without_cuda, directory=str(tmp_path)) == [[True, True]] * 2
+
+
+# -- C: what was absent ------------------------------------------------------------------------------------------------
+
+
+def test_C04_nothing_that_is_written_needs_pickle(tmp_path):
+    """Every file is a safetensors container, which holds numbers and text only."""
+    from safetensors.numpy import load_file
+
+    fc.save_state_dict({"w": paddle.ones([4]), "v": {"x": paddle.zeros([2], dtype="int64")}}, tmp_path)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["0.manifest", "0_0.safetensors"]
+    for name in names:
+        load_file(tmp_path / name)
+    assert (load_file(tmp_path / "0_0.safetensors")["w"] == np.ones(4, "float32")).all()
+
+
+def test_C13_holes_and_shards_outside_are_errors(tmp_path):
+    half = paddle.zeros([2])
+    with pytest.raises(fc.ValidationError, match=r"no rank holds .*key 'w'.*got 2 elements"):
+        fc.save_state_dict({"w": fc.ShardedWeight("w", half, (2,), (4,), (0,))}, tmp_path)
+    with pytest.raises(fc.ValidationError, match=r"outside its global shape .key 'w', rank 0"):
+        fc.save_state_dict({"w": fc.ShardedWeight("w", half, (2,), (4,), (3,))}, tmp_path)
+    assert list(tmp_path.iterdir()) == []

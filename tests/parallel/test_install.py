@@ -1,0 +1,83 @@
+"""install() and uninstall()."""
+
+from __future__ import annotations
+
+import paddle
+import pytest
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.parallel.install import _assignments
+
+
+def classes():
+    return [owner for owner, _ in _assignments()]
+
+
+def all_vars():
+    return {owner: dict(vars(owner)) for owner in classes()}
+
+
+@pytest.fixture
+def bare():
+    """Paddle as it is without the mixins."""
+    fc.uninstall()
+    yield all_vars()
+    fc.uninstall()
+
+
+def test_uninstall_restores_exactly(bare):
+    fc.install()
+    assert all(before != after for before, after in zip(bare.values(), all_vars().values()))
+    fc.uninstall()
+    assert all_vars() == bare
+
+
+def test_install_is_idempotent(bare):
+    fc.install()
+    once = all_vars()
+    fc.install()
+    assert all_vars() == once
+    fc.uninstall()
+    assert all_vars() == bare
+    fc.uninstall()
+    assert all_vars() == bare
+
+
+def test_is_installed(bare):
+    assert not fc.is_installed()
+    fc.install()
+    assert fc.is_installed()
+    fc.uninstall()
+    assert not fc.is_installed()
+
+
+def test_paddles_own_methods_stay_reachable(bare):
+    if "sharded_state_dict" not in bare[paddle.nn.Layer]:
+        pytest.skip("this Paddle has no sharded_state_dict of its own")
+    own = {owner: members.get("sharded_state_dict") for owner, members in bare.items()}
+    fc.install()
+    for owner, method in own.items():
+        if method is not None:
+            assert vars(owner)["_paddle_sharded_state_dict"] is method
+    layer = paddle.nn.Linear(2, 3)
+    theirs, ours = layer._paddle_sharded_state_dict(), layer.sharded_state_dict()
+    assert sorted(theirs) == sorted(ours)
+    assert type(theirs["weight"]) is not type(ours["weight"])
+
+
+def test_every_class_of_the_issue_is_served():
+    from paddle.distributed.fleet import meta_parallel
+    from paddle.distributed.fleet.utils import sequence_parallel_utils as sequence
+
+    served = classes()
+    for owner in (
+        paddle.nn.Layer,
+        meta_parallel.VocabParallelEmbedding,
+        meta_parallel.ColumnParallelLinear,
+        meta_parallel.RowParallelLinear,
+        sequence.ColumnSequenceParallelLinear,
+        sequence.RowSequenceParallelLinear,
+        paddle.optimizer.AdamW,
+    ):
+        assert owner in served
+        assert owner.sharded_state_dict.__module__.startswith("paddle_flexckpt.")
