@@ -115,7 +115,6 @@ def flat_ranges_to_boxes(
     row_shape, row_strides = shape[row], strides[row]
     axes = np.arange(ndim)[None, :]
     offset = first[:, None] // row_strides % row_shape
-    offset = np.where(axes > axis_of[:, None], 0, offset)
     count = (last - first) // np.take_along_axis(row_strides, axis_of[:, None], axis=1)[:, 0]
     extent = np.where(axes < axis_of[:, None], 1, np.where(axes == axis_of[:, None], count[:, None], row_shape))
     return row, offset, extent, first

@@ -245,14 +245,13 @@ def _addresses(catalog: Catalog, rows: np.ndarray, offset: np.ndarray) -> tuple[
     return base, strides
 
 
-def uncovered_targets(pieces: Pieces, target: Catalog, rows: np.ndarray, source: Catalog) -> list[Problem]:
+def uncovered_targets(pieces: Pieces, target: Catalog, rows: np.ndarray) -> list[Problem]:
     """Target shards that the pieces do not fill, each with an example of what is missing.
 
     Args:
         pieces: What :meth:`ShardMatcher.match` gave.
         target: The target catalog.
         rows: The rows that were asked for and whose keys the source has.
-        source: The source catalog.
     """
     filled = np.zeros(len(target), dtype=np.int64)
     np.add.at(filled, pieces.target, pieces.size)

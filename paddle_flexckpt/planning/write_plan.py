@@ -147,7 +147,6 @@ def _water_fill(load: np.ndarray, amount: int) -> np.ndarray:
     total = int(level[:k].sum()) + amount
     target = total // k + (np.arange(k) < total % k)
     share[order[:k]] = np.maximum(target - level[:k], 0)
-    share[order[0]] += amount - int(share.sum())
     return share
 
 

@@ -158,7 +158,7 @@ class _Prepared:
 def _plan(source: Catalog, wanted: Wanted) -> ReadPlan:
     """The reads that fill this rank's targets, checked to fill all of them."""
     plan = plan_read(ShardMatcher(source), wanted.catalog, wanted.rows)
-    problems = uncovered_targets(plan.pieces, wanted.catalog, wanted.rows, source)
+    problems = uncovered_targets(plan.pieces, wanted.catalog, wanted.rows)
     if problems:
         raise ValidationError(problems)
     return plan

@@ -246,7 +246,7 @@ def _plan(source: Catalog, checked: CheckedSources, target: Catalog, mine: np.nd
     matcher = ShardMatcher(source, checked.groups, checked.coverage)
     plan = plan_exchange(matcher, target, rank)
     pieces = concat_pieces([plan.local, *plan.incoming.values()], max(source.width, target.width))
-    problems = uncovered_targets(pieces, target, mine, source)
+    problems = uncovered_targets(pieces, target, mine)
     if problems:
         raise ValidationError(problems)
     return plan

@@ -246,7 +246,7 @@ def as_tensor(array, dtype):
 
 
 def part_of(layout, shape, rank, size):
-    """A rank's part of a tensor: ``(offset, box, flat range or None)``, or None for nothing. Parts are of unequal size."""
+    """A rank's part of a tensor: ``(offset, box, flat range or None)``, or None for nothing. Parts differ in size."""
     whole_part = ((0,) * len(shape), tuple(shape), None)
     if layout == "whole" or not shape or 0 in shape:
         return whole_part

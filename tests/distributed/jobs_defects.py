@@ -67,3 +67,12 @@ def without_cuda(directory):
     finally:
         paddle.Tensor.cuda = native
     return [common.same_bytes(target["w"].local_tensor, array[:, 3 * rank :][:, :3]) for target in targets]
+
+
+def replicas_that_disagree(directory):
+    """The same key on every rank, all of it, with other values: experts under one name, replicas out of step (U8)."""
+    state = {"w": paddle.full([3 << 8, 1 << 10], float(dist.get_rank()))}
+    target = {"w": paddle.full([3 << 8, 1 << 10], -1.0)}
+    errors = [common.outcome(lambda: fc.save_state_dict(state, directory))]
+    errors.append(common.outcome(lambda: fc.reshard_sharded_state_dict(state, target)))
+    return errors

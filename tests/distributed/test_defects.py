@@ -267,6 +267,29 @@ def test_B19_resharding_on_a_cpu_calls_no_cuda(world2, tmp_path):
     assert world2.run(jobs_defects.without_cuda, directory=str(tmp_path)) == [[True, True]] * 2
 
 
+# -- U: found while training hybrid-parallel models --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["ranks_differ_in_global_shape", "ranks_differ_in_dtype"])
+def test_U08_one_key_for_two_tensors_is_an_error(world2, case):
+    for result in world2.run(jobs_bad_input.reshards):
+        kind, text = result[f"source: {case}"]["error"]
+        assert kind == "ValidationError"
+        assert "two different tensors need two different keys" in text
+
+
+@pytest.mark.xfail(
+    strict=True,
+    reason="replicas are taken for equal without a look: of two tensors under one key (experts, replicas out of step) "
+    "one is lost, or above 1 MiB a mixture of both is saved",
+)
+def test_U08_replicas_that_disagree_are_an_error(world2, tmp_path):
+    for errors in world2.run(jobs_defects.replicas_that_disagree, directory=str(tmp_path)):
+        for error in errors:
+            assert error is not None
+            assert "key 'w'" in error[1]
+
+
 # -- C: what was absent ------------------------------------------------------------------------------------------------
 
 

@@ -62,6 +62,12 @@ def test_a_live_model_and_its_optimizer(world4, source, target):
     assert (moved == 0) == ((source, target) in ((1, 4), (2, 2)))
 
 
+def test_a_live_model_over_the_collective_carrier(world4):
+    for report in world4.run(jobs.reshard_model, source_degree=4, target_degree=1, round_bytes=4096):
+        assert report["wrong"] == []
+        assert report["received"] == report["lacked"] > 0
+
+
 @pytest.mark.parametrize("where", ["pack", "unpack", "copy_pieces"])
 def test_a_peer_that_fails_fails_everybody_and_the_next_reshard_works(world4, where):
     reports = world4.run(jobs.failing_exchange, where=where, rank=1, time_limit=30)

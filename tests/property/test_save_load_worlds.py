@@ -40,7 +40,7 @@ def save_and_load(pick, world, other_world, tensors, save_replicas=False):
     for rank in range(other_world):
         rows = np.flatnonzero(targets.rank == rank)
         read = plan_read(matcher, targets, rows)
-        assert uncovered_targets(read.pieces, targets, rows, plan.catalog) == []
+        assert uncovered_targets(read.pieces, targets, rows) == []
         carry_out(read.pieces, stored, memory, written)
         needed += read.needed_bytes
         check_runs(read, plan.catalog, files)
