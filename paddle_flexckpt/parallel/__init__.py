@@ -1,5 +1,6 @@
 """One module per parallel API: the mixins that give it ``sharded_state_dict``, and ``install``."""
 
+from paddle_flexckpt.parallel.experts import ExpertParallelMixin
 from paddle_flexckpt.parallel.install import install, is_installed, uninstall
 from paddle_flexckpt.parallel.layers import LayerMixin
 from paddle_flexckpt.parallel.optimizers import OptimizerMixin
@@ -8,14 +9,17 @@ from paddle_flexckpt.parallel.tensor_parallel import (
     RowParallelMixin,
     VocabParallelMixin,
 )
+from paddle_flexckpt.parallel.wrappers import optimizer_sharded_state_dict
 
 __all__ = [
     "ColumnParallelMixin",
+    "ExpertParallelMixin",
     "LayerMixin",
     "OptimizerMixin",
     "RowParallelMixin",
     "VocabParallelMixin",
     "install",
     "is_installed",
+    "optimizer_sharded_state_dict",
     "uninstall",
 ]

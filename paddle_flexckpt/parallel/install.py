@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Any
 
+from paddle_flexckpt.parallel.experts import ExpertParallelMixin, MoELayerMixin
 from paddle_flexckpt.parallel.layers import LayerMixin
-from paddle_flexckpt.parallel.optimizers import OptimizerMixin
+from paddle_flexckpt.parallel.optimizers import OptimizerMixin, UndescribedOptimizerMixin
 from paddle_flexckpt.parallel.sharding import ShardingStage2Mixin, ShardingV1Mixin, ShardingV2Mixin
 from paddle_flexckpt.parallel.tensor_parallel import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin
+from paddle_flexckpt.parallel.wrappers import WrapperMixin
 
 # Where a class had a method of its own, it stays reachable under this prefix.
 _KEPT = "_paddle_"
@@ -22,8 +24,13 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
     from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import (
         dygraph_sharding_optimizer as sharding_v1_v2,
     )
+    from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
     from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_optimizer_stage2 as stage2
+    from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import GroupShardedStage2
     from paddle.distributed.fleet.utils import sequence_parallel_utils as sequence_parallel
+    from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
+    from paddle.incubate import optimizer as incubate
+    from paddle.incubate.distributed.models.moe import MoELayer
 
     return [
         (paddle.nn.Layer, (LayerMixin,)),
@@ -33,9 +40,14 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (mp_layers.RowParallelLinear, (LayerMixin, RowParallelMixin)),
         (sequence_parallel.ColumnSequenceParallelLinear, (LayerMixin, ColumnParallelMixin)),
         (sequence_parallel.RowSequenceParallelLinear, (LayerMixin, RowParallelMixin)),
+        (MoELayer, (ExpertParallelMixin, MoELayerMixin)),
+        *((wrapper, (WrapperMixin,)) for wrapper in (MetaParallelBase, paddle.DataParallel, MixPrecisionLayer)),
+        (GroupShardedStage2, (WrapperMixin,)),
         (paddle.optimizer.Optimizer, (OptimizerMixin,)),
         # In some versions of Paddle these have a method of their own, which would hide Optimizer's.
         (paddle.optimizer.AdamW, (OptimizerMixin,)),
+        *((refused, (UndescribedOptimizerMixin,)) for refused in (paddle.optimizer.LBFGS, incubate.LBFGS)),
+        (incubate.LookAhead, (UndescribedOptimizerMixin,)),
         (sharding_v1_v2.DygraphShardingOptimizer, (ShardingV1Mixin,)),
         (sharding_v1_v2.DygraphShardingOptimizerV2, (ShardingV2Mixin,)),
         (stage2.GroupShardedOptimizerStage2, (ShardingStage2Mixin,)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paddle_flexckpt.parallel.sharding_stage3 import describe_sliced
 from paddle_flexckpt.sharded_weight import ShardedStateDict, ShardedWeight, build_sharded_state_dict, is_sharded_weight
 
 
@@ -35,7 +36,9 @@ class LayerMixin:
             if not _is_absent(self, name)  # a layer without bias keeps its rule for one
         }
         group = self._get_shard_group() if rules else None
-        sharded: ShardedStateDict = build_sharded_state_dict(own, rules, structured_name_prefix, group)
+        whole = build_sharded_state_dict(own, rules, structured_name_prefix, group)
+        # By their shapes so far: a parameter that stage 3 has released has no memory of its own.
+        sharded: ShardedStateDict = {key: describe_sliced(self, weight) for key, weight in whole.items()}
         for name, layer in self._sub_layers.items():
             if layer is None:
                 continue

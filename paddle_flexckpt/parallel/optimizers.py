@@ -18,7 +18,8 @@ from paddle_flexckpt.sharded_weight import (
 )
 
 # One number per parameter, whatever the parameter's shape. They have to be known by name, because a parameter of one
-# element has accumulators of that shape too.
+# element has accumulators of that shape too. (Numbers of other optimizers, NAdam's mu_product for one, are kept in
+# tensors of the parameter's shape: those are cut like it.)
 _SCALARS = frozenset({"beta1_pow_acc", "beta2_pow_acc"})
 
 
@@ -46,6 +47,20 @@ class OptimizerMixin:
         trainable = [parameter for parameter in _parameters(self) if not parameter.stop_gradient]
         create_accumulators(self, trainable, names)
         return describe_states(self, model_sharded_state_dict, names)
+
+
+class UndescribedOptimizerMixin:
+    """For optimizers that keep state outside the tables of Paddle's optimizers: refused, lest it be left out silently.
+
+    LBFGS has its history and directions in lists of its own; LookAhead steps with another optimizer inside.
+    """
+
+    def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+        """Raises ValueError."""
+        raise ValueError(
+            f"the state of {type(self).__name__} cannot be described as shards: it is not kept per parameter in the "
+            "optimizer's accumulators. Remedy: save its state_dict() with paddle.save, one file per rank"
+        )
 
 
 def names_by_tensor(model: Mapping[str, ShardedWeight]) -> dict[str, list[str]]:
@@ -137,7 +152,8 @@ def _describe(
 ) -> ShardedWeight:
     key = f"{parameter}.{suffix}"
     shape, expected = tuple(int(n) for n in tensor.shape), tuple(reference.local_shape)
-    if scalar:
+    # An integer is a counter (ASGD's m), also where the parameter has one element here and more on other ranks.
+    if scalar or (shape in ((), (1,)) and "int" in str(tensor.dtype)):
         return make_replicated_sharded_weight(key, tensor)
     if flat is not None:
         return _describe_flat(key, tensor, reference, flat)

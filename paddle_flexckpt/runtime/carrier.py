@@ -111,9 +111,8 @@ class SocketCarrier(Carrier):
             # The sender thread has to stop too, so that this rank's receivers learn that it failed.
             self._fail(error)
         if self._failure is not None:
-            # Bytes that nobody will read would keep their sender waiting: closing resets its connection.
             for connection in list(self._arrived.values()):
-                connection.close()
+                _reset(connection)
         for thread in threads:
             thread.join()
         if self._failure is not None:
@@ -179,7 +178,7 @@ class SocketCarrier(Carrier):
                 expected.discard(rank)
                 with self._arrival:
                     if self._failure is not None:
-                        connection.close()
+                        _reset(connection)
                         return
                     self._arrived[rank] = connection
                     self._arrival.notify_all()
@@ -210,6 +209,13 @@ class SocketCarrier(Carrier):
                 _receive_exactly(connection, memoryview(buffer))
             except EOFError as error:
                 raise EOFError(f"rank {rank} stopped sending (it failed or died)") from error
+
+
+def _reset(connection: socket.socket) -> None:
+    """Ends a connection at once: its sender, who may wait for bytes to be read that nobody will read, gets an error."""
+    # Without lingering, closing is a reset. An ordinary end leaves a sender whose window is full where it is.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
 
 
 def _receive_exactly(connection: socket.socket, view: memoryview) -> None:

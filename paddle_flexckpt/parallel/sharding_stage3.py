@@ -1,0 +1,181 @@
+"""Stage 3 of group sharding, and ``fully_shard``: parameters of which this rank holds a slice.
+
+Both flatten a large parameter, pad it, cut it evenly over the ranks and release the rest: the parameter keeps its shape
+but has no memory, and its elements stand in ``parameter.fw_storage``. Around a layer's forward and backward, and after
+``get_all_parameters()``, a parameter is gathered (``status`` is "all"): then it has all of its memory and no slice.
+Small parameters are not sliced at all.
+
+So nothing is communicated here: layers describe parameters by their shapes, and what is released is then described by
+its slice. The optimizer steps on the slices, under the parameter's name with ``slice@`` in front.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from paddle_flexckpt.sharded_weight import ShardedStateDict, ShardedWeight
+
+_PREFIX = "slice@"
+
+
+class GroupShardedMixin:
+    """For the wrappers GroupShardedStage2, GroupShardedStage3 and FullyShard."""
+
+    def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
+        """As :meth:`LayerMixin.sharded_state_dict` of the wrapped model: no name has ``_layer.`` in it."""
+        return self._layer.sharded_state_dict(structured_name_prefix=structured_name_prefix)
+
+
+def parameter_name(name: str) -> str:
+    """The name of the parameter that a tensor of this name is a slice of; any other name as it is."""
+    return name[len(_PREFIX) :] if name.startswith(_PREFIX) else name
+
+
+def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
+    """A parameter's shard as it is stored: the slice of a released one, anything else unchanged.
+
+    What is described of a gathered parameter is its own memory, of which every rank has all; Paddle takes the slices
+    from it when it releases it. A released parameter may have copies of itself (``get_all_parameters(convert2cpu=True)``,
+    or gathered ahead for a layer that was not run): they would be stale after a load, so they are dropped, and Paddle
+    gathers them again when it needs them.
+
+    Args:
+        layer: The layer that has the parameter.
+        weight: The parameter described by its shape; its ``local_tensor`` is the parameter.
+
+    Raises:
+        ValueError: Nothing says which slice this is, or the slices are offloaded.
+    """
+    parameter = weight.local_tensor
+    if not hasattr(parameter, "fw_storage") or parameter.fw_storage is None:
+        return weight
+    wrapper = _wrapper_of(layer, parameter.name)
+    if wrapper is None:
+        raise ValueError(
+            f"key {weight.key!r}: the parameter is sliced, but its layer {type(layer).__name__} is not run by a stage-3 "
+            "or fully_shard wrapper, so the place of the slice is unknown"
+        )
+    if wrapper._offload:
+        raise ValueError(
+            f"key {weight.key!r}: stage 3 with offload=True keeps a second copy of each slice that would undo a load. "
+            "Remedy: offload=False"
+        )
+    _drop_copies(parameter, wrapper)
+    flat = _range_of(wrapper, parameter.name, weight)
+    sliced = ShardedWeight(
+        weight.key,
+        _first(parameter.fw_storage, flat.stop - flat.start, parameter.name),
+        weight.local_shape,
+        weight.global_shape,
+        weight.global_offset,
+        is_flattened=True,
+        flattened_range=flat,
+    )
+    return sliced
+
+
+def _wrapper_of(layer: Any, parameter: str) -> Any:
+    """The wrapper that slices a layer's parameter.
+
+    The layer does not know it, but the hook that gathers its parameters before each forward does.
+    """
+    for hook in layer._forward_pre_hooks.values():
+        code = getattr(hook, "__code__", None)
+        if code is None:
+            continue
+        for name, cell in zip(code.co_freevars, hook.__closure__ or ()):
+            if name == "self" and parameter in getattr(cell.cell_contents, "_param2buffer", ()):
+                return cell.cell_contents
+    return None
+
+
+def _drop_copies(parameter: Any, wrapper: Any) -> None:
+    ahead = wrapper._task_flow.full_param.pop(parameter.name, None)
+    if ahead is not None and ahead[1] is not None:
+        ahead[1].wait()  # communication into memory that is given back would be lost on another tensor
+    if parameter._is_initialized():
+        parameter._clear_data()
+
+
+def _range_of(wrapper: Any, parameter: str, weight: ShardedWeight) -> slice:
+    """This rank's range of a parameter, without the padding behind it."""
+    size = math.prod(weight.local_shape)
+    begin, end = wrapper._param2buffer[parameter][wrapper._rank]
+    return slice(min(int(begin), size), min(int(end), size))
+
+
+def _first(storage: Any, size: int, parameter: str) -> Any:
+    """The first elements of a slice, sharing its memory; the rest is padding."""
+    import paddle
+
+    # _slice() shares whatever FLAGS_use_stride_kernel says, but it cannot give nothing.
+    tensor = storage._slice(0, size) if size else paddle.empty([0], dtype=storage.dtype)
+    tensor.name = _PREFIX + parameter  # storage that was gathered and cut again has lost its name
+    return tensor
+
+
+# -- the optimizer -----------------------------------------------------------------------------------------------------
+
+
+def stepped_parameters(optimizer: Any, parameters: Iterable[Any]) -> Iterator[Any]:
+    """What the optimizer's step works on: the slices of sliced parameters, other parameters as they are.
+
+    Args:
+        optimizer: The optimizer that steps.
+        parameters: Its trainable parameters. After a step Paddle has put slices into its list.
+
+    Raises:
+        ValueError: A gathered parameter's slice cannot be found.
+    """
+    from paddle.base.framework import EagerParamBase
+
+    for parameter in parameters:
+        if not hasattr(parameter, "fw_storage"):
+            yield parameter
+            continue
+        storage = parameter.fw_storage
+        if storage is None:
+            storage = _slice_of_gathered(optimizer, parameter.name)
+        # It lives for as long as the states are created: Paddle makes another for every step.
+        tensor = EagerParamBase(shape=storage.shape, dtype=storage.dtype, name=_PREFIX + parameter.name)
+        storage._share_buffer_to(tensor)
+        yield tensor
+
+
+def slice_ranges(
+    optimizer: Any, model: Mapping[str, ShardedWeight], names: Mapping[str, list[str]]
+) -> dict[str, slice]:
+    """By name of parameter, the flattened range of its local box that this rank's states are of.
+
+    Args:
+        optimizer: The optimizer that steps.
+        model: The model's shards by structured name.
+        names: Structured names by name of parameter.
+    """
+    ranges: dict[str, slice] = {}
+    wrapper = _wrapper_of_optimizer(optimizer)
+    for name, keys in names.items():
+        weight = model[keys[0]]
+        if weight.is_flattened and weight.flattened_range is not None:
+            ranges[name] = weight.flattened_range
+        elif name in getattr(wrapper, "_param2buffer", ()):  # gathered at the moment
+            ranges[name] = _range_of(wrapper, name, weight)
+    return ranges
+
+
+def _wrapper_of_optimizer(optimizer: Any) -> Any:
+    """The stage-3 wrapper whose slices the optimizer steps on, if it has one."""
+    return getattr(getattr(optimizer, "update_slice", None), "__self__", None)
+
+
+def _slice_of_gathered(optimizer: Any, parameter: str) -> Any:
+    wrapper = _wrapper_of_optimizer(optimizer)
+    if parameter not in getattr(wrapper, "_param2buffer", ()):
+        raise ValueError(
+            f"parameter {parameter!r} is gathered and {type(optimizer).__name__} does not know its slice. Remedy: use "
+            "the optimizer that group_sharded_parallel() returned, outside of forward and backward"
+        )
+    begin, end = wrapper._param2buffer[parameter][wrapper._rank]
+    return wrapper._task_flow.full_param[parameter][0]._slice(begin, end)

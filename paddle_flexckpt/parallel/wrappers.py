@@ -1,0 +1,79 @@
+"""Wrappers: what wraps a model or an optimizer adds nothing to a checkpoint, least of all a prefix to its keys.
+
+Paddle's wrappers of optimizers (HybridParallelOptimizer, HeterParallelOptimizer, MixPrecisionOptimizer) pass on what
+they do not have, so that the method of the optimizer inside answers; they need no mixin.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paddle_flexckpt.parallel.layers import _own_state
+from paddle_flexckpt.sharded_weight import ShardedStateDict
+
+# The attribute under which a wrapper keeps the model: GroupShardedStage2 is the one without the s.
+_MODEL_NAMES = ("_layers", "_layer")
+_OPTIMIZER_NAMES = ("_inner_opt", "inner_opt", "_optim", "_optimizer", "optimizer")
+
+
+class WrapperMixin:
+    """For DataParallel, GroupShardedStage2, MixPrecisionLayer and the wrappers of fleet (MetaParallelBase)."""
+
+    def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
+        """That of the wrapped model.
+
+        Args:
+            structured_name_prefix: Put in front of every name; with its dot.
+
+        Raises:
+            ValueError: The wrapper has state of its own, which has no name in the model.
+        """
+        return wrapped_model(self).sharded_state_dict(structured_name_prefix=structured_name_prefix)
+
+
+def wrapped_model(wrapper: Any) -> Any:
+    """The model inside a wrapper that has nothing else to save.
+
+    Raises:
+        ValueError: It has, or there is no model.
+    """
+    models = [name for name in _MODEL_NAMES if wrapper._sub_layers.get(name) is not None]
+    if len(models) != 1:
+        raise ValueError(
+            f"{type(wrapper).__name__}: expected a wrapped model under one of {', '.join(_MODEL_NAMES)}; got {models}. "
+            "Remedy: call sharded_state_dict() of the model itself"
+        )
+    model = wrapper._sub_layers[models[0]]
+    known = {id(tensor) for layer in model.sublayers(include_self=True) for tensor in _own_state(layer).values()}
+    for path, layer in wrapper.named_sublayers(include_self=True):
+        lost = [name for name, tensor in _own_state(layer).items() if id(tensor) not in known]
+        if lost:
+            raise ValueError(
+                f"{type(wrapper).__name__} has parameters or buffers besides those of the model that it wraps: {lost} "
+                f"of {path or 'its own'}. Remedy: move them into the model, or override sharded_state_dict()"
+            )
+    return model
+
+
+def optimizer_sharded_state_dict(optimizer: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    """Describes the state of an optimizer, whatever is wrapped around it.
+
+    Args:
+        optimizer: An optimizer, or a wrapper that passes its attributes on or keeps the optimizer under a usual name.
+        model_sharded_state_dict: The model's ``sharded_state_dict()``.
+
+    Raises:
+        ValueError: There is no optimizer to be found, or it cannot be described.
+    """
+    inner, seen = optimizer, []
+    while not callable(getattr(inner, "sharded_state_dict", None)):
+        seen.append(inner)
+        inside = [vars(inner)[name] for name in _OPTIMIZER_NAMES if name in getattr(inner, "__dict__", {})]
+        if not inside or any(inside[0] is wrapper for wrapper in seen):
+            raise ValueError(
+                f"{type(optimizer).__name__} is no optimizer that can be described: expected a sharded_state_dict() "
+                f"method, or an optimizer under one of {', '.join(_OPTIMIZER_NAMES)}; got a {type(inner).__name__} with "
+                "neither. Remedy: call paddle_flexckpt.install(), and pass the optimizer inside the wrapper"
+            )
+        inner = inside[0]
+    return inner.sharded_state_dict(model_sharded_state_dict)

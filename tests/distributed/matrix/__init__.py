@@ -1,0 +1,1 @@
+"""The matrix: what every strategy saves, every other strategy of the same model loads."""

@@ -1,0 +1,134 @@
+"""What the ranks do: train and save, or load and train on. Every rank leaves its shards for the test to put together."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle.distributed import fleet
+from paddle.distributed.fleet.utils import sequence_parallel_utils as sequence
+from paddle.distributed.sharding import group_sharded_parallel
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.testing import cpu_world
+from tests.distributed.matrix.network import LENGTH, VOCABULARY, build, fill
+from tests.distributed.matrix.strategies import BY_NAME
+
+BATCH, MICRO_BATCHES = 32, 4
+BEFORE, AFTER = 3, 2
+
+
+class Trainer:
+    """One strategy's model and optimizer."""
+
+    def __init__(self, name, tied, salt):
+        fc.install()
+        strategy = self.strategy = BY_NAME[name]
+        self.replicas = strategy.dp * strategy.sharding if strategy.level is None else strategy.world
+        hcg = cpu_world.init_fleet(
+            dp=strategy.dp if strategy.level is None else strategy.world,
+            mp=strategy.mp,
+            pp=strategy.pp,
+            sharding=strategy.sharding,
+            split_param=strategy.split,
+            accumulate_steps=MICRO_BATCHES,
+            micro_batch_size=BATCH // self.replicas // MICRO_BATCHES,
+        )
+        place = hcg.get_data_parallel_rank() * strategy.sharding + hcg.get_sharding_parallel_rank()
+        self.place = place if strategy.level is None else dist.get_rank()
+        self.model = build(strategy, tied)
+        fill(self.model.sharded_state_dict(), salt)
+        trained = [p for p in self.model.parameters() if not p.stop_gradient]
+        self.optimizer = paddle.optimizer.AdamW(0.01, parameters=trained)
+        if strategy.sequence:
+            sequence.register_sequence_parallel_allreduce_hooks(self.model, 1, False)
+        self.runner = self.model
+        if strategy.level is not None:
+            self.runner, self.optimizer, _ = group_sharded_parallel(
+                self.model, self.optimizer, strategy.level, segment_size=64
+            )
+        elif strategy.world > 1:
+            self.runner = fleet.distributed_model(self.model)
+            self.optimizer = fleet.distributed_optimizer(self.optimizer)
+
+    def step(self, number):
+        """One step on the global batch of that number; returns its loss."""
+        generator = np.random.RandomState(number)
+        tokens, labels = (generator.randint(0, VOCABULARY, (BATCH, LENGTH)) for _ in range(2))
+        part = slice(BATCH // self.replicas * self.place, BATCH // self.replicas * (self.place + 1))
+        batch = [paddle.to_tensor(tokens[part]), paddle.to_tensor(labels[part])]
+        if self.strategy.pp > 1:
+            loss = self.runner.train_batch(batch, self.optimizer)
+        else:
+            loss = self.runner(*batch)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.clear_grad()
+        loss = loss.detach().clone()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(loss)
+        return float(loss) / dist.get_world_size()
+
+    def steps(self, first, last):
+        return [self.step(number) for number in range(first, last)]
+
+    def state(self):
+        """Model and optimizer as the library describes them, asked of the wrapper."""
+        model = self.runner.sharded_state_dict()
+        return {**model, **self.optimizer.sharded_state_dict(model)}
+
+
+def leave(state, folder):
+    """Writes this rank's shards, with what the library says of them."""
+    os.makedirs(folder, exist_ok=True)
+    rank, arrays, index = dist.get_rank(), {}, []
+    for number, (key, weight) in enumerate(state.items()):
+        arrays[str(number)] = weight.local_tensor.numpy()
+        flat = weight.flattened_range
+        index.append(
+            [
+                key,
+                list(weight.global_shape),
+                list(weight.global_offset),
+                list(weight.local_shape),
+                [int(flat.start), int(flat.stop)] if weight.is_flattened else None,
+            ]
+        )
+    np.savez(os.path.join(folder, f"{rank}.npz"), **arrays)
+    with open(os.path.join(folder, f"{rank}.json"), "w", encoding="utf-8") as stream:
+        json.dump(index, stream)
+
+
+def save(strategy, tied, folder):
+    """Trains, saves, leaves the shards, and trains on."""
+    trainer = Trainer(strategy, tied, "saved")
+    before = trainer.steps(0, BEFORE)
+    state = trainer.state()
+    report = fc.save_state_dict(state, os.path.join(folder, "checkpoint"), unique_id=0, step=BEFORE)
+    leave(state, os.path.join(folder, "saved"))
+    after = trainer.steps(BEFORE, BEFORE + AFTER)
+    return {"losses": before + after, "bytes": report.total_bytes}
+
+
+def load(strategy, tied, folder):
+    """Loads into a fresh job with other values, leaves the shards, and trains on."""
+    trainer = Trainer(strategy, tied, "other")
+    state = trainer.state()
+    report = fc.load_state_dict(state, os.path.join(folder, "checkpoint"), strict=True)
+    leave(trainer.state(), os.path.join(folder, f"loaded-{strategy}"))
+    return {"losses": trainer.steps(BEFORE, BEFORE + AFTER), "seconds": report.seconds["total"]}
+
+
+def reshard(source, target, tied, folder):
+    """Moves a live, trained job into another strategy of the same world, and trains on there."""
+    origin = Trainer(source, tied, "saved")
+    origin.steps(0, BEFORE)
+    held = origin.state()
+    leave(held, os.path.join(folder, f"live-{source}"))
+    destination = Trainer(target, tied, "other")
+    fc.reshard_sharded_state_dict(held, destination.state(), strict=True)
+    leave(destination.state(), os.path.join(folder, f"moved-{source}-{target}"))
+    return {"losses": destination.steps(BEFORE, BEFORE + AFTER)}

@@ -1,0 +1,112 @@
+"""Runs pairs and prints the table: ``python -m tests.distributed.matrix.table [--json FILE]`` runs all of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from paddle_flexckpt.testing import World
+from tests.distributed.matrix.assembly import assemble, differing
+from tests.distributed.matrix.strategies import BY_NAME, pairs
+
+JOBS = "tests.distributed.matrix.jobs"
+# Five steps of float32 training under another order of summation; about ten times what was measured.
+LOSS_BOUND = 5e-6
+
+
+@dataclass(frozen=True)
+class Result:
+    """One pair's outcome."""
+
+    model: str
+    saved: str
+    loaded: str
+    ok: bool
+    seconds: float
+    loss_difference: float
+    problem: str = ""
+
+
+class Matrix:
+    """Saves every strategy once, loads it wherever asked."""
+
+    def __init__(self, world: Callable[[int], World], folder: Path) -> None:
+        self._world = world
+        self._folder = folder
+        self._saved: dict[tuple[str, str], tuple[dict[str, np.ndarray], list[float]]] = {}
+
+    def saved(self, model: str, name: str) -> tuple[dict[str, np.ndarray], list[float]]:
+        """What a strategy saved, as whole tensors, and its uninterrupted losses."""
+        if (model, name) not in self._saved:
+            folder = self._folder / model / name
+            ranks = BY_NAME[name].world
+            results = self._world(ranks).run(f"{JOBS}:save", strategy=name, tied=model == "tied", folder=str(folder))
+            self._saved[model, name] = assemble(folder / "saved", ranks), results[0]["losses"]
+        return self._saved[model, name]
+
+    def pair(self, model: str, saved: str, loaded: str) -> Result:
+        """Loads what one strategy saved under another and compares."""
+        begin = time.perf_counter()
+        tensors, losses = self.saved(model, saved)
+        folder, ranks = self._folder / model / saved, BY_NAME[loaded].world
+        results = self._world(ranks).run(f"{JOBS}:load", strategy=loaded, tied=model == "tied", folder=str(folder))
+        wrong = differing(tensors, assemble(folder / f"loaded-{loaded}", ranks))
+        after = results[0]["losses"]
+        distance = float(np.abs(np.subtract(after, losses[-len(after) :])).max())
+        problem = f"{len(wrong)} tensors differ: {wrong[:5]}" if wrong else ""
+        if not distance <= LOSS_BOUND:
+            problem += f" losses {after} instead of {losses[-len(after) :]}"
+        return Result(model, saved, loaded, not problem, time.perf_counter() - begin, distance, problem)
+
+
+def run(matrix: Matrix, model: str, chosen: Iterable[tuple[str, str]]) -> list[Result]:
+    """Runs pairs, printing a line each."""
+    results = []
+    for saved, loaded in chosen:
+        try:
+            result = matrix.pair(model, saved, loaded)
+        except Exception as error:  # a pair that breaks is a line of the table, and fails the run at its end
+            result = Result(model, saved, loaded, False, 0.0, float("nan"), f"{type(error).__name__}: {error}")
+        results.append(result)
+        print(
+            f"{model:7s} {saved:>14s} -> {loaded:14s} {'ok' if result.ok else 'FAILED':6s} {result.seconds:5.1f} s  "
+            f"|loss difference| {result.loss_difference:.1e} {result.problem}",
+            flush=True,
+        )
+    return results
+
+
+def main() -> int:
+    """Runs all pairs of all models."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="where to write the results")
+    parser.add_argument("--only", help="a strategy that either side of the pair has to be")
+    args = parser.parse_args()
+    worlds: dict[int, World] = {}
+    results: list[Result] = []
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        matrix = Matrix(lambda size: worlds.setdefault(size, World(size)), Path(folder))
+        try:
+            for model in ("tied", "untied"):
+                results += run(matrix, model, [p for p in pairs(model) if args.only is None or args.only in p])
+        finally:
+            for each in worlds.values():
+                each.close()
+    failed = [result for result in results if not result.ok]
+    print(f"{len(results) - len(failed)} of {len(results)} pairs ok in {time.perf_counter() - begin:.0f} s")
+    if args.json:
+        args.json.write_text(json.dumps([asdict(result) for result in results], indent=1), encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
