@@ -117,7 +117,7 @@ def _numbers(layer: Any, name: str, place: int, size: int) -> dict[str, int]:
     slots = list(getattr(experts, "_sub_layers", {}).items())
     if [slot for slot, _ in slots] != [str(index) for index in range(len(slots))] or not slots:
         raise ValueError(
-            f"{where} has to be a paddle.nn.LayerList of this rank's experts, at least one; got {type(experts).__name__}"
+            f"{where} has to be a paddle.nn.LayerList of at least one expert; got {type(experts).__name__}"
             f" with {[slot for slot, _ in slots][:5]}. Remedy: override _get_expert_lists()"
         )
     held = [int(slot) for slot, expert in slots if expert is not None]

@@ -7,7 +7,12 @@ from typing import Any
 
 from paddle_flexckpt.parallel.experts import ExpertParallelMixin, MoELayerMixin
 from paddle_flexckpt.parallel.layers import LayerMixin
-from paddle_flexckpt.parallel.optimizers import OptimizerMixin, UndescribedOptimizerMixin
+from paddle_flexckpt.parallel.optimizers import (
+    MixPrecisionMixin,
+    OptimizerMixin,
+    OverInstance,
+    UndescribedOptimizerMixin,
+)
 from paddle_flexckpt.parallel.sharding import ShardingStage2Mixin, ShardingV1Mixin, ShardingV2Mixin
 from paddle_flexckpt.parallel.tensor_parallel import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin
 from paddle_flexckpt.parallel.wrappers import WrapperMixin
@@ -27,8 +32,9 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
     from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
     from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_optimizer_stage2 as stage2
     from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import GroupShardedStage2
+    from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
     from paddle.distributed.fleet.utils import sequence_parallel_utils as sequence_parallel
-    from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
+    from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
     from paddle.incubate import optimizer as incubate
     from paddle.incubate.distributed.models.moe import MoELayer
 
@@ -42,7 +48,8 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (sequence_parallel.RowSequenceParallelLinear, (LayerMixin, RowParallelMixin)),
         (MoELayer, (ExpertParallelMixin, MoELayerMixin)),
         *((wrapper, (WrapperMixin,)) for wrapper in (MetaParallelBase, paddle.DataParallel, MixPrecisionLayer)),
-        (GroupShardedStage2, (WrapperMixin,)),
+        *((wrapper, (WrapperMixin,)) for wrapper in (GroupShardedStage2, GroupShardedStage3, *_fully_shard())),
+        (MixPrecisionOptimizer, (MixPrecisionMixin,)),
         (paddle.optimizer.Optimizer, (OptimizerMixin,)),
         # In some versions of Paddle these have a method of their own, which would hide Optimizer's.
         (paddle.optimizer.AdamW, (OptimizerMixin,)),
@@ -52,6 +59,15 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (sharding_v1_v2.DygraphShardingOptimizerV2, (ShardingV2Mixin,)),
         (stage2.GroupShardedOptimizerStage2, (ShardingStage2Mixin,)),
     ]
+
+
+def _fully_shard() -> tuple[type, ...]:
+    """The wrapper of ``fully_shard`` without a process mesh, which came with Paddle 3.3."""
+    try:
+        from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_fully_shard import FullyShard
+    except ImportError:
+        return ()
+    return (FullyShard,)
 
 
 def install() -> None:
@@ -65,7 +81,10 @@ def install() -> None:
             continue
         methods: dict[str, Any] = {}
         for mixin in mixins:
-            methods.update({name: member for name, member in vars(mixin).items() if isinstance(member, FunctionType)})
+            members = vars(mixin).items()
+            methods.update(
+                {name: member for name, member in members if isinstance(member, (FunctionType, OverInstance))}
+            )
         for name, method in methods.items():
             if name in vars(owner):
                 setattr(owner, _KEPT + name, vars(owner)[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paddle_flexckpt.parallel.sharding_stage3 import describe_sliced
+from paddle_flexckpt.parallel.sharding_stage3 import describe_sliced, identity
 from paddle_flexckpt.sharded_weight import ShardedStateDict, ShardedWeight, build_sharded_state_dict, is_sharded_weight
 
 
@@ -78,10 +78,10 @@ def _is_absent(layer: Any, name: str) -> bool:
 
 def _note_tied(sharded: ShardedStateDict) -> None:
     """Tells every name of a tied parameter the others."""
-    names: dict[int, list[str]] = {}
+    names: dict[Any, list[str]] = {}
     for key, weight in sharded.items():
         if is_sharded_weight(weight):
-            names.setdefault(id(weight.local_tensor), []).append(key)
+            names.setdefault(identity(weight), []).append(key)
     for tied in names.values():
         if len(tied) < 2:
             continue

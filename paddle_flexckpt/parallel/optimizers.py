@@ -7,9 +7,12 @@ accumulators that nobody foresaw, is described like any other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any
 
+from paddle_flexckpt.parallel.sharding_stage3 import parameter_name, slice_ranges, stepped_parameters
 from paddle_flexckpt.sharded_weight import (
     ShardedStateDict,
     ShardedWeight,
@@ -23,9 +26,39 @@ from paddle_flexckpt.sharded_weight import (
 _SCALARS = frozenset({"beta1_pow_acc", "beta2_pow_acc"})
 
 
+class OverInstance:
+    """A method that no attribute which Paddle sets on an instance hides.
+
+    Stage 3 of Paddle 3.2 and later sets a ``sharded_state_dict`` of its own on every optimizer that it is given, before
+    or after ``install()``. It is kept there, and seen again after ``uninstall()``. One that a user sets is respected.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._name = function.__name__
+        functools.update_wrapper(self, function)  # type: ignore[arg-type]
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self._function
+        own = vars(instance).get(self._name)
+        if own is not None and not str(getattr(own, "__module__", "")).startswith("paddle."):
+            return own
+        return MethodType(self._function, instance)
+
+    # Only what has __set__ comes before the attributes of an instance.
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self._name] = value
+
+    def __delete__(self, instance: Any) -> None:
+        if vars(instance).pop(self._name, None) is None:
+            raise AttributeError(self._name)
+
+
 class OptimizerMixin:
     """What ``install()`` gives to optimizers."""
 
+    @OverInstance
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Describes the optimizer's state as shards.
 
@@ -45,8 +78,20 @@ class OptimizerMixin:
         """
         names = names_by_tensor(model_sharded_state_dict)
         trainable = [parameter for parameter in _parameters(self) if not parameter.stop_gradient]
-        create_accumulators(self, trainable, names)
-        return describe_states(self, model_sharded_state_dict, names)
+        create_accumulators(self, list(stepped_parameters(self, trainable)), names)
+        ranges = slice_ranges(self, model_sharded_state_dict, names)
+        return describe_states(self, model_sharded_state_dict, names, ranges)
+
+
+class MixPrecisionMixin:
+    """For MixPrecisionOptimizer, which passes on what it does not have; stage 3 sets its attributes on it."""
+
+    @OverInstance
+    def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+        """As the optimizer inside; if stage 3 has put its slices into this one, as :class:`OptimizerMixin`."""
+        if "update_slice" in vars(self):
+            return OptimizerMixin.sharded_state_dict(self, model_sharded_state_dict)
+        return self._inner_opt.sharded_state_dict(model_sharded_state_dict)
 
 
 class UndescribedOptimizerMixin:
@@ -63,11 +108,46 @@ class UndescribedOptimizerMixin:
         )
 
 
+def init_optimizer_state(
+    optimizer: Any, model_sharded_state_dict: ShardedStateDict, catalog: Any = None
+) -> ShardedStateDict:
+    """Creates the state that the first step would create, so that a fresh job can load all of it.
+
+    ``optimizer.sharded_state_dict()`` does so as well; with a catalog the result has only what a checkpoint can fill.
+
+    Args:
+        optimizer: An optimizer of any kind that ``install()`` serves.
+        model_sharded_state_dict: The model's ``sharded_state_dict()``.
+        catalog: The names that a checkpoint has: its catalog, a dict by name, or any collection of names. States of a
+            parameter of which it has no state at all (frozen or unused when it was saved) are left out of the result;
+            where it has some, all are in it, so that a load says what is missing.
+
+    Returns:
+        The optimizer's state, to be loaded.
+
+    Raises:
+        ValueError: ``install()`` is not in effect, so that Paddle's own method would skip what does not exist yet.
+    """
+    describe = getattr(optimizer, "sharded_state_dict", None)
+    if describe is None or str(getattr(describe, "__module__", "")).startswith("paddle."):
+        raise ValueError(f"{type(optimizer).__name__} is as Paddle made it. Remedy: call paddle_flexckpt.install()")
+    state: ShardedStateDict = describe(model_sharded_state_dict)
+    if catalog is None:
+        return state
+    names = catalog if isinstance(catalog, Mapping) else getattr(catalog, "keys", catalog)
+    parameters = {name.rpartition(".")[0] for name in names}
+    return {
+        key: weight
+        for key, weight in state.items()
+        if any(name.rpartition(".")[0] in parameters for name in (key, *weight.aliases))
+    }
+
+
 def names_by_tensor(model: Mapping[str, ShardedWeight]) -> dict[str, list[str]]:
-    """Structured names, sorted, by the name of the tensor behind them."""
+    """Structured names, sorted, by the name of the parameter behind them."""
     names: dict[str, list[str]] = {}
     for key in sorted(model):
-        names.setdefault(model[key].local_tensor.name, []).append(key)
+        names.setdefault(parameter_name(model[key].local_tensor.name), []).append(key)
     return names
 
 
@@ -85,14 +165,14 @@ def create_accumulators(optimizer: Any, parameters: list[Any], names: Mapping[st
     Args:
         optimizer: The optimizer that steps.
         parameters: What it updates.
-        names: Structured names by tensor name.
+        names: Structured names by name of parameter.
 
     Raises:
         ValueError: A parameter is not in the model's dict.
     """
     from paddle.base import framework
 
-    lost = sorted(parameter.name for parameter in parameters if parameter.name not in names)
+    lost = sorted(p.name for p in parameters if parameter_name(p.name) not in names)
     if lost:
         raise ValueError(
             f"the optimizer has parameters that are not in model_sharded_state_dict: {lost[:10]}. Remedy: pass the "
@@ -112,14 +192,17 @@ def describe_states(
     Args:
         optimizer: The optimizer that steps; it has the tables.
         model: The model's shards by structured name.
-        names: Structured names by tensor name.
-        flat_ranges: By tensor name, the flattened range of the parameter's local box that the states of this rank are
-            of; parameters without one have states of their own shape. Storage beyond the range is padding.
+        names: Structured names by name of parameter.
+        flat_ranges: By name of parameter, the flattened range of its local box that the states of this rank are of;
+            parameters without one have states of their own shape. Storage beyond the range is padding.
     """
-    owner = {master.name: name for name, master in getattr(optimizer, "_master_weights", {}).items()}
+    # Stage 3 makes masters for every half-precision parameter; without multi_precision no step ever looks at them.
+    masters = getattr(optimizer, "_master_weights", {}) if getattr(optimizer, "_multi_precision", True) else {}
+    owner = {master.name: name for name, master in masters.items()}
     sharded: ShardedStateDict = {}
 
-    def add(parameter: str, suffix: str, tensor: Any, scalar: bool) -> None:
+    def add(raw_parameter: str, suffix: str, tensor: Any, scalar: bool) -> None:
+        parameter = parameter_name(raw_parameter)
         if parameter not in names:
             raise ValueError(
                 f"{type(optimizer).__name__} has a state for {parameter!r}, which is not in model_sharded_state_dict"
@@ -137,7 +220,7 @@ def describe_states(
         for raw_parameter, tensor in tensors.items():
             # States of half-precision parameters are kept under the names of the master weights.
             add(owner.get(raw_parameter, raw_parameter), f"{accumulator}_0", tensor, accumulator in _SCALARS)
-    for parameter, tensor in getattr(optimizer, "_master_weights", {}).items():
+    for parameter, tensor in masters.items():
         add(parameter, "w_0", tensor, False)
     return sharded
 

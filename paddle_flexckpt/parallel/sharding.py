@@ -17,7 +17,16 @@ class ShardingV1Mixin:
     """For DygraphShardingOptimizer: whole states on the rank that owns the parameter."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns."""
+        """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns.
+
+        Raises:
+            ValueError: As well, if parameters are fused.
+        """
+        if self._rank2fused:
+            raise ValueError(
+                "sharding V1 with tensor_fusion or comm_overlap keeps the state of several parameters in one tensor, "
+                "which cannot be described. Remedy: turn both off in sharding_configs, or use V2 (split_param=True)"
+            )
         names = names_by_tensor(model_sharded_state_dict)
         owned = [p for p in self._rank2params[self._sharding_rank] if not p.stop_gradient]
         create_accumulators(self._inner_opt, owned, names)

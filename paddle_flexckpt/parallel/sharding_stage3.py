@@ -15,17 +15,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from paddle_flexckpt.sharded_weight import ShardedStateDict, ShardedWeight
+from paddle_flexckpt.sharded_weight import ShardedWeight
 
 _PREFIX = "slice@"
-
-
-class GroupShardedMixin:
-    """For the wrappers GroupShardedStage2, GroupShardedStage3 and FullyShard."""
-
-    def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
-        """As :meth:`LayerMixin.sharded_state_dict` of the wrapped model: no name has ``_layer.`` in it."""
-        return self._layer.sharded_state_dict(structured_name_prefix=structured_name_prefix)
 
 
 def parameter_name(name: str) -> str:
@@ -33,13 +25,19 @@ def parameter_name(name: str) -> str:
     return name[len(_PREFIX) :] if name.startswith(_PREFIX) else name
 
 
+def identity(weight: ShardedWeight) -> Any:
+    """Equal for two names of the same tensor, or of two looks at the same slice."""
+    name = getattr(weight.local_tensor, "name", None)
+    return name if isinstance(name, str) and name.startswith(_PREFIX) else id(weight.local_tensor)
+
+
 def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
     """A parameter's shard as it is stored: the slice of a released one, anything else unchanged.
 
-    What is described of a gathered parameter is its own memory, of which every rank has all; Paddle takes the slices
-    from it when it releases it. A released parameter may have copies of itself (``get_all_parameters(convert2cpu=True)``,
-    or gathered ahead for a layer that was not run): they would be stale after a load, so they are dropped, and Paddle
-    gathers them again when it needs them.
+    A gathered parameter is described by its own memory, of which every rank has all; when Paddle releases it, it takes
+    the slices from there. Of a released one there may be copies (``get_all_parameters(convert2cpu=True)``, or gathered
+    ahead for a layer that was not run). They would be stale after a load, so they are dropped; Paddle gathers them
+    again when it needs them.
 
     Args:
         layer: The layer that has the parameter.
@@ -54,8 +52,8 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
     wrapper = _wrapper_of(layer, parameter.name)
     if wrapper is None:
         raise ValueError(
-            f"key {weight.key!r}: the parameter is sliced, but its layer {type(layer).__name__} is not run by a stage-3 "
-            "or fully_shard wrapper, so the place of the slice is unknown"
+            f"key {weight.key!r}: the parameter is sliced, but no stage-3 or fully_shard wrapper runs its layer "
+            f"{type(layer).__name__}, so the place of the slice is unknown"
         )
     if wrapper._offload:
         raise ValueError(
@@ -64,7 +62,7 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
         )
     _drop_copies(parameter, wrapper)
     flat = _range_of(wrapper, parameter.name, weight)
-    sliced = ShardedWeight(
+    return ShardedWeight(
         weight.key,
         _first(parameter.fw_storage, flat.stop - flat.start, parameter.name),
         weight.local_shape,
@@ -73,7 +71,6 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
         is_flattened=True,
         flattened_range=flat,
     )
-    return sliced
 
 
 def _wrapper_of(layer: Any, parameter: str) -> Any:

@@ -72,8 +72,8 @@ def optimizer_sharded_state_dict(optimizer: Any, model_sharded_state_dict: Shard
         if not inside or any(inside[0] is wrapper for wrapper in seen):
             raise ValueError(
                 f"{type(optimizer).__name__} is no optimizer that can be described: expected a sharded_state_dict() "
-                f"method, or an optimizer under one of {', '.join(_OPTIMIZER_NAMES)}; got a {type(inner).__name__} with "
-                "neither. Remedy: call paddle_flexckpt.install(), and pass the optimizer inside the wrapper"
+                f"method, or an optimizer under one of {', '.join(_OPTIMIZER_NAMES)}; got a {type(inner).__name__} "
+                "with neither. Remedy: call paddle_flexckpt.install(), and pass the optimizer inside the wrapper"
             )
         inner = inside[0]
     return inner.sharded_state_dict(model_sharded_state_dict)

@@ -23,6 +23,7 @@ from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.runtime.carrier import Carrier
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
 from paddle_flexckpt.runtime.loader import check_unexpected, refuse_aoa, unexpected_keys, used_keys
+from paddle_flexckpt.runtime.replicas import differing_replicas, replica_digests
 from paddle_flexckpt.runtime.shared_memory import refuse_shared_memory
 from paddle_flexckpt.runtime.sources import CheckedSources, check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
@@ -52,6 +53,7 @@ def reshard_sharded_state_dict(
     strict: Strict = "missing",
     dtype: Literal["raise", "cast"] = "raise",
     tied_names: bool = True,
+    check_replicas: bool = True,
 ) -> LoadReport:
     """Moves live state from one layout to another, in memory.
 
@@ -71,6 +73,8 @@ def reshard_sharded_state_dict(
         strict: As in :func:`load_state_dict`.
         dtype: As in :func:`load_state_dict`.
         tied_names: As in :func:`load_state_dict`.
+        check_replicas: Whether replicas of one source shard have to be equal, byte for byte. Without the check, a rank
+            is given its own replica's values, or any other's.
 
     Returns:
         What was done; ``bytes_received`` are the bytes that this rank lacked.
@@ -101,6 +105,7 @@ def reshard_sharded_state_dict(
         strict=strict,
         dtype=dtype,
         tied_names=tied_names,
+        check_replicas=check_replicas,
     )
 
 
@@ -117,6 +122,7 @@ def _load_state_dict(
     strict: Strict = "missing",
     dtype: Literal["raise", "cast"] = "raise",
     tied_names: bool = True,
+    check_replicas: bool = True,
 ) -> LoadReport:
     """Fills targets from (virtual) files whose tensors are in the ranks' memory.
 
@@ -133,6 +139,8 @@ def _load_state_dict(
         strict: As in :func:`load_state_dict`.
         dtype: As in :func:`load_state_dict`.
         tied_names: As in :func:`load_state_dict`.
+        check_replicas: Whether replicas of one source shard have to be equal, byte for byte. Without the check, a rank
+            is given its own replica's values, or any other's.
 
     Returns:
         What was done.
@@ -146,6 +154,12 @@ def _load_state_dict(
     source = _gather_source(comm, source_state_dict, metadata_list)
     held = _held_tensors(source, source_state_dict, comm.rank)
     checked = check_sources(comm, held, source, _CONTEXT)
+    options = {
+        "strict": strict,
+        "dtype": dtype,
+        "coordinator_rank": coordinator_rank,
+        "check_replicas": check_replicas,
+    }
     with contextlib.closing(comm.open_carrier()) as carrier:
 
         def describe() -> tuple[tuple[LocalState, Wanted], bytes]:
@@ -153,7 +167,8 @@ def _load_state_dict(
             wanted = resolve(state, source, Policy(strict, dtype, tied_names))
             refuse_shared_memory(source, held, state)
             parts = (
-                json.dumps({"strict": strict, "dtype": dtype, "coordinator_rank": coordinator_rank}).encode(),
+                json.dumps(options).encode(),
+                replica_digests(held, checked.groups) if check_replicas else b"",
                 carrier.address(),
                 np.packbits(used_keys(source, wanted)).tobytes(),
                 encode_catalog(wanted.catalog.take(wanted.rows)),
@@ -161,8 +176,11 @@ def _load_state_dict(
             return (state, wanted), join(parts)
 
         (state, wanted), answers = comm.together(describe, _CONTEXT)
-        heads, addresses, bits, encoded = zip(*(split(answer) for answer in answers))
+        heads, digests, addresses, bits, encoded = zip(*(split(answer) for answer in answers))
         check_same(heads, _CONTEXT)
+        problems = differing_replicas(digests, source, checked.groups)
+        if problems:
+            raise ValidationError(problems, _CONTEXT)
         unexpected = unexpected_keys(source, bits)
         check_unexpected(unexpected, strict, _CONTEXT)
         target = concat([decode_catalog(catalog) for catalog in encoded])

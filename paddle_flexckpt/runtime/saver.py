@@ -16,6 +16,7 @@ from paddle_flexckpt.catalog import CheckpointError, ValidationError, concat
 from paddle_flexckpt.planning import WritePlan, plan_write
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
+from paddle_flexckpt.runtime.replicas import differing_replicas, replica_digests
 from paddle_flexckpt.runtime.sources import check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.tensors import HostTensor
@@ -36,6 +37,7 @@ def save_state_dict(
     save_replicas: bool = False,
     *,
     step: int | None = None,
+    check_replicas: bool = True,
 ) -> SaveReport:
     """Saves a distributed state to a directory that all ranks share.
 
@@ -55,6 +57,8 @@ def save_state_dict(
         safetensors: Accepted for compatibility: data files are safetensors files always.
         save_replicas: Write every replica of every shard.
         step: Training step to record in the manifest.
+        check_replicas: Whether replicas of one shard have to be equal, byte for byte. Without the check, whichever rank
+            the plan chooses is the one whose values are saved.
 
     Returns:
         What was done.
@@ -78,6 +82,7 @@ def save_state_dict(
             "unique_id": unique_id,
             "coordinator_rank": coordinator_rank,
             "save_replicas": save_replicas,
+            "check_replicas": check_replicas,
             "step": step,
         }
         parts = (
@@ -99,7 +104,15 @@ def save_state_dict(
     plan = plan_write(catalog, ticket.data_file, save_replicas=save_replicas, groups=groups)
     planned = time.perf_counter()
     try:
-        comm.together(lambda: _write(directory, ticket, comm, plan, state, first_row, step), context)
+
+        def write() -> tuple[None, bytes]:
+            _write(directory, ticket, comm, plan, state, first_row, step)
+            return None, replica_digests(held, groups) if check_replicas else b""
+
+        _, digests = comm.together(write, context)
+        problems = differing_replicas(digests, catalog, groups)
+        if problems:
+            raise ValidationError(problems, context)
         written = time.perf_counter()
         comm.together(
             lambda: (directory.commit(ticket, comm.ranks) if comm.position == coordinator_rank else None, b""), context
@@ -132,7 +145,7 @@ def _write(
     state: LocalState,
     first_row: int,
     step: int | None,
-) -> tuple[None, bytes]:
+) -> None:
     """Writes this rank's data file and its part; its shards begin at ``first_row`` of the planned catalog."""
     mine = np.flatnonzero(plan.catalog.rank == comm.rank)
     writer = DataFileWriter(
@@ -152,4 +165,3 @@ def _write(
             yield HostTensor(state.tensor(row)).array[start : start + size].view(np.uint8)
 
     directory.write_part(ticket, comm.rank, writer.write(data()))
-    return None, b""

@@ -69,8 +69,8 @@ class World:
         start_timeout: float = 180.0,
         log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        if size < 2:
-            raise ValueError(f"a world has at least 2 ranks, not {size}: Paddle makes no process group of one")
+        if size < 1:
+            raise ValueError(f"a world has at least 1 rank, not {size}")
         self.size, self.timeout, self.grace, self.start_timeout = size, timeout, grace, start_timeout
         self._env = dict(env or {})
         self._keep_logs = log_dir is not None

@@ -1,4 +1,4 @@
-"""What the ranks do: train and save, or load and train on. Every rank leaves its shards for the test to put together."""
+"""What the ranks do: train and save, or load and train on. Every rank leaves its shards for the test to assemble."""
 
 from __future__ import annotations
 

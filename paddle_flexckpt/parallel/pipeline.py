@@ -1,0 +1,321 @@
+"""Pipelines: names that say which layer of the description a parameter is of, not which stage holds it.
+
+A parameter's key is ``{index}.{name in the layer}``, where ``index`` counts the entries of the list of LayerDescs that
+the PipelineLayer was given. So the same list gives the same keys with any number of stages and of virtual stages.
+
+A layer under SharedLayerDesc stands at several positions, and every stage that has one of them holds a copy. What the
+copies share (``shared_weight_attr``) is one tensor: it has one key, under the first position, with its names at the
+other positions as aliases. It is saved once, and every copy is loaded from it. Where the descs of one shared layer
+build layers of different classes, the name in the layer is not known to every stage: there the key ends in the shared
+attribute instead.
+
+What Paddle does *not* keep equal between the copies (a position embedding beside a tied word embedding) is a parameter
+of its own on every stage: it stands under the first position that its stage holds, and a stage that a checkpoint has no
+such key for takes the one of the position before.
+
+Other names: a subclass overrides ``_get_pipeline_names``, or has ``_pp_to_single_mapping`` as PaddleNLP's
+PipelinePretrainedModel does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from paddle_flexckpt.parallel.layers import _note_tied, _own_shards
+from paddle_flexckpt.sharded_weight import ShardedStateDict
+
+_REMEDY = (
+    "Remedy: leave _layers_desc and run_function as PipelineLayer made them, or override sharded_state_dict() in the "
+    "subclass that changes them"
+)
+
+
+class PipelineLayerMixin:
+    """For PipelineLayer."""
+
+    def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
+        """Describes the parameters and persistable buffers of this stage, each layer by its own sharded_state_dict().
+
+        Args:
+            structured_name_prefix: Put in front of every name; with its dot.
+
+        Returns:
+            Names, which do not depend on how the layers are spread over stages, to ShardedWeights.
+
+        Raises:
+            ValueError: It cannot be told which layer of the description is where, a parameter has no name in the
+                subclass's mapping, or two parameters have the same name.
+        """
+        shards = list(_shards(self, structured_name_prefix))
+        naming = _naming(self, PipelineLayerMixin.sharded_state_dict)
+        sharded: ShardedStateDict = {}
+        origins: dict[str, str] = {}
+        aliases: dict[str, tuple[str, ...]] = {}
+        for shard in shards:
+            name, others = naming(shard)
+            key = structured_name_prefix + name
+            if key not in sharded:
+                sharded[key] = copy.copy(shard.weight)
+                sharded[key].key, origins[key] = key, shard.origin
+            elif sharded[key].local_tensor is not shard.weight.local_tensor:
+                raise ValueError(
+                    f"key {key!r} would name two parameters: {origins[key]} of local shape "
+                    f"{list(sharded[key].local_shape)} and {shard.origin} of local shape "
+                    f"{list(shard.weight.local_shape)}. Remedy: give each a name of its own in _get_pipeline_names() "
+                    "or _pp_to_single_mapping"
+                )
+            aliases[key] = (*aliases.get(key, ()), *(structured_name_prefix + other for other in others))
+        for weight in sharded.values():
+            weight.aliases = ()  # those of the layers are among ours
+        _note_tied(sharded)
+        for key, weight in sharded.items():
+            weight.aliases = tuple(a for a in dict.fromkeys((*weight.aliases, *aliases[key])) if a != key)
+        return sharded
+
+    def _get_pipeline_names(self: Any) -> Mapping[str, str] | None:
+        """Names to use instead of the numbered ones, for a subclass to override.
+
+        Returns:
+            Other names by numbered key, ``{index}.{name in the layer}``, for every parameter of this stage at least;
+            one mapping of the whole model will do. Names of the other positions of a shared layer become aliases.
+            None: the numbered keys are the names.
+        """
+        return None
+
+
+@dataclass(frozen=True)
+class _Position:
+    """A layer of this stage and where it stands in the description.
+
+    Attributes:
+        index: Its number in the list of LayerDescs.
+        layer: The layer.
+        desc: Its entry in the list.
+        paddle_prefixes: What Paddle's state_dict() puts in front of its parameters' names.
+    """
+
+    index: int
+    layer: Any
+    desc: Any
+    paddle_prefixes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A described parameter, before it has its name.
+
+    Attributes:
+        weight: Its shard.
+        key: Its numbered key.
+        aliases: Numbered keys that the same tensor has or had at other positions, the likeliest first.
+        paddle_names: Its names in Paddle's state_dict().
+        origin: What it is, for errors.
+    """
+
+    weight: Any
+    key: str
+    aliases: tuple[str, ...]
+    paddle_names: tuple[str, ...]
+    origin: str
+
+
+def _shards(pipeline: Any, prefix: str) -> Iterator[_Shard]:
+    """All parameters and persistable buffers of this stage; a shared layer is described once."""
+    from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SharedLayerDesc
+
+    positions = list(_positions(pipeline))
+    held: dict[str, list[_Position]] = {}
+    for position in positions:
+        if isinstance(position.desc, SharedLayerDesc):
+            held.setdefault(position.desc.layer_name, []).append(position)
+    for position in positions:
+        name = position.desc.layer_name if isinstance(position.desc, SharedLayerDesc) else None
+        if name is None:
+            yield from _of_layer(position, prefix)
+        elif held[name][0] is position:
+            descs = {i: desc for i, desc in enumerate(pipeline._layers_desc) if _is_shared_as(desc, name)}
+            yield from _of_shared(held[name], descs, prefix)
+    yield from _of_the_rest(pipeline, positions, prefix)
+
+
+def _is_shared_as(desc: Any, name: str) -> bool:
+    from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SharedLayerDesc
+
+    return isinstance(desc, SharedLayerDesc) and desc.layer_name == name
+
+
+def _of_layer(position: _Position, prefix: str) -> Iterator[_Shard]:
+    index = position.index
+    for local, weight, tied in _described(position, prefix):
+        aliases = tuple(f"{index}.{other}" for other in tied)
+        names = tuple(f"{path}{local}" for path in position.paddle_prefixes)
+        yield _Shard(weight, f"{index}.{local}", aliases, names, _origin(position, local))
+
+
+def _of_shared(held: list[_Position], descs: Mapping[int, Any], prefix: str) -> Iterator[_Shard]:
+    """The parameters of a shared layer.
+
+    Args:
+        held: The positions of this stage.
+        descs: The descs of all positions by index.
+        prefix: What the layer's names begin with.
+    """
+    first = min(descs)
+    has_first = held[0].index == first
+    one_class = all(_builds(desc) is _builds(descs[first]) for desc in descs.values())
+    # Paddle keeps equal what the positions of this stage ask for, always a part of what the first position does.
+    asked = {attribute for position in held for attribute in _attributes(position.desc)}
+    shared = [name for name in _attributes(descs[first]) if has_first or name in asked]
+    paths = tuple(dict.fromkeys(path for position in held for path in position.paddle_prefixes))
+    for local, weight, tied in _described(held[0], prefix):
+        attribute = next((a for a in shared if getattr(held[0].layer, a, None) is weight.local_tensor), None)
+        index = first if attribute is not None else held[0].index
+        before = [i for i in descs if i < index]
+        others = (*reversed(before), *(i for i in descs if i > index))
+        named = (local,) if attribute is None or one_class else (attribute, local)
+        aliases = tuple(f"{i}.{name}" for i in (index, *others) for name in (*named, *tied))
+        paddle_names = tuple(f"{path}{local}" for path in paths)
+        yield _Shard(weight, f"{index}.{named[0]}", aliases, paddle_names, _origin(held[0], local))
+
+
+def _of_the_rest(pipeline: Any, positions: Iterable[_Position], prefix: str) -> Iterator[_Shard]:
+    """What a subclass has beside the layers of the description; every stage has it."""
+    kind = type(pipeline).__name__
+    for key, weight in _own_shards(pipeline, prefix).items():
+        name = key[len(prefix) :]
+        yield _Shard(weight, name, (), (name,), f"{name} of {kind}")
+    layers = {id(position.layer) for position in positions}
+    chunks = list(getattr(pipeline, "_model_chunks", None) or ())
+    containers = {id(chunk) for chunk in (*chunks, pipeline.shared_layers)}
+    containers.add(id(getattr(pipeline, "local_shared_layers", None)))
+    for chunk in chunks:
+        layers.update(id(graph) for graph in chunk.run_function if _graphed(graph) is not None)
+        lost = [name for name, layer in chunk._sub_layers.items() if id(layer) not in layers]
+        if lost:
+            raise ValueError(f"sub-layers {lost} of a chunk of {kind} are not in its run_function. {_REMEDY}")
+    for name, layer in pipeline._sub_layers.items():
+        if layer is None or id(layer) in layers or id(layer) in containers:
+            continue
+        if name.isdigit():
+            raise ValueError(f"sub-layer {name!r} of {kind} is not the one in its run_function. {_REMEDY}")
+        for key, weight in layer.sharded_state_dict(structured_name_prefix=f"{prefix}{name}.").items():
+            own = key[len(prefix) :]
+            yield _Shard(weight, own, (), (own,), f"{own} of {kind}")
+
+
+def _positions(pipeline: Any) -> Iterator[_Position]:
+    """The layers of this stage in the order of the description; functions in it have no parameters."""
+    from paddle.distributed.fleet.meta_parallel.parallel_layers import pp_layers
+
+    local_shared = getattr(pp_layers, "LocalSharedLayerDesc", ())  # of DualPipeV; came with Paddle 3.1
+    for start, end, functions, chunked in _segments(pipeline):
+        for local, (desc, function) in enumerate(zip(pipeline._layers_desc[start:end], functions)):
+            index = start + local
+            layer, paths = function, (f"{start}.{local}." if chunked else f"{index}.",)
+            if isinstance(desc, (pp_layers.SharedLayerDesc, *((local_shared,) if local_shared else ()))):
+                # With a forward_func, Paddle keeps partial(forward_func, layer).
+                layer = function.args[0] if isinstance(function, partial) and function.args else function
+            if isinstance(desc, pp_layers.SharedLayerDesc):
+                name = desc.layer_name
+                if name not in pipeline.shared_layers or pipeline.shared_layers[name] is not layer:
+                    raise ValueError(
+                        f"layer {index} of {type(pipeline).__name__} should be the shared layer {name!r}; got "
+                        f"{function!r}. {_REMEDY}"
+                    )
+                paths = (f"shared_layers.{name}.", *((*paths, f"{start}.{name}.") if chunked else ()))
+            if hasattr(layer, "sharded_state_dict"):
+                yield _Position(index, layer, desc, paths)
+
+
+def _segments(pipeline: Any) -> Iterator[tuple[int, int, list[Any], bool]]:
+    """``(start, end, functions, whether it is a chunk)`` of each part of the description that this stage holds."""
+    kind = type(pipeline).__name__
+    if hasattr(pipeline, "_start_poss"):  # virtual stages, or DualPipeV
+        chunks = [chunk.run_function for chunk in pipeline._model_chunks]
+        bounds = list(zip(pipeline._start_poss, pipeline._end_poss))
+    elif hasattr(pipeline, "_start_pos"):
+        chunks, bounds = [pipeline.run_function], [(pipeline._start_pos, pipeline._end_pos)]
+    else:
+        raise ValueError(f"{kind} does not say which layers of its description it holds. {_REMEDY}")
+    if len(chunks) != len(bounds):
+        raise ValueError(f"{kind} has {len(chunks)} chunks for {len(bounds)} parts of its description. {_REMEDY}")
+    for (start, end), functions in zip(bounds, chunks):
+        expanded = [each for function in functions for each in (_graphed(function) or [function])]
+        if len(expanded) != end - start:
+            raise ValueError(
+                f"{kind} holds layers {start} to {end} of its description: expected {end - start} functions in "
+                f"run_function; got {len(expanded)}. {_REMEDY}"
+            )
+        yield start, end, expanded, hasattr(pipeline, "_start_poss")
+
+
+def _graphed(function: Any) -> list[Any] | None:
+    """The layers that a CUDAGraphedLayer stands for, which Paddle puts neighbouring layers into; None: it is none."""
+    group = getattr(getattr(function, "context", None), "layer", None)
+    return list(group.run_function) if hasattr(group, "run_function") else None
+
+
+def _described(position: _Position, prefix: str) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    """``(name, shard, other names)`` of the layer's parameters; names are as in the layer."""
+    path = f"{prefix}{position.index}."
+    for key, weight in position.layer.sharded_state_dict(structured_name_prefix=path).items():
+        if not key.startswith(path):
+            raise ValueError(
+                f"layer {position.index} ({type(position.layer).__name__}) gives the name {key!r}; expected one that "
+                f"begins with the prefix {path!r} that it was asked for"
+            )
+        tied = tuple(other[len(path) :] for other in getattr(weight, "aliases", ()) if other.startswith(path))
+        yield key[len(path) :], weight, tied
+
+
+def _origin(position: _Position, local: str) -> str:
+    return f"{local} of layer {position.index} ({type(position.layer).__name__})"
+
+
+def _builds(desc: Any) -> Any:
+    """What a desc builds its layer of: a class, or the one in its LayerSpec."""
+    return desc.layer_spec.layer if getattr(desc, "using_layer_spec", False) else desc.layer_func
+
+
+def _attributes(desc: Any) -> list[str]:
+    names = desc.shared_weight_attr
+    return [names] if isinstance(names, str) else list(names)  # a string in Paddle 3.0
+
+
+def _naming(pipeline: Any, method: Any) -> Callable[[_Shard], tuple[str, tuple[str, ...]]]:
+    """How a shard gets its name and its other names: by the subclass's mapping, if it has one."""
+    names = pipeline._get_pipeline_names()
+    if names is not None:
+        return partial(_by_number, names)
+    if not hasattr(pipeline, "_pp_to_single_mapping"):
+        return lambda shard: (shard.key, shard.aliases)
+    mapping = pipeline._pp_to_single_mapping
+    if mapping is None and hasattr(pipeline, "_set_pipeline_name_mapping"):
+        pipeline._set_pipeline_name_mapping()  # PaddleNLP makes the mapping when it is first needed
+        mapping = pipeline._pp_to_single_mapping
+    mapping = mapping() if callable(mapping) else mapping
+    if mapping is None:
+        return lambda shard: (shard.key, shard.aliases)
+    # A subclass with a sharded_state_dict of its own beside the mapping applies it there (PaddleFormers' models do) to
+    # Paddle's names, and has to be given these.
+    return partial(_by_paddle_name, mapping, type(pipeline).sharded_state_dict is not method)
+
+
+def _by_number(names: Mapping[str, str], shard: _Shard) -> tuple[str, tuple[str, ...]]:
+    if shard.key not in names:
+        raise ValueError(f"_get_pipeline_names() has no name for {shard.key!r} ({shard.origin})")
+    return names[shard.key], tuple(names[alias] for alias in shard.aliases if alias in names)
+
+
+def _by_paddle_name(mapping: Mapping[str, str], applied_later: bool, shard: _Shard) -> tuple[str, tuple[str, ...]]:
+    known = [name for name in shard.paddle_names if name in mapping]
+    if not known and not applied_later:
+        raise ValueError(f"_pp_to_single_mapping has no name for {' or '.join(shard.paddle_names)} ({shard.origin})")
+    aliases = tuple(mapping[name] for name in known[1:])
+    if applied_later:
+        return (known or shard.paddle_names)[0], aliases
+    return mapping[known[0]], aliases

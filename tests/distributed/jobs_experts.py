@@ -1,0 +1,311 @@
+"""Jobs of test_experts: mixtures of experts under expert (and tensor) parallelism, and in one process."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import paddle.nn.functional as F
+from paddle import nn
+from paddle.distributed import fleet
+from paddle.incubate.distributed.models.moe import MoELayer
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.parallel import ExpertParallelMixin
+from paddle_flexckpt.testing import cpu_world
+from tests.distributed import jobs_common as common
+
+WIDTH, INNER, EXPERTS, TOP = 6, 10, 4, 2
+BEFORE, AFTER = (0, 1), (2, 3)
+#: Cut axes of what is inside a tensor-parallel expert.
+AXES = {"up.weight": 1, "up.bias": 0, "down.weight": 0}
+SHAPES = {"up.weight": (WIDTH, INNER), "up.bias": (INNER,), "down.weight": (INNER, WIDTH), "down.bias": (WIDTH,)}
+
+
+def value(name, shape, salt=""):
+    generator = np.random.RandomState(zlib.crc32((name + salt).encode()) % 2**31)
+    return (generator.randn(*shape) * 0.3).astype("float32")
+
+
+class Expert(nn.Layer):
+    """An expert with or without tensor parallelism inside; its number in the whole layer decides its values."""
+
+    def __init__(self, number, salt, place, degree):
+        super().__init__()
+        if degree > 1:
+            self.up = fleet.meta_parallel.ColumnParallelLinear(WIDTH, INNER, has_bias=True, gather_output=False)
+            self.down = fleet.meta_parallel.RowParallelLinear(INNER, WIDTH, has_bias=True, input_is_parallel=True)
+        else:
+            self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        for name, parameter in self.named_parameters():
+            array = value(f"expert{number}.{name}", SHAPES[name], salt)
+            parameter.set_value(common.cut(array, AXES.get(name), place, degree))
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Net(nn.Layer):
+    """A linear and a MoELayer; experts spread over ``group``."""
+
+    def __init__(self, group=None, salt="", place=0, degree=1, experts=EXPERTS):
+        super().__init__()
+        self.group, self.degree = group, degree
+        rank, size = (0, 1) if group is None else (group.rank, group.nranks)
+        local = experts // size
+        self.numbers = range(rank * local, (rank + 1) * local)
+        self.inp = nn.Linear(WIDTH, WIDTH)
+        self.moe = MoELayer(
+            d_model=WIDTH,
+            experts=nn.LayerList([Expert(number, salt, place, degree) for number in self.numbers]),
+            gate={"type": "naive", "top_k": TOP},
+            moe_group=group,
+            mp_group=None,
+        )
+        for name, parameter in self.named_parameters():
+            if ".experts." not in name:
+                parameter.set_value(value(name, tuple(parameter.shape), salt))
+
+    def forward(self, x):
+        return self.moe(self.inp(x))
+
+
+def layout(experts, tensor):
+    """The groups of a world in which replicas of data are ranks of expert parallelism.
+
+    Returns:
+        Expert-parallel group or None, place and degree in tensor parallelism.
+    """
+    size = dist.get_world_size()
+    if size == 1:
+        return None, 0, 1
+    hcg = cpu_world.init_fleet(dp=size // tensor, mp=tensor)
+    group = None
+    if experts > 1:
+        # Fleet's own groups of data parallelism are those that hold different experts here.
+        group = hcg.get_data_parallel_group()
+        if group.nranks != experts:
+            raise ValueError(f"the world of {size} does not give expert parallelism of {experts}")
+    return group, hcg.get_model_parallel_rank() if tensor > 1 else 0, tensor
+
+
+def train(net, optimizer, steps):
+    """Trains on the same global batches in every layout; returns the losses over the whole batch."""
+    losses, group = [], net.group
+    for step in steps:
+        x = np.random.RandomState(step).randn(4, 3, WIDTH).astype("float32")
+        if group is not None:
+            x = np.split(x, group.nranks)[group.rank]
+        out = net(paddle.to_tensor(x))
+        loss = (out * out).mean()
+        loss.backward()
+        if group is not None:
+            with paddle.no_grad():
+                for name, parameter in net.named_parameters():
+                    if parameter.grad is not None:
+                        if ".experts." not in name:
+                            dist.all_reduce(parameter.grad, group=group)
+                        parameter.grad.scale_(1.0 / group.nranks)
+                total = loss.detach().clone()
+                dist.all_reduce(total, group=group)
+                loss = total / group.nranks
+        optimizer.step()
+        optimizer.clear_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def adamw(net):
+    return paddle.optimizer.AdamW(0.01, parameters=net.parameters(), weight_decay=0.1)
+
+
+def numbered(net):
+    """``{name in the whole layer: (name here, parameter, cut axis)}``, worked out by hand."""
+    found = {}
+    for name, parameter in net.named_parameters():
+        before, inside, after = name.partition(".experts.")
+        if inside:
+            index, _, rest = after.partition(".")
+            axis = AXES.get(rest) if net.degree > 1 else None
+            found[f"{before}.experts.{net.numbers[int(index)]}.{rest}"] = (parameter, axis)
+        else:
+            found[name] = (parameter, None)
+    return found
+
+
+def arrays_of(net, optimizer):
+    """All tensors of model and optimizer by the names that a checkpoint should have, with their cut axes."""
+    found = {}
+    for name, (parameter, axis) in numbered(net).items():
+        found[name] = (parameter, axis)
+        for accumulator, tensors in optimizer._accumulators.items():
+            of_parameter = accumulator.startswith("moment")
+            found[f"{name}.{accumulator}_0"] = (tensors[parameter.name], axis if of_parameter else None)
+    return found
+
+
+def state_of(net, optimizer):
+    model = net.sharded_state_dict()
+    return {**model, **optimizer.sharded_state_dict(model)}
+
+
+def save(directory, experts, tensor=1):
+    fc.install()
+    group, place, degree = layout(experts, tensor)
+    net = Net(group, "", place, degree)
+    optimizer = adamw(net)
+    train(net, optimizer, BEFORE)
+    state = state_of(net, optimizer)
+    report = fc.save_state_dict(state, directory)
+    arrays = arrays_of(net, optimizer)
+    np.savez(
+        f"{directory}/truth_{dist.get_rank()}.npz", **{name: tensor.numpy() for name, (tensor, _) in arrays.items()}
+    )
+    return {
+        "names": sorted(state),
+        "expected": sorted(arrays),
+        "keys": report.keys,
+        "losses": train(net, optimizer, AFTER),
+    }
+
+
+def truth_of(directory, world, experts, tensor, name, axis):
+    """What a whole tensor has to be, put together by hand from what the saving ranks had."""
+    parts = {}
+    for rank in range(world):
+        file = np.load(f"{directory}/truth_{rank}.npz")
+        if name in file:
+            parts.setdefault(rank % tensor, file[name])  # fleet counts tensor parallelism fastest
+    ordered = [parts[place] for place in sorted(parts)]
+    return ordered[0] if axis is None or tensor == 1 else np.concatenate(ordered, axis)
+
+
+def load(directory, source, experts, tensor=1):
+    """Loads into other values, compares bit for bit, and trains on; ``source`` is (world, experts, tensor)."""
+    fc.install()
+    group, place, degree = layout(experts, tensor)
+    net = Net(group, "other", place, degree)
+    optimizer = adamw(net)
+    state = state_of(net, optimizer)
+    report = fc.load_state_dict(state, directory, strict=True)
+    wrong = []
+    for name, (tensor_here, _) in arrays_of(net, optimizer).items():
+        rest = name.partition(".experts.")[2].partition(".")[2]
+        base = rest.partition(".moment")[0].partition(".beta")[0]
+        axis = AXES.get(base) if ".beta" not in name else None
+        whole = truth_of(directory, *source, name, axis)
+        if not common.same_bytes(tensor_here, common.cut(whole, axis, place, degree)):
+            wrong.append(name)
+    return {"names": sorted(state), "wrong": wrong, "missing": report.missing, "losses": train(net, optimizer, AFTER)}
+
+
+def different_experts(directory):
+    """U8: every rank's experts hold their number; after save, overwrite and load they still do."""
+    fc.install()
+    group, _, _ = layout(dist.get_world_size(), 1)
+    net = Net(group)
+    for number, expert in zip(net.numbers, net.moe.experts):
+        for parameter in expert.parameters():
+            parameter.set_value(paddle.full(parameter.shape, float(number)))
+    fc.save_state_dict(net.sharded_state_dict(), directory)
+    for parameter in net.moe.experts.parameters():
+        parameter.set_value(paddle.full(parameter.shape, -1.0))
+    fc.load_state_dict(net.sharded_state_dict(), directory)
+    return {
+        "wanted": [float(number) for number in net.numbers],
+        "got": [sorted({float(x) for p in e.parameters() for x in p.numpy().ravel()}) for e in net.moe.experts],
+    }
+
+
+class Statics(nn.Layer):
+    def __init__(self, experts):
+        super().__init__()
+        self.e_score_correction_bias = self.create_parameter([1, experts], is_bias=True)
+        self.e_score_correction_bias.is_distributed = True  # as model libraries mark it
+        self.e_score_correction_bias.stop_gradient = True
+
+
+class OwnMoE(ExpertParallelMixin, nn.Layer):
+    """A user's layer: marks on its experts, a correction bias, a shared expert; ``slots`` pads the list with None."""
+
+    def __init__(self, group, slots=False, marks=("expert", "no_sync", "is_distributed")):
+        super().__init__()
+        self.moe_group, self.num_experts = group, EXPERTS
+        rank, local = group.rank, EXPERTS // group.nranks
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.moe_statics = Statics(EXPERTS)
+        self.shared_experts = Expert("shared", "", 0, 1)
+        mine = {number: Expert(number, "", 0, 1) for number in range(rank * local, (rank + 1) * local)}
+        self.experts = nn.LayerList()
+        for number in range(EXPERTS):
+            if slots or number in mine:
+                self.experts.append(mine.get(number))
+        for expert in mine.values():
+            for parameter in expert.parameters():
+                for mark in marks:
+                    setattr(parameter, mark, True)
+
+
+def own_layers(directory):
+    """Experts over the world, with every mark; over fleet's model-parallel group; with a list that has None in it."""
+    fc.install()
+    results = {}
+    world = list(range(dist.get_world_size()))
+    for case, mp, slots in (("dp", 1, False), ("mp", len(world), False), ("slots", 1, True)):
+        hcg = cpu_world.init_fleet(dp=len(world) // mp, mp=mp)
+        group = hcg.get_model_parallel_group() if mp > 1 else hcg.get_data_parallel_group()
+        paddle.seed(3)
+        net = nn.Sequential(("moe", OwnMoE(group, slots)))
+        before = {name: getattr(p, "is_distributed", False) for name, p in net.named_parameters()}
+        state = net.sharded_state_dict()
+        fc.save_state_dict(state, f"{directory}/{case}")
+        after = {name: getattr(p, "is_distributed", False) for name, p in net.named_parameters()}
+        merged = fc.load_merged_state_dict(f"{directory}/{case}")
+        wrong = [
+            name
+            for name in merged
+            if ".experts." in name
+            and not common.same_bytes(
+                merged[name],
+                value(f"expert{name.split('.')[2]}.{name.split('.', 3)[3]}", SHAPES[name.split(".", 3)[3]]),
+            )
+        ]
+        results[case] = {
+            "keys": sorted(merged),
+            "local": sum(".experts." in name for name in state),
+            "wrong": wrong,
+            "marks_kept": before == after and sum(before.values()) > 1,
+            "own_keys": all(weight.key == key for key, weight in state.items()),
+        }
+    return results
+
+
+def ambiguous_marks():
+    """An expert that is marked is_distributed, where it may as well be cut over the model-parallel group."""
+    fc.install()
+    group, _, _ = layout(2, 2)
+    net = OwnMoE(group, marks=("is_distributed",))
+    refused = error_of(net.sharded_state_dict)
+    for parameter in net.experts.parameters():
+        parameter.mp_moe = True
+    return {"refused": refused, "declared": error_of(net.sharded_state_dict)}
+
+
+def uneven(directory):
+    """Lists of different length: each rank may be content, the save is not."""
+    fc.install()
+    group, _, _ = layout(dist.get_world_size(), 1)
+    rank = dist.get_rank()
+    experts = nn.LayerList([Expert(i, "", 0, 1) for i in range(3 if rank == 0 else 2)])
+    moe = MoELayer(d_model=WIDTH, experts=experts, gate={"type": "naive"}, moe_group=group)
+    return error_of(lambda: fc.save_state_dict(moe.sharded_state_dict(), directory))
+
+
+def error_of(call):
+    try:
+        call()
+    except (ValueError, fc.CheckpointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

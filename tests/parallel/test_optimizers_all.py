@@ -1,0 +1,249 @@
+"""Every optimizer of Paddle: names, layouts and a continuation that is equal bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import paddle_flexckpt as fc
+
+from .test_optimizers import raw, states_of, step
+
+pytestmark = pytest.mark.compat
+
+POWERS = ("beta1_pow_acc", "beta2_pow_acc")
+#: Arguments, and the accumulators that have one value per element of the parameter and that are one number.
+OPTIMIZERS = {
+    "Adam": ({}, ("moment1", "moment2"), POWERS),
+    "AdamW": ({"weight_decay": 0.1}, ("moment1", "moment2"), POWERS),
+    "Adamax": ({}, ("moment", "inf_norm"), POWERS[:1]),
+    "Momentum": ({"use_nesterov": True}, ("velocity",), ()),
+    "SGD": ({}, (), ()),
+    "Lamb": ({}, ("moment1", "moment2"), POWERS),
+    "Adagrad": ({"initial_accumulator_value": 0.1}, ("moment",), ()),
+    "RMSProp": ({"momentum": 0.5, "centered": True}, ("momentum", "mean_square", "mean_grad"), ()),
+    "Adadelta": ({}, ("_avg_squared_grad", "_avg_squared_update"), ()),
+    # Their numbers are kept in tensors of the parameter's shape.
+    "NAdam": ({}, ("momentum_decay_pow", "beta2_pow", "mu_product", "moment1", "moment2"), ()),
+    "RAdam": ({}, ("beta1_pow", "beta2_pow", "rho", "moment1", "moment2"), ()),
+    "ASGD": ({"batch_num": 3}, ("d", "y"), ("m",)),
+    "Rprop": ({}, ("prevs", "learning_rates"), ()),
+}
+VARIANTS = [
+    *((name, {}) for name in OPTIMIZERS),
+    ("Adam", {"amsgrad": True}),
+    ("AdamW", {"amsgrad": True}),
+    ("Momentum", {"use_nesterov": False, "weight_decay": 0.1}),
+    ("RMSProp", {"momentum": 0.0, "centered": False}),
+    *((name, {"name": "tuner"}) for name in OPTIMIZERS),
+]
+LEADING = {"y": 3}  # ASGD's history: one copy per batch
+
+
+class Model(nn.Layer):
+    """Parameters of two and one axes, and of one element."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.second = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.second(nn.functional.gelu(self.first(x)))
+
+
+def build(name, parameters, **kwargs):
+    return getattr(paddle.optimizer, name)(
+        learning_rate=0.01, parameters=parameters, **{**OPTIMIZERS[name][0], **kwargs}
+    )
+
+
+def expected_names(name, names, kwargs=()):
+    _, per_element, numbers = OPTIMIZERS[name]
+    extra = ("moment2_max",) if "amsgrad" in kwargs else ()
+    return sorted(f"{key}.{state}_0" for key in names for state in (*per_element, *numbers, *extra))
+
+
+def state_of(model, optimizer):
+    shards = model.sharded_state_dict()
+    return {**shards, **optimizer.sharded_state_dict(shards)}
+
+
+def round_trip(tmp_path, make, wanted):
+    """Two steps, a save, a load into a fresh pair, and one more step on both."""
+    model, optimizer = make()
+    for seed in range(2):
+        step(model, optimizer, seed)
+    state = state_of(model, optimizer)
+    names = [key for key, _ in model.named_parameters()]
+    assert sorted(set(state) - set(names)) == wanted
+    fc.save_state_dict(state, tmp_path)
+    other, fresh = make()
+    target = state_of(other, fresh)
+    report = fc.load_state_dict(target, tmp_path, strict=True)
+    assert report.keys == len(state)
+    assert [raw(t) for t in states_of(fresh).values()] == [raw(t) for t in states_of(optimizer).values()]
+    assert step(other, fresh, 2) == step(model, optimizer, 2)
+    assert [raw(p) for p in other.parameters()] == [raw(p) for p in model.parameters()]
+    assert [raw(t) for t in states_of(fresh).values()] == [raw(t) for t in states_of(optimizer).values()]
+
+
+@pytest.mark.parametrize(("name", "kwargs"), VARIANTS, ids=lambda value: str(value) if value else "plain")
+def test_continuation(tmp_path, name, kwargs):
+    def make():
+        model = Model()
+        return model, build(name, model.parameters(), **kwargs)
+
+    names = [key for key, _ in Model().named_parameters()]
+    round_trip(tmp_path, make, expected_names(name, names, kwargs))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_groups_and_frozen_parameters(tmp_path, name):
+    def make():
+        model = Model()
+        model.first.weight.stop_gradient = True
+        groups = [
+            {"params": model.first.parameters(), "learning_rate": 0.5},
+            {"params": model.second.parameters()},
+        ]
+        return model, build(name, groups)
+
+    try:
+        make()
+    except TypeError as error:
+        pytest.skip(f"no parameter groups: {error}")
+    round_trip(tmp_path, make, expected_names(name, ["first.bias", "second.weight", "second.bias"]))
+
+
+def halves(tensor, axis):
+    return [paddle.to_tensor(part) for part in np.split(tensor.numpy(), 2, axis)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_of_cut_parameters(tmp_path, name):
+    """Two halves of every parameter (the columns of a matrix), stepped alike, load into the whole ones.
+
+    ``thin`` has one element on each rank: so have its numbers, which are not cut.
+    """
+    axes = {"wide": 1, "flat": 0, "thin": 0}
+    shapes = {"wide": (3, 4), "flat": (6,), "thin": (2,)}
+    random = np.random.RandomState(5)
+    values = {key: random.randn(*shape).astype("float32") for key, shape in shapes.items()}
+    gradients = [{key: random.randn(*shape).astype("float32") for key, shape in shapes.items()} for _ in range(3)]
+
+    def trained(parts, steps):
+        """A layer with the given values, stepped with gradients cut alike."""
+        layer = nn.Layer()
+        for key, value in parts(values).items():
+            layer.add_parameter(key, layer.create_parameter(list(value.shape)))
+            getattr(layer, key).set_value(value)
+        optimizer = build(name, layer.parameters())
+        for gradient in gradients[:steps]:
+            sum((getattr(layer, key) * paddle.to_tensor(g)).sum() for key, g in parts(gradient).items()).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+        return layer, optimizer
+
+    def part(rank):
+        return lambda whole: {key: np.split(array, 2, axes[key])[rank] for key, array in whole.items()}
+
+    state, both = {}, []
+    for rank in (0, 1):
+        layer, optimizer = trained(part(rank), 2)
+        both.append((layer, optimizer))
+        group = type("Group", (), {"nranks": 2, "rank": rank})
+        shards = fc.build_sharded_state_dict(layer.state_dict(), axes, group=group)
+        for key, weight in {**shards, **optimizer.sharded_state_dict(shards)}.items():
+            state.setdefault(key, []).append(weight)
+    _, per_element, numbers = OPTIMIZERS[name]
+    for key, weights in state.items():
+        parameter, accumulator = (*key.split(".", 1), "")[:2]
+        accumulator = accumulator.removesuffix("_0")
+        if accumulator in numbers:
+            assert {w.global_shape for w in weights} == {(1,)}
+            continue
+        lead = (LEADING[accumulator],) if accumulator in LEADING else ()
+        assert {w.global_shape for w in weights} == {lead + shapes[parameter]}
+        axis = axes[parameter] + len(lead)
+        assert [w.global_offset[axis] for w in weights] == [0, weights[0].local_shape[axis]]
+    # Both ranks' shards in one process: the file does not know how many there were.
+    merged = {}
+    for key, weights in state.items():
+        cut = weights[0].global_shape != weights[0].local_shape
+        axis = next((i for i, (a, b) in enumerate(zip(weights[0].global_shape, weights[0].local_shape)) if a != b), 0)
+        arrays = [weight.local_tensor.numpy() for weight in weights]
+        merged[key] = paddle.to_tensor(np.concatenate(arrays, axis) if cut else arrays[0])
+    fc.save_state_dict(merged, tmp_path)
+    whole, fresh = trained(lambda values: {key: value * 0 for key, value in values.items()}, 0)
+    fc.load_state_dict(state_of(whole, fresh), tmp_path, strict=True)
+    if name != "Lamb":  # its step depends on the norm of the parameter, which tensor parallelism has to sum
+        reference, by_reference = trained(lambda values: values, 2)
+        for ours, theirs in zip(states_of(fresh).values(), states_of(by_reference).values()):
+            assert raw(ours) == raw(theirs)
+        for ours, theirs in zip(whole.parameters(), reference.parameters()):
+            assert raw(ours) == raw(theirs)
+    # And back: the whole checkpoint into the halves.
+    for rank, (layer, optimizer) in enumerate(both):
+        before = [raw(tensor) for tensor in states_of(optimizer).values()]
+        for tensor in states_of(optimizer).values():
+            tensor.set_value(paddle.zeros_like(tensor))
+        group = type("Group", (), {"nranks": 2, "rank": rank})
+        shards = fc.build_sharded_state_dict(layer.state_dict(), axes, group=group)
+        fc.load_state_dict(optimizer.sharded_state_dict(shards), tmp_path)
+        assert [raw(tensor) for tensor in states_of(optimizer).values()] == before
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_master_weights(tmp_path, name):
+    """State only: the CPU has no half-precision kernels to step with."""
+
+    def make(salt):
+        paddle.set_default_dtype("bfloat16")
+        try:
+            model = Model()
+        finally:
+            paddle.set_default_dtype("float32")
+        optimizer = build(name, model.parameters())
+        optimizer._multi_precision = True  # some take it as an argument, all of them read this
+        optimizer._master_weights = {}
+        state = state_of(model, optimizer)
+        random = np.random.RandomState(salt)
+        for weight in state.values():
+            bits = random.randint(0, 100, weight.local_tensor.shape)
+            weight.local_tensor.set_value(paddle.to_tensor(bits).astype(weight.local_tensor.dtype))
+        return model, optimizer, state
+
+    model, optimizer, state = make(1)
+    names = [key for key, _ in model.named_parameters()]
+    masters = [f"{key}.w_0" for key in names]
+    assert sorted(state) == sorted([*names, *masters, *expected_names(name, names)])
+    for key in names:
+        assert str(state[f"{key}.w_0"].local_tensor.dtype) == "paddle.float32"
+        assert state[f"{key}.w_0"].global_shape == state[key].global_shape
+    fc.save_state_dict(state, tmp_path)
+    _, fresh, target = make(2)
+    fc.load_state_dict(target, tmp_path, strict=True)
+    assert [raw(t) for t in states_of(fresh).values()] == [raw(t) for t in states_of(optimizer).values()]
+    ours, theirs = fresh._master_weights.values(), optimizer._master_weights.values()
+    assert [raw(t) for t in ours] == [raw(t) for t in theirs]
+
+
+def test_lbfgs_is_refused():
+    model = Model()
+    for optimizer in (
+        paddle.optimizer.LBFGS(parameters=model.parameters()),
+        paddle.incubate.optimizer.LBFGS(parameters=model.parameters()),
+    ):
+        with pytest.raises(ValueError, match=r"the state of LBFGS cannot be described as shards.*Remedy"):
+            optimizer.sharded_state_dict(model.sharded_state_dict())
+
+
+def test_lookahead_is_refused():
+    model = Model()
+    inner = paddle.optimizer.SGD(parameters=model.parameters())
+    optimizer = paddle.incubate.LookAhead(inner)
+    with pytest.raises(ValueError, match=r"the state of LookAhead cannot be described.*Remedy"):
+        optimizer.sharded_state_dict(model.sharded_state_dict())

@@ -1,0 +1,117 @@
+"""Wrappers in one process: no prefix, no state lost, and a clear word where nothing can be described."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import paddle
+import pytest
+from paddle import nn
+from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.heter_parallel_optimizer import HeterParallelOptimizer
+from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
+from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
+
+from paddle_flexckpt.parallel import optimizer_sharded_state_dict
+
+pytestmark = pytest.mark.compat
+
+
+def make_model():
+    model = nn.Sequential(("a", nn.Linear(2, 3)), ("norm", nn.BatchNorm1D(3)))
+    model.a.bias.stop_gradient = True
+    return model
+
+
+def same(ours, wanted):
+    assert list(ours) == list(wanted)
+    assert all(ours[key].local_tensor is wanted[key].local_tensor for key in wanted)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda model: paddle.DataParallel(model),
+        lambda model: MetaParallelBase(model, None, None),
+        lambda model: MixPrecisionLayer(model, "bfloat16"),
+        lambda model: paddle.DataParallel(MixPrecisionLayer(MetaParallelBase(model, None, None), "bfloat16")),
+    ],
+    ids=["DataParallel", "MetaParallelBase", "MixPrecisionLayer", "all"],
+)
+def test_state_is_that_of_the_model(wrap):
+    model = make_model()
+    wrapper = wrap(model)
+    same(wrapper.sharded_state_dict(), model.sharded_state_dict())
+    same(wrapper.sharded_state_dict("x."), model.sharded_state_dict("x."))
+    # A wrapper somewhere inside a model adds nothing either.
+    outer = nn.Sequential(("net", wrapper))
+    same(outer.sharded_state_dict(), model.sharded_state_dict("net."))
+
+
+def test_a_wrapper_with_state_of_its_own_is_refused():
+    class Scaled(MetaParallelBase):
+        def __init__(self, model):
+            super().__init__(model, None, None)
+            self.scale = self.create_parameter([1])
+
+    with pytest.raises(ValueError, match=r"Scaled has parameters or buffers besides.*\['scale'\] of its own.*Remedy"):
+        Scaled(make_model()).sharded_state_dict()
+    wrapper = MetaParallelBase(make_model(), None, None)
+    wrapper.head = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=r"\['weight', 'bias'\] of head"):
+        wrapper.sharded_state_dict()
+
+
+def test_a_wrapper_that_names_parts_of_its_model_is_not():
+    model = make_model()
+    wrapper = MetaParallelBase(model, None, None)
+    wrapper.first = model.a
+    same(wrapper.sharded_state_dict(), model.sharded_state_dict())
+
+
+def test_a_wrapper_without_a_model_is_refused():
+    wrapper = MetaParallelBase(make_model(), None, None)
+    wrapper._layers = None
+    with pytest.raises(ValueError, match=r"expected a wrapped model under one of _layers, _layer; got \[\].*Remedy"):
+        wrapper.sharded_state_dict()
+
+
+class Forwards:
+    def __init__(self, optimizer):
+        self._anything = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self._anything, name)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda optimizer: optimizer,
+        MixPrecisionOptimizer,
+        lambda optimizer: HeterParallelOptimizer(optimizer, None),
+        lambda optimizer: HeterParallelOptimizer(MixPrecisionOptimizer(optimizer), None),
+        Forwards,
+        lambda optimizer: SimpleNamespace(_inner_opt=SimpleNamespace(_optim=optimizer)),
+    ],
+    ids=["none", "MixPrecisionOptimizer", "HeterParallelOptimizer", "both", "forwards", "named"],
+)
+def test_optimizers(wrap):
+    model = make_model()
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+    wrapper, shards = wrap(optimizer), model.sharded_state_dict()
+    wanted = optimizer.sharded_state_dict(shards)
+    same(optimizer_sharded_state_dict(wrapper, shards), wanted)
+    if not isinstance(wrapper, SimpleNamespace):
+        same(wrapper.sharded_state_dict(shards), wanted)
+
+
+def test_an_unknown_wrapper_is_refused():
+    model = make_model()
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+    for unknown in (SimpleNamespace(mine=optimizer), SimpleNamespace(optimizer=SimpleNamespace(mine=optimizer)), None):
+        with pytest.raises(ValueError, match=r"is no optimizer that can be described: expected.*got a .*Remedy"):
+            optimizer_sharded_state_dict(unknown, model.sharded_state_dict())
+    circle = SimpleNamespace()
+    circle.optimizer = circle
+    with pytest.raises(ValueError, match="is no optimizer that can be described"):
+        optimizer_sharded_state_dict(circle, model.sharded_state_dict())

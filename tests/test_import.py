@@ -1,0 +1,86 @@
+"""What importing the package costs, and that what it promises is there."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import paddle_flexckpt
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOOR = ("algebra", "catalog", "planning", "storage", "report")
+
+
+def modules_after(statement: str) -> tuple[set[str], float]:
+    """Top-level modules loaded by a statement in a fresh interpreter, and its seconds without the interpreter's own."""
+    code = (
+        "import sys, time; begin = time.perf_counter(); "
+        f"{statement}; seconds = time.perf_counter() - begin; "
+        "import json; print(json.dumps([sorted({name.split('.')[0] for name in sys.modules}), seconds]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    names, seconds = json.loads(done.stdout.splitlines()[-1])
+    return set(names), seconds
+
+
+def test_the_top_level_imports_neither_paddle_nor_numpy():
+    begin = time.perf_counter()
+    names, seconds = modules_after("import paddle_flexckpt")
+    print(f"import paddle_flexckpt: {seconds * 1e3:.1f} ms, {(time.perf_counter() - begin) * 1e3:.0f} ms with Python")
+    assert "paddle_flexckpt" in names
+    assert not {"paddle", "numpy", "ml_dtypes", "safetensors", "xxhash"} & names
+
+
+@pytest.mark.parametrize("package", FLOOR)
+def test_the_numpy_floor_does_not_import_paddle(package):
+    names, seconds = modules_after(f"import paddle_flexckpt.{package}")
+    print(f"import paddle_flexckpt.{package}: {seconds * 1e3:.0f} ms")
+    assert "paddle_flexckpt" in names
+    assert not {"paddle", "torch"} & names
+    assert package == "report" or "numpy" in names
+
+
+@pytest.mark.parametrize("name", ["ValidationError", "ravel_index", "Metadata", "LoadReport"])
+def test_a_name_of_the_floor_does_not_import_paddle(name):
+    names, _ = modules_after(f"from paddle_flexckpt import {name}")
+    assert "paddle" not in names
+
+
+@pytest.mark.paddle
+def test_every_public_name_resolves():
+    pytest.importorskip("paddle")
+    assert len(set(paddle_flexckpt.__all__)) == len(paddle_flexckpt.__all__)
+    for name in paddle_flexckpt.__all__:
+        assert getattr(paddle_flexckpt, name) is not None, name
+    assert set(dir(paddle_flexckpt)) >= set(paddle_flexckpt.__all__)
+
+
+def type_checking_imports() -> dict[str, str]:
+    """Names imported for type checkers, with their modules."""
+    tree = ast.parse(Path(paddle_flexckpt.__file__).read_text(encoding="utf-8"))
+    (block,) = [
+        node for node in tree.body
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    ]  # fmt: skip
+    found = {}
+    for statement in block.body:
+        assert isinstance(statement, ast.ImportFrom)
+        for alias in statement.names:
+            found[alias.asname or alias.name] = statement.module.removeprefix("paddle_flexckpt.")
+    return found
+
+
+def test_type_checkers_see_what_the_lazy_table_gives():
+    assert type_checking_imports() == paddle_flexckpt._HOME
+    assert set(paddle_flexckpt.__all__) == {*paddle_flexckpt._HOME, "__version__"}
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        paddle_flexckpt.nonsense  # noqa: B018
