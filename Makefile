@@ -40,6 +40,11 @@ test-full: $(TEST_STAMP) ## run all tests with the long searches of the property
 	@echo "[make] running the tests with the Hypothesis profile 'full'"
 	@HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest $(PYTEST_FLAGS) tests
 
+.PHONY: test-matrix
+test-matrix: $(TEST_STAMP) ## save under every parallel strategy and load under every other; results in matrix.json
+	@echo "[make] running the matrix of strategies"
+	@$(BIN)/python -m tests.distributed.matrix.table --json matrix.json
+
 .PHONY: lint
 lint: $(TEST_STAMP) ## check style, types and import contracts
 	@echo "[make] ruff check"

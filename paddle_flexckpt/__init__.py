@@ -26,14 +26,28 @@ if TYPE_CHECKING:
         Metadata,
         ValidationError,
     )
-    from paddle_flexckpt.parallel import install, is_installed, uninstall
+    from paddle_flexckpt.parallel import (
+        ExpertParallelMixin,
+        init_optimizer_state,
+        install,
+        is_installed,
+        optimizer_sharded_state_dict,
+        uninstall,
+    )
     from paddle_flexckpt.report import LoadReport, SaveReport
     from paddle_flexckpt.runtime.assign import assign_sharded_slice
+    from paddle_flexckpt.runtime.extra_state import (
+        ExtraStateReport,
+        collect_extra_state,
+        load_extra_state,
+        restore_extra_state,
+    )
     from paddle_flexckpt.runtime.loader import load_state_dict
     from paddle_flexckpt.runtime.merged import load_merged_state_dict
     from paddle_flexckpt.runtime.resharder import _load_state_dict, reshard_sharded_state_dict
     from paddle_flexckpt.runtime.saver import save_state_dict
     from paddle_flexckpt.sharded_weight import (
+        FusedAxis,
         ShardedStateDict,
         ShardedTensor,
         ShardedWeight,
@@ -64,14 +78,28 @@ _MODULES = {
         "Metadata",
         "ValidationError",
     ),
-    "parallel": ("install", "is_installed", "uninstall"),
+    "parallel": (
+        "ExpertParallelMixin",
+        "init_optimizer_state",
+        "install",
+        "is_installed",
+        "optimizer_sharded_state_dict",
+        "uninstall",
+    ),
     "report": ("LoadReport", "SaveReport"),
     "runtime.assign": ("assign_sharded_slice",),
+    "runtime.extra_state": (
+        "ExtraStateReport",
+        "collect_extra_state",
+        "load_extra_state",
+        "restore_extra_state",
+    ),
     "runtime.loader": ("load_state_dict",),
     "runtime.merged": ("load_merged_state_dict",),
     "runtime.resharder": ("_load_state_dict", "reshard_sharded_state_dict"),
     "runtime.saver": ("save_state_dict",),
     "sharded_weight": (
+        "FusedAxis",
         "ShardedStateDict",
         "ShardedTensor",
         "ShardedWeight",
@@ -91,6 +119,9 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = [
     "CheckpointError",
     "CorruptCheckpointError",
+    "ExpertParallelMixin",
+    "ExtraStateReport",
+    "FusedAxis",
     "LoadReport",
     "LocalTensorIndex",
     "LocalTensorMetadata",
@@ -106,20 +137,25 @@ __all__ = [
     "assign_sharded_slice",
     "build_shard_desc",
     "build_sharded_state_dict",
+    "collect_extra_state",
     "create_sharded_weight_with_new_local",
     "flat_range_in_min_slice",
     "get_overlap_region",
+    "init_optimizer_state",
     "install",
     "is_installed",
     "is_sharded_state_dict",
+    "load_extra_state",
     "load_merged_state_dict",
     "load_state_dict",
     "make_replicated_sharded_weight",
     "make_tp_sharded_weight_for_checkpoint",
     "merge_shard_info_list",
     "minimal_nd_slice",
+    "optimizer_sharded_state_dict",
     "ravel_index",
     "reshard_sharded_state_dict",
+    "restore_extra_state",
     "save_state_dict",
     "shard_weight",
     "uninstall",

@@ -72,6 +72,7 @@ class LoadReport:
         unexpected: Keys that the source has and no rank asked for.
         aliases: Keys that were found under another name (tied parameters).
         cast: Keys whose values were cast, with the dtypes.
+        masters: Master weights that started from their parameters, and parameters taken from their master weights.
         bytes_needed: Bytes of the pieces that fill this rank's targets.
         bytes_read: Bytes of tensors read from files.
         bytes_verified: Bytes of these whose checksums were compared.
@@ -90,6 +91,7 @@ class LoadReport:
     unexpected: list[str]
     aliases: dict[str, str]
     cast: dict[str, str]
+    masters: dict[str, str] = field(default_factory=dict)
     bytes_needed: int = 0
     bytes_read: int = 0
     bytes_verified: int = 0
@@ -118,6 +120,7 @@ class LoadReport:
             ("unexpected", len(self.unexpected)),
             ("under another name", len(self.aliases)),
             ("cast", len(self.cast)),
+            ("between parameter and master weight", len(self.masters)),
         ):
             if count:
                 text += f", {count} {name}"

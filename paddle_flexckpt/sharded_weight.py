@@ -28,6 +28,24 @@ class ShardedWeightDesc:
     dtype: str | None = None
 
 
+@dataclass(frozen=True)
+class FusedAxis:
+    """A shard rule for a parameter that fuses several (q, k and v; gate and up) along the axis that is cut.
+
+    Every rank holds its parts of all of them side by side, so the whole tensor in rank order is another permutation for
+    every degree of tensor parallelism. Such a parameter loads under the degree that it was saved under; under any other
+    it is refused, with the AOA statement that would put its parts right.
+
+    Attributes:
+        axis: The axis that is cut.
+        statement: Tags and attributes of the AOA statement, e.g. ``"fused_ffn"`` or ``"fused_qkv_old, num_heads=8,
+            num_key_value_groups=2"``.
+    """
+
+    axis: int
+    statement: str
+
+
 class ShardedWeight(_PaddleShardedWeight):
     """The part of one tensor that this rank holds.
 
@@ -44,6 +62,7 @@ class ShardedWeight(_PaddleShardedWeight):
         flattened_range: That range, counted from the start of the box.
         aliases: Other names under which a checkpoint may hold the same tensor (tied parameters). They are tried in
             order when the key itself is not there.
+        fused: The rule of a fused parameter, or None.
     """
 
     # The parent's constructor is not called: it rejects a tensor that has no Paddle methods (a numpy array).
@@ -57,6 +76,7 @@ class ShardedWeight(_PaddleShardedWeight):
         is_flattened: bool = False,
         flattened_range: slice | None = None,
         aliases: Iterable[str] = (),
+        fused: FusedAxis | None = None,
     ) -> None:
         if _is_dist_tensor(local_tensor):
             raise ValueError(
@@ -71,6 +91,7 @@ class ShardedWeight(_PaddleShardedWeight):
         self.is_flattened = bool(is_flattened)
         self.flattened_range = flattened_range
         self.aliases = tuple(aliases)
+        self.fused = fused
 
     def __str__(self) -> str:
         shape = list(getattr(self.local_tensor, "shape", ()))
@@ -196,13 +217,18 @@ def create_sharded_weight_with_new_local(
             f"Shape mismatch: {new_key!r} has local shape {shape}; expected {expected} as {reference_tensor.key!r} has"
         )
     return ShardedWeight(
-        new_key, new_local_tensor, expected, reference_tensor.global_shape, reference_tensor.global_offset
+        new_key,
+        new_local_tensor,
+        expected,
+        reference_tensor.global_shape,
+        reference_tensor.global_offset,
+        fused=getattr(reference_tensor, "fused", None),
     )
 
 
 def build_sharded_state_dict(
     state_dict: Mapping[str, Any],
-    shard_rules: Mapping[str, int] | None = None,
+    shard_rules: Mapping[str, int | FusedAxis] | None = None,
     prefix: str = "",
     group: Any = None,
 ) -> dict[str, ShardedWeight]:
@@ -210,7 +236,8 @@ def build_sharded_state_dict(
 
     Args:
         state_dict: Names and local tensors.
-        shard_rules: The cut axis of each tensor that is cut; the others are replicated.
+        shard_rules: The cut axis of each tensor that is cut, as a :class:`FusedAxis` if it fuses several; the others
+            are replicated.
         prefix: Put in front of every name.
         group: The process group that cuts them; fleet's model-parallel group by default.
 
@@ -227,7 +254,10 @@ def build_sharded_state_dict(
         key = f"{prefix}{name}"
         if name in rules:
             axis_group = model_parallel_group(key) if group is None else group
-            sharded[key] = shard_weight(key, tensor, rules[name], axis_group)
+            rule = rules[name]
+            axis = rule.axis if isinstance(rule, FusedAxis) else rule
+            sharded[key] = shard_weight(key, tensor, axis, axis_group)
+            sharded[key].fused = rule if isinstance(rule, FusedAxis) else None
             continue
         if getattr(tensor, "is_distributed", False):
             raise ValueError(

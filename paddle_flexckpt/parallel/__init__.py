@@ -3,7 +3,7 @@
 from paddle_flexckpt.parallel.experts import ExpertParallelMixin
 from paddle_flexckpt.parallel.install import install, is_installed, uninstall
 from paddle_flexckpt.parallel.layers import LayerMixin
-from paddle_flexckpt.parallel.optimizers import OptimizerMixin
+from paddle_flexckpt.parallel.optimizers import OptimizerMixin, init_optimizer_state
 from paddle_flexckpt.parallel.tensor_parallel import (
     ColumnParallelMixin,
     RowParallelMixin,
@@ -18,6 +18,7 @@ __all__ = [
     "OptimizerMixin",
     "RowParallelMixin",
     "VocabParallelMixin",
+    "init_optimizer_state",
     "install",
     "is_installed",
     "optimizer_sharded_state_dict",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import FunctionType
 from typing import Any
 
@@ -13,6 +14,7 @@ from paddle_flexckpt.parallel.optimizers import (
     OverInstance,
     UndescribedOptimizerMixin,
 )
+from paddle_flexckpt.parallel.pipeline import PipelineLayerMixin
 from paddle_flexckpt.parallel.sharding import ShardingStage2Mixin, ShardingV1Mixin, ShardingV2Mixin
 from paddle_flexckpt.parallel.tensor_parallel import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin
 from paddle_flexckpt.parallel.wrappers import WrapperMixin
@@ -30,6 +32,7 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         dygraph_sharding_optimizer as sharding_v1_v2,
     )
     from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
+    from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import PipelineLayer
     from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_optimizer_stage2 as stage2
     from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage2 import GroupShardedStage2
     from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_stage3 import GroupShardedStage3
@@ -46,6 +49,7 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (mp_layers.RowParallelLinear, (LayerMixin, RowParallelMixin)),
         (sequence_parallel.ColumnSequenceParallelLinear, (LayerMixin, ColumnParallelMixin)),
         (sequence_parallel.RowSequenceParallelLinear, (LayerMixin, RowParallelMixin)),
+        (PipelineLayer, (PipelineLayerMixin,)),
         (MoELayer, (ExpertParallelMixin, MoELayerMixin)),
         *((wrapper, (WrapperMixin,)) for wrapper in (MetaParallelBase, paddle.DataParallel, MixPrecisionLayer)),
         *((wrapper, (WrapperMixin,)) for wrapper in (GroupShardedStage2, GroupShardedStage3, *_fully_shard())),
@@ -53,7 +57,9 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (paddle.optimizer.Optimizer, (OptimizerMixin,)),
         # In some versions of Paddle these have a method of their own, which would hide Optimizer's.
         (paddle.optimizer.AdamW, (OptimizerMixin,)),
-        *((refused, (UndescribedOptimizerMixin,)) for refused in (paddle.optimizer.LBFGS, incubate.LBFGS)),
+        (paddle.optimizer.LBFGS, (UndescribedOptimizerMixin,)),
+        # Deprecated: the public name is a function that warns.
+        (inspect.unwrap(incubate.LBFGS), (UndescribedOptimizerMixin,)),  # type: ignore[list-item]
         (incubate.LookAhead, (UndescribedOptimizerMixin,)),
         (sharding_v1_v2.DygraphShardingOptimizer, (ShardingV1Mixin,)),
         (sharding_v1_v2.DygraphShardingOptimizerV2, (ShardingV2Mixin,)),

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from paddle_flexckpt.parallel.sharding_stage3 import describe_sliced, identity
-from paddle_flexckpt.sharded_weight import ShardedStateDict, ShardedWeight, build_sharded_state_dict, is_sharded_weight
+from paddle_flexckpt.sharded_weight import (
+    FusedAxis,
+    ShardedStateDict,
+    ShardedWeight,
+    build_sharded_state_dict,
+    is_sharded_weight,
+)
 
 
 class LayerMixin:
@@ -29,16 +35,7 @@ class LayerMixin:
         Raises:
             ValueError: A cut parameter has no rule, a rule has no parameter, or two sub-layers give the same name.
         """
-        own = _own_state(self)
-        rules = {
-            name: axis
-            for name, axis in (self._get_shard_rules() or {}).items()
-            if not _is_absent(self, name)  # a layer without bias keeps its rule for one
-        }
-        group = self._get_shard_group() if rules else None
-        whole = build_sharded_state_dict(own, rules, structured_name_prefix, group)
-        # By their shapes so far: a parameter that stage 3 has released has no memory of its own.
-        sharded: ShardedStateDict = {key: describe_sliced(self, weight) for key, weight in whole.items()}
+        sharded = _own_shards(self, structured_name_prefix)
         for name, layer in self._sub_layers.items():
             if layer is None:
                 continue
@@ -50,13 +47,29 @@ class LayerMixin:
         _note_tied(sharded)
         return sharded
 
-    def _get_shard_rules(self) -> dict[str, int] | None:
-        """The cut axis of each of the layer's own parameters that is cut; None where none is."""
+    def _get_shard_rules(self) -> dict[str, int | FusedAxis] | None:
+        """The cut axis of each of the layer's own parameters that is cut; None where none is.
+
+        A parameter that fuses several along that axis (q, k and v; gate and up) has a :class:`FusedAxis` as its rule.
+        """
         return None
 
     def _get_shard_group(self) -> Any:
         """The process group that cuts the parameters; None is fleet's model-parallel group."""
         return getattr(self, "model_parallel_group", None)
+
+
+def _own_shards(layer: Any, prefix: str) -> ShardedStateDict:
+    """A layer's own parameters and persistable buffers as its rules say, without its sub-layers'."""
+    rules = {
+        name: axis
+        for name, axis in (layer._get_shard_rules() or {}).items()
+        if not _is_absent(layer, name)  # a layer without bias keeps its rule for one
+    }
+    group = layer._get_shard_group() if rules else None
+    whole = build_sharded_state_dict(_own_state(layer), rules, prefix, group)
+    # By their shapes so far: a parameter that stage 3 has released has no memory of its own.
+    return {key: describe_sliced(layer, weight) for key, weight in whole.items()}
 
 
 def _own_state(layer: Any) -> dict[str, Any]:
@@ -85,6 +98,12 @@ def _note_tied(sharded: ShardedStateDict) -> None:
     for tied in names.values():
         if len(tied) < 2:
             continue
+        places = {key: (tuple(sharded[key].global_shape), tuple(sharded[key].global_offset)) for key in tied}
+        if len(set(places.values())) > 1:
+            raise ValueError(
+                f"one tied parameter is described in different ways: {places}. Remedy: give all layers that share it "
+                "the same shard rule and group"
+            )
         for key in tied:
             if isinstance(sharded[key], ShardedWeight):
                 sharded[key].aliases = tuple(sorted(other for other in tied if other != key))

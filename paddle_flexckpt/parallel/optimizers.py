@@ -8,7 +8,7 @@ accumulators that nobody foresaw, is described like any other.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
@@ -186,6 +186,7 @@ def describe_states(
     model: Mapping[str, ShardedWeight],
     names: Mapping[str, list[str]],
     flat_ranges: Mapping[str, slice] | None = None,
+    owned: Collection[str] | None = None,
 ) -> ShardedStateDict:
     """Describes all accumulators and master weights of an optimizer.
 
@@ -195,6 +196,7 @@ def describe_states(
         names: Structured names by name of parameter.
         flat_ranges: By name of parameter, the flattened range of its local box that the states of this rank are of;
             parameters without one have states of their own shape. Storage beyond the range is padding.
+        owned: Names of the parameters whose states this rank is to describe; all by default.
     """
     # Stage 3 makes masters for every half-precision parameter; without multi_precision no step ever looks at them.
     masters = getattr(optimizer, "_master_weights", {}) if getattr(optimizer, "_multi_precision", True) else {}
@@ -207,12 +209,16 @@ def describe_states(
             raise ValueError(
                 f"{type(optimizer).__name__} has a state for {parameter!r}, which is not in model_sharded_state_dict"
             )
+        if owned is not None and parameter not in owned:
+            return
         keys = names[parameter]
         flat = (flat_ranges or {}).get(parameter)
         if flat is not None and flat.stop <= flat.start:
             return  # this rank's part of the buffer holds nothing of the parameter, at most padding
         state = _describe(keys[0], suffix, tensor, model[keys[0]], scalar, flat)
-        state.aliases = tuple(f"{other}.{suffix}" for other in keys[1:])
+        # A pipeline stage knows names of a tied parameter that are not in its own dict.
+        others = dict.fromkeys((*keys[1:], *getattr(model[keys[0]], "aliases", ())))
+        state.aliases = tuple(f"{other}.{suffix}" for other in others)
         sharded[state.key] = state
 
     for raw_name, tensors in optimizer._accumulators.items():
@@ -267,4 +273,5 @@ def _describe_flat(key: str, tensor: Any, reference: ShardedWeight, flat: slice)
         reference.global_offset,
         is_flattened=True,
         flattened_range=slice(int(flat.start), int(flat.stop)),
+        fused=getattr(reference, "fused", None),
     )

@@ -19,19 +19,14 @@ PipelinePretrainedModel does.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from paddle_flexckpt.parallel.layers import _note_tied, _own_shards
+from paddle_flexckpt.parallel.pipeline_positions import Position, layers_beside, positions_of, shared_name
 from paddle_flexckpt.sharded_weight import ShardedStateDict
-
-_REMEDY = (
-    "Remedy: leave _layers_desc and run_function as PipelineLayer made them, or override sharded_state_dict() in the "
-    "subclass that changes them"
-)
 
 
 class PipelineLayerMixin:
@@ -59,8 +54,7 @@ class PipelineLayerMixin:
             name, others = naming(shard)
             key = structured_name_prefix + name
             if key not in sharded:
-                sharded[key] = copy.copy(shard.weight)
-                sharded[key].key, origins[key] = key, shard.origin
+                sharded[key], origins[key] = shard.weight, shard.origin
             elif sharded[key].local_tensor is not shard.weight.local_tensor:
                 raise ValueError(
                     f"key {key!r} would name two parameters: {origins[key]} of local shape "
@@ -69,8 +63,8 @@ class PipelineLayerMixin:
                     "or _pp_to_single_mapping"
                 )
             aliases[key] = (*aliases.get(key, ()), *(structured_name_prefix + other for other in others))
-        for weight in sharded.values():
-            weight.aliases = ()  # those of the layers are among ours
+        for key, weight in sharded.items():
+            weight.key, weight.aliases = key, ()  # the layers' own aliases are among ours
         _note_tied(sharded)
         for key, weight in sharded.items():
             weight.aliases = tuple(a for a in dict.fromkeys((*weight.aliases, *aliases[key])) if a != key)
@@ -85,23 +79,6 @@ class PipelineLayerMixin:
             None: the numbered keys are the names.
         """
         return None
-
-
-@dataclass(frozen=True)
-class _Position:
-    """A layer of this stage and where it stands in the description.
-
-    Attributes:
-        index: Its number in the list of LayerDescs.
-        layer: The layer.
-        desc: Its entry in the list.
-        paddle_prefixes: What Paddle's state_dict() puts in front of its parameters' names.
-    """
-
-    index: int
-    layer: Any
-    desc: Any
-    paddle_prefixes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -125,30 +102,28 @@ class _Shard:
 
 def _shards(pipeline: Any, prefix: str) -> Iterator[_Shard]:
     """All parameters and persistable buffers of this stage; a shared layer is described once."""
-    from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SharedLayerDesc
-
-    positions = list(_positions(pipeline))
-    held: dict[str, list[_Position]] = {}
+    positions = positions_of(pipeline)
     for position in positions:
-        if isinstance(position.desc, SharedLayerDesc):
-            held.setdefault(position.desc.layer_name, []).append(position)
-    for position in positions:
-        name = position.desc.layer_name if isinstance(position.desc, SharedLayerDesc) else None
-        if name is None:
+        if position.shared is None:
             yield from _of_layer(position, prefix)
-        elif held[name][0] is position:
-            descs = {i: desc for i, desc in enumerate(pipeline._layers_desc) if _is_shared_as(desc, name)}
-            yield from _of_shared(held[name], descs, prefix)
-    yield from _of_the_rest(pipeline, positions, prefix)
+            continue
+        held = [other for other in positions if other.shared == position.shared]
+        if held[0] is position:
+            descs = {i: desc for i, desc in enumerate(pipeline._layers_desc) if shared_name(desc) == position.shared}
+            yield from _of_shared(held, descs, prefix)
+    # What a subclass has of its own, every stage has.
+    for key, weight in _own_shards(pipeline, prefix).items():
+        yield _beside(pipeline, key[len(prefix) :], weight)
+    for name, layer in layers_beside(pipeline, positions):
+        for key, weight in layer.sharded_state_dict(structured_name_prefix=f"{prefix}{name}.").items():
+            yield _beside(pipeline, key[len(prefix) :], weight)
 
 
-def _is_shared_as(desc: Any, name: str) -> bool:
-    from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SharedLayerDesc
-
-    return isinstance(desc, SharedLayerDesc) and desc.layer_name == name
+def _beside(pipeline: Any, name: str, weight: Any) -> _Shard:
+    return _Shard(weight, name, (), (name,), f"{name} of {type(pipeline).__name__}")
 
 
-def _of_layer(position: _Position, prefix: str) -> Iterator[_Shard]:
+def _of_layer(position: Position, prefix: str) -> Iterator[_Shard]:
     index = position.index
     for local, weight, tied in _described(position, prefix):
         aliases = tuple(f"{index}.{other}" for other in tied)
@@ -156,7 +131,7 @@ def _of_layer(position: _Position, prefix: str) -> Iterator[_Shard]:
         yield _Shard(weight, f"{index}.{local}", aliases, names, _origin(position, local))
 
 
-def _of_shared(held: list[_Position], descs: Mapping[int, Any], prefix: str) -> Iterator[_Shard]:
+def _of_shared(held: list[Position], descs: Mapping[int, Any], prefix: str) -> Iterator[_Shard]:
     """The parameters of a shared layer.
 
     Args:
@@ -182,84 +157,7 @@ def _of_shared(held: list[_Position], descs: Mapping[int, Any], prefix: str) -> 
         yield _Shard(weight, f"{index}.{named[0]}", aliases, paddle_names, _origin(held[0], local))
 
 
-def _of_the_rest(pipeline: Any, positions: Iterable[_Position], prefix: str) -> Iterator[_Shard]:
-    """What a subclass has beside the layers of the description; every stage has it."""
-    kind = type(pipeline).__name__
-    for key, weight in _own_shards(pipeline, prefix).items():
-        name = key[len(prefix) :]
-        yield _Shard(weight, name, (), (name,), f"{name} of {kind}")
-    layers = {id(position.layer) for position in positions}
-    chunks = list(getattr(pipeline, "_model_chunks", None) or ())
-    containers = {id(chunk) for chunk in (*chunks, pipeline.shared_layers)}
-    containers.add(id(getattr(pipeline, "local_shared_layers", None)))
-    for chunk in chunks:
-        layers.update(id(graph) for graph in chunk.run_function if _graphed(graph) is not None)
-        lost = [name for name, layer in chunk._sub_layers.items() if id(layer) not in layers]
-        if lost:
-            raise ValueError(f"sub-layers {lost} of a chunk of {kind} are not in its run_function. {_REMEDY}")
-    for name, layer in pipeline._sub_layers.items():
-        if layer is None or id(layer) in layers or id(layer) in containers:
-            continue
-        if name.isdigit():
-            raise ValueError(f"sub-layer {name!r} of {kind} is not the one in its run_function. {_REMEDY}")
-        for key, weight in layer.sharded_state_dict(structured_name_prefix=f"{prefix}{name}.").items():
-            own = key[len(prefix) :]
-            yield _Shard(weight, own, (), (own,), f"{own} of {kind}")
-
-
-def _positions(pipeline: Any) -> Iterator[_Position]:
-    """The layers of this stage in the order of the description; functions in it have no parameters."""
-    from paddle.distributed.fleet.meta_parallel.parallel_layers import pp_layers
-
-    local_shared = getattr(pp_layers, "LocalSharedLayerDesc", ())  # of DualPipeV; came with Paddle 3.1
-    for start, end, functions, chunked in _segments(pipeline):
-        for local, (desc, function) in enumerate(zip(pipeline._layers_desc[start:end], functions)):
-            index = start + local
-            layer, paths = function, (f"{start}.{local}." if chunked else f"{index}.",)
-            if isinstance(desc, (pp_layers.SharedLayerDesc, *((local_shared,) if local_shared else ()))):
-                # With a forward_func, Paddle keeps partial(forward_func, layer).
-                layer = function.args[0] if isinstance(function, partial) and function.args else function
-            if isinstance(desc, pp_layers.SharedLayerDesc):
-                name = desc.layer_name
-                if name not in pipeline.shared_layers or pipeline.shared_layers[name] is not layer:
-                    raise ValueError(
-                        f"layer {index} of {type(pipeline).__name__} should be the shared layer {name!r}; got "
-                        f"{function!r}. {_REMEDY}"
-                    )
-                paths = (f"shared_layers.{name}.", *((*paths, f"{start}.{name}.") if chunked else ()))
-            if hasattr(layer, "sharded_state_dict"):
-                yield _Position(index, layer, desc, paths)
-
-
-def _segments(pipeline: Any) -> Iterator[tuple[int, int, list[Any], bool]]:
-    """``(start, end, functions, whether it is a chunk)`` of each part of the description that this stage holds."""
-    kind = type(pipeline).__name__
-    if hasattr(pipeline, "_start_poss"):  # virtual stages, or DualPipeV
-        chunks = [chunk.run_function for chunk in pipeline._model_chunks]
-        bounds = list(zip(pipeline._start_poss, pipeline._end_poss))
-    elif hasattr(pipeline, "_start_pos"):
-        chunks, bounds = [pipeline.run_function], [(pipeline._start_pos, pipeline._end_pos)]
-    else:
-        raise ValueError(f"{kind} does not say which layers of its description it holds. {_REMEDY}")
-    if len(chunks) != len(bounds):
-        raise ValueError(f"{kind} has {len(chunks)} chunks for {len(bounds)} parts of its description. {_REMEDY}")
-    for (start, end), functions in zip(bounds, chunks):
-        expanded = [each for function in functions for each in (_graphed(function) or [function])]
-        if len(expanded) != end - start:
-            raise ValueError(
-                f"{kind} holds layers {start} to {end} of its description: expected {end - start} functions in "
-                f"run_function; got {len(expanded)}. {_REMEDY}"
-            )
-        yield start, end, expanded, hasattr(pipeline, "_start_poss")
-
-
-def _graphed(function: Any) -> list[Any] | None:
-    """The layers that a CUDAGraphedLayer stands for, which Paddle puts neighbouring layers into; None: it is none."""
-    group = getattr(getattr(function, "context", None), "layer", None)
-    return list(group.run_function) if hasattr(group, "run_function") else None
-
-
-def _described(position: _Position, prefix: str) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+def _described(position: Position, prefix: str) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """``(name, shard, other names)`` of the layer's parameters; names are as in the layer."""
     path = f"{prefix}{position.index}."
     for key, weight in position.layer.sharded_state_dict(structured_name_prefix=path).items():
@@ -272,7 +170,7 @@ def _described(position: _Position, prefix: str) -> Iterator[tuple[str, Any, tup
         yield key[len(path) :], weight, tied
 
 
-def _origin(position: _Position, local: str) -> str:
+def _origin(position: Position, local: str) -> str:
     return f"{local} of layer {position.index} ({type(position.layer).__name__})"
 
 

@@ -80,4 +80,7 @@ class ShardingStage2Mixin:
         names = names_by_tensor(model_sharded_state_dict)
         owned = [p for p in self._segment_params()[self._rank] if not p.stop_gradient]
         create_accumulators(self._optim, owned, names)
-        return describe_states(self._optim, model_sharded_state_dict, names)
+        # Where a trainable parameter got no gradient, Paddle does not reduce its bucket, and every rank steps on all
+        # parameters of it: parameters are then sent by their owners, but the other ranks' states stay, and are wrong.
+        mine = {p.name for p in owned}
+        return describe_states(self._optim, model_sharded_state_dict, names, owned=mine)

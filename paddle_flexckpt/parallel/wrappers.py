@@ -1,7 +1,7 @@
 """Wrappers: what wraps a model or an optimizer adds nothing to a checkpoint, least of all a prefix to its keys.
 
-Paddle's wrappers of optimizers (HybridParallelOptimizer, HeterParallelOptimizer, MixPrecisionOptimizer) pass on what
-they do not have, so that the method of the optimizer inside answers; they need no mixin.
+Paddle's wrappers of optimizers (HybridParallelOptimizer, HeterParallelOptimizer) pass on what they do not have, so that
+the method of the optimizer inside answers; they need no mixin.
 """
 
 from __future__ import annotations

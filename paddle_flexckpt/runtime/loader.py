@@ -42,6 +42,7 @@ def load_state_dict(
     strict: Strict = "missing",
     dtype: Literal["raise", "cast"] = "raise",
     tied_names: bool = True,
+    master_weights: Literal["exact", "convert"] = "exact",
     verify: bool = True,
 ) -> LoadReport:
     """Fills live shards, in place, from a checkpoint that was saved under this or any other layout.
@@ -67,6 +68,9 @@ def load_state_dict(
         dtype: ``"raise"`` makes a dtype that differs an error; ``"cast"`` converts the values.
         tied_names: Whether a key that the checkpoint lacks may be taken from another name of the same, tied
             parameter; the report lists those.
+        master_weights: ``"convert"`` lets a master weight (``.w_0``) that the checkpoint lacks start from its
+            parameter, and takes a float32 parameter from its master weight where the checkpoint has one; the report
+            lists those. ``"exact"`` does neither.
         verify: Whether to compare the checksum of every block that is read whole.
 
     Returns:
@@ -88,7 +92,7 @@ def load_state_dict(
         check_coordinator(comm, coordinator_rank)
         manifest = directory.read_manifest(unique_id)
         state = open_state(state_dict, comm.rank)
-        wanted = resolve(state, manifest.catalog, Policy(strict, dtype, tied_names))
+        wanted = resolve(state, manifest.catalog, Policy(strict, dtype, tied_names, master_weights))
         plan = _plan(manifest.catalog, wanted)
         reader = stack.enter_context(FileReader(directory.path, manifest, verify))
         reader.check_files(plan.pieces.source)
@@ -121,6 +125,7 @@ def load_state_dict(
         unexpected=unexpected,
         aliases=ready.wanted.aliases,
         cast=ready.wanted.cast,
+        masters=ready.wanted.masters,
         bytes_needed=ready.plan.needed_bytes,
         bytes_read=count.bytes_read,
         bytes_verified=count.bytes_verified,
@@ -177,7 +182,7 @@ def used_keys(source: Catalog, wanted: Wanted) -> np.ndarray:
     index = {name: i for i, name in enumerate(source.keys)}
     used = np.zeros(len(source.keys), dtype=bool)
     # All targets count, also those that share memory with one that is filled.
-    used[[index[name] for name in wanted.catalog.keys if name in index]] = True
+    used[[index[name] for name in (*wanted.catalog.keys, *wanted.masters) if name in index]] = True
     return used
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.runtime.communicator import SoloCommunicator
 from paddle_flexckpt.runtime.loader import load_state_dict, refuse_aoa
 from paddle_flexckpt.storage import CheckpointDirectory
@@ -37,18 +39,25 @@ def load_merged_state_dict(
         ValidationError: There is no such checkpoint.
         CorruptCheckpointError: It is damaged.
     """
-    import paddle
-
     refuse_aoa(aoa_config)
     manifest = CheckpointDirectory(os.fspath(path)).read_manifest(unique_id)
     catalog = manifest.catalog
     start = f"{prefix}." if prefix else ""
-    keys, first_rows = np.unique(catalog.key, return_index=True)
+    tensors = empty_tensors(catalog, [key for key in catalog.keys if key.startswith(start)])
+    load_state_dict(tensors, path, SoloCommunicator(), unique_id=manifest.unique_id)
+    return {name[len(start) :]: tensors[name] for name in sorted(tensors)}
+
+
+def empty_tensors(catalog: Catalog, names: Iterable[str]) -> dict[str, Any]:
+    """A fresh tensor on the CPU for each of some keys of a checkpoint, of its whole shape."""
+    import paddle
+
+    wanted = set(names)
     tensors = {}
+    keys, first_rows = np.unique(catalog.key, return_index=True)
     for key, row in zip(keys.tolist(), first_rows.tolist()):
-        if catalog.keys[key].startswith(start):
+        if catalog.keys[key] in wanted:
             shape = list(catalog.unpadded(row, catalog.global_shape))
             with paddle.no_grad():
                 tensors[catalog.keys[key]] = paddle.empty(shape, dtype=catalog.dtype_name(row)).cpu()
-    load_state_dict(tensors, path, SoloCommunicator(), unique_id=manifest.unique_id)
-    return {name[len(start) :]: tensors[name] for name in sorted(tensors)}
+    return tensors

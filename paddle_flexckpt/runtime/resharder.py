@@ -53,6 +53,7 @@ def reshard_sharded_state_dict(
     strict: Strict = "missing",
     dtype: Literal["raise", "cast"] = "raise",
     tied_names: bool = True,
+    master_weights: Literal["exact", "convert"] = "exact",
     check_replicas: bool = True,
 ) -> LoadReport:
     """Moves live state from one layout to another, in memory.
@@ -73,6 +74,7 @@ def reshard_sharded_state_dict(
         strict: As in :func:`load_state_dict`.
         dtype: As in :func:`load_state_dict`.
         tied_names: As in :func:`load_state_dict`.
+        master_weights: As in :func:`load_state_dict`.
         check_replicas: Whether replicas of one source shard have to be equal, byte for byte. Without the check, a rank
             is given its own replica's values, or any other's.
 
@@ -105,6 +107,7 @@ def reshard_sharded_state_dict(
         strict=strict,
         dtype=dtype,
         tied_names=tied_names,
+        master_weights=master_weights,
         check_replicas=check_replicas,
     )
 
@@ -122,6 +125,7 @@ def _load_state_dict(
     strict: Strict = "missing",
     dtype: Literal["raise", "cast"] = "raise",
     tied_names: bool = True,
+    master_weights: Literal["exact", "convert"] = "exact",
     check_replicas: bool = True,
 ) -> LoadReport:
     """Fills targets from (virtual) files whose tensors are in the ranks' memory.
@@ -139,6 +143,7 @@ def _load_state_dict(
         strict: As in :func:`load_state_dict`.
         dtype: As in :func:`load_state_dict`.
         tied_names: As in :func:`load_state_dict`.
+        master_weights: As in :func:`load_state_dict`.
         check_replicas: Whether replicas of one source shard have to be equal, byte for byte. Without the check, a rank
             is given its own replica's values, or any other's.
 
@@ -164,7 +169,7 @@ def _load_state_dict(
 
         def describe() -> tuple[tuple[LocalState, Wanted], bytes]:
             state = open_state(target_state_dict, comm.rank)
-            wanted = resolve(state, source, Policy(strict, dtype, tied_names))
+            wanted = resolve(state, source, Policy(strict, dtype, tied_names, master_weights))
             refuse_shared_memory(source, held, state)
             parts = (
                 json.dumps(options).encode(),
@@ -200,6 +205,7 @@ def _load_state_dict(
         unexpected=unexpected,
         aliases=wanted.aliases,
         cast=wanted.cast,
+        masters=wanted.masters,
         bytes_needed=counts["copied"] + counts["received"],
         bytes_copied=counts["copied"],
         bytes_received=counts["received"],
@@ -228,7 +234,9 @@ def _gather_source(
         lost = sorted(files - set(holders))
         if lost:
             raise ValidationError([Problem("no rank holds a file that the metadata names", file=file) for file in lost])
-        return catalog_from_metadata(metadata, holders.__getitem__), b""
+        source = catalog_from_metadata(metadata, holders.__getitem__)
+        _held_tensors(source, source_state_dict, comm.rank)  # what is wrong here has to be every rank's error
+        return source, b""
 
     return comm.together(build, _CONTEXT)[0]
 

@@ -10,10 +10,13 @@ import numpy as np
 from paddle_flexckpt.catalog import Catalog, CheckpointError, Problem, ValidationError, dtype_of, validate_shards
 from paddle_flexckpt.runtime.state import LocalState
 from paddle_flexckpt.runtime.tensors import HostTensor, address_range
+from paddle_flexckpt.sharded_weight import FusedAxis
 
 Strict = Union[bool, Literal["missing", "unexpected"]]
 _FLOATS = frozenset({"float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"})
 _COMPLEX = frozenset({"complex64", "complex128"})
+_HALVES = frozenset({"float16", "bfloat16"})
+_MASTER = ".w_0"
 
 
 @dataclass(frozen=True)
@@ -24,17 +27,23 @@ class Policy:
         strict: Which of missing and unexpected keys are errors; True both, False neither.
         dtype: Whether a source of another dtype is an error ("raise") or is cast ("cast").
         tied_names: Whether a key that the source lacks may be taken from a name of the same, tied parameter.
+        master_weights: ``"exact"``: a parameter and its master weight come from their own keys. ``"convert"``: a
+            master weight (``.w_0``) that the source lacks starts from its parameter, and a float32 parameter whose
+            source is of lower precision is taken from its master weight.
     """
 
     strict: Strict = "missing"
     dtype: Literal["raise", "cast"] = "raise"
     tied_names: bool = True
+    master_weights: Literal["exact", "convert"] = "exact"
 
     def __post_init__(self) -> None:
         if self.strict not in (True, False, "missing", "unexpected"):
             raise ValidationError([f"strict is True, False, 'missing' or 'unexpected'; got {self.strict!r}"])
         if self.dtype not in ("raise", "cast"):
             raise ValidationError([f"dtype is 'raise' or 'cast'; got {self.dtype!r}"])
+        if self.master_weights not in ("exact", "convert"):
+            raise ValidationError([f"master_weights is 'exact' or 'convert'; got {self.master_weights!r}"])
 
     @property
     def missing_is_an_error(self) -> bool:
@@ -59,6 +68,7 @@ class Wanted:
         missing: Keys that the source does not have.
         aliases: Keys found under another name.
         cast: Keys whose values are cast, with the dtypes.
+        masters: Master weights that start from their parameters, and parameters taken from their master weights.
     """
 
     catalog: Catalog
@@ -67,6 +77,7 @@ class Wanted:
     missing: list[str]
     aliases: dict[str, str] = field(default_factory=dict)
     cast: dict[str, str] = field(default_factory=dict)
+    masters: dict[str, str] = field(default_factory=dict)
 
 
 def resolve(state: LocalState, source: Catalog, policy: Policy) -> Wanted:
@@ -88,11 +99,15 @@ def resolve(state: LocalState, source: Catalog, policy: Policy) -> Wanted:
     names, missing = list(target.keys), []
     aliases: dict[str, str] = {}
     cast: dict[str, str] = {}
+    masters: dict[str, str] = {}
     problems = validate_shards(target)
     rows = []
     for row, weight in enumerate(state.weights):
         key = target.key_name(row)
         found = _find(key, weight, index, policy)
+        master = _master(key, weight, found, target.dtype_name(row), source, index, first_row, policy)
+        if master is not None:
+            found = masters[key] = master
         if found is None:
             missing.append(key)
             if policy.missing_is_an_error:
@@ -109,8 +124,12 @@ def resolve(state: LocalState, source: Catalog, policy: Policy) -> Wanted:
             continue
         if found != key:
             names[target.key[row]] = found
-            aliases[key] = found
-        problem = _unfit(target, row, source, int(first_row[index[found]]), policy, cast)
+            if master is None:
+                aliases[key] = found
+        allowed = policy if master is None else replace(policy, dtype="cast")
+        problem = _unfit(target, row, source, int(first_row[index[found]]), allowed, cast)
+        if problem is None and getattr(weight, "fused", None) is not None:
+            problem = _permuted(target, row, source, index[found], weight.fused)
         if problem is not None:
             problems.append(problem)
             continue
@@ -119,7 +138,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy) -> Wanted:
         raise ValidationError(problems)
     rows, same_memory = _share_memory(state, names, rows)
     renamed = replace(target, keys=tuple(names))
-    return Wanted(renamed, np.asarray(rows, dtype=np.int64), same_memory, missing, aliases, cast)
+    return Wanted(renamed, np.asarray(rows, dtype=np.int64), same_memory, missing, aliases, cast, masters)
 
 
 def _find(key: str, weight: Any, index: dict[str, int], policy: Policy) -> str | None:
@@ -130,6 +149,49 @@ def _find(key: str, weight: Any, index: dict[str, int], policy: Policy) -> str |
             if alias in index:
                 return alias
     return None
+
+
+def _master(
+    key: str,
+    weight: Any,
+    found: str | None,
+    dtype: str,
+    source: Catalog,
+    index: dict[str, int],
+    first_row: np.ndarray,
+    policy: Policy,
+) -> str | None:
+    """The source key to convert from, where the policy allows it: a master's parameter, or a parameter's master."""
+    if policy.master_weights == "exact":
+        return None
+    if found is None:
+        candidates = (key, *getattr(weight, "aliases", ()))
+        parameters = [name[: -len(_MASTER)] for name in candidates if name.endswith(_MASTER)]
+        return next((name for name in parameters if name in index), None)
+    stored = source.dtype_name(int(first_row[index[found]]))
+    if dtype == "float32" and stored in _HALVES and found + _MASTER in index:
+        return found + _MASTER
+    return None
+
+
+def _permuted(target: Catalog, row: int, source: Catalog, source_key: int, fused: FusedAxis) -> Problem | None:
+    """The problem of a fused parameter that was cut into parts of another size than the target's."""
+    ndim = int(target.ndim[row])
+    axis = fused.axis % ndim
+    here = int(target.shape[row, target.width - ndim + axis])
+    there = sorted(set(source.shape[source.key == source_key][:, source.width - ndim + axis].tolist()))
+    if there == [here]:
+        return None
+    key = target.key_name(row)
+    return Problem(
+        "the parts of a fused parameter lie side by side on every rank, so another cut would permute them",
+        key=key,
+        rank=int(target.rank[row]),
+        expected=f"parts of {here} along axis {axis}, as here",
+        got=f"parts of {there}",
+        remedy=f"load under the tensor-parallel degree of the save; the AOA statement for another degree is "
+        f'"{key} -> {key}, {fused.statement}"',
+    )
 
 
 def _similar(key: str, names: tuple[str, ...]) -> str:

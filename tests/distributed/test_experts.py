@@ -16,7 +16,14 @@ from tests.distributed import jobs_experts as jobs
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
 #: (ranks, expert parallelism, tensor parallelism)
-LAYOUTS = {"single": (1, 1, 1), "dp2": (2, 1, 1), "ep2": (2, 2, 1), "ep4": (4, 4, 1), "ep2 x tp2": (4, 2, 2), "tp2": (2, 1, 2)}
+LAYOUTS = {
+    "single": (1, 1, 1),
+    "dp2": (2, 1, 1),
+    "ep2": (2, 2, 1),
+    "ep4": (4, 4, 1),
+    "tp2": (2, 1, 2),
+    "ep2 x tp2": (4, 2, 2),
+}
 PAIRS = [
     *itertools.product(("single", "ep2"), ("single", "ep2")),
     ("ep2", "ep4"),

@@ -54,9 +54,9 @@ class Model(nn.Layer):
         return self.second(nn.functional.gelu(self.first(x)))
 
 
-def build(name, parameters, **kwargs):
-    return getattr(paddle.optimizer, name)(
-        learning_rate=0.01, parameters=parameters, **{**OPTIMIZERS[name][0], **kwargs}
+def build(kind, parameters, **kwargs):
+    return getattr(paddle.optimizer, kind)(
+        learning_rate=0.01, parameters=parameters, **{**OPTIMIZERS[kind][0], **kwargs}
     )
 
 
@@ -158,7 +158,7 @@ def test_states_of_cut_parameters(tmp_path, name):
         shards = fc.build_sharded_state_dict(layer.state_dict(), axes, group=group)
         for key, weight in {**shards, **optimizer.sharded_state_dict(shards)}.items():
             state.setdefault(key, []).append(weight)
-    _, per_element, numbers = OPTIMIZERS[name]
+    numbers = OPTIMIZERS[name][2]
     for key, weights in state.items():
         parameter, accumulator = (*key.split(".", 1), "")[:2]
         accumulator = accumulator.removesuffix("_0")
@@ -181,10 +181,12 @@ def test_states_of_cut_parameters(tmp_path, name):
     fc.load_state_dict(state_of(whole, fresh), tmp_path, strict=True)
     if name != "Lamb":  # its step depends on the norm of the parameter, which tensor parallelism has to sum
         reference, by_reference = trained(lambda values: values, 2)
-        for ours, theirs in zip(states_of(fresh).values(), states_of(by_reference).values()):
-            assert raw(ours) == raw(theirs)
-        for ours, theirs in zip(whole.parameters(), reference.parameters()):
-            assert raw(ours) == raw(theirs)
+        ours, theirs = [
+            [*states_of(o).values(), *m.parameters()] for m, o in ((whole, fresh), (reference, by_reference))
+        ]
+        for our, their in zip(ours, theirs):
+            # Not bit for bit: where a row ends, the kernels go from vector instructions to single ones.
+            np.testing.assert_allclose(our.numpy(), their.numpy(), rtol=1e-6)
     # And back: the whole checkpoint into the halves.
     for rank, (layer, optimizer) in enumerate(both):
         before = [raw(tensor) for tensor in states_of(optimizer).values()]

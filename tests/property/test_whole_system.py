@@ -56,8 +56,10 @@ def inverted(values: np.ndarray) -> np.ndarray:
     return (raw ^ (1 if values.dtype == bool else 255)).view(values.dtype).reshape(values.shape)
 
 
-def parts_of(pick: Pick, shape: tuple[int, ...], most: int) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple | None]]:
-    """At most ``most`` (offset, shape, flattened range) that tile a tensor: an uneven grid, its cells cut flat or not."""
+def parts_of(
+    pick: Pick, shape: tuple[int, ...], most: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...], tuple | None]]:
+    """At most ``most`` (offset, shape, flattened range) that tile a tensor: an uneven grid, cells cut flat or not."""
     cells = [((), ())]
     for extent in shape:
         count = pick.integer(1, max(1, min(extent, most // len(cells), 4)))
@@ -125,9 +127,7 @@ class Held:
         tensor = base[window].reshape(local)
         tensor[...] = content.reshape(local)
         flat = None if shard.flat is None else slice(*shard.flat)
-        weight = ShardedWeight(
-            shard.key, tensor, shard.shape, shard.global_shape, shard.offset, flat is not None, flat
-        )
+        weight = ShardedWeight(shard.key, tensor, shard.shape, shard.global_shape, shard.offset, flat is not None, flat)
         return cls(weight, base, inside)
 
     def around(self) -> bytes:
@@ -392,6 +392,7 @@ def test_one_ranks_fault_is_every_ranks_error_and_no_target_changes(seed, world,
         outcomes = SimulatedWorld(world).run_all(job)
     assert all(isinstance(outcome, ValidationError) for outcome in outcomes), outcomes
     assert len({str(outcome) for outcome in outcomes}) == 1
+    assert len({id(outcome) for outcome in outcomes}) == world, "a rank was left waiting"
     assert f"[rank {culprit}]" in str(outcomes[0])
     names = {"missing key": "nowhere", "not a tensor": "lr"}
     assert names.get(fault, key) in str(outcomes[0])
@@ -412,14 +413,12 @@ def test_a_part_that_nobody_holds_is_an_error_and_nothing_is_written(seed, world
     }
     if not any(victim.key in shards for shards in holed.values()):
         half = replace(victim, flat=(0, victim.size // 2))  # the key would only be absent, which is no error
-        holed[victim.rank][victim.key] = half if victim.flat is None else replace(
-            victim, flat=(victim.flat[0], victim.flat[1] - 1)
+        holed[victim.rank][victim.key] = (
+            half if victim.flat is None else replace(victim, flat=(victim.flat[0], victim.flat[1] - 1))
         )
     held = {rank: oracle.hold(pick, shards) for rank, shards in holed.items()}
     with memory_directory() as path:
-        outcomes = SimulatedWorld(world).run_all(
-            lambda comm: save_state_dict(weights(held[comm.position]), path, comm)
-        )
+        outcomes = SimulatedWorld(world).run_all(lambda comm: save_state_dict(weights(held[comm.position]), path, comm))
         assert list(path.iterdir()) == []
     assert all(isinstance(outcome, ValidationError) for outcome in outcomes), outcomes
     assert len({str(outcome) for outcome in outcomes}) == 1

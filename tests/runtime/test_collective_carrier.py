@@ -1,4 +1,4 @@
-"""The device backend's carrier, with a stand-in for the backend: rounds of bounded size, and failures in any of them."""
+"""The device backend's carrier, with a stand-in for the backend: bounded rounds, and failures in any of them."""
 
 from __future__ import annotations
 

@@ -218,6 +218,11 @@ print("right")
 
 def test_without_strided_kernels(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
     assert done.stdout.strip().endswith("right"), done.stderr

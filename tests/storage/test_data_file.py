@@ -159,7 +159,9 @@ def test_each_block_is_hashed_once_right_before_it_is_written_once_from_its_own_
     (kind, _, header_bytes), blocks, end = events[0], events[1:-2], [kind for kind, _, _ in events[-2:]]
     assert kind == "write"
     assert header_bytes == (tmp_path / "0_0.safetensors").stat().st_size - 4 * BLOCK_BYTES - 17
-    expected = [(values[0].ctypes.data + i * BLOCK_BYTES, BLOCK_BYTES) for i in range(4)] + [(values[1].ctypes.data, 17)]
+    expected = [(values[0].ctypes.data + i * BLOCK_BYTES, BLOCK_BYTES) for i in range(4)] + [
+        (values[1].ctypes.data, 17)
+    ]
     assert blocks == [event for place in expected for event in (("hash", *place), ("write", *place))]
     assert end == ["fsync", "close"]
 

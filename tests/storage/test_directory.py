@@ -121,7 +121,8 @@ def test_the_order_of_a_commit(tmp_path, monkeypatch):
     # only then go the old files
     rest = seen[last + 9 :]
     assert sorted(rest) == [
-        ("unlink", "0_0.1.part"), ("unlink", "0_0.safetensors"), ("unlink", "1_0.1.part"), ("unlink", "1_0.safetensors"),
+        ("unlink", "0_0.1.part"), ("unlink", "0_0.safetensors"),
+        ("unlink", "1_0.1.part"), ("unlink", "1_0.safetensors"),
     ]  # fmt: skip
 
 

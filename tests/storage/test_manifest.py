@@ -11,7 +11,8 @@ from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.table import COLUMNS
-from paddle_flexckpt.storage import FORMAT_VERSION, Manifest, manifest as manifest_module, merge_parts
+from paddle_flexckpt.storage import FORMAT_VERSION, Manifest, merge_parts
+from paddle_flexckpt.storage import manifest as manifest_module
 from tests.property.layouts import Shard
 from tests.storage.samples import store, whole, write_file
 
@@ -37,7 +38,10 @@ def assert_same(a: Manifest, b: Manifest) -> None:
         assert left.tolist() == right.tolist(), name
     assert a.checksums.values.tolist() == b.checksums.values.tolist()
     assert a.checksums.values.dtype == b.checksums.values.dtype == np.uint64
-    assert (a.checksums.first.tolist(), a.checksums.block_bytes) == (b.checksums.first.tolist(), b.checksums.block_bytes)
+    assert (a.checksums.first.tolist(), a.checksums.block_bytes) == (
+        b.checksums.first.tolist(),
+        b.checksums.block_bytes,
+    )
     assert a.file_bytes.tolist() == b.file_bytes.tolist()
     assert [a.save_token, a.unique_id, a.world_size, a.step] == [b.save_token, b.unique_id, b.world_size, b.step]
 
@@ -133,7 +137,12 @@ def test_a_newer_version_says_what_to_do(manifest, monkeypatch):
     monkeypatch.undo()
     with pytest.raises(ValidationError) as caught:
         Manifest.decode(data, "x/3.manifest")
-    for words in ("x/3.manifest", f"format version '{FORMAT_VERSION + 1}'", f"reads version {FORMAT_VERSION}", "Remedy"):
+    for words in (
+        "x/3.manifest",
+        f"format version '{FORMAT_VERSION + 1}'",
+        f"reads version {FORMAT_VERSION}",
+        "Remedy",
+    ):
         assert words in str(caught.value)
 
 
@@ -173,9 +182,7 @@ def test_parts_of_different_saves_are_not_merged(tmp_path):
 
 
 def test_merged_parts_are_the_parts_one_after_the_other(tmp_path):
-    shards = [
-        Shard("w", "float32", (6, 4), (2 * rank, 0), (2, 4), None, rank) for rank in (0, 1, 2)
-    ]
+    shards = [Shard("w", "float32", (6, 4), (2 * rank, 0), (2, 4), None, rank) for rank in (0, 1, 2)]
     parts = [write_file(tmp_path, [s], [np.full(8, s.rank, dtype=np.float32)], world_size=3) for s in shards]
     parts.insert(1, write_file(tmp_path, [], [], world_size=3))  # a rank that had nothing to write
     merged = merge_parts(parts)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, dtype_of
 from paddle_flexckpt.planning import ShardMatcher, plan_read
-from paddle_flexckpt.storage import FileReader, reader as reader_module
+from paddle_flexckpt.storage import FileReader
+from paddle_flexckpt.storage import reader as reader_module
 from tests.property import examples
 from tests.property.layouts import Pick, Shard, catalog_of, elements, grid
 from tests.ramdisk import memory_directory

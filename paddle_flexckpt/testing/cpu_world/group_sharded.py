@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ _ALIGNMENT = 256
 
 
 def patch_group_sharded(patches: PatchSet) -> None:
-    """Makes stages 1 (os), 2 (os_g) and 3 (p_g_os) of ``group_sharded_parallel`` accept a CPU."""
+    """Makes stages 1 (os), 2 (os_g) and 3 (p_g_os) of ``group_sharded_parallel``, and FullyShard, accept a CPU."""
     from paddle.distributed.fleet.meta_parallel.sharding import (
         group_sharded_optimizer_stage2,
         group_sharded_stage2,
@@ -27,12 +28,18 @@ def patch_group_sharded(patches: PatchSet) -> None:
     )
     from paddle.distributed.sharding import group_sharded
 
+    fully_shard: tuple[ModuleType, ...] = ()
+    with contextlib.suppress(ImportError):  # it came with Paddle 3.3
+        from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_fully_shard
+
+        fully_shard = (group_sharded_fully_shard,)
+
     # They assert a CUDA build or a custom device, and parse the device number after the colon of "gpu:0".
     custom_device = ModuleView(paddle.device, get_all_custom_device_type=lambda: ["cpu"])
     numbered = {"get_device": lambda: "cpu:0", "set_device": _set_device}
     view = ModuleView(paddle, device=ModuleView(paddle.device, **numbered), **numbered)
     patches.set(group_sharded, "paddle", ModuleView(paddle, device=custom_device))
-    for module in (group_sharded_optimizer_stage2, group_sharded_stage3):
+    for module in (group_sharded_optimizer_stage2, group_sharded_stage3, *fully_shard):
         patches.set(module, "core", ModuleView(core, is_compiled_with_cuda=lambda: True))
         patches.set(module, "paddle", view)
     patches.set(group_sharded_utils, "paddle", view)
@@ -52,6 +59,7 @@ def patch_group_sharded(patches: PatchSet) -> None:
         group_sharded_stage3,
         group_sharded_storage,
         group_sharded_utils,
+        *fully_shard,
     ):
         # Which of them imports these two names differs between versions.
         if hasattr(module, "cvt_to_device"):

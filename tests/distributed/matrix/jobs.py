@@ -67,7 +67,7 @@ class Trainer:
             loss.backward()
             self.optimizer.step()
             self.optimizer.clear_grad()
-        loss = loss.detach().clone()
+        loss = loss.detach().mean()  # a pipeline's has the shape [1]
         if dist.get_world_size() > 1:
             dist.all_reduce(loss)
         return float(loss) / dist.get_world_size()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 import time
@@ -41,21 +42,21 @@ class Matrix:
     def __init__(self, world: Callable[[int], World], folder: Path) -> None:
         self._world = world
         self._folder = folder
-        self._saved: dict[tuple[str, str], tuple[dict[str, np.ndarray], list[float]]] = {}
+        self._saved: dict[tuple[str, str], tuple[dict[str, np.ndarray], list[float], int]] = {}
 
-    def saved(self, model: str, name: str) -> tuple[dict[str, np.ndarray], list[float]]:
-        """What a strategy saved, as whole tensors, and its uninterrupted losses."""
+    def saved(self, model: str, name: str) -> tuple[dict[str, np.ndarray], list[float], int]:
+        """What a strategy saved, as whole tensors, its uninterrupted losses, and the bytes in its files."""
         if (model, name) not in self._saved:
             folder = self._folder / model / name
             ranks = BY_NAME[name].world
             results = self._world(ranks).run(f"{JOBS}:save", strategy=name, tied=model == "tied", folder=str(folder))
-            self._saved[model, name] = assemble(folder / "saved", ranks), results[0]["losses"]
+            self._saved[model, name] = assemble(folder / "saved", ranks), results[0]["losses"], results[0]["bytes"]
         return self._saved[model, name]
 
     def pair(self, model: str, saved: str, loaded: str) -> Result:
         """Loads what one strategy saved under another and compares."""
         begin = time.perf_counter()
-        tensors, losses = self.saved(model, saved)
+        tensors, losses, _ = self.saved(model, saved)
         folder, ranks = self._folder / model / saved, BY_NAME[loaded].world
         results = self._world(ranks).run(f"{JOBS}:load", strategy=loaded, tied=model == "tied", folder=str(folder))
         wrong = differing(tensors, assemble(folder / f"loaded-{loaded}", ranks))
@@ -67,6 +68,12 @@ class Matrix:
         return Result(model, saved, loaded, not problem, time.perf_counter() - begin, distance, problem)
 
 
+def _in_short(error: Exception) -> str:
+    """The lines of an error that name the errors of the ranks, without their tracebacks and logs."""
+    lines = [line for line in str(error).splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return " / ".join(dict.fromkeys(lines))[:600] or f"{type(error).__name__}: {str(error)[:600]}"
+
+
 def run(matrix: Matrix, model: str, chosen: Iterable[tuple[str, str]]) -> list[Result]:
     """Runs pairs, printing a line each."""
     results = []
@@ -74,7 +81,7 @@ def run(matrix: Matrix, model: str, chosen: Iterable[tuple[str, str]]) -> list[R
         try:
             result = matrix.pair(model, saved, loaded)
         except Exception as error:  # a pair that breaks is a line of the table, and fails the run at its end
-            result = Result(model, saved, loaded, False, 0.0, float("nan"), f"{type(error).__name__}: {error}")
+            result = Result(model, saved, loaded, False, 0.0, float("nan"), _in_short(error))
         results.append(result)
         print(
             f"{model:7s} {saved:>14s} -> {loaded:14s} {'ok' if result.ok else 'FAILED':6s} {result.seconds:5.1f} s  "

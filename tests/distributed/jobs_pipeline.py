@@ -1,0 +1,314 @@
+"""Jobs of test_pipeline: one description, trained under some numbers of stages and chunks and resumed under others.
+
+The oracle knows nothing of the library: every layer carries the number that its place in the description has
+(``place``), and a tensor's name is that number and its name in the layer.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import paddle.nn as nn
+import paddle.nn.functional as F
+from paddle.distributed import fleet
+from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.testing import cpu_world
+from tests.distributed import jobs_common as common
+
+VOCABULARY, HIDDEN, INNER, BLOCKS, LENGTH = 14, 6, 10, 8, 5
+LAST = BLOCKS + 2  # an embedding and a function come before the last layer too
+MICRO_BATCHES, MICRO_BATCH = 4, 2
+BEFORE, AFTER = (0, 1), (2, 3)
+
+#: Name of a layout to its stages and virtual stages. "stack" is no pipeline at all.
+LAYOUTS = {"pp1": (1, 1), "pp2": (2, 1), "pp4": (4, 1), "pp4xvpp2": (4, 2), "stack": (1, 1)}
+
+
+class Embedding(nn.Layer):
+    """The tied weight; with ``positions`` also one that Paddle does not keep equal between the stages."""
+
+    def __init__(self, place, positions=False):
+        super().__init__()
+        self.place = place
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        if positions:
+            self.position = nn.Embedding(LENGTH, HIDDEN)
+
+    @property
+    def embedding_weight(self):
+        return self.embedding.weight
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return x + self.position(paddle.arange(LENGTH)) if hasattr(self, "position") else x
+
+
+class Head(nn.Layer):
+    """Ties its weight from another class, under another name, and has a bias of its own."""
+
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+        self.weight = self.create_parameter([VOCABULARY, HIDDEN])
+        self.bias = self.create_parameter([VOCABULARY], is_bias=True)
+
+    @property
+    def embedding_weight(self):
+        return self.weight
+
+    def forward(self, x):
+        return paddle.matmul(x, self.weight, transpose_y=True) + self.bias
+
+
+class Block(nn.Layer):
+    def __init__(self, place, mp=1):
+        super().__init__()
+        self.place = place
+        self.ln = nn.LayerNorm(HIDDEN)
+        if mp > 1:
+            column, row = fleet.meta_parallel.ColumnParallelLinear, fleet.meta_parallel.RowParallelLinear
+            self.fc1 = column(HIDDEN, INNER, has_bias=True, gather_output=False)
+            self.fc2 = row(INNER, HIDDEN, has_bias=True, input_is_parallel=True)
+        else:
+            self.fc1, self.fc2 = nn.Linear(HIDDEN, INNER), nn.Linear(INNER, HIDDEN)
+
+    def forward(self, x):
+        return x + self.fc2(F.relu(self.fc1(self.ln(x))))
+
+
+class Loss(nn.Layer):
+    def forward(self, logits, labels):
+        return F.cross_entropy(logits, labels.unsqueeze(-1), reduction="none").mean()
+
+
+def tied_head(layer, x):
+    return paddle.matmul(x, layer.embedding_weight, transpose_y=True)
+
+
+def double(x):
+    return x * 2.0
+
+
+def description(kind="tied", mp=1):
+    """``kind``: "tied"; "positions": with a parameter beside the tied one; "classes": tied between two classes."""
+    positions = {"positions": True} if kind == "positions" else {}
+    attribute = "embedding_weight"
+    first = SharedLayerDesc("emb", Embedding, None, attribute, 0, **positions)
+    if kind == "classes":
+        last = SharedLayerDesc("emb", Head, None, attribute, LAST)
+    else:
+        last = SharedLayerDesc("emb", Embedding, tied_head, attribute, 0, **positions)
+    blocks = [LayerDesc(Block, i + 1 + (i >= 3), mp) for i in range(BLOCKS)]
+    return [first, *blocks[:3], double, *blocks[3:], last]
+
+
+class Stack(nn.Layer):
+    """The same model for one process, written by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_sublayer("0", Embedding(0))
+        for i in range(BLOCKS):
+            place = i + 1 + (i >= 3)
+            self.add_sublayer(str(place), Block(place))
+
+    def forward(self, x):
+        for place in range(LAST):
+            x = double(x) if place == 4 else self._sub_layers[str(place)](x)
+        return tied_head(self._sub_layers["0"], x)
+
+
+class Job:
+    """A model of a layout, its optimizer, and what trains them. Stages without parallelism beside are replicas."""
+
+    def __init__(self, layout, kind="tied", salt="", mp=1):
+        fc.install()
+        stages, chunks = LAYOUTS[layout]
+        batches = {"accumulate_steps": MICRO_BATCHES, "micro_batch_size": MICRO_BATCH}
+        replicas = dist.get_world_size() // stages // mp
+        self.hcg = cpu_world.init_fleet(pp=stages, dp=replicas, mp=mp, **batches)
+        if layout == "stack":
+            self.model = Stack()
+        else:
+            virtual = {"num_virtual_pipeline_stages": chunks} if chunks > 1 else {}
+            self.model = PipelineLayer(
+                description(kind, mp),
+                num_stages=stages,
+                topology=self.hcg.topology(),
+                loss_fn=Loss(),
+                seg_method="layer:Block",
+                **virtual,
+            )
+        for name, parameter in self.parameters().items():
+            generator = np.random.RandomState(zlib.crc32((name + salt).encode()) % 2**31)
+            value = (generator.randn(*parameter.shape) * 0.3).astype("float32")
+            parameter.set_value(value)
+        # The embedding of every stage has the first one's values, as Paddle makes it.
+        if layout != "stack":
+            self.model._synchronize_shared_weights()
+        self.inner = paddle.optimizer.AdamW(0.01, parameters=self.model.parameters(), weight_decay=0.1)
+        self.wrapper, self.optimizer = None, self.inner
+        if stages > 1:
+            self.wrapper = fleet.distributed_model(self.model)
+            self.optimizer = fleet.distributed_optimizer(self.inner)
+
+    def parameters(self):
+        """Parameters by the oracle's names."""
+        found = {}
+        for layer in self.model.sublayers():
+            if hasattr(layer, "place"):
+                found.update({f"{layer.place}.{name}": p for name, p in layer.named_parameters()})
+        return found
+
+    def tensors(self):
+        """Parameters and optimizer states by the oracle's names."""
+        found = dict(self.parameters())
+        for name, parameter in self.parameters().items():
+            for accumulator, tensors in self.inner._accumulators.items():
+                if parameter.name in tensors:
+                    found[f"{name}.{accumulator}_0"] = tensors[parameter.name]
+        return found
+
+    def state(self):
+        """What is saved, described by the wrapper and the optimizer that a user has in hand."""
+        model = (self.wrapper or self.model).sharded_state_dict()
+        return {**model, **self.inner.sharded_state_dict(model)}
+
+    def train(self, steps):
+        return [self.step(step) for step in steps]
+
+    def step(self, step):
+        generator = np.random.RandomState(step)
+        size = (MICRO_BATCHES * MICRO_BATCH, LENGTH)
+        tokens, labels = (paddle.to_tensor(generator.randint(0, VOCABULARY, size)) for _ in range(2))
+        if self.wrapper is not None:
+            return self.wrapper.train_batch([tokens, labels], self.optimizer).item()
+        total = 0.0
+        for i in range(MICRO_BATCHES):
+            rows = slice(i * MICRO_BATCH, (i + 1) * MICRO_BATCH)
+            loss = Loss()(self.model(tokens[rows]), labels[rows]) / MICRO_BATCHES
+            loss.backward()
+            total += loss.item()
+        self.inner.step()
+        self.inner.clear_grad()
+        return total
+
+
+def save_truth(directory, tensors):
+    path = os.path.join(directory, f"truth_{dist.get_rank()}.npz")
+    np.savez(path, **{name: tensor.numpy() for name, tensor in tensors.items()})
+
+
+def load_truth(directory):
+    """What was saved, put together; names of tensors whose copies differ."""
+    truth, differing = {}, set()
+    for name in sorted(os.listdir(directory)):
+        if name.startswith("truth_"):
+            with np.load(os.path.join(directory, name)) as file:
+                for key in file.files:
+                    array = truth.setdefault(key, file[key])
+                    if array.tobytes() != file[key].tobytes():
+                        differing.add(key)
+    return truth, sorted(differing)
+
+
+def save(directory, layout, kind="tied"):
+    """Trains, saves, and goes on training."""
+    job = Job(layout, kind)
+    before = job.train(BEFORE)
+    state = job.state()
+    report = fc.save_state_dict(state, directory)
+    save_truth(directory, job.tensors())
+    dist.barrier()
+    truth, differing = load_truth(directory)
+    return {
+        "keys": sorted(state),
+        "oracle": sorted(job.tensors()),
+        "all": sorted(truth),
+        "differing": differing,
+        "unique": sum(array.nbytes for array in truth.values()),
+        "total": report.total_bytes,
+        "stored": common.stored_bytes(directory),
+        "held": report.held_bytes,
+        "powers": sorted({t.item() for name, t in job.tensors().items() if name.endswith("beta1_pow_acc_0")}),
+        "before": before,
+        "after": job.train(AFTER),
+    }
+
+
+def load(directory, layout, kind="tied"):
+    """Loads into a model with other values and a fresh optimizer, compares with what was saved, and trains on."""
+    job = Job(layout, kind, salt="other")
+    state = job.state()
+    truth, _ = load_truth(directory)
+    unequal = wrong(job, truth)
+    report = fc.load_state_dict(state, directory)
+    return {
+        "unequal_before": len(unequal),
+        "tensors": len(job.tensors()),
+        "wrong": wrong(job, truth),
+        "lost": sorted(set(job.tensors()) - set(truth)),
+        "missing": report.missing,
+        "unexpected": report.unexpected,
+        "aliases": report.aliases,
+        "needed": report.bytes_needed,
+        "read": report.bytes_read,
+        "local": common.local_bytes(state),
+        "after": job.train(AFTER),
+    }
+
+
+def wrong(job, truth):
+    return sorted(name for name, tensor in job.tensors().items() if not common.same_bytes(tensor, truth[name]))
+
+
+def reshard(source, target):
+    """From one layout to another in memory; then trains on."""
+    first = Job(source)
+    first.train(BEFORE)
+    values = {name: tensor.numpy() for name, tensor in first.tensors().items()}
+    gathered = []
+    dist.all_gather_object(gathered, {name: array.tobytes() for name, array in values.items()})
+    truth = {name: data for part in gathered for name, data in part.items()}
+    held = first.state()
+    second = Job(target, salt="other")
+    fc.reshard_sharded_state_dict(held, second.state())
+    return {
+        "wrong": sorted(name for name, tensor in second.tensors().items() if common.raw(tensor) != truth[name]),
+        "after": second.train(AFTER),
+    }
+
+
+def no_communication():
+    """Describes a tied model on one rank only: that would hang if it asked the others for anything."""
+    job = Job("pp4xvpp2")
+    if dist.get_rank() != 2:
+        return None
+    return len(job.state())
+
+
+def with_tensor_parallelism(directory):
+    """Boxes of the tensor-parallel layers inside of stages; what is saved has to load into whole layers."""
+    job = Job("pp2", mp=2)
+    state = job.state()
+    boxes = {
+        key: [list(weight.local_shape), list(weight.global_shape), list(weight.global_offset)]
+        for key, weight in state.items()
+    }
+    fc.save_state_dict(state, directory)
+    whole = Job("pp1", salt="other")
+    fc.load_state_dict(whole.model.sharded_state_dict(), directory)
+    wholes = {name: tensor.numpy() for name, tensor in whole.parameters().items()}
+    wrong_names = []
+    for name, weight in state.items():
+        if name in wholes:
+            box = tuple(slice(o, o + n) for o, n in zip(weight.global_offset, weight.local_shape))
+            if not common.same_bytes(weight.local_tensor, wholes[name][box]):
+                wrong_names.append(name)
+    return {"boxes": boxes, "wrong": wrong_names, "place": job.hcg.get_model_parallel_rank()}

@@ -1,0 +1,268 @@
+"""Sharded optimizers and parameters without other processes: ranges, names, and which method answers.
+
+What Paddle's own objects do in real processes is in tests/distributed/test_sharding.py.
+"""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.parallel.optimizers import OptimizerMixin, describe_states, names_by_tensor
+from paddle_flexckpt.parallel.sharding import _owned_range
+from paddle_flexckpt.parallel.sharding_stage3 import parameter_name
+
+
+class Group:
+    def __init__(self, rank, nranks):
+        self.rank, self.nranks = rank, nranks
+
+
+class Columns(nn.Layer):
+    """A weight of which tensor parallelism of degree 2 gives this rank the right half."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = self.create_parameter([5, 7])
+        self.model_parallel_group = Group(1, 2)
+
+    def _get_shard_rules(self):
+        return {"weight": 1}
+
+
+class Wrapper:
+    """What is looked at of GroupShardedStage3, and its slicing."""
+
+    def __init__(self, layer, rank, nranks, padded):
+        self._offload, self._rank = False, rank
+        self._task_flow = types.SimpleNamespace(full_param={})
+        each = padded // nranks
+        self._param2buffer = {}
+
+        def hook(layer, inputs):
+            return self
+
+        for sub in layer.sublayers(include_self=True):
+            for parameter in sub._parameters.values():
+                self._param2buffer[parameter.name] = [(i * each, (i + 1) * each) for i in range(nranks)]
+                whole = np.zeros(padded, "float32")
+                whole[: parameter.size] = parameter.numpy().reshape(-1)
+                parameter.fw_storage = paddle.to_tensor(whole[rank * each : (rank + 1) * each])
+                parameter.status = "part"
+                parameter._clear_data()
+            if sub._parameters:
+                sub.register_forward_pre_hook(hook)
+
+    def slices(self):
+        """What Paddle sets on the optimizer is a method of the wrapper."""
+
+
+def view(index, numel, padded, begin, end):
+    return types.SimpleNamespace(
+        _param=paddle.zeros([numel]), _index=index, _padded_size=padded, _param_begin=begin, _param_end=end
+    )
+
+
+@pytest.mark.parametrize(
+    ("begin", "end", "expected"),
+    [
+        (100, 164, (0, 50)),  # all of it, and its padding
+        (100, 120, (0, 20)),  # the beginning
+        (120, 140, (20, 40)),  # the middle
+        (140, 164, (40, 50)),  # the end and padding
+        (150, 164, (50, 50)),  # nothing but padding
+        (164, 100, (50, 50)),  # Paddle's way to say that the parameter is in front of this rank's part
+        (200, 164, (50, 50)),
+    ],
+)
+def test_range_of_v2(begin, end, expected):
+    found = _owned_range(view(100, 50, 64, begin, end))
+    assert (found.start, found.stop) == expected
+
+
+def test_parameter_name():
+    assert parameter_name("slice@linear_0.w_0") == "linear_0.w_0"
+    assert parameter_name("linear_0.w_0") == "linear_0.w_0"
+    assert parameter_name("my slice@linear") == "my slice@linear"
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, (0, 12)), (1, (12, 24)), (2, (24, 35)), (3, (35, 35))])
+def test_a_released_parameter_is_a_range_of_its_own_box(rank, expected):
+    layer = Columns()
+    values = layer.weight.numpy().reshape(-1)
+    Wrapper(layer, rank, 4, 48)
+    weight = layer.sharded_state_dict("a.")["a.weight"]
+    assert (weight.flattened_range.start, weight.flattened_range.stop) == expected
+    assert (weight.local_shape, weight.global_shape, weight.global_offset) == ((5, 7), (5, 14), (0, 7))
+    assert weight.local_tensor.numpy().tobytes() == values[slice(*expected)].tobytes()
+    assert weight.local_tensor.name == f"slice@{layer.weight.name}"
+    if expected[0] < expected[1]:
+        with paddle.no_grad():
+            weight.local_tensor.fill_(5.0)
+        assert layer.weight.fw_storage.numpy()[0] == 5.0  # it is the slice, not a copy
+
+
+def test_copies_of_a_released_parameter_are_dropped():
+    layer = Columns()
+    wrapper = Wrapper(layer, 0, 2, 48)
+    waited = []
+    task = types.SimpleNamespace(wait=lambda: waited.append(True))
+    wrapper._task_flow.full_param[layer.weight.name] = (paddle.zeros([48]), task)
+    paddle.zeros([5, 7])._share_buffer_to(layer.weight)
+    layer.sharded_state_dict()
+    assert waited and not wrapper._task_flow.full_param
+    assert not layer.weight._is_initialized()
+
+
+def test_a_gathered_parameter_is_its_own_memory():
+    layer = Columns()
+    Wrapper(layer, 0, 2, 48)
+    layer.weight.fw_storage, layer.weight.status = None, "all"
+    paddle.ones([5, 7])._share_buffer_to(layer.weight)
+    weight = layer.sharded_state_dict()["weight"]
+    assert weight.local_tensor is layer.weight and not weight.is_flattened
+
+
+def test_a_slice_of_an_unknown_wrapper_is_refused():
+    layer = Columns()
+    Wrapper(layer, 0, 2, 48)
+    layer._forward_pre_hooks.clear()
+    with pytest.raises(ValueError, match="key 'weight': the parameter is sliced, but no stage-3"):
+        layer.sharded_state_dict()
+
+
+def test_states_of_slices_and_of_gathered_parameters():
+    layer = Columns()
+    wrapper = Wrapper(layer, 1, 2, 48)
+    storage = layer.weight.fw_storage
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
+    optimizer.update_slice = wrapper.slices
+    released = optimizer.sharded_state_dict(layer.sharded_state_dict())
+    assert sorted(released) == [f"weight.{s}_0" for s in ("beta1_pow_acc", "beta2_pow_acc", "moment1", "moment2")]
+    moment = released["weight.moment1_0"]
+    assert moment.flattened_range == slice(24, 35) and list(moment.local_tensor.shape) == [11]
+    assert list(optimizer._accumulators["moment1"]) == [f"slice@{layer.weight.name}"]
+    # Gathered: the range is not in the model's dict any more, but the wrapper knows it.
+    layer.weight.fw_storage, layer.weight.status = None, "all"
+    whole = paddle.concat([paddle.zeros([24]), storage])
+    wrapper._task_flow.full_param[layer.weight.name] = (whole, None)
+    whole._slice(0, 35)._share_buffer_to(layer.weight)
+    model = layer.sharded_state_dict()
+    assert not model["weight"].is_flattened
+    gathered = optimizer.sharded_state_dict(model)
+    assert gathered["weight.moment1_0"].flattened_range == slice(24, 35)
+    other = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
+    with pytest.raises(ValueError, match="is gathered and AdamW does not know its slice"):
+        other.sharded_state_dict(model)
+
+
+def test_masters_that_no_step_looks_at_are_not_state():
+    layer = nn.Linear(2, 3)
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=layer.parameters(), multi_precision=False)
+    model = layer.sharded_state_dict()
+    optimizer._master_weights[layer.weight.name] = paddle.zeros([2, 3])  # stage 3 does so
+    assert not any(key.endswith("w_0") for key in optimizer.sharded_state_dict(model))
+    optimizer._multi_precision = True
+    assert any(key.endswith("w_0") for key in optimizer.sharded_state_dict(model))
+
+
+def test_only_owned_states():
+    layer = nn.Linear(2, 3)
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
+    model = layer.sharded_state_dict()
+    optimizer.sharded_state_dict(model)
+    owned = describe_states(optimizer, model, names_by_tensor(model), owned={layer.bias.name})
+    assert {key.rpartition(".")[0] for key in owned} == {"bias"}
+
+
+# -- which method answers ----------------------------------------------------------------------------------------------
+
+
+def paddles_own(module="paddle.distributed.fleet"):
+    def sharded_state_dict(model):
+        return {}
+
+    sharded_state_dict.__module__ = module
+    return sharded_state_dict
+
+
+def test_ours_comes_before_what_paddle_sets_and_goes_with_uninstall():
+    layer = nn.Linear(2, 3)
+    before, after = (paddle.optimizer.AdamW(0.1, parameters=layer.parameters()) for _ in range(2))
+    before.sharded_state_dict = paddles_own()
+    fc.uninstall()
+    after.sharded_state_dict = paddles_own()
+    fc.install()
+    for optimizer in (before, after):
+        assert len(optimizer.sharded_state_dict(layer.sharded_state_dict())) == 8
+    fc.uninstall()
+    assert before.sharded_state_dict({}) == after.sharded_state_dict({}) == {}
+    del before.sharded_state_dict
+    assert "sharded_state_dict" not in vars(before)
+
+
+def test_a_users_own_comes_before_ours():
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=nn.Linear(2, 3).parameters())
+    own = paddles_own("users.module")
+    optimizer.sharded_state_dict = own
+    assert optimizer.sharded_state_dict is own
+    del optimizer.sharded_state_dict
+    assert optimizer.sharded_state_dict.__func__ is OptimizerMixin.sharded_state_dict
+    with pytest.raises(AttributeError):
+        del optimizer.sharded_state_dict
+
+
+def test_mix_precision_optimizer_asks_the_one_inside():
+    from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionOptimizer
+
+    layer = nn.Linear(2, 3)
+    optimizer = MixPrecisionOptimizer(paddle.optimizer.AdamW(0.1, parameters=layer.parameters()))
+    model = layer.sharded_state_dict()
+    assert len(optimizer.sharded_state_dict(model)) == 8
+    optimizer.update_slice = lambda: None  # what stage 3 sets
+    optimizer._parameter_list = list(layer.parameters())
+    assert len(optimizer.sharded_state_dict(model)) == 8
+
+
+# -- init_optimizer_state ----------------------------------------------------------------------------------------------
+
+
+def test_init_creates_all_states():
+    layer = nn.Linear(2, 3)
+    optimizer = paddle.optimizer.Momentum(0.1, parameters=layer.parameters())
+    state = fc.init_optimizer_state(optimizer, layer.sharded_state_dict())
+    assert sorted(state) == ["bias.velocity_0", "weight.velocity_0"]
+    assert sorted(optimizer._accumulators["velocity"]) == sorted(p.name for p in layer.parameters())
+
+
+def test_init_with_a_catalog_leaves_out_parameters_without_any_state(tmp_path):
+    layer = nn.Linear(2, 3)
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
+    model = layer.sharded_state_dict()
+    every = fc.init_optimizer_state(optimizer, model)
+    held = [key for key in every if key.startswith("weight.") and not key.endswith("moment2_0")]
+    for catalog in (held, dict.fromkeys(held), types.SimpleNamespace(keys=held)):
+        found = fc.init_optimizer_state(optimizer, model, catalog)
+        # moment2 is looked for all the same, so that a load says that it is missing.
+        assert sorted(found) == sorted(key for key in every if key.startswith("weight."))
+
+
+def test_init_with_a_catalog_that_has_the_state_under_another_name():
+    layer = nn.Sequential(nn.Linear(2, 2, bias_attr=False), nn.Linear(2, 2, bias_attr=False))
+    layer[1].weight = layer[0].weight
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
+    assert len(fc.init_optimizer_state(optimizer, layer.sharded_state_dict(), ["1.weight.moment1_0"])) == 4
+
+
+def test_init_without_install_is_refused():
+    layer = nn.Linear(2, 3)
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
+    model = layer.sharded_state_dict()
+    fc.uninstall()
+    with pytest.raises(ValueError, match=r"call paddle_flexckpt\.install\(\)"):
+        fc.init_optimizer_state(optimizer, model)

@@ -1,0 +1,203 @@
+"""What a load may do beyond copying: missing and unexpected keys, casts, other names, tied targets."""
+
+from __future__ import annotations
+
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.catalog.dtypes import DTYPES, dtype_of
+from paddle_flexckpt.runtime.loader import load_state_dict
+from paddle_flexckpt.runtime.resharder import reshard_sharded_state_dict
+from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.runtime.targets import Policy
+from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.ramdisk import memory_directory
+
+
+@pytest.fixture(params=["files", "memory"])
+def move(request):
+    """``move(source, target, **options)`` on one rank, through files or through memory; returns the report."""
+
+    def through(source, target, **options):
+        def job(comm):
+            if request.param == "memory":
+                return reshard_sharded_state_dict(source, target, comm, **options)
+            with memory_directory() as path:
+                save_state_dict(source, path, comm)
+                return load_state_dict(target, path, comm, **options)
+
+        (report,) = SimulatedWorld(1).run(job)
+        return report
+
+    return through
+
+
+def state(**tensors) -> dict[str, np.ndarray]:
+    return {key: np.asarray(value, dtype=np.float32) for key, value in tensors.items()}
+
+
+@pytest.mark.parametrize(("strict", "missing", "unexpected"), [
+    (True, True, True), (False, False, False), ("missing", True, False), ("unexpected", False, True),
+])  # fmt: skip
+def test_strict(move, strict, missing, unexpected):
+    source = state(a=[1, 2], b=[3])
+    for target, is_error, key in ((state(a=[0, 0], b=[0], c=[9]), missing, "c"), (state(a=[0, 0]), unexpected, "b")):
+        if is_error:
+            with pytest.raises(ValidationError, match=f"'{key}'") as caught:
+                move(source, target, strict=strict)
+            assert "Remedy" in str(caught.value)
+            assert target["a"].tolist() == [0, 0], "nothing is touched before the error"
+        else:
+            report = move(source, target, strict=strict)
+            assert target["a"].tolist() == [1, 2]
+            assert [report.missing, report.unexpected][key == "b"] == [key]
+            assert target.get("c", np.float32(9)).item() == 9
+
+
+def test_the_default_is_that_missing_keys_are_errors_and_unexpected_ones_are_reported(move):
+    with pytest.raises(ValidationError, match="the source has no such key"):
+        move(state(a=[1]), state(a=[0], b=[0]))
+    assert move(state(a=[1], b=[2]), state(a=[0])).unexpected == ["b"]
+
+
+def test_a_similar_name_is_suggested(move):
+    with pytest.raises(ValidationError, match=r"model\.layers\.0\.attn\.weight"):
+        move({"model.layers.0.attn.weight": np.zeros(1)}, {"layers.0.attn.weight": np.zeros(1)})
+
+
+@pytest.mark.parametrize("options", [{"strict": "all"}, {"strict": None}, {"dtype": "force"}])
+def test_an_unknown_policy_is_refused(options):
+    with pytest.raises(ValidationError, match=next(iter(options))):
+        Policy(**options)
+
+
+def test_another_dtype_is_an_error_by_default(move):
+    target = {"w": np.zeros(3, dtype=ml_dtypes.bfloat16)}
+    with pytest.raises(ValidationError) as caught:
+        move({"w": np.ones(3, dtype=np.float32)}, target)
+    for words in ("dtypes differ", "'w'", "bfloat16 (target)", "float32 (source)", 'dtype="cast"'):
+        assert words in str(caught.value)
+    assert not target["w"].any()
+
+
+FLOATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
+
+
+def numbers(name: str) -> np.ndarray:
+    """Finite values of a dtype that do not round trivially."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal(5000) * np.exp2(rng.integers(-9, 9, 5000))
+    return np.clip(values, -400, 400).astype(np.float32).astype(dtype_of(name).numpy)
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(FLOATS, 2)))
+def test_casts_between_floats_round_like_ml_dtypes(move, source, target):
+    values = numbers(source)
+    into = np.zeros(5000, dtype=dtype_of(target).numpy)
+    report = move({"w": values}, {"w": into}, dtype="cast")
+    assert into.tobytes() == values.astype(into.dtype).tobytes()
+    assert report.cast == {"w": f"{source} -> {target}"}
+
+
+def test_a_cast_where_no_dtype_differs_is_reported_as_none(move):
+    assert move(state(a=[1]), state(a=[0]), dtype="cast").cast == {}
+
+
+KINDS = {name: dtype_of(name).numpy.kind for name in DTYPES}
+INTEGERS = [name for name, kind in KINDS.items() if kind in "iu"]
+
+
+@pytest.mark.parametrize(("source", "target", "allowed"), [
+    ("float32", "int32", False), ("float32", "bool", False), ("float64", "uint8", False),
+    ("complex64", "float32", False), ("complex128", "float64", False), ("complex64", "complex128", True),
+    ("float32", "complex64", True), ("bfloat16", "complex128", True), ("int32", "bool", False),
+    ("bool", "int8", True), ("bool", "float16", True), ("int32", "int64", True), ("int64", "int32", False),
+    ("uint8", "int16", True), ("uint8", "int8", False), ("int8", "uint8", False), ("uint64", "int64", False),
+    ("int64", "float32", True), ("int32", "bfloat16", True), ("int16", "complex64", True),
+    ("complex64", "int64", False),
+])  # fmt: skip
+def test_which_casts_are_allowed(move, source, target, allowed):
+    values = np.asarray([0, 1, 2, 100, 1]).astype(dtype_of(source).numpy)
+    into = np.zeros(5, dtype=dtype_of(target).numpy)
+    if allowed:
+        move({"w": values}, {"w": into}, dtype="cast")
+        assert into.tobytes() == values.astype(into.dtype).tobytes()
+    else:
+        with pytest.raises(ValidationError, match=f"lose what the values mean.*{target}.*{source}"):
+            move({"w": values}, {"w": into}, dtype="cast")
+        assert not into.any()
+
+
+def test_another_global_shape_is_an_error_under_every_policy(move):
+    with pytest.raises(ValidationError, match=r"global shapes differ.*'w'.*\[4\] \(target\).*\[3\] \(source\)"):
+        move(state(w=[1, 2, 3]), state(w=[0, 0, 0, 0]), strict=False, dtype="cast")
+
+
+def aliased(key: str, array: np.ndarray, *aliases: str) -> ShardedWeight:
+    zero = (0,) * array.ndim
+    return ShardedWeight(key, array, array.shape, array.shape, zero, aliases=aliases)
+
+
+def test_a_tied_parameter_is_found_under_any_of_its_names(move):
+    target = np.zeros(2, dtype=np.float32)
+    report = move(state(embed=[1, 2]), {"head": aliased("head", target, "other", "embed")})
+    assert target.tolist() == [1, 2]
+    assert report.aliases == {"head": "embed"}
+    assert (report.missing, report.unexpected) == ([], [])
+
+
+def test_the_own_name_comes_before_the_others(move):
+    target = np.zeros(2, dtype=np.float32)
+    report = move(state(head=[3, 4], embed=[1, 2]), {"head": aliased("head", target, "embed")})
+    assert target.tolist() == [3, 4]
+    assert (report.aliases, report.unexpected) == ({}, ["embed"])
+
+
+def test_other_names_can_be_forbidden(move):
+    target = {"head": aliased("head", np.zeros(2, dtype=np.float32), "embed")}
+    with pytest.raises(ValidationError, match="no such key.*'head'"):
+        move(state(embed=[1, 2]), target, tied_names=False)
+
+
+def test_tied_targets_that_agree_are_both_filled(move):
+    memory = np.zeros(3, dtype=np.float32)
+    report = move(state(a=[1, 2, 3], b=[1, 2, 3]), {"a": memory, "b": memory}, strict=True)
+    assert memory.tolist() == [1, 2, 3]
+    assert report.keys == 2
+
+
+def test_tied_targets_that_get_different_values_are_an_error(move):
+    memory = np.zeros(3, dtype=np.float32)
+    with pytest.raises(CheckpointError, match="'a' and 'b' are one tied parameter.*different values.*those of 'a'"):
+        move(state(a=[1, 2, 3], b=[1, 2, 4]), {"a": memory, "b": memory})
+    assert memory.tolist() == [1, 2, 3]
+
+
+def test_tied_targets_of_one_source_are_filled_once(move):
+    memory = np.zeros(3, dtype=np.float32)
+    report = move(state(a=[1, 2, 3]), {"a": memory, "b": aliased("b", memory, "a")}, strict=True)
+    assert memory.tolist() == [1, 2, 3]
+    assert report.bytes_needed == memory.nbytes
+
+
+def test_nested_targets_are_filled(move):
+    target = {"model": {"w": np.zeros(2, dtype=np.float32)}, "step": np.zeros((), dtype=np.int64)}
+    move({"model": state(w=[1, 2]), "step": np.asarray(7)}, target, strict=True)
+    assert target["model"]["w"].tolist() == [1, 2]
+    assert target["step"].item() == 7
+
+
+@pytest.mark.parametrize("option", [{"aoa_config": {"aoa_statements": []}}, {"coordinator_rank": 1}])
+def test_what_is_not_available_is_refused(move, option):
+    with pytest.raises(ValidationError, match=next(iter(option))):
+        move(state(a=[1]), state(a=[0]), **option)
+
+
+def test_async_save_is_refused():
+    with memory_directory() as path, pytest.raises(ValidationError, match="async_save=True is not available"):
+        SimulatedWorld(1).run(lambda comm: save_state_dict(state(a=[1]), path, comm, async_save=True))

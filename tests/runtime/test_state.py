@@ -1,0 +1,119 @@
+"""States: nested dicts flattened, and each thing that cannot be a shard named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.runtime.state import flatten, open_state
+from paddle_flexckpt.sharded_weight import ShardedWeight
+
+
+def array(*shape: int) -> np.ndarray:
+    return np.zeros(shape, dtype=np.float32)
+
+
+def sharded(tensor=None, local=(2, 3), whole=(4, 3), offset=(2, 0), flat=None) -> ShardedWeight:
+    tensor = array(*local) if tensor is None else tensor
+    return ShardedWeight("inner name", tensor, local, whole, offset, flat is not None, flat)
+
+
+def test_nested_dicts_become_one_level():
+    a, b, c = array(1), array(2), array(3)
+    flat = flatten({"model": {"w": a, "block": {"0": b}}, "c": c})
+    assert flat == {"model.w": a, "model.block.0": b, "c": c}
+    assert flat["model.block.0"] is b
+
+
+def test_the_dicts_name_of_a_shard_counts():
+    state = open_state({"outer": {"name": sharded()}}, rank=3)
+    assert state.catalog.keys == ("outer.name",)
+    assert state.catalog.rank.tolist() == [3]
+
+
+def test_a_state_is_described_row_by_row():
+    tensors = {"plain": array(5, 6), "cut": sharded(), "flat": sharded(array(4), flat=slice(1, 5))}
+    state = open_state(tensors, rank=1, file="vfile_1")
+    catalog = state.catalog
+    assert [catalog.describe(row) for row in range(3)] == [
+        "float32 [0:5, 0:6] of [5, 6]",
+        "float32 [2:4, 0:3] of [4, 3]",
+        "float32 [2:4, 0:3] of [4, 3], flattened range [1, 5)",
+    ]
+    assert catalog.files == ("vfile_1",)
+    assert [state.tensor(row) for row in range(3)][0] is tensors["plain"]
+    assert state.tensor(1) is tensors["cut"].local_tensor
+
+
+def test_an_empty_state_is_a_state():
+    state = open_state({}, rank=0)
+    assert (len(state.catalog), state.weights) == (0, [])
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        ([1], ["has to be a dict", "list"]),
+        ({1: array(1)}, ["names that are strings", "got 1"]),
+        ({"a.b": array(1), "a": {"b": array(1)}}, ["same name", "'a.b'"]),
+        ({"lr": 0.1}, ["tensors and ShardedWeights only", "'lr'", "rank 7", "0.1 (float)", "Remedy"]),
+        ({"none": None}, ["tensors and ShardedWeights only", "None"]),
+        ({"w": sharded([1, 2])}, ["local_tensor of a ShardedWeight has to be a tensor", "got list"]),
+        ({"w": sharded(local=(2, 3), whole=(4,))}, ["differ in length", "(4,), (2, 0), (2, 3)"]),
+        ({"w": sharded(array(3, 2))}, ["not the local shape", "expected (2, 3)", "got (3, 2)"]),
+        ({"w": sharded(array(4), flat=slice(0, 3))}, ["as many elements as its flattened_range", "expected 3; got 4"]),
+        ({"w": sharded(array(8)[::2], flat=slice(0, 4))}, ["flattened shard has to be contiguous"]),
+        ({"w": sharded(array(4), flat=slice(0, None))}, ["flattened_range with start and stop"]),
+        ({"w": sharded(array(2), flat=slice(0, 4, 2))}, ["flattened_range with start and stop"]),
+        ({"w": ShardedWeight("w", array(2), (2, 3), (4, 3), (0, 0), True, None)}, ["flattened_range with start"]),
+        ({"w": np.zeros(3, dtype=">f4")}, ["dtype", "not supported"]),
+        ({"w": np.zeros(3, dtype="U3")}, ["dtype", "not supported"]),
+        ({"w": sharded(array(2), flat=slice(-2, 0))}, ["negative flattened range"]),
+    ],
+)
+def test_what_is_wrong_is_named(state, words):
+    with pytest.raises(ValidationError) as caught:
+        open_state(state, rank=7)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_all_problems_are_listed():
+    with pytest.raises(ValidationError) as caught:
+        open_state({"good": array(1), "lr": 0.1, "w": sharded(array(3, 2)), "name": "x"}, rank=0)
+    assert len(caught.value.problems) == 3
+    assert "3 problems" in str(caught.value)
+    assert "'good'" not in str(caught.value)
+
+
+@pytest.mark.paddle
+class TestPaddle:
+    @pytest.fixture(autouse=True)
+    def _paddle(self):
+        self.paddle = pytest.importorskip("paddle")
+
+    def test_a_tensor_and_a_parameter_are_replicated_shards(self):
+        state = {"t": self.paddle.zeros([2, 3], "bfloat16"), "p": self.paddle.create_parameter([4], "float32")}
+        catalog = open_state(state, 0).catalog
+        assert [catalog.describe(row) for row in range(2)] == [
+            "bfloat16 [0:2, 0:3] of [2, 3]", "float32 [0:4] of [4]",
+        ]  # fmt: skip
+
+    def test_a_tensor_without_memory_is_named(self):
+        tensor = self.paddle.ones([3])
+        tensor._clear_data()
+        with pytest.raises(ValidationError, match="'t'.*no memory|not initialised.*'t'"):
+            open_state({"t": ShardedWeight("t", tensor, (3,), (3,), (0,))}, 0)
+
+    def test_a_plain_tensor_marked_is_distributed_is_refused(self):
+        tensor = self.paddle.ones([3])
+        tensor.is_distributed = True
+        with pytest.raises(ValidationError, match="marked is_distributed.*sharded_state_dict"):
+            open_state({"t": tensor}, 0)
+        assert len(open_state({"t": ShardedWeight("t", tensor, (3,), (6,), (3,))}, 0).catalog) == 1
+
+    def test_paddles_own_sharded_weight_is_taken(self):
+        module = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.sharded_weight")
+        theirs = module.ShardedWeight("w", self.paddle.ones([2, 3]), (2, 3), (4, 3), (2, 0))
+        assert open_state({"w": theirs}, 0).catalog.describe(0) == "float32 [2:4, 0:3] of [4, 3]"
