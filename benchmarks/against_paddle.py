@@ -4,8 +4,8 @@ All subjects take turns within one process (A B C A B C ...), so that what else 
 is compared is the ratio within a turn. Data is random. Loads come from a warm page cache into memory that exists.
 
 Paddle does not make its files durable, this library does. So saves are measured twice: "durable", where Paddle's files
-are fsynced afterwards, and "cached", where this library's fsync does nothing. ``raw`` writes the same bytes from the same
-memory with plain system calls: what the medium can do.
+are fsynced afterwards, and "cached", where this library's fsync does nothing. ``raw`` writes the same bytes from the
+same memory with plain system calls: what the medium can do.
 
     python benchmarks/against_paddle.py                   # 1 GiB, 5 turns, in the current directory's file system
     python benchmarks/against_paddle.py --mib 256 --pairs 3 --directory /dev/shm --json result.json

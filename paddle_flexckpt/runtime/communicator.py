@@ -123,10 +123,11 @@ def _combine_errors(failures: list[tuple[int, tuple[str, list[str]]]], context: 
 
 
 class SoloCommunicator(Communicator):
-    """One process without a distributed environment."""
+    """One rank alone: a process without a distributed environment, or a rank that saves for itself."""
 
-    def __init__(self) -> None:
-        super().__init__((0,), 0)
+    def __init__(self, rank: int = 0) -> None:
+        """Args: rank: the rank's global number."""
+        super().__init__((rank,), 0)
 
     def _all_gather(self, payload: bytes) -> list[bytes]:
         return [payload]
@@ -169,7 +170,8 @@ def communicator_for(process_group: Any = None) -> Communicator:
     """The communicator of a call.
 
     Args:
-        process_group: None for all ranks of the job (or the one process there is), a Paddle group, or a Communicator.
+        process_group: None for all ranks of the job (or the one process there is), ``"self"`` for this rank alone, a
+            Paddle group, or a Communicator.
     """
     if isinstance(process_group, Communicator):
         return process_group
@@ -177,6 +179,8 @@ def communicator_for(process_group: Any = None) -> Communicator:
 
     if not dist.is_initialized():
         return SoloCommunicator()
+    if process_group == "self":
+        return SoloCommunicator(int(dist.get_rank()))
     if process_group is None:
         from paddle.distributed.communication.group import _get_global_group
 

@@ -54,7 +54,8 @@ def load_state_dict(
         state_dict: Names to ShardedWeights (of this library or of Paddle) or tensors (taken as replicated), possibly
             nested. Their memory is written.
         path: The directory.
-        process_group: The ranks that take part; all ranks of the job by default.
+        process_group: The ranks that take part; all ranks of the job by default. ``"self"``: this rank alone, which has
+            to hold everything (pure data parallelism, where one rank may save for all).
         coordinator_rank: The rank, counted within the group, that writes the log line.
         unique_id: The checkpoint's id; None takes the highest.
         offload: Accepted for compatibility: reading goes through host memory always, one tensor at a time.

@@ -49,7 +49,8 @@ def save_state_dict(
         state_dict: Names to ShardedWeights (of this library or of Paddle) or tensors (taken as replicated), possibly
             nested.
         path: The directory. It may hold several checkpoints, told apart by id.
-        process_group: The ranks that take part; all ranks of the job by default.
+        process_group: The ranks that take part; all ranks of the job by default. ``"self"``: this rank alone, which has
+            to hold everything (pure data parallelism, where one rank may save for all).
         coordinator_rank: The rank, counted within the group, that chooses the id and commits.
         unique_id: The checkpoint's id. None takes the next free one. An id that exists is replaced, and stays what it
             was until the new checkpoint is complete.

@@ -464,3 +464,14 @@ def failing_exchange(where, rank, round_bytes=None):
     finally:
         setattr(resharder, where, native)
     return {"error": error, "seconds": time.monotonic() - begin, "again": attempt()}
+
+
+def one_rank_saves_for_all(directory):
+    """Pure data parallelism: rank 0 saves without the others, and everyone loads."""
+    values = paddle.arange(12, dtype="float32").reshape([3, 4])
+    if dist.get_rank() == 0:
+        fc.save_state_dict({"w": values}, directory, process_group="self")
+    dist.barrier()
+    target = paddle.zeros([3, 4])
+    fc.load_state_dict({"w": target}, directory)
+    return bool((target == values).all())

@@ -1,4 +1,4 @@
-"""Jobs of tests/runtime/test_extra_state."""
+"""Jobs of test_extra_state: every rank has generators and a position of its own."""
 
 from __future__ import annotations
 

@@ -89,8 +89,10 @@ class Job:
         if install:
             fc.install()
         self.kind, self.size = kind, dist.get_world_size()
-        degree = self.size if kind in ("v1", "v2", "v2colors", "fully") else 1
-        cpu_world.init_fleet(dp=self.size // degree, sharding=degree, split_param=kind in ("v2", "v2colors"))
+        if kind in ("v1", "v2", "v2colors", "fully"):
+            cpu_world.init_fleet(sharding=self.size, split_param=kind in ("v2", "v2colors"))
+        else:
+            cpu_world.reset_fleet()
         with paddle.utils.unique_name.guard():
             self.net = Net(salt, dtype, unused)
         if kind == "v2colors":
@@ -347,7 +349,6 @@ def tied_stage3(directory):
     from paddle.distributed.sharding import group_sharded_parallel
 
     fc.install()
-    cpu_world.init_fleet(dp=dist.get_world_size())
     with paddle.utils.unique_name.guard():
         net = nn.Sequential(Half(9, 9), Half(9, 9))
     net[1].weight = net[0].weight

@@ -48,3 +48,7 @@ def test_a_group_of_one(world4, tmp_path):
 @pytest.mark.parametrize("order", [[1, 0], [2, 0, 3, 1]], ids=str)
 def test_ranks_in_another_order(world, tmp_path, order):
     assert world(len(order)).run(jobs.permuted, directory=str(tmp_path), order=order) == [[]] * len(order)
+
+
+def test_one_rank_may_save_alone_what_all_ranks_hold(world2, tmp_path):
+    assert world2.run(jobs.one_rank_saves_for_all, directory=str(tmp_path)) == [True, True]

@@ -435,10 +435,11 @@ def test_a_layer_that_ignores_the_prefix(stage):
 
 
 def test_ten_thousand_parameters(stage):
-    """A tenth of them, in a tenth of the 0.5 s that all may take; five times that, for a busy machine."""
-    layers = [LayerDesc(nn.LayerNorm, 2) for _ in range(500)]
-    pipeline = stage(0, layers, 1, seg_method="uniform")
-    pipeline.sharded_state_dict()
-    begin = time.perf_counter()
-    assert len(pipeline.sharded_state_dict()) == 1000
-    assert time.perf_counter() - begin < 0.25
+    """In half a second of CPU time; measured 0.15 s to 0.3 s. The best of three, for a busy machine."""
+    pipeline = stage(0, [LayerDesc(nn.LayerNorm, 2) for _ in range(5000)], 1, seg_method="uniform")
+    seconds = []
+    for _ in range(3):
+        begin = time.process_time()
+        assert len(pipeline.sharded_state_dict()) == 10_000
+        seconds.append(time.process_time() - begin)
+    assert min(seconds) < 0.5
