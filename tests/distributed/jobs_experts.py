@@ -303,6 +303,15 @@ def uneven(directory):
     return error_of(lambda: fc.save_state_dict(moe.sharded_state_dict(), directory))
 
 
+def without_the_mixin(directory):
+    """A user's layer that has not adopted the mixin: its experts have the same names on every rank."""
+    fc.install()
+    group, _, _ = layout(dist.get_world_size(), 1)
+    net = nn.Layer()
+    net.experts = nn.LayerList([Expert(group.rank, "", 0, 1)])
+    return error_of(lambda: fc.save_state_dict(net.sharded_state_dict(), directory))
+
+
 def error_of(call):
     try:
         call()

@@ -133,3 +133,9 @@ def test_lists_of_different_lengths_are_an_error_on_every_rank(world2, tmp_path)
     errors = world2.run(jobs.uneven, directory=str(tmp_path))
     assert errors[0] == errors[1]
     assert "gate.gate.weight" in errors[0]
+
+
+def test_experts_without_the_mixin_are_not_lost_silently(world2, tmp_path):
+    errors = world2.run(jobs.without_the_mixin, directory=str(tmp_path))
+    assert errors[0] == errors[1]
+    assert "experts.0.up.weight" in errors[0]
