@@ -37,9 +37,10 @@ from paddle_flexckpt.runtime.merged import empty_tensors
 from paddle_flexckpt.runtime.portable import decode, encode
 from paddle_flexckpt.runtime.random_state import collect_random_state, restore_random_state
 from paddle_flexckpt.runtime.scheduler_state import restore_scaler, restore_scheduler, scheduler_state
+from paddle_flexckpt.runtime.state import EXTRA_STATE
 from paddle_flexckpt.storage import CheckpointDirectory
 
-_PREFIX = "extra_state."
+_PREFIX = EXTRA_STATE
 _COMMON = f"{_PREFIX}common"
 _OF_RANK = re.compile(re.escape(_PREFIX) + r"(rng|dataloader)\.rank(\d+)(\.|$)")
 _VERSION = 1

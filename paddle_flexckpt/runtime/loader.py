@@ -18,7 +18,7 @@ from paddle_flexckpt.planning import ReadPlan, ShardMatcher, plan_read
 from paddle_flexckpt.planning.matching import uncovered_targets
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.runtime.communicator import check_coordinator, check_same, communicator_for
-from paddle_flexckpt.runtime.state import LocalState, open_state
+from paddle_flexckpt.runtime.state import EXTRA_STATE, LocalState, open_state
 from paddle_flexckpt.runtime.targets import Policy, Strict, TargetMemory, Wanted, resolve
 from paddle_flexckpt.runtime.wire import join, split
 from paddle_flexckpt.storage import CheckpointDirectory, FileReader, Manifest
@@ -188,10 +188,10 @@ def used_keys(source: Catalog, wanted: Wanted) -> np.ndarray:
 
 
 def unexpected_keys(source: Catalog, bits: tuple[bytes, ...]) -> list[str]:
-    """Keys of the source that no rank uses, from every rank's packed :func:`used_keys`."""
+    """Keys of the source that no rank uses, from every rank's packed :func:`used_keys`; extra state does not count."""
     used = np.bitwise_or.reduce([np.frombuffer(b, dtype=np.uint8) for b in bits])
     flags = np.unpackbits(used, count=len(source.keys)).astype(bool) if len(source.keys) else np.zeros(0, dtype=bool)
-    return [source.keys[i] for i in np.flatnonzero(~flags)]
+    return [source.keys[i] for i in np.flatnonzero(~flags) if not source.keys[i].startswith(EXTRA_STATE)]
 
 
 def check_unexpected(unexpected: list[str], strict: Strict, context: str) -> None:

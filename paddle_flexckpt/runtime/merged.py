@@ -11,6 +11,7 @@ import numpy as np
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.runtime.communicator import SoloCommunicator
 from paddle_flexckpt.runtime.loader import load_state_dict, refuse_aoa
+from paddle_flexckpt.runtime.state import EXTRA_STATE
 from paddle_flexckpt.storage import CheckpointDirectory
 
 
@@ -26,7 +27,8 @@ def load_merged_state_dict(
 
     Args:
         path: The checkpoint's directory.
-        prefix: Only keys that start with this and a dot, which are taken off; all keys by default.
+        prefix: Only keys that start with this and a dot, which are taken off; by default all keys but a run's extra
+            state.
         unique_id: The checkpoint's id; None takes the highest.
         offload: Accepted for compatibility: the tensors are on the CPU always.
         aoa_config: Not available yet; anything but None is an error.
@@ -43,7 +45,8 @@ def load_merged_state_dict(
     manifest = CheckpointDirectory(os.fspath(path)).read_manifest(unique_id)
     catalog = manifest.catalog
     start = f"{prefix}." if prefix else ""
-    tensors = empty_tensors(catalog, [key for key in catalog.keys if key.startswith(start)])
+    names = [key for key in catalog.keys if key.startswith(start) and (start or not key.startswith(EXTRA_STATE))]
+    tensors = empty_tensors(catalog, names)
     load_state_dict(tensors, path, SoloCommunicator(), unique_id=manifest.unique_id)
     return {name[len(start) :]: tensors[name] for name in sorted(tensors)}
 

@@ -434,12 +434,12 @@ def test_a_layer_that_ignores_the_prefix(stage):
     assert "layer 1 (Stubborn) gives the name" in text and "begins with the prefix '1.'" in text
 
 
-def test_ten_thousand_parameters(stage):
-    """In half a second of CPU time; measured 0.15 s to 0.3 s. The best of three, for a busy machine."""
-    pipeline = stage(0, [LayerDesc(nn.LayerNorm, 2) for _ in range(5000)], 1, seg_method="uniform")
+def test_two_thousand_parameters(stage):
+    """A fifth of 10,000, in a fifth of 0.5 s of CPU time; measured 0.03 s to 0.06 s. The best of three."""
+    pipeline = stage(0, [LayerDesc(nn.LayerNorm, 2) for _ in range(1000)], 1, seg_method="uniform")
     seconds = []
     for _ in range(3):
         begin = time.process_time()
-        assert len(pipeline.sharded_state_dict()) == 10_000
+        assert len(pipeline.sharded_state_dict()) == 2000
         seconds.append(time.process_time() - begin)
-    assert min(seconds) < 0.5
+    assert min(seconds) < 0.1

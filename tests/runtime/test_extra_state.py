@@ -325,3 +325,12 @@ def test_a_newer_version_is_refused():
     state["extra_state.common"] = paddle.to_tensor(np.frombuffer(text, "uint8").copy())
     with pytest.raises(fc.ValidationError, match="extra state of version 2.*Remedy"):
         fc.restore_extra_state(state)
+
+
+def test_extra_state_is_neither_unexpected_nor_a_weight(tmp_path):
+    model = {"w": paddle.ones([2])}
+    fc.save_state_dict({**model, **fc.collect_extra_state(step=7)}, tmp_path)
+    report = fc.load_state_dict({"w": paddle.zeros([2])}, tmp_path, strict=True)
+    assert report.unexpected == []
+    assert list(fc.load_merged_state_dict(tmp_path)) == ["w"]
+    assert fc.restore_extra_state(fc.load_extra_state(tmp_path)).step == 7
