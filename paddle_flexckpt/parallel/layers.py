@@ -40,7 +40,7 @@ class LayerMixin:
             if layer is None:
                 continue
             below = layer.sharded_state_dict(structured_name_prefix=f"{structured_name_prefix}{name}.")
-            twice = sorted(set(below) & set(sharded))
+            twice = sorted(key for key in below if key in sharded)  # not by sets: one per sub-layer is quadratic
             if twice:
                 raise ValueError(f"sub-layer {name!r} of {type(self).__name__} gives names that exist already: {twice}")
             sharded.update(below)

@@ -182,6 +182,18 @@ def test_names_tied_inside_a_layer(stage):
     assert state["m.1.again.weight"].aliases == ("m.1.fc.weight",)
 
 
+def test_names_tied_inside_a_shared_layer(stage):
+    class Twice(Embedding):
+        def __init__(self):
+            super().__init__()
+            self.again = self.embedding
+
+    (state,) = states(stage, [shared(Twice), LayerDesc(Block), shared(Twice)], 1)
+    names = {f"{i}.{name}.weight" for i in (0, 2) for name in ("again", "embedding")}
+    for key in ("0.again.weight", "0.embedding.weight"):
+        assert set(state[key].aliases) == names - {key}
+
+
 # -- shared layers -----------------------------------------------------------------------------------------------------
 
 
