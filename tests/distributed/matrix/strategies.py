@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+# Steps that a job trains after its state has come from elsewhere.
+AFTER = 2
+
 
 @dataclass(frozen=True)
 class Strategy:
