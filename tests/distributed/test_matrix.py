@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("paddle")
-from tests.distributed.matrix.strategies import sample
+from tests.distributed.matrix.strategies import MODELS, sample
 from tests.distributed.matrix.table import Matrix
 
 # Eight ranks take too long to start for what CI would learn from them.
@@ -19,7 +19,7 @@ def matrix(world, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("model", "saved", "loaded"),
-    [(model, *pair) for model in ("tied", "untied") for pair in sample(model, count=6, largest_world=LARGEST_WORLD)],
+    [(model, *pair) for model in MODELS for pair in sample(model, count=6, largest_world=LARGEST_WORLD)],
 )
 def test_what_one_strategy_saved_another_loads(matrix, model, saved, loaded):
     result = matrix.pair(model, saved, loaded)

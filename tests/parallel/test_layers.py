@@ -216,3 +216,22 @@ def test_two_sub_layers_of_one_name_are_an_error():
     layer._parameters["inner.weight"] = layer.create_parameter([1])
     with pytest.raises(ValueError, match=r"names that exist already: \['inner.weight'\]"):
         layer.sharded_state_dict()
+
+
+def test_a_parameter_that_is_both_tied_and_cut_is_refused():
+    class Cut(nn.Layer):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight = weight
+
+        def _get_shard_rules(self):
+            return {"weight": 0}
+
+        def _get_shard_group(self):
+            return SimpleNamespace(rank=1, nranks=2)
+
+    model = nn.Layer()
+    model.whole = nn.Linear(4, 4, bias_attr=False)
+    model.part = Cut(model.whole.weight)
+    with pytest.raises(ValueError, match=r"described in different ways: .*whole\.weight.*part\.weight.*Remedy"):
+        model.sharded_state_dict()

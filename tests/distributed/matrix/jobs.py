@@ -14,6 +14,7 @@ from paddle.distributed.sharding import group_sharded_parallel
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing import cpu_world
+from tests.distributed import jobs_experts
 from tests.distributed.matrix.network import LENGTH, VOCABULARY, build, fill
 from tests.distributed.matrix.strategies import AFTER, BY_NAME
 
@@ -24,7 +25,7 @@ BEFORE = 3
 class Trainer:
     """One strategy's model and optimizer."""
 
-    def __init__(self, name, tied, salt):
+    def __init__(self, name, model, salt):
         fc.install()
         strategy = self.strategy = BY_NAME[name]
         self.replicas = strategy.dp * strategy.sharding if strategy.level is None else strategy.world
@@ -39,7 +40,7 @@ class Trainer:
         )
         place = hcg.get_data_parallel_rank() * strategy.sharding + hcg.get_sharding_parallel_rank()
         self.place = place if strategy.level is None else dist.get_rank()
-        self.model = build(strategy, tied)
+        self.model = build(strategy, model == "tied")
         fill(self.model.sharded_state_dict(), salt)
         trained = [p for p in self.model.parameters() if not p.stop_gradient]
         self.optimizer = paddle.optimizer.AdamW(0.01, parameters=trained)
@@ -81,6 +82,31 @@ class Trainer:
         return {**model, **self.optimizer.sharded_state_dict(model)}
 
 
+class ExpertTrainer:
+    """The same of a mixture of experts."""
+
+    def __init__(self, name, salt):
+        fc.install()
+        strategy = BY_NAME[name]
+        group, place, degree = jobs_experts.layout(strategy.experts, strategy.mp)
+        self.net = jobs_experts.Net(group, salt, place, degree)
+        self.optimizer = jobs_experts.adamw(self.net)
+
+    def steps(self, first, last):
+        # An expert without tokens has no gradient in a fresh job and a zero one, which AdamW steps on, after
+        # clear_grad(): a job that goes on forgets its gradients, as one that resumes has none.
+        self.optimizer.clear_grad(set_to_zero=False)
+        return jobs_experts.train(self.net, self.optimizer, range(first, last))
+
+    def state(self):
+        return jobs_experts.state_of(self.net, self.optimizer)
+
+
+def begin(strategy, model, salt):
+    """A fresh job; the salt decides its values."""
+    return ExpertTrainer(strategy, salt) if model == "experts" else Trainer(strategy, model, salt)
+
+
 def leave(state, folder):
     """Writes this rank's shards, with what the library says of them."""
     os.makedirs(folder, exist_ok=True)
@@ -102,9 +128,9 @@ def leave(state, folder):
         json.dump(index, stream)
 
 
-def save(strategy, tied, folder):
+def save(strategy, model, folder):
     """Trains, saves, leaves the shards, and trains on."""
-    trainer = Trainer(strategy, tied, "saved")
+    trainer = begin(strategy, model, "saved")
     before = trainer.steps(0, BEFORE)
     state = trainer.state()
     report = fc.save_state_dict(state, os.path.join(folder, "checkpoint"), unique_id=0, step=BEFORE)
@@ -113,22 +139,22 @@ def save(strategy, tied, folder):
     return {"losses": before + after, "bytes": report.total_bytes}
 
 
-def load(strategy, tied, folder):
+def load(strategy, model, folder):
     """Loads into a fresh job with other values, leaves the shards, and trains on."""
-    trainer = Trainer(strategy, tied, "other")
+    trainer = begin(strategy, model, "other")
     state = trainer.state()
     report = fc.load_state_dict(state, os.path.join(folder, "checkpoint"), strict=True)
     leave(trainer.state(), os.path.join(folder, f"loaded-{strategy}"))
     return {"losses": trainer.steps(BEFORE, BEFORE + AFTER), "seconds": report.seconds["total"]}
 
 
-def reshard(source, target, tied, folder):
+def reshard(source, target, model, folder):
     """Moves a live, trained job into another strategy of the same world, and trains on there."""
-    origin = Trainer(source, tied, "saved")
+    origin = begin(source, model, "saved")
     origin.steps(0, BEFORE)
     held = origin.state()
     leave(held, os.path.join(folder, f"live-{source}"))
-    destination = Trainer(target, tied, "other")
+    destination = begin(target, model, "other")
     fc.reshard_sharded_state_dict(held, destination.state(), strict=True)
     leave(destination.state(), os.path.join(folder, f"moved-{source}-{target}"))
     return {"losses": destination.steps(BEFORE, BEFORE + AFTER)}

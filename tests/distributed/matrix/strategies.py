@@ -21,7 +21,8 @@ class Strategy:
         level: Group-sharded level (``os_g`` is stage 2, ``p_g_os`` stage 3) over all ranks, instead of fleet's.
         sequence: Sequence-parallel linears.
         chunks: Virtual pipeline stages per rank.
-        models: Which models it can train: ``tied``, ``untied``.
+        experts: Ranks that a layer's experts are spread over.
+        models: Which models it can train: ``tied``, ``untied``, and ``experts``.
     """
 
     name: str
@@ -34,13 +35,15 @@ class Strategy:
     level: str | None = None
     sequence: bool = False
     chunks: int = 1
+    experts: int = 1
     models: tuple[str, ...] = ("tied", "untied")
 
 
+MODELS = ("tied", "untied", "experts")
 STRATEGIES = (
-    Strategy("single", 1),
-    Strategy("dp2", 2, dp=2),
-    Strategy("tp2", 2, mp=2),
+    Strategy("single", 1, models=MODELS),
+    Strategy("dp2", 2, dp=2, models=MODELS),
+    Strategy("tp2", 2, mp=2, models=MODELS),
     Strategy("tp4", 4, mp=4),
     Strategy("tp2+sp", 2, mp=2, sequence=True),
     Strategy("v1x2", 2, sharding=2),
@@ -59,6 +62,9 @@ STRATEGIES = (
     Strategy("tp2xv2x2", 4, mp=2, sharding=2, split=True),
     Strategy("v2x2xpp2", 4, sharding=2, split=True, pp=2),
     Strategy("dp2xpp2", 4, dp=2, pp=2),
+    Strategy("ep2", 2, dp=2, experts=2, models=("experts",)),
+    Strategy("ep4", 4, dp=4, experts=4, models=("experts",)),
+    Strategy("ep2xtp2", 4, dp=2, mp=2, experts=2, models=("experts",)),
     Strategy("tp2xpp2xv2x2", 8, mp=2, pp=2, sharding=2, split=True),
 )
 BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}

@@ -16,7 +16,7 @@ import numpy as np
 
 from paddle_flexckpt.testing import World
 from tests.distributed.matrix.assembly import assemble, differing
-from tests.distributed.matrix.strategies import AFTER, BY_NAME, pairs
+from tests.distributed.matrix.strategies import AFTER, BY_NAME, MODELS, pairs
 
 JOBS = "tests.distributed.matrix.jobs"
 # Five steps of float32 training under another order of summation; about ten times what was measured.
@@ -50,7 +50,7 @@ class Matrix:
         if (model, name) not in self._saved:
             folder = self._folder / model / name
             ranks = BY_NAME[name].world
-            results = self._world(ranks).run(f"{JOBS}:save", strategy=name, tied=model == "tied", folder=str(folder))
+            results = self._world(ranks).run(f"{JOBS}:save", strategy=name, model=model, folder=str(folder))
             self._saved[model, name] = assemble(folder / "saved", ranks), results[0]["losses"], results[0]["bytes"]
         return self._saved[model, name]
 
@@ -59,7 +59,7 @@ class Matrix:
         begin = time.perf_counter()
         tensors, losses, _ = self.saved(model, saved)
         folder, ranks = self._folder / model / saved, BY_NAME[loaded].world
-        results = self._world(ranks).run(f"{JOBS}:load", strategy=loaded, tied=model == "tied", folder=str(folder))
+        results = self._world(ranks).run(f"{JOBS}:load", strategy=loaded, model=model, folder=str(folder))
         wrong = differing(tensors, assemble(folder / f"loaded-{loaded}", ranks))
         return _judge(model, "files", saved, loaded, begin, wrong, results[0]["losses"], losses)
 
@@ -69,7 +69,7 @@ class Matrix:
         losses = self.saved(model, source)[1]
         folder, ranks = self._folder / model / f"{source}-{target}", BY_NAME[source].world
         results = self._world(ranks).run(
-            f"{JOBS}:reshard", source=source, target=target, tied=model == "tied", folder=str(folder)
+            f"{JOBS}:reshard", source=source, target=target, model=model, folder=str(folder)
         )
         live = assemble(folder / f"live-{source}", ranks)
         wrong = differing(live, assemble(folder / f"moved-{source}-{target}", ranks))
@@ -137,7 +137,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         matrix = Matrix(lambda size: worlds.setdefault(size, World(size)), Path(folder))
         try:
-            for model in ("tied", "untied"):
+            for model in MODELS:
                 wanted = [p for p in pairs(model) if args.only is None or args.only in p]
                 same_world = [p for p in wanted if BY_NAME[p[0]].world == BY_NAME[p[1]].world > 1]
                 results += run(matrix, model, "files", wanted if "files" in args.ways else [])
