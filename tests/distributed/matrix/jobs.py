@@ -154,7 +154,10 @@ def reshard(source, target, model, folder):
     origin.steps(0, BEFORE)
     held = origin.state()
     leave(held, os.path.join(folder, f"live-{source}"))
-    destination = begin(target, model, "other")
+    # fleet broadcasts initial values over a group in the order of parameters' names. After a pipeline, whose stages have
+    # made different numbers of parameters, the counters in those names would differ between the ranks.
+    with paddle.utils.unique_name.guard("moved_"):
+        destination = begin(target, model, "other")
     fc.reshard_sharded_state_dict(held, destination.state(), strict=True)
     leave(destination.state(), os.path.join(folder, f"moved-{source}-{target}"))
     return {"losses": destination.steps(BEFORE, BEFORE + AFTER)}

@@ -16,7 +16,7 @@ import numpy as np
 
 from paddle_flexckpt.testing import World
 from tests.distributed.matrix.assembly import assemble, differing
-from tests.distributed.matrix.strategies import AFTER, BY_NAME, MODELS, pairs
+from tests.distributed.matrix.strategies import BY_NAME, MODELS, pairs
 
 JOBS = "tests.distributed.matrix.jobs"
 # Five steps of float32 training under another order of summation; about ten times what was measured.
@@ -73,13 +73,7 @@ class Matrix:
         )
         live = assemble(folder / f"live-{source}", ranks)
         wrong = differing(live, assemble(folder / f"moved-{source}-{target}", ranks))
-        after = results[0]["losses"]
-        if BY_NAME[source].pp > 1 and BY_NAME[target].mp > 1:
-            # With a pipeline in the process, Paddle trains a tensor-parallel model of the CPU world differently from
-            # its second step on, whoever gave it its state; the first step's loss is that of the state.
-            after = after[:1]
-            losses = losses[: len(losses) - AFTER + 1]
-        return _judge(model, "memory", source, target, begin, wrong, after, losses)
+        return _judge(model, "memory", source, target, begin, wrong, results[0]["losses"], losses)
 
 
 def _judge(
