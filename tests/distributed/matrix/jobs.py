@@ -154,7 +154,7 @@ def reshard(source, target, model, folder):
     origin.steps(0, BEFORE)
     held = origin.state()
     leave(held, os.path.join(folder, f"live-{source}"))
-    # fleet broadcasts initial values over a group in the order of parameters' names. After a pipeline, whose stages have
+    # fleet broadcasts initial values over a group in the order of parameter names. After a pipeline, whose stages have
     # made different numbers of parameters, the counters in those names would differ between the ranks.
     with paddle.utils.unique_name.guard("moved_"):
         destination = begin(target, model, "other")
