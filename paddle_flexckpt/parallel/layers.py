@@ -35,7 +35,7 @@ class LayerMixin:
         Raises:
             ValueError: A cut parameter has no rule, a rule has no parameter, or two sub-layers give the same name.
         """
-        sharded = _own_shards(self, structured_name_prefix)
+        sharded = own_shards(self, structured_name_prefix)
         for name, layer in self._sub_layers.items():
             if layer is None:
                 continue
@@ -44,7 +44,7 @@ class LayerMixin:
             if twice:
                 raise ValueError(f"sub-layer {name!r} of {type(self).__name__} gives names that exist already: {twice}")
             sharded.update(below)
-        _note_tied(sharded)
+        note_tied(sharded)
         return sharded
 
     def _get_shard_rules(self) -> dict[str, int | FusedAxis] | None:
@@ -59,7 +59,7 @@ class LayerMixin:
         return getattr(self, "model_parallel_group", None)
 
 
-def _own_shards(layer: Any, prefix: str) -> ShardedStateDict:
+def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
     """A layer's own parameters and persistable buffers as its rules say, without its sub-layers'."""
     rules = {
         name: axis
@@ -67,12 +67,12 @@ def _own_shards(layer: Any, prefix: str) -> ShardedStateDict:
         if not _is_absent(layer, name)  # a layer without bias keeps its rule for one
     }
     group = layer._get_shard_group() if rules else None
-    whole = build_sharded_state_dict(_own_state(layer), rules, prefix, group)
+    whole = build_sharded_state_dict(own_state(layer), rules, prefix, group)
     # By their shapes so far: a parameter that stage 3 has released has no memory of its own.
     return {key: describe_sliced(layer, weight) for key, weight in whole.items()}
 
 
-def _own_state(layer: Any) -> dict[str, Any]:
+def own_state(layer: Any) -> dict[str, Any]:
     """A layer's own parameters and persistable buffers by attribute name, without its sub-layers'.
 
     Read from the layer itself, not from ``state_dict()``: a layer that overrides that to rename would be described
@@ -89,7 +89,7 @@ def _is_absent(layer: Any, name: str) -> bool:
     return hasattr(layer, name) and getattr(layer, name) is None
 
 
-def _note_tied(sharded: ShardedStateDict) -> None:
+def note_tied(sharded: ShardedStateDict) -> None:
     """Tells every name of a tied parameter the others."""
     names: dict[Any, list[str]] = {}
     for key, weight in sharded.items():

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paddle_flexckpt.parallel.layers import _note_tied, _own_shards
+from paddle_flexckpt.parallel.layers import note_tied, own_shards
 from paddle_flexckpt.parallel.pipeline_positions import Position, layers_beside, positions_of, shared_name
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 
@@ -65,7 +65,7 @@ class PipelineLayerMixin:
             aliases[key] = (*aliases.get(key, ()), *(structured_name_prefix + other for other in others))
         for key, weight in sharded.items():
             weight.key, weight.aliases = key, ()  # the layers' own aliases are among ours
-        _note_tied(sharded)
+        note_tied(sharded)
         for key, weight in sharded.items():
             weight.aliases = tuple(a for a in dict.fromkeys((*weight.aliases, *aliases[key])) if a != key)
         return sharded
@@ -112,7 +112,7 @@ def _shards(pipeline: Any, prefix: str) -> Iterator[_Shard]:
             descs = {i: desc for i, desc in enumerate(pipeline._layers_desc) if shared_name(desc) == position.shared}
             yield from _of_shared(held, descs, prefix)
     # What a subclass has of its own, every stage has.
-    for key, weight in _own_shards(pipeline, prefix).items():
+    for key, weight in own_shards(pipeline, prefix).items():
         yield _beside(pipeline, key[len(prefix) :], weight)
     for name, layer in layers_beside(pipeline, positions):
         for key, weight in layer.sharded_state_dict(structured_name_prefix=f"{prefix}{name}.").items():

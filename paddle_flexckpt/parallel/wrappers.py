@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paddle_flexckpt.parallel.layers import _own_state
+from paddle_flexckpt.parallel.layers import own_state
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 
 # The attribute under which a wrapper keeps the model: GroupShardedStage2 is the one without the s.
@@ -44,9 +44,9 @@ def wrapped_model(wrapper: Any) -> Any:
             "Remedy: call sharded_state_dict() of the model itself"
         )
     model = wrapper._sub_layers[models[0]]
-    known = {id(tensor) for layer in model.sublayers(include_self=True) for tensor in _own_state(layer).values()}
+    known = {id(tensor) for layer in model.sublayers(include_self=True) for tensor in own_state(layer).values()}
     for path, layer in wrapper.named_sublayers(include_self=True):
-        lost = [name for name, tensor in _own_state(layer).items() if id(tensor) not in known]
+        lost = [name for name, tensor in own_state(layer).items() if id(tensor) not in known]
         if lost:
             raise ValueError(
                 f"{type(wrapper).__name__} has parameters or buffers besides those of the model that it wraps: {lost} "
