@@ -65,6 +65,8 @@ format: $(TEST_STAMP) ## rewrite the sources in the format that lint asks for
 bench: $(TEST_STAMP) ## measure planning at scale and compare with Paddle's own checkpoint
 	@echo "[make] benchmarks/plan_scale.py"
 	@$(BIN)/python benchmarks/plan_scale.py
+	@echo "[make] benchmarks/describe.py"
+	@$(BIN)/python benchmarks/describe.py
 	@echo "[make] benchmarks/against_paddle.py"
 	@$(BIN)/python benchmarks/against_paddle.py
 
