@@ -45,6 +45,11 @@ test-matrix: $(TEST_STAMP) ## save under every parallel strategy and load under 
 	@echo "[make] running the matrix of strategies"
 	@$(BIN)/python -m tests.distributed.matrix.table --json matrix.json
 
+.PHONY: test-aoa
+test-aoa: $(TEST_STAMP) ## run 100,000 random AOA programs against an oracle on whole arrays
+	@echo "[make] the AOA compiler against its oracle"
+	@$(BIN)/python -m tests.aoa.differential --count 100000 --jobs 2
+
 .PHONY: lint
 lint: $(TEST_STAMP) ## check style, types and import contracts
 	@echo "[make] ruff check"

@@ -62,7 +62,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     packages=find_packages(include=["paddle_flexckpt", "paddle_flexckpt.*"]),
-    package_data={"paddle_flexckpt": ["py.typed"]},
+    package_data={"paddle_flexckpt": ["py.typed"], "paddle_flexckpt.aoa": ["rules/*.json"]},
     zip_safe=False,
     python_requires=">=3.9,<3.14",
     install_requires=INSTALL_REQUIRES,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from paddle_flexckpt.parallel import (
         ExpertParallelMixin,
+        gen_aoa_statements,
         init_optimizer_state,
         install,
         is_installed,
@@ -80,6 +81,7 @@ _MODULES = {
     ),
     "parallel": (
         "ExpertParallelMixin",
+        "gen_aoa_statements",
         "init_optimizer_state",
         "install",
         "is_installed",
@@ -140,6 +142,7 @@ __all__ = [
     "collect_extra_state",
     "create_sharded_weight_with_new_local",
     "flat_range_in_min_slice",
+    "gen_aoa_statements",
     "get_overlap_region",
     "init_optimizer_state",
     "install",

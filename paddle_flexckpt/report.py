@@ -73,6 +73,8 @@ class LoadReport:
         aliases: Keys that were found under another name (tied parameters).
         cast: Keys whose values were cast, with the dtypes.
         masters: Master weights that started from their parameters, and parameters taken from their master weights.
+        kept: Targets of which something keeps what it had, as AOA statements say.
+        computed: Targets of which something was computed, as AOA statements say.
         bytes_needed: Bytes of the pieces that fill this rank's targets.
         bytes_read: Bytes of tensors read from files.
         bytes_verified: Bytes of these whose checksums were compared.
@@ -80,6 +82,7 @@ class LoadReport:
         bytes_received: Bytes received from other ranks.
         bytes_sent: Bytes sent to other ranks.
         reads: Read calls.
+        peak_scratch_bytes: The most memory that operands of computed values took at any time.
         total_bytes: ``bytes_needed`` of all ranks.
         seconds: Wall time of the call on this rank, by phase; ``total`` is all of it.
     """
@@ -92,6 +95,8 @@ class LoadReport:
     aliases: dict[str, str]
     cast: dict[str, str]
     masters: dict[str, str] = field(default_factory=dict)
+    kept: list[str] = field(default_factory=list)
+    computed: list[str] = field(default_factory=list)
     bytes_needed: int = 0
     bytes_read: int = 0
     bytes_verified: int = 0
@@ -99,6 +104,7 @@ class LoadReport:
     bytes_received: int = 0
     bytes_sent: int = 0
     reads: int = 0
+    peak_scratch_bytes: int = 0
     total_bytes: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -121,6 +127,8 @@ class LoadReport:
             ("under another name", len(self.aliases)),
             ("cast", len(self.cast)),
             ("between parameter and master weight", len(self.masters)),
+            ("computed", len(self.computed)),
+            ("kept in part or whole", len(self.kept)),
         ):
             if count:
                 text += f", {count} {name}"

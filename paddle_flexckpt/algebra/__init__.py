@@ -1,9 +1,10 @@
-"""Geometry of shards: boxes, flattened ranges, strided copies and byte runs.
+"""Geometry of shards: boxes, flattened ranges, box maps, strided copies and byte runs.
 
 Pure numpy. Everything a checkpoint does to data without changing it (cut, join, transpose, flatten) ends here as a
 strided copy between two pieces of memory or files.
 """
 
+from paddle_flexckpt.algebra.box_maps import BoxMaps
 from paddle_flexckpt.algebra.boxes import Box, get_overlap_region, intersect_boxes, subtract_boxes
 from paddle_flexckpt.algebra.flat import (
     flat_range_in_min_slice,
@@ -18,6 +19,7 @@ from paddle_flexckpt.algebra.strided import ByteRuns, StridedCopy, coalesce_runs
 
 __all__ = [
     "Box",
+    "BoxMaps",
     "ByteRuns",
     "StridedCopy",
     "coalesce_runs",

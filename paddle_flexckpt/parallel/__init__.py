@@ -1,5 +1,6 @@
 """One module per parallel API: the mixins that give it ``sharded_state_dict``, and ``install``."""
 
+from paddle_flexckpt.parallel.aoa_statements import gen_aoa_statements
 from paddle_flexckpt.parallel.experts import ExpertParallelMixin
 from paddle_flexckpt.parallel.install import install, is_installed, uninstall
 from paddle_flexckpt.parallel.layers import LayerMixin
@@ -18,6 +19,7 @@ __all__ = [
     "OptimizerMixin",
     "RowParallelMixin",
     "VocabParallelMixin",
+    "gen_aoa_statements",
     "init_optimizer_state",
     "install",
     "is_installed",

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
+from paddle_flexckpt.planning.requests import positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +31,13 @@ class ExchangePlan:
     incoming: dict[int, Pieces]
 
 
-def plan_exchange(matcher: ShardMatcher, target: Catalog, rank: int, rows: np.ndarray | None = None) -> ExchangePlan:
+def plan_exchange(
+    matcher: ShardMatcher,
+    target: Catalog,
+    rank: int,
+    rows: np.ndarray | None = None,
+    maps: BoxMaps | None = None,
+) -> ExchangePlan:
     """Plans one rank's part of the exchange.
 
     Bytes received are exactly those that the rank lacks: a piece that any source on the rank holds is local.
@@ -39,16 +47,23 @@ def plan_exchange(matcher: ShardMatcher, target: Catalog, rank: int, rows: np.nd
         target: The target catalog of all ranks.
         rank: The rank to plan for, numbered as in the catalogs' ``rank`` columns.
         rows: Rows of ``target`` that are wanted; all by default.
+        maps: What the keys that it defines are made of, the same on every rank.
     """
     rows = np.arange(len(target)) if rows is None else rows
-    mine = matcher.match(target, rows[target.rank[rows] == rank])
+    mine = matcher.match(target, rows[target.rank[rows] == rank], maps)
     sender = matcher.source.rank[mine.source]
     incoming = {int(r): mine.take(sender == r) for r in np.unique(sender) if r != rank}
 
     held = np.zeros(len(target.keys), dtype=bool)
     held_names = {matcher.source.keys[k] for k in np.unique(matcher.source.key[matcher.source.rank == rank])}
     held[[i for i, name in enumerate(target.keys) if name in held_names]] = True
-    others = matcher.held_by(rank).match(target, rows[(target.rank[rows] != rank) & held[target.key[rows]]])
+    holder = matcher.held_by(rank)
+    if maps is not None:
+        # Only what takes something from this rank's shards: most of a layout is of no concern to most ranks.
+        maps = holder.reaching(maps)
+        defined = positions(target.keys, maps.targets)
+        held = np.where(defined >= 0, np.isin(defined, maps.target), held)
+    others = holder.match(target, rows[(target.rank[rows] != rank) & held[target.key[rows]]], maps)
     others = others.take(matcher.source.rank[others.source] == rank)
     receiver = target.rank[others.target]
     outgoing = {int(r): others.take(receiver == r) for r in np.unique(receiver)}

@@ -1,7 +1,8 @@
 """Matching: which part of which source shard each target shard needs, as strided copies in columns.
 
 Both sides are broken into boxes in global coordinates (a flattened shard into at most ``2 n - 1`` of them), the boxes
-of one key are intersected, and every intersection becomes one strided copy between the two shards' own storages.
+of one key are intersected, and every intersection becomes one strided copy between the two shards' own storages. Where
+a target is not the source of the same name, box maps say which boxes of which sources it is made of.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from paddle_flexckpt.algebra import Box, StridedCopy, intersect_boxes, row_major_strides, subtract_boxes
+from paddle_flexckpt.algebra import Box, BoxMaps, StridedCopy, intersect_boxes, subtract_boxes
 from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, group_replicas, validate_coverage
 from paddle_flexckpt.catalog.validate import Coverage, row_boxes
+from paddle_flexckpt.planning.requests import Requests, addresses, find_requests, portions, positions
 
 # Pairs of boxes intersected at once: bounds the memory of planning (about 150 bytes a pair for 2-D tensors).
 PAIRS_AT_ONCE = 1 << 19
@@ -27,7 +29,7 @@ class Pieces:
     Attributes:
         source: int64 ``[p]``, row of the source catalog.
         target: int64 ``[p]``, row of the target catalog.
-        extents: int64 ``[p, d]``.
+        extents: int64 ``[p, d]``, along the axes of the source.
         source_base: int64 ``[p]``.
         source_strides: int64 ``[p, d]``.
         target_base: int64 ``[p]``.
@@ -119,67 +121,63 @@ class ShardMatcher:
         part._key_start = np.searchsorted(key[keep], np.arange(len(self.source.keys) + 1))
         return part
 
-    def match(self, target: Catalog, rows: np.ndarray | None = None) -> Pieces:
+    def reaching(self, maps: BoxMaps) -> BoxMaps:
+        """The maps that take something from a shard that this matcher looks at; names stay as they are."""
+        width = max(self.source.width, maps.width)
+        maps = maps.widened(width)
+        offset, shape = self._boxes(width)
+        key = positions(maps.sources, self.source.keys)[maps.source]
+        known = np.flatnonzero(key >= 0)
+        first = self._key_start[key[known]]
+        keep, map_offset, map_shape = np.zeros(len(maps), dtype=bool), maps.source_offset, maps.source_shape
+        for left, right in portions(first, self._key_start[key[known] + 1] - first, PAIRS_AT_ONCE):
+            row = known[left]
+            keep[row[intersect_boxes(offset[right], shape[right], map_offset[row], map_shape[row])[2]]] = True
+        return maps.take(keep)
+
+    def match(self, target: Catalog, rows: np.ndarray | None = None, maps: BoxMaps | None = None) -> Pieces:
         """The pieces that fill the given target shards.
 
         Args:
             target: Target shards; keys are matched by name, and ranks by number.
             rows: Rows of ``target`` to fill; all by default.
+            maps: What the keys that it defines are made of; every other key is made of the source of its name.
 
         Returns:
             Pieces sorted by target row. Elements that no source holds are in none of them: see
             :func:`uncovered_targets`.
         """
-        width = max(self.source.width, target.width)
+        width = max(self.source.width, target.width, 1 if maps is None else maps.width)
         rows = np.arange(len(target)) if rows is None else rows
-        part, offset, shape = row_boxes(target.widened(width), rows)
-        index = {name: i for i, name in enumerate(self.source.keys)}
-        source_key = np.asarray([index.get(name, -1) for name in target.keys], dtype=np.int64)
-        box_key = source_key[target.key[rows[part]]] if len(part) else np.zeros(0, dtype=np.int64)
-        known = box_key >= 0
-        part, offset, shape, box_key = part[known], offset[known], shape[known], box_key[known]
-        first, last = self._key_start[box_key], self._key_start[box_key + 1]
-        return self._intersect(target.widened(width), rows, width, (part, offset, shape), first, last - first)
+        requests = find_requests(target.widened(width), rows, maps, self.source.keys, PAIRS_AT_ONCE)
+        return self._answer(requests, target.rank[requests.row], width)
 
-    def _intersect(
-        self,
-        target: Catalog,
-        rows: np.ndarray,
-        width: int,
-        boxes: tuple[np.ndarray, np.ndarray, np.ndarray],
-        first: np.ndarray,
-        count: np.ndarray,
-    ) -> Pieces:
-        part, offset, shape = boxes
+    def _boxes(self, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Offset and shape of the source's boxes on that many axes."""
         pad = ((0, 0), (width - self.source.width, 0))
-        source_offset = np.pad(self._offset, pad)
-        source_shape = np.pad(self._shape, pad, constant_values=1)
+        return np.pad(self._offset, pad), np.pad(self._shape, pad, constant_values=1)
+
+    def _answer(self, requests: Requests, rank: np.ndarray, width: int) -> Pieces:
+        """The pieces that serve requests; ``rank`` is that of each request's target."""
+        source_offset, source_shape = self._boxes(width)
+        first = self._key_start[requests.key]
         found = []
-        low = 0
-        ends = np.cumsum(count)
-        while low < len(part):
-            done = ends[low - 1] if low else 0
-            high = max(low + 1, int(np.searchsorted(ends, done + PAIRS_AT_ONCE, side="right")))
-            pairs = count[low:high]
-            t = np.repeat(np.arange(low, high), pairs)
-            s = np.arange(len(t)) - np.repeat(np.cumsum(pairs) - pairs, pairs) + np.repeat(first[low:high], pairs)
-            both_offset, both_shape, hit = intersect_boxes(source_offset[s], source_shape[s], offset[t], shape[t])
-            found.append((self._group[s[hit]], rows[part[t[hit]]], both_offset[hit], both_shape[hit]))
-            low = high
+        for t, s in portions(first, self._key_start[requests.key + 1] - first, PAIRS_AT_ONCE):
+            offset, shape, hit = intersect_boxes(
+                source_offset[s], source_shape[s], requests.offset[t], requests.shape[t]
+            )
+            found.append((self._group[s[hit]], t[hit], offset[hit], shape[hit]))
         if not found:
             return concat_pieces([], width)
-        group, target_row, both_offset, both_shape = (np.concatenate(column) for column in zip(*found))
-        group, target_row, both_offset, both_shape = self._without_overlaps(
-            target, group, target_row, both_offset, both_shape
-        )
-        source_row = self._choose_replica(group, target.rank[target_row])
-        source = self.source.widened(width)
-        source_base, source_strides = _addresses(source, source_row, both_offset)
-        target_base, target_strides = _addresses(target, target_row, both_offset)
-        order = np.lexsort((target_base, target_row))
-        return Pieces(
-            source_row, target_row, both_shape, source_base, source_strides, target_base, target_strides
-        ).take(order)
+        group, request, offset, shape = (np.concatenate(column) for column in zip(*found))
+        group, request, offset, shape = self._without_overlaps(rank, group, request, offset, shape)
+        source_row = self._choose_replica(group, rank[request])
+        source_base, source_strides = addresses(self.source.widened(width), source_row, offset)
+        strides = requests.strides[request]
+        base = requests.base[request] + ((offset - requests.offset[request]) * strides).sum(axis=1)
+        target_row = requests.row[request]
+        order = np.lexsort((base, target_row))
+        return Pieces(source_row, target_row, shape, source_base, source_strides, base, strides).take(order)
 
     def _choose_replica(self, group: np.ndarray, rank: np.ndarray) -> np.ndarray:
         """The row of each group to read: the target's own rank's if it has one, else one chosen by the rank.
@@ -207,53 +205,47 @@ class ShardMatcher:
         return np.where(code[position] == wanted, self.groups.order[position], -1)
 
     def _without_overlaps(
-        self, target: Catalog, group: np.ndarray, target_row: np.ndarray, offset: np.ndarray, shape: np.ndarray
+        self, rank: np.ndarray, group: np.ndarray, request: np.ndarray, offset: np.ndarray, shape: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Keeps every target element in one intersection only, where source shards overlap without being replicas."""
+        """Keeps every element of a request in one intersection only, where sources overlap without being replicas."""
         suspect = self._overlapping[self.source.key[self.groups.first[group]]]
         if not suspect.any():
-            return group, target_row, offset, shape
+            return group, request, offset, shape
         kept: list[tuple[int, int, tuple[int, ...], tuple[int, ...]]] = []
         # Local shards first, then the rest in the order of their groups: the same on every rank.
-        local = self._local_member(group, target.rank[target_row]) >= 0
-        order = np.lexsort((group, ~local, target_row))
+        local = self._local_member(group, rank[request]) >= 0
+        order = np.lexsort((group, ~local, request))
         order = order[suspect[order]]
-        for members in np.split(order, np.flatnonzero(np.diff(target_row[order])) + 1):
-            row = int(target_row[members[0]])
+        for members in np.split(order, np.flatnonzero(np.diff(request[order])) + 1):
+            number = int(request[members[0]])
             taken: list[Box] = []
             for member in members:
                 box = Box(tuple(offset[member].tolist()), tuple(shape[member].tolist()))
                 rest = subtract_boxes(box, taken)
                 taken += rest
-                kept += [(int(group[member]), row, part.offset, part.shape) for part in rest]
+                kept += [(int(group[member]), number, part.offset, part.shape) for part in rest]
         width = offset.shape[1]
         columns = [np.asarray([k[c] for k in kept], dtype=np.int64) for c in range(4)]
         return (
             np.concatenate([group[~suspect], columns[0]]),
-            np.concatenate([target_row[~suspect], columns[1]]),
+            np.concatenate([request[~suspect], columns[1]]),
             np.concatenate([offset[~suspect], columns[2].reshape(-1, width)]),
             np.concatenate([shape[~suspect], columns[3].reshape(-1, width)]),
         )
 
 
-def _addresses(catalog: Catalog, rows: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Position of global index ``offset`` in each shard's own storage, and the storage's strides."""
-    strides = row_major_strides(catalog.shape[rows])
-    base = ((offset - catalog.offset[rows]) * strides).sum(axis=1)
-    # The storage of a flattened shard begins at its range's start.
-    base -= np.where(catalog.is_flattened[rows], catalog.flat_start[rows], 0)
-    return base, strides
-
-
-def uncovered_targets(pieces: Pieces, target: Catalog, rows: np.ndarray) -> list[Problem]:
+def uncovered_targets(
+    pieces: Pieces, target: Catalog, rows: np.ndarray, covered: np.ndarray | None = None
+) -> list[Problem]:
     """Target shards that the pieces do not fill, each with an example of what is missing.
 
     Args:
         pieces: What :meth:`ShardMatcher.match` gave.
         target: The target catalog.
         rows: The rows that were asked for and whose keys the source has.
+        covered: int64 per row of ``target``, elements that need no piece (they are computed, or stay as they are).
     """
-    filled = np.zeros(len(target), dtype=np.int64)
+    filled = np.zeros(len(target), dtype=np.int64) if covered is None else covered.astype(np.int64)
     np.add.at(filled, pieces.target, pieces.size)
     problems = []
     size = target.size

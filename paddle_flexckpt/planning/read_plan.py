@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
 
@@ -24,15 +25,18 @@ class ReadPlan:
     needed_bytes: int
 
 
-def plan_read(matcher: ShardMatcher, target: Catalog, rows: np.ndarray | None = None) -> ReadPlan:
+def plan_read(
+    matcher: ShardMatcher, target: Catalog, rows: np.ndarray | None = None, maps: BoxMaps | None = None
+) -> ReadPlan:
     """Plans the reads that fill target shards from stored ones (every rank just its own: the ``direct`` way).
 
     Args:
         matcher: Matcher of the stored shards' catalog.
         target: This rank's targets.
         rows: The rows of ``target`` to fill; all by default.
+        maps: What the keys that it defines are made of.
     """
-    pieces = matcher.match(target, rows)
+    pieces = matcher.match(target, rows, maps)
     source = matcher.source
     itemsize = source.itemsize[pieces.source]
     position = source.byte_offset[pieces.source] + pieces.source_base * itemsize

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, ValidationError
+from paddle_flexckpt.aoa import Mapping as AoaMapping
+from paddle_flexckpt.catalog import Catalog, ValidationError, concat, validate_shards
 from paddle_flexckpt.planning import ReadPlan, ShardMatcher, plan_read
 from paddle_flexckpt.planning.matching import uncovered_targets
 from paddle_flexckpt.report import LoadReport
-from paddle_flexckpt.runtime.communicator import check_coordinator, check_same, communicator_for
+from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
+from paddle_flexckpt.runtime.mapping import compile_mapping, config_digest, direct_rows, source_names
 from paddle_flexckpt.runtime.state import EXTRA_STATE, LocalState, open_state
-from paddle_flexckpt.runtime.targets import Policy, Strict, TargetMemory, Wanted, resolve
-from paddle_flexckpt.runtime.wire import join, split
+from paddle_flexckpt.runtime.target_memory import TargetMemory
+from paddle_flexckpt.runtime.targets import MASTER, Policy, Strict, Wanted, resolve
+from paddle_flexckpt.runtime.wire import decode_catalog, encode_catalog, join, split
+from paddle_flexckpt.runtime.work import Work, plan_work
 from paddle_flexckpt.storage import CheckpointDirectory, FileReader, Manifest
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -34,7 +39,7 @@ def load_state_dict(
     unique_id: int | None = None,
     offload: bool = False,
     mw_name_compatibility: bool = True,
-    aoa_config: dict[str, Any] | None = None,
+    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     safetensors: bool = True,
     worker_groups: Any = None,
     comm_method: str = "direct",
@@ -60,7 +65,8 @@ def load_state_dict(
         unique_id: The checkpoint's id; None takes the highest.
         offload: Accepted for compatibility: reading goes through host memory always, one tensor at a time.
         mw_name_compatibility: Accepted for compatibility; semi-automatic parallel's names are not mapped yet.
-        aoa_config: Not available yet; anything but None is an error.
+        aoa_config: AOA statements that say what the targets are made of (docs/aoa.md): a dict with the key
+            ``aoa_statements``, the same as a JSON text, or the path of a JSON or YAML file. The same on every rank.
         safetensors: Accepted for compatibility: data files are safetensors files always.
         worker_groups: Accepted for compatibility: no tensor data is communicated.
         comm_method: Accepted for compatibility, likewise.
@@ -88,34 +94,43 @@ def load_state_dict(
     directory = CheckpointDirectory(os.fspath(path))
     context = f"cannot load from {directory.path!r}"
 
-    def prepare() -> tuple[_Prepared, bytes]:
-        refuse_aoa(aoa_config)
+    @functools.cache
+    def describe() -> _Described:
         check_coordinator(comm, coordinator_rank)
         manifest = directory.read_manifest(unique_id)
         state = open_state(state_dict, comm.rank)
-        wanted = resolve(state, manifest.catalog, Policy(strict, dtype, tied_names, master_weights))
-        plan = _plan(manifest.catalog, wanted)
+        head = {
+            "checkpoint": f"id {manifest.unique_id} ({manifest.save_token})",
+            "coordinator_rank": coordinator_rank,
+            "strict": strict,
+            "dtype": dtype,
+            "aoa_config": config_digest(aoa_config, master_weights),
+        }
+        return _Described(manifest, state, json.dumps(head).encode())
+
+    def prepare() -> tuple[_Prepared, bytes]:
+        manifest, state, head = describe()
+        mapping = None
+        if aoa_config is not None:
+            mapping = compile_mapping(aoa_config, manifest.catalog, all_targets, master_weights)
+        wanted = resolve(state, manifest.catalog, Policy(strict, dtype, tied_names, master_weights), mapping)
+        work = plan_work(wanted.catalog, wanted.rows, manifest.catalog, mapping)
+        plan = _plan(manifest.catalog, work, mapping)
         reader = stack.enter_context(FileReader(directory.path, manifest, verify))
         reader.check_files(plan.pieces.source)
-        head = json.dumps(
-            {
-                "checkpoint": f"id {manifest.unique_id} ({manifest.save_token})",
-                "coordinator_rank": coordinator_rank,
-                "strict": strict,
-                "dtype": dtype,
-            }
-        ).encode()
-        used = np.packbits(used_keys(manifest.catalog, wanted)).tobytes()
-        return _Prepared(manifest, state, wanted, plan, reader), join((head, used))
+        used = np.packbits(used_keys(manifest.catalog, wanted, mapping)).tobytes()
+        return _Prepared(manifest, state, wanted, mapping, work, plan, reader), join((head, used))
 
+    all_targets = None
+    if aoa_config is not None:
+        all_targets = gather_targets(comm, lambda: (describe().state, describe().head), context)
     with contextlib.ExitStack() as stack:
         ready, answers = comm.together(prepare, context)
-        heads, bits = zip(*(split(answer) for answer in answers))
-        check_same(heads, context)
-        unexpected = unexpected_keys(ready.manifest.catalog, bits)
+        bits = check_heads(answers, context)[0]
+        unexpected = unexpected_keys(ready.manifest.catalog, bits, ready.mapping)
         check_unexpected(unexpected, strict, context)
         planned = time.perf_counter()
-        _, needed = comm.together(ready.read, context)
+        peak_scratch, needed = comm.together(ready.read, context)
     end = time.perf_counter()
     count = ready.reader.count
     report = LoadReport(
@@ -127,16 +142,27 @@ def load_state_dict(
         aliases=ready.wanted.aliases,
         cast=ready.wanted.cast,
         masters=ready.wanted.masters,
+        kept=ready.work.kept_keys(ready.state.catalog),
+        computed=ready.work.computed_keys(ready.state.catalog),
         bytes_needed=ready.plan.needed_bytes,
         bytes_read=count.bytes_read,
         bytes_verified=count.bytes_verified,
         reads=count.reads,
+        peak_scratch_bytes=peak_scratch,
         total_bytes=sum(int(number) for number in needed),
         seconds={"plan": planned - begin, "read": end - planned, "total": end - begin},
     )
     if comm.position == coordinator_rank:
         logger.info(report.summary())
     return report
+
+
+class _Described(NamedTuple):
+    """One rank's load: what is there, what is wanted, and what ranks have to agree about."""
+
+    manifest: Manifest
+    state: LocalState
+    head: bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,52 +172,93 @@ class _Prepared:
     manifest: Manifest
     state: LocalState
     wanted: Wanted
+    mapping: AoaMapping | None
+    work: Work
     plan: ReadPlan
     reader: FileReader
 
-    def read(self) -> tuple[None, bytes]:
-        """Reads every piece into its target."""
+    def read(self) -> tuple[int, bytes]:
+        """Reads every piece into its target and computes what is computed; returns the peak of scratch, in bytes."""
         pieces = self.plan.pieces
-        memory = TargetMemory(self.state, self.wanted, pieces.target)
+        memory = TargetMemory(self.state, self.wanted, self.work, pieces.target)
         for piece, copy in enumerate(pieces.copies()):
             row = int(pieces.target[piece])
+            memory.advance(row)
             self.reader.read(int(pieces.source[piece]), copy, memory.storage(row))
             memory.piece_done(row)
         memory.finish()
-        return None, str(self.plan.needed_bytes).encode()
+        return memory.peak_scratch_bytes, str(self.plan.needed_bytes).encode()
 
 
-def _plan(source: Catalog, wanted: Wanted) -> ReadPlan:
-    """The reads that fill this rank's targets, checked to fill all of them."""
-    plan = plan_read(ShardMatcher(source), wanted.catalog, wanted.rows)
-    problems = uncovered_targets(plan.pieces, wanted.catalog, wanted.rows)
+def _plan(source: Catalog, work: Work, mapping: AoaMapping | None) -> ReadPlan:
+    """The reads that fill this rank's targets and scratch, checked to fill all of them."""
+    rows = direct_rows(work.catalog, mapping, source)
+    plan = plan_read(ShardMatcher(source), work.catalog, rows, None if mapping is None else mapping.maps)
+    problems = uncovered_targets(plan.pieces, work.catalog, np.arange(len(work.catalog)), work.covered)
     if problems:
         raise ValidationError(problems)
     return plan
 
 
-def refuse_aoa(aoa_config: Any) -> None:
-    """Raises ValidationError if AOA statements are given: ignoring them would load wrong values."""
-    if aoa_config is not None:
-        raise ValidationError(
-            ["aoa_config is not available in this version. Remedy: rename the keys of the state dict"]
-        )
+def gather_targets(comm: Communicator, describe: Callable[[], tuple[LocalState, bytes]], context: str) -> Catalog:
+    """The targets of all ranks, so that statements mean the same on all of them.
+
+    Args:
+        comm: The ranks.
+        describe: Gives this rank's targets, and what has to be the same on every rank, as JSON.
+        context: What is being done, for the error.
+
+    Raises:
+        ValidationError: A target is malformed, or ranks disagree about what is to be done; the same on every rank.
+    """
+
+    def checked() -> tuple[None, bytes]:
+        state, head = describe()
+        problems = validate_shards(state.catalog)
+        if problems:
+            raise ValidationError(problems)
+        return None, join((head, encode_catalog(state.catalog)))
+
+    _, answers = comm.together(checked, context)
+    return concat([decode_catalog(catalog) for catalog in check_heads(answers, context)[0]])
 
 
-def used_keys(source: Catalog, wanted: Wanted) -> np.ndarray:
+def check_heads(answers: list[bytes], context: str) -> list[tuple[bytes, ...]]:
+    """Checks that the first parts of all ranks' messages are the same, and gives the others, part by part.
+
+    Raises:
+        ValidationError: Ranks disagree about what is to be done; the same on every rank.
+    """
+    messages = [split(answer) for answer in answers]
+    # First of all: ranks that disagree may not even be in the same step.
+    check_same([message[0] for message in messages], context)
+    return list(zip(*(message[1:] for message in messages)))
+
+
+def used_keys(source: Catalog, wanted: Wanted, mapping: AoaMapping | None = None) -> np.ndarray:
     """Bool per key of the source: whether this rank fills something from it."""
     index = {name: i for i, name in enumerate(source.keys)}
     used = np.zeros(len(source.keys), dtype=bool)
     # All targets count, also those that share memory with one that is filled.
-    used[[index[name] for name in (*wanted.catalog.keys, *wanted.masters) if name in index]] = True
+    names = {*wanted.catalog.keys, *wanted.masters}
+    if mapping is not None:
+        names = source_names(mapping, wanted.catalog.keys)
+        # A parameter and its master weight say the same: where one of them serves, the other is not left over.
+        names |= {*wanted.masters, *(name[: -len(MASTER)] for name in wanted.masters.values() if name.endswith(MASTER))}
+    used[[index[name] for name in names if name in index]] = True
     return used
 
 
-def unexpected_keys(source: Catalog, bits: tuple[bytes, ...]) -> list[str]:
-    """Keys of the source that no rank uses, from every rank's packed :func:`used_keys`; extra state does not count."""
+def unexpected_keys(source: Catalog, bits: tuple[bytes, ...], mapping: AoaMapping | None = None) -> list[str]:
+    """Keys of the source that no rank uses, from every rank's packed :func:`used_keys`.
+
+    Extra state does not count, nor do keys that AOA statements remove.
+    """
+    removed = frozenset() if mapping is None else mapping.removed
     used = np.bitwise_or.reduce([np.frombuffer(b, dtype=np.uint8) for b in bits])
     flags = np.unpackbits(used, count=len(source.keys)).astype(bool) if len(source.keys) else np.zeros(0, dtype=bool)
-    return [source.keys[i] for i in np.flatnonzero(~flags) if not source.keys[i].startswith(EXTRA_STATE)]
+    unused = [source.keys[i] for i in np.flatnonzero(~flags)]
+    return [key for key in unused if not key.startswith(EXTRA_STATE) and key not in removed]
 
 
 def check_unexpected(unexpected: list[str], strict: Strict, context: str) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
-
-import numpy as np
 
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.runtime.communicator import SoloCommunicator
-from paddle_flexckpt.runtime.loader import load_state_dict, refuse_aoa
+from paddle_flexckpt.runtime.loader import load_state_dict
+from paddle_flexckpt.runtime.mapping import compile_mapping, outputs, stored
 from paddle_flexckpt.runtime.state import EXTRA_STATE
 from paddle_flexckpt.storage import CheckpointDirectory
 
@@ -20,7 +19,7 @@ def load_merged_state_dict(
     prefix: str | None = None,
     unique_id: int | None = None,
     offload: bool = False,
-    aoa_config: dict[str, Any] | None = None,
+    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     safetensors: bool = True,
 ) -> dict[str, Any]:
     """Reads a checkpoint into whole, fresh tensors on the CPU; no other rank takes part.
@@ -28,39 +27,41 @@ def load_merged_state_dict(
     Args:
         path: The checkpoint's directory.
         prefix: Only keys that start with this and a dot, which are taken off; by default all keys but a run's extra
-            state.
+            state. With ``aoa_config``, keys are those after the transformation.
         unique_id: The checkpoint's id; None takes the highest.
         offload: Accepted for compatibility: the tensors are on the CPU always.
-        aoa_config: Not available yet; anything but None is an error.
+        aoa_config: AOA statements, as in :func:`load_state_dict`. What they define and do not touch is what is read.
         safetensors: Accepted for compatibility.
 
     Returns:
         Names to Paddle tensors, sorted by name.
 
     Raises:
-        ValidationError: There is no such checkpoint.
+        ValidationError: There is no such checkpoint, or the statements do not fit.
         CorruptCheckpointError: It is damaged.
     """
-    refuse_aoa(aoa_config)
     manifest = CheckpointDirectory(os.fspath(path)).read_manifest(unique_id)
-    catalog = manifest.catalog
     start = f"{prefix}." if prefix else ""
-    names = [key for key in catalog.keys if key.startswith(start) and (start or not key.startswith(EXTRA_STATE))]
-    tensors = empty_tensors(catalog, names)
-    load_state_dict(tensors, path, SoloCommunicator(), unique_id=manifest.unique_id)
-    return {name[len(start) :]: tensors[name] for name in sorted(tensors)}
+    mapping = None if aoa_config is None else compile_mapping(aoa_config, manifest.catalog, None, "exact")
+    there = stored(manifest.catalog) if mapping is None else outputs(mapping, manifest.catalog)
+    tensors = {
+        key: _empty(*there[key])
+        for key in sorted(there)
+        if key.startswith(start) and (start or not key.startswith(EXTRA_STATE))
+    }
+    program: Any = mapping  # compiled already; the tensors are what it makes
+    load_state_dict(tensors, path, SoloCommunicator(), unique_id=manifest.unique_id, aoa_config=program)
+    return {name[len(start) :]: tensor for name, tensor in tensors.items()}
 
 
 def empty_tensors(catalog: Catalog, names: Iterable[str]) -> dict[str, Any]:
     """A fresh tensor on the CPU for each of some keys of a checkpoint, of its whole shape."""
+    there = stored(catalog)
+    return {name: _empty(*there[name]) for name in names if name in there}
+
+
+def _empty(shape: tuple[int, ...], dtype: str) -> Any:
     import paddle
 
-    wanted = set(names)
-    tensors = {}
-    keys, first_rows = np.unique(catalog.key, return_index=True)
-    for key, row in zip(keys.tolist(), first_rows.tolist()):
-        if catalog.keys[key] in wanted:
-            shape = list(catalog.unpadded(row, catalog.global_shape))
-            with paddle.no_grad():
-                tensors[catalog.keys[key]] = paddle.empty(shape, dtype=catalog.dtype_name(row)).cpu()
-    return tensors
+    with paddle.no_grad():
+        return paddle.empty(list(shape), dtype=dtype).cpu()

@@ -7,30 +7,43 @@ copies from its own memory, sends and receives.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from paddle_flexckpt.aoa import Mapping as AoaMapping
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata
 from paddle_flexckpt.planning import ExchangePlan, ShardMatcher, plan_exchange
 from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.runtime.carrier import Carrier
-from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
-from paddle_flexckpt.runtime.loader import check_unexpected, refuse_aoa, unexpected_keys, used_keys
+from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, communicator_for
+from paddle_flexckpt.runtime.loader import (
+    check_heads,
+    check_unexpected,
+    gather_targets,
+    unexpected_keys,
+    used_keys,
+)
+from paddle_flexckpt.runtime.mapping import compile_mapping, config_digest, direct_rows
 from paddle_flexckpt.runtime.replicas import differing_replicas, replica_digests
 from paddle_flexckpt.runtime.shared_memory import refuse_shared_memory
 from paddle_flexckpt.runtime.sources import CheckedSources, check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
-from paddle_flexckpt.runtime.targets import Policy, Strict, TargetMemory, Wanted, resolve
+from paddle_flexckpt.runtime.target_memory import TargetMemory
+from paddle_flexckpt.runtime.targets import Policy, Strict, Wanted, resolve
 from paddle_flexckpt.runtime.tensors import HostTensor, dtype_name, element_count
 from paddle_flexckpt.runtime.transfer import copy_pieces, pack, unpack
-from paddle_flexckpt.runtime.wire import decode_catalog, encode_catalog, join, split
+from paddle_flexckpt.runtime.wire import decode_catalog, encode_catalog, join
+from paddle_flexckpt.runtime.work import Work, plan_work
 from paddle_flexckpt.sharded_weight import is_sharded_weight
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -48,7 +61,7 @@ def reshard_sharded_state_dict(
     process_group: Any = None,
     coordinator_rank: int = 0,
     offload: bool = False,
-    aoa_config: dict[str, Any] | None = None,
+    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
     strict: Strict = "missing",
     dtype: Literal["raise", "cast"] = "raise",
@@ -70,7 +83,7 @@ def reshard_sharded_state_dict(
         coordinator_rank: The rank, counted within the group, that writes the log line.
         offload: Accepted for compatibility: on CPU there is nowhere else to go; device tensors are staged through host
             memory.
-        aoa_config: Not available yet; anything but None is an error.
+        aoa_config: As in :func:`load_state_dict`: AOA statements that say what the targets are made of.
         strict: As in :func:`load_state_dict`.
         dtype: As in :func:`load_state_dict`.
         tied_names: As in :func:`load_state_dict`.
@@ -89,7 +102,6 @@ def reshard_sharded_state_dict(
     mine = virtual_file(comm.rank)
 
     def describe() -> tuple[LocalState, bytes]:
-        refuse_aoa(aoa_config)
         check_coordinator(comm, coordinator_rank)
         state = open_state(src_sharded_state_dict, comm.rank, mine)
         return state, encode_catalog(state.catalog)
@@ -109,6 +121,7 @@ def reshard_sharded_state_dict(
         tied_names=tied_names,
         master_weights=master_weights,
         check_replicas=check_replicas,
+        aoa_config=aoa_config,
     )
 
 
@@ -127,6 +140,7 @@ def _load_state_dict(
     tied_names: bool = True,
     master_weights: Literal["exact", "convert"] = "exact",
     check_replicas: bool = True,
+    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> LoadReport:
     """Fills targets from (virtual) files whose tensors are in the ranks' memory.
 
@@ -146,6 +160,7 @@ def _load_state_dict(
         master_weights: As in :func:`load_state_dict`.
         check_replicas: Whether replicas of one source shard have to be equal, byte for byte. Without the check, a rank
             is given its own replica's values, or any other's.
+        aoa_config: As in :func:`load_state_dict`.
 
     Returns:
         What was done.
@@ -165,51 +180,64 @@ def _load_state_dict(
         "coordinator_rank": coordinator_rank,
         "check_replicas": check_replicas,
     }
+
+    @functools.cache
+    def describe() -> tuple[LocalState, bytes]:
+        digest = config_digest(aoa_config, master_weights)
+        return open_state(target_state_dict, comm.rank), json.dumps({**options, "aoa_config": digest}).encode()
+
+    all_targets = None if aoa_config is None else gather_targets(comm, describe, _CONTEXT)
     with contextlib.closing(comm.open_carrier()) as carrier:
 
-        def describe() -> tuple[tuple[LocalState, Wanted], bytes]:
-            state = open_state(target_state_dict, comm.rank)
-            wanted = resolve(state, source, Policy(strict, dtype, tied_names, master_weights))
-            refuse_shared_memory(source, held, state)
+        def prepare() -> tuple[_Prepared, bytes]:
+            state, head = describe()
+            mapping = None
+            if aoa_config is not None:
+                mapping = compile_mapping(aoa_config, source, all_targets, master_weights)
+            wanted = resolve(state, source, Policy(strict, dtype, tied_names, master_weights), mapping)
+            refuse_shared_memory(source, held, _in_place(state, mapping))
+            work = plan_work(wanted.catalog, wanted.rows, source, mapping)
             parts = (
-                json.dumps(options).encode(),
+                head,
                 replica_digests(held, checked.groups) if check_replicas else b"",
                 carrier.address(),
-                np.packbits(used_keys(source, wanted)).tobytes(),
-                encode_catalog(wanted.catalog.take(wanted.rows)),
+                np.packbits(used_keys(source, wanted, mapping)).tobytes(),
+                encode_catalog(work.catalog),
             )
-            return (state, wanted), join(parts)
+            return _Prepared(state, wanted, mapping, work), join(parts)
 
-        (state, wanted), answers = comm.together(describe, _CONTEXT)
-        heads, digests, addresses, bits, encoded = zip(*(split(answer) for answer in answers))
-        check_same(heads, _CONTEXT)
+        ready, answers = comm.together(prepare, _CONTEXT)
+        digests, addresses, bits, encoded = check_heads(answers, _CONTEXT)
         problems = differing_replicas(digests, source, checked.groups)
         if problems:
             raise ValidationError(problems, _CONTEXT)
-        unexpected = unexpected_keys(source, bits)
+        unexpected = unexpected_keys(source, bits, ready.mapping)
         check_unexpected(unexpected, strict, _CONTEXT)
         target = concat([decode_catalog(catalog) for catalog in encoded])
-        # Ranks' rows follow each other in the common catalog.
-        mine = np.flatnonzero(target.rank == comm.rank)
-        plan, _ = comm.together(lambda: (_plan(source, checked, target, mine, comm.rank), b""), _CONTEXT)
+        plan, _ = comm.together(lambda: (_plan(source, checked, target, ready, comm.rank), b""), _CONTEXT)
         planned = time.perf_counter()
+        # Ranks' rows follow each other in the common catalog.
+        first = int(np.argmax(target.rank == comm.rank)) if len(target) else 0
         counts, answers = comm.together(
-            lambda: _exchange(carrier, list(addresses), plan, (source, held), (state, wanted, mine)), _CONTEXT
+            lambda: _exchange(carrier, list(addresses), plan, (source, held), (ready, first)), _CONTEXT
         )
     end = time.perf_counter()
     report = LoadReport(
         source="memory",
         unique_id=None,
-        keys=len(wanted.rows),
-        missing=wanted.missing,
+        keys=len(ready.wanted.rows),
+        missing=ready.wanted.missing,
         unexpected=unexpected,
-        aliases=wanted.aliases,
-        cast=wanted.cast,
-        masters=wanted.masters,
+        aliases=ready.wanted.aliases,
+        cast=ready.wanted.cast,
+        masters=ready.wanted.masters,
+        kept=ready.work.kept_keys(ready.state.catalog),
+        computed=ready.work.computed_keys(ready.state.catalog),
         bytes_needed=counts["copied"] + counts["received"],
         bytes_copied=counts["copied"],
         bytes_received=counts["received"],
         bytes_sent=counts["sent"],
+        peak_scratch_bytes=counts["peak_scratch"],
         total_bytes=sum(int(answer) for answer in answers),
         seconds={"plan": planned - begin, "exchange": end - planned, "total": end - begin},
     )
@@ -267,12 +295,39 @@ def _held_tensors(source: Catalog, source_state_dict: Mapping[str, Mapping[str, 
     return held
 
 
-def _plan(source: Catalog, checked: CheckedSources, target: Catalog, mine: np.ndarray, rank: int) -> ExchangePlan:
-    """This rank's part of the exchange, checked to fill all of its targets."""
-    matcher = ShardMatcher(source, checked.groups, checked.coverage)
-    plan = plan_exchange(matcher, target, rank)
-    pieces = concat_pieces([plan.local, *plan.incoming.values()], max(source.width, target.width))
-    problems = uncovered_targets(pieces, target, mine)
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """One rank's targets, checked."""
+
+    state: LocalState
+    wanted: Wanted
+    mapping: AoaMapping | None
+    work: Work
+
+
+def _in_place(state: LocalState, mapping: AoaMapping | None) -> LocalState:
+    """The targets, with such names that none of them looks like the source that it does not come from.
+
+    A target may be the very source shard of its name, but not if statements make something else of that name.
+    """
+    if mapping is None:
+        return state
+    names = (f"{key} as AOA makes it" if key in mapping.tensors else key for key in state.catalog.keys)
+    return LocalState(state.weights, replace(state.catalog, keys=tuple(names)))
+
+
+def _plan(source: Catalog, checked: CheckedSources, target: Catalog, ready: _Prepared, rank: int) -> ExchangePlan:
+    """This rank's part of the exchange, checked to fill all of its targets and scratch."""
+    matcher, maps = ShardMatcher(source, checked.groups, checked.coverage), None
+    if ready.mapping is not None:
+        maps = ready.mapping.maps
+    plan = plan_exchange(matcher, target, rank, direct_rows(target, ready.mapping, source), maps)
+    mine = np.flatnonzero(target.rank == rank)
+    covered = np.zeros(len(target), dtype=np.int64)
+    if ready.work.covered is not None:
+        covered[mine] = ready.work.covered
+    pieces = concat_pieces([plan.local, *plan.incoming.values()], plan.local.extents.shape[1])
+    problems = uncovered_targets(pieces, target, mine, covered)
     if problems:
         raise ValidationError(problems)
     return plan
@@ -283,13 +338,20 @@ def _exchange(
     addresses: list[bytes],
     plan: ExchangePlan,
     sources: tuple[Catalog, Mapping[int, Any]],
-    targets: tuple[LocalState, Wanted, np.ndarray],
+    targets: tuple[_Prepared, int],
 ) -> tuple[dict[str, int], bytes]:
-    """Carries out a plan; returns the bytes copied, received and sent."""
+    """Carries out a plan; returns the bytes copied, received and sent, and the peak of scratch.
+
+    Args:
+        carrier: Carries data.
+        addresses: Its addresses on every rank.
+        plan: This rank's part.
+        sources: The source catalog, and this rank's tensors by row of it.
+        targets: This rank's targets, and their first row in the target catalog of all ranks.
+    """
     source, held = sources
-    state, wanted, mine = targets
-    memory = TargetMemory(state, wanted)
-    first = int(mine[0]) if len(mine) else 0
+    ready, first = targets
+    memory = TargetMemory(ready.state, ready.wanted, ready.work)
     opened: dict[int, np.ndarray] = {}
 
     def source_storage(row: int) -> np.ndarray:
@@ -298,7 +360,7 @@ def _exchange(
         return opened[row]
 
     def target_storage(row: int) -> np.ndarray:
-        return memory.storage(int(wanted.rows[row - first]))
+        return memory.storage(row - first)
 
     def source_dtype(row: int) -> np.dtype:
         return dtype_of(source.dtype_name(row)).numpy
@@ -314,4 +376,5 @@ def _exchange(
     itemsize = source.itemsize
     received = sum(int((p.size * itemsize[p.source]).sum()) for p in plan.incoming.values())
     sent = sum(int((p.size * itemsize[p.source]).sum()) for p in plan.outgoing.values())
-    return {"copied": copied, "received": received, "sent": sent}, str(copied + received).encode()
+    counts = {"copied": copied, "received": received, "sent": sent, "peak_scratch": memory.peak_scratch_bytes}
+    return counts, str(copied + received).encode()

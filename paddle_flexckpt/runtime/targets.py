@@ -1,22 +1,25 @@
-"""Targets: what a load has to fill, checked against the source before anything is touched, and their memory."""
+"""Targets: what a load has to fill, checked against the source before anything is touched."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Union
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, CheckpointError, Problem, ValidationError, dtype_of, validate_shards
+from paddle_flexckpt.aoa import Mapping
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of, validate_shards
+from paddle_flexckpt.runtime.mapping import map_rows, statement
 from paddle_flexckpt.runtime.state import LocalState
-from paddle_flexckpt.runtime.tensors import HostTensor, address_range
+from paddle_flexckpt.runtime.tensors import address_range
 from paddle_flexckpt.sharded_weight import FusedAxis
 
 Strict = Union[bool, Literal["missing", "unexpected"]]
 _FLOATS = frozenset({"float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"})
 _COMPLEX = frozenset({"complex64", "complex128"})
 _HALVES = frozenset({"float16", "bfloat16"})
-_MASTER = ".w_0"
+MASTER = ".w_0"
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,10 @@ class Wanted:
     """What one rank's load will fill.
 
     Attributes:
-        catalog: The rank's targets, with every key under the name that the source has for it.
+        catalog: The rank's targets, with every key under the name that the mapping or the source has for it.
         rows: The rows to fill.
-        same_memory: For rows that share their memory with an earlier row but come from another key of the source: that
-            earlier row. They are compared, not written.
+        same_memory: For rows that share their memory with an earlier row but are made of something else: that earlier
+            row. They are compared, not written.
         missing: Keys that the source does not have.
         aliases: Keys found under another name.
         cast: Keys whose values are cast, with the dtypes.
@@ -80,19 +83,25 @@ class Wanted:
     masters: dict[str, str] = field(default_factory=dict)
 
 
-def resolve(state: LocalState, source: Catalog, policy: Policy) -> Wanted:
-    """Finds every target's key in the source and checks that they fit.
+def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping | None = None) -> Wanted:
+    """Finds what every target is made of and checks that it fits.
 
     Args:
         state: This rank's targets.
         source: All source shards.
         policy: What is allowed.
+        mapping: What the keys that it defines are made of; every other target is the source's tensor of its name.
 
     Raises:
         ValidationError: A target is malformed, its key is missing, or dtype or global shape differ; all are listed.
     """
     target = state.catalog
     index = {name: i for i, name in enumerate(source.keys)}
+    defined = {} if mapping is None else mapping.tensors
+    if mapping is not None:
+        # What a statement defines or removes is not the source's tensor of that name.
+        index = {name: i for name, i in index.items() if name not in defined}
+        index = {name: i for name, i in index.items() if name not in mapping.removed and name not in mapping.unfed}
     first_row = np.full(len(source.keys), -1, dtype=np.int64)
     # Written back to front: the first row of each key stays.
     first_row[source.key[::-1]] = np.arange(len(source))[::-1]
@@ -104,9 +113,22 @@ def resolve(state: LocalState, source: Catalog, policy: Policy) -> Wanted:
     rows = []
     for row, weight in enumerate(state.weights):
         key = target.key_name(row)
-        found = _find(key, weight, index, policy)
+        removed = mapping is not None and key in mapping.unfed
+        found = None if removed else _find(key, weight, (index, defined), policy)
+        if mapping is not None and found is not None and found in defined:
+            if found != key:
+                names[target.key[row]] = aliases[key] = found
+            if found in mapping.masters:
+                masters[key] = mapping.masters[found]
+            allowed = replace(policy, dtype="cast") if found in mapping.masters else policy
+            problem = _unfit(target, row, _made(mapping, found), allowed, cast)
+            if problem is None:
+                rows.append(row)
+            else:
+                problems.append(problem)
+            continue
         master = _master(key, weight, found, target.dtype_name(row), source, index, first_row, policy)
-        if master is not None:
+        if master is not None and not removed:
             found = masters[key] = master
         if found is None:
             missing.append(key)
@@ -117,7 +139,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy) -> Wanted:
                         key=key,
                         rank=int(target.rank[row]),
                         expected=target.describe(row),
-                        got=_similar(key, source.keys),
+                        got=_instead(key, source.keys, mapping),
                         remedy="correct the name, or load with strict=False to leave this target as it is",
                     )
                 )
@@ -127,7 +149,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy) -> Wanted:
             if master is None:
                 aliases[key] = found
         allowed = policy if master is None else replace(policy, dtype="cast")
-        problem = _unfit(target, row, source, int(first_row[index[found]]), allowed, cast)
+        problem = _unfit(target, row, _stored(source, int(first_row[index[found]])), allowed, cast)
         if problem is None and getattr(weight, "fused", None) is not None:
             problem = _permuted(target, row, source, index[found], weight.fused)
         if problem is not None:
@@ -136,18 +158,16 @@ def resolve(state: LocalState, source: Catalog, policy: Policy) -> Wanted:
         rows.append(row)
     if problems:
         raise ValidationError(problems)
-    rows, same_memory = _share_memory(state, names, rows)
+    rows, same_memory = _share_memory(state, names, rows, mapping)
     renamed = replace(target, keys=tuple(names))
     return Wanted(renamed, np.asarray(rows, dtype=np.int64), same_memory, missing, aliases, cast, masters)
 
 
-def _find(key: str, weight: Any, index: dict[str, int], policy: Policy) -> str | None:
-    if key in index:
-        return key
-    if policy.tied_names:
-        for alias in getattr(weight, "aliases", ()):
-            if alias in index:
-                return alias
+def _find(key: str, weight: Any, known: Iterable[Collection[str]], policy: Policy) -> str | None:
+    """The name under which a target is known to the source or to the mapping: its own, or that of a tied parameter."""
+    for name in (key, *(getattr(weight, "aliases", ()) if policy.tied_names else ())):
+        if any(name in names for names in known):
+            return str(name)
     return None
 
 
@@ -166,11 +186,11 @@ def _master(
         return None
     if found is None:
         candidates = (key, *getattr(weight, "aliases", ()))
-        parameters = [name[: -len(_MASTER)] for name in candidates if name.endswith(_MASTER)]
+        parameters = [name[: -len(MASTER)] for name in candidates if name.endswith(MASTER)]
         return next((name for name in parameters if name in index), None)
     stored = source.dtype_name(int(first_row[index[found]]))
-    if dtype == "float32" and stored in _HALVES and found + _MASTER in index:
-        return found + _MASTER
+    if dtype == "float32" and stored in _HALVES and found + MASTER in index:
+        return found + MASTER
     return None
 
 
@@ -194,30 +214,52 @@ def _permuted(target: Catalog, row: int, source: Catalog, source_key: int, fused
     )
 
 
-def _similar(key: str, names: tuple[str, ...]) -> str:
-    """Keys that the user may have meant."""
+def _instead(key: str, names: tuple[str, ...], mapping: Mapping | None) -> str:
+    """Why a key is missing: AOA statements took it away, or else the keys that the user may have meant."""
+    if mapping is not None and (key in mapping.unfed or key in mapping.removed):
+        return "an AOA statement removed the source's key of that name, and none makes another"
     tail = key.rsplit(".", 2)[-2:]
     alike = [name for name in names if name.rsplit(".", 2)[-2:] == tail][:3]
     return f"{len(names)} keys, among them {alike or list(names[:3])}"
 
 
-def _unfit(
-    target: Catalog, row: int, source: Catalog, source_row: int, policy: Policy, cast: dict[str, str]
-) -> Problem | None:
-    """Why a target cannot be filled from its source key, if it cannot; notes a cast."""
+@dataclass(frozen=True)
+class _Given:
+    """What a target would be filled from: its shape and dtype, where it is, how to name it, and what to change."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    text: str
+    file: str | None = None
+    remedy: str = "load into a model of the saved size, or leave this key out"
+
+
+def _stored(source: Catalog, row: int) -> _Given:
+    shape = source.unpadded(row, source.global_shape)
+    return _Given(shape, source.dtype_name(row), "{} (source)", source.file_name(row))
+
+
+def _made(mapping: Mapping, name: str) -> _Given:
+    info = mapping.tensors[name]
+    # Braces of the statement are its own.
+    origin = statement(mapping, name).replace("{", "{{").replace("}", "}}")
+    return _Given(info.shape, info.dtype, f"AOA gives {{}}{origin}", remedy="correct the statement, or the target")
+
+
+def _unfit(target: Catalog, row: int, given: _Given, policy: Policy, cast: dict[str, str]) -> Problem | None:
+    """Why a target cannot be filled from what is given, if it cannot; notes a cast."""
     key, rank = target.key_name(row), int(target.rank[row])
-    where: dict[str, Any] = {"key": key, "rank": rank, "file": source.file_name(source_row)}
+    where: dict[str, Any] = {"key": key, "rank": rank, "file": given.file}
     target_shape = target.unpadded(row, target.global_shape)
-    source_shape = source.unpadded(source_row, source.global_shape)
-    if target_shape != source_shape:
+    if target_shape != given.shape:
         return Problem(
             "global shapes differ",
             **where,
             expected=f"{list(target_shape)} (target)",
-            got=f"{list(source_shape)} (source)",
-            remedy="load into a model of the saved size, or leave this key out",
+            got=given.text.format(list(given.shape)),
+            remedy=given.remedy,
         )
-    to_dtype, from_dtype = target.dtype_name(row), source.dtype_name(source_row)
+    to_dtype, from_dtype = target.dtype_name(row), given.dtype
     if to_dtype == from_dtype:
         return None
     if policy.dtype == "raise":
@@ -225,7 +267,7 @@ def _unfit(
             "dtypes differ",
             **where,
             expected=f"{to_dtype} (target)",
-            got=f"{from_dtype} (source)",
+            got=given.text.format(from_dtype),
             remedy='load with dtype="cast" to convert the values',
         )
     if not _castable(from_dtype, to_dtype):
@@ -233,7 +275,7 @@ def _unfit(
             "a cast would lose what the values mean",
             **where,
             expected=f"{to_dtype} (target)",
-            got=f"{from_dtype} (source)",
+            got=given.text.format(from_dtype),
             remedy="load into a target of the saved dtype",
         )
     cast[key] = f"{from_dtype} -> {to_dtype}"
@@ -251,9 +293,23 @@ def _castable(source: str, target: str) -> bool:
     return np.can_cast(dtype_of(source).numpy, dtype_of(target).numpy, "safe")
 
 
-def _share_memory(state: LocalState, names: list[str], rows: list[int]) -> tuple[list[int], dict[int, int]]:
+def _share_memory(
+    state: LocalState, names: list[str], rows: list[int], mapping: Mapping | None
+) -> tuple[list[int], dict[int, int]]:
     """Sorts out tied targets: which rows to fill, and which of these only to compare with an earlier one."""
     catalog = state.catalog
+    map_slices = {} if mapping is None else map_rows(mapping.maps)
+
+    def made_of(row: int) -> object:
+        """Equal for targets that get the same values: their source's name, or what a mapping says of them."""
+        name = names[catalog.key[row]]
+        if mapping is None or name not in mapping.tensors:
+            return name
+        maps = mapping.maps.take(np.arange(len(mapping.maps))[map_slices.get(name, slice(0, 0))])
+        columns = (maps.source, maps.target_offset, maps.target_shape, maps.source_offset, maps.target_axis)
+        moved = tuple(column.tobytes() for column in columns)
+        return mapping.tensors[name], moved, tuple(mapping.regions.get(name, ()))
+
     seen: dict[tuple[Any, ...], list[int]] = {}
     keep, same_memory = [], {}
     for row in rows:
@@ -263,66 +319,10 @@ def _share_memory(state: LocalState, names: list[str], rows: list[int]) -> tuple
             continue
         place = (span, catalog.dtype_name(row), catalog.describe(row))
         earlier = seen.setdefault(place, [])
-        if any(names[catalog.key[row]] == names[catalog.key[other]] for other in earlier):
-            continue  # the same memory from the same source key: filled already
+        if any(made_of(row) == made_of(other) for other in earlier):
+            continue  # the same memory from the same source: filled already
         if earlier:
             same_memory[row] = earlier[0]
         earlier.append(row)
         keep.append(row)
     return keep, same_memory
-
-
-class TargetMemory:
-    """The targets' memory during a load; staged copies go back when their last piece has arrived."""
-
-    def __init__(self, state: LocalState, wanted: Wanted, piece_targets: np.ndarray | None = None) -> None:
-        """Opens nothing yet.
-
-        Args:
-            state: The targets.
-            wanted: What to fill.
-            piece_targets: int64, target row of every planned piece, where :meth:`piece_done` will be called for each;
-                without it, staged copies go back at the end only.
-        """
-        self._state = state
-        self._wanted = wanted
-        self._left = np.bincount([] if piece_targets is None else piece_targets, minlength=len(state.weights))
-        self._open: dict[int, HostTensor] = {}
-        self._compare: dict[int, np.ndarray] = {}
-
-    def storage(self, row: int) -> np.ndarray:
-        """The 1-D memory of a target row."""
-        if row in self._wanted.same_memory:
-            if row not in self._compare:
-                first = HostTensor(self._state.tensor(row)).array
-                self._compare[row] = np.empty_like(first)
-            return self._compare[row]
-        if row not in self._open:
-            self._open[row] = HostTensor(self._state.tensor(row))
-        return self._open[row].array
-
-    def piece_done(self, row: int) -> None:
-        """Notes that a piece of a row has arrived."""
-        self._left[row] -= 1
-        if self._left[row] == 0 and row in self._open:
-            self._open.pop(row).store()
-
-    def finish(self) -> None:
-        """Puts back what is still staged and compares tied targets.
-
-        Raises:
-            CheckpointError: Two source keys that go into one tied parameter differ in value.
-        """
-        for host in self._open.values():
-            host.store()
-        self._open.clear()
-        for row, other in self._wanted.same_memory.items():
-            stored = HostTensor(self._state.tensor(other)).array
-            if row in self._compare and stored.tobytes() != self._compare[row].tobytes():
-                names = self._wanted.catalog.keys
-                key = self._wanted.catalog.key
-                raise CheckpointError(
-                    f"targets {names[key[other]]!r} and {names[key[row]]!r} are one tied parameter, but the source "
-                    f"holds different values for them; the target has those of {names[key[other]]!r}. Remedy: untie "
-                    "the parameters, or leave one of the keys out"
-                )

@@ -71,8 +71,6 @@ def test_an_id_is_chosen(path):
 
 
 def test_what_is_wrong_is_an_error(path):
-    with pytest.raises(ValidationError, match="aoa_config"):
-        load_merged_state_dict(path, aoa_config={})
     with pytest.raises(ValidationError, match="does not exist"):
         load_merged_state_dict(path / "nowhere")
     (path / "1_0.safetensors").unlink()

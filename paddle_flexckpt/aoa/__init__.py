@@ -1,0 +1,28 @@
+"""AOA: statements that say how tensors of one model become tensors of another, compiled to box maps.
+
+Pure numpy. ``docs/aoa.md`` describes the language.
+"""
+
+from paddle_flexckpt.aoa.compile import compile_program
+from paddle_flexckpt.aoa.config import AoaConfig, read_config
+from paddle_flexckpt.aoa.errors import AoaError
+from paddle_flexckpt.aoa.explain import Expanded, expand_program, explain, unused_sources
+from paddle_flexckpt.aoa.invert import invert
+from paddle_flexckpt.aoa.mapping import Mapping, Node, Region, Step, TensorInfo
+
+__all__ = [
+    "AoaConfig",
+    "AoaError",
+    "Expanded",
+    "Mapping",
+    "Node",
+    "Region",
+    "Step",
+    "TensorInfo",
+    "compile_program",
+    "expand_program",
+    "explain",
+    "invert",
+    "read_config",
+    "unused_sources",
+]

@@ -1,0 +1,281 @@
+"""compile_program: a configuration and two catalogs to a mapping."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from collections.abc import Mapping as MappingType
+from typing import Literal
+
+import numpy as np
+
+from paddle_flexckpt.aoa.config import AoaConfig, read_config
+from paddle_flexckpt.aoa.emit import Emitter
+from paddle_flexckpt.aoa.errors import AoaError
+from paddle_flexckpt.aoa.invert import inverted
+from paddle_flexckpt.aoa.mapping import Mapping, TensorInfo
+from paddle_flexckpt.aoa.operations import Value
+from paddle_flexckpt.aoa.program import Origin, Program, parse_program
+from paddle_flexckpt.aoa.sides import MASTER, PARAMETER, Side, state_key
+from paddle_flexckpt.aoa.states import NotFed
+from paddle_flexckpt.aoa.steps import Same
+from paddle_flexckpt.aoa.structure import Structure
+from paddle_flexckpt.aoa.structure_ops import computed, constant, keep, source
+from paddle_flexckpt.catalog import Catalog
+
+_HALVES = frozenset({"float16", "bfloat16"})
+
+
+def compile_program(
+    aoa_config: AoaConfig,
+    source: Catalog,
+    target: Catalog | None,
+    *,
+    master_weights: Literal["exact", "convert"] = "exact",
+) -> Mapping:
+    """Compiles AOA statements for a source and a destination.
+
+    Args:
+        aoa_config: The statements; see ``docs/aoa.md``.
+        source: All source shards.
+        target: All target shards, of all ranks; None derives the outputs: what the statements assign and do not use
+            up, and the source keys that they do not mention.
+        master_weights: ``"convert"`` lets a master weight whose source has none start from the parameter, and takes a
+            float32 parameter from the master weights of half-precision sources.
+
+    Returns:
+        Where every element of every target comes from.
+
+    Raises:
+        AoaError: The statements are malformed or do not fit the tensors; all problems are listed.
+    """
+    with _without_collector():
+        program = run_program(aoa_config, source, target)
+        return _Compilation(program, master_weights).run()
+
+
+@contextlib.contextmanager
+def _without_collector() -> Iterator[None]:
+    """Suspends the cyclic garbage collector: hundreds of thousands of live objects are made, and none is in a cycle.
+
+    Its passes over them would be a quarter of the time.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def run_program(aoa_config: AoaConfig, source: Catalog, target: Catalog | None, keeps_history: bool = False) -> Program:
+    """Carries out the statements on names and shapes.
+
+    Args:
+        aoa_config: The statements.
+        source: All source shards.
+        target: All target shards, or None.
+        keeps_history: Whether the program remembers what it met on the way.
+
+    Raises:
+        AoaError: They are malformed or do not fit the tensors.
+    """
+    config = read_config(aoa_config)
+    statements = parse_program(config.statements)
+    if config.reverse:
+        statements = inverted(statements)
+    names: set[str] = set() if target is None else set(target.keys)
+    destination = None if target is None else Side(target, source.keys)
+    program = Program(Side(source, names), destination, keeps_history)
+    program.run(statements)
+    return program
+
+
+class _Provenance(MappingType[str, str]):
+    """Texts by key, written when they are asked for."""
+
+    def __init__(self, origins: dict[str, Origin | str]) -> None:
+        self._origins = origins
+
+    def __getitem__(self, key: str) -> str:
+        return str(self._origins[key])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._origins)
+
+    def __len__(self) -> int:
+        return len(self._origins)
+
+
+class _Compilation:
+    def __init__(self, program: Program, master_weights: str) -> None:
+        self._program = program
+        self._converts = master_weights == "convert"
+        self._emitter = Emitter()
+        self._problems: list[str] = []
+        self._unfed: dict[str, str] = {}
+        self._masters: dict[str, str] = {}
+        self._origins: dict[str, Origin | str] = {}
+
+    def run(self) -> Mapping:
+        outputs: tuple[str, ...] = ()
+        if self._program.target is None:
+            outputs = self._derive()
+        else:
+            for base, states in self._program.target.states.items():
+                for state, info in states.items():
+                    self._feed(base, state, info)
+        if self._problems:
+            raise AoaError(self._problems)
+        emitter = self._emitter
+        removed = {
+            state_key(name, state)
+            for name in self._program.removed
+            for state in self._program.source.states.get(name, ())
+        } | {name for name in self._program.removed if name in self._program.source.infos}
+        return Mapping(
+            emitter.maps(),
+            emitter.regions,
+            tuple(emitter.nodes),
+            emitter.tensors,
+            frozenset(removed),
+            frozenset(self._unfed),
+            self._masters,
+            outputs,
+            _Provenance({**self._origins, **self._unfed}),
+        )
+
+    def _feed(self, base: str, state: str, info: TensorInfo) -> None:
+        """Emits one target key, where the program says something about it."""
+        program, key = self._program, state_key(base, state)
+        own = program.state_values.get(state, {}).get(base)
+        value = program.values.get(base)
+        if own is None and value is None:
+            if base in program.removed or key in program.removed:
+                self._unfed[key] = "a statement removes the source key of that name"
+            return
+        origin = program.origins.get(key) if own is not None else program.origins[base]
+        try:
+            found = own if own is not None else self._state_value(value, base, state, info)  # type: ignore[arg-type]
+        except NotFed as error:
+            self._unfed[key] = f"{origin}: {error}"
+            return
+        if found is None:
+            return
+        if found.structure.shape != info.shape:
+            self._problems.append(
+                f"{origin} gives {key!r} the shape {list(found.structure.shape)}; expected "
+                f"{list(info.shape)}, as in the destination. Remedy: correct the statement"
+            )
+            return
+        if origin is not None:
+            self._origins[key] = origin
+        self._emitter.add(key, found, info.dtype)
+
+    def _state_value(self, value: Value, base: str, state: str, info: TensorInfo) -> Value | None:
+        """A target state's value from its parameter's; inputs are source keys."""
+        program = self._program
+        if not value.inputs:
+            return _without_source(value.structure, state, info)
+        if state == PARAMETER:
+            found = program.states.value(value, state)
+            if self._converts and info.dtype == "float32" and self._halves_with_masters(value):
+                self._masters[base] = state_key(value.inputs[0], MASTER)
+                return program.states.value(value, MASTER)
+            return found
+        size = int(np.prod(info.shape))
+        if info.shape != value.structure.shape and size == 1:
+            return self._scalar(value, base, state)
+        try:
+            return program.states.value(value, state)
+        except NotFed:
+            if state != MASTER or not self._converts:
+                raise
+        self._masters[state_key(base, state)] = value.inputs[0]
+        return program.states.value(value, state, parameters_too=True)
+
+    def _halves_with_masters(self, value: Value) -> bool:
+        states = self._program.source.states
+        return all(i.dtype in _HALVES for i in value.structure.inputs) and all(
+            MASTER in states[base] for base in value.inputs
+        )
+
+    def _scalar(self, value: Value, base: str, state: str) -> Value:
+        """A scalar goes along with its parameter; where several parameters meet they have to agree."""
+        states = self._program.source.states
+        keys = [state_key(name, state) for name in dict.fromkeys(value.inputs) if state in states[name]]
+        if not keys:
+            raise NotFed(f"the source has no key {state_key(value.inputs[0], state)!r}")
+        infos = {self._program.source.infos[key] for key in keys}
+        if len(infos) > 1:
+            raise NotFed(f"{keys} differ in shape or dtype: {sorted(map(str, infos))}")
+        structure = source(infos.pop()).structure
+        if len(keys) == 1:
+            return Value(structure, (keys[0],))
+        return Value(computed(Same(tuple(keys)), None, [structure] * len(keys)).structure, tuple(keys))
+
+    def _derive(self) -> tuple[str, ...]:
+        """The outputs where there is no destination."""
+        program, outputs = self._program, []
+        names = [name for name in program.values if name not in program.read]
+        names += [n for n in program.source.states if n not in program.values and n not in program.read]
+        for name in names:
+            if name in program.removed:
+                continue
+            value = program.values.get(name)
+            if value is None:
+                for state, info in program.source.states[name].items():
+                    key = state_key(name, state)
+                    if key not in program.removed:
+                        self._emitter.add(key, Value(source(info).structure, (key,)), info.dtype)
+                        outputs.append(key)
+                continue
+            outputs += self._derive_states(name, value)
+        for state, table in program.state_values.items():
+            for name, value in table.items():
+                key = state_key(name, state)
+                if key not in outputs:
+                    self._emitter.add(key, value, value.structure.dtype)
+                    self._origins[key] = program.origins[key]
+                    outputs.append(key)
+        return tuple(sorted(outputs))
+
+    def _derive_states(self, name: str, value: Value) -> list[str]:
+        program, outputs = self._program, []
+        states: dict[str, None] = {}
+        for base in value.inputs:
+            states.update(dict.fromkeys(program.source.states[base]))
+        for state in states:
+            key = state_key(name, state)
+            if name in program.state_values.get(state, {}):
+                continue
+            scalar = all(
+                int(np.prod(program.source.states[base][state].shape)) == 1
+                and program.source.states[base][state].shape != program.source.base_info(base).shape
+                for base in value.inputs
+                if state in program.source.states[base]
+            )
+            try:
+                found = self._scalar(value, name, state) if scalar else program.states.value(value, state)
+            except NotFed as error:
+                self._unfed[key] = f"{program.origins[name]}: {error}"
+                continue
+            self._emitter.add(key, found, found.structure.dtype)
+            self._origins[key] = program.origins[name]
+            outputs.append(key)
+        return outputs
+
+
+def _without_source(structure: Structure, state: str, info: TensorInfo) -> Value:
+    """The state of a parameter that is filled or kept, and made of nothing else."""
+    node = structure.nodes[0] if len(structure.nodes) == 1 and len(structure) == 1 else None
+    if node is None or node.operands:
+        raise NotFed("its parameter is made of constants alone")
+    if state == PARAMETER:
+        return Value(structure, ())
+    step = node.step
+    if step is None or info.shape != structure.shape:
+        return Value(keep(info).structure, ())
+    return Value(constant(info, getattr(step, "fill", 0) if state == MASTER else 0).structure, ())

@@ -1,0 +1,86 @@
+"""aoa_config: a dict, a JSON text, or the path of a JSON or YAML file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Union
+
+from paddle_flexckpt.aoa.errors import AoaError
+
+AoaConfig = Union[Mapping[str, Any], str, "os.PathLike[str]"]
+_KEYS = ("aoa_statements", "aoa_config_reverse", "enable_traceback")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A checked configuration.
+
+    Attributes:
+        statements: The program's texts.
+        reverse: Whether the inverse of the program is meant.
+    """
+
+    statements: tuple[str, ...]
+    reverse: bool = False
+
+
+def read_config(aoa_config: AoaConfig) -> Config:
+    """Reads and checks a configuration.
+
+    Args:
+        aoa_config: ``{"aoa_statements": [...]}``, the same as a JSON text, or the path of a ``.json``, ``.yaml`` or
+            ``.yml`` file (or any other file with JSON in it).
+
+    Raises:
+        AoaError: It is none of these, or has unknown keys or values of other types.
+    """
+    value: Any = aoa_config
+    if isinstance(aoa_config, (str, os.PathLike)):
+        value = _from_text(os.fspath(aoa_config))
+    if isinstance(value, (list, tuple)):
+        value = {"aoa_statements": list(value)}
+    if not isinstance(value, Mapping):
+        raise AoaError([f"aoa_config has to be a dict with 'aoa_statements'; got a {type(value).__name__}"])
+    unknown = sorted(str(key) for key in value if key not in _KEYS)
+    if unknown:
+        raise AoaError([f"aoa_config has unknown keys {unknown}; known are {', '.join(_KEYS)}"])
+    statements = value.get("aoa_statements", [])
+    if isinstance(statements, str) or not all(isinstance(text, str) for text in statements):
+        raise AoaError([f"aoa_statements has to be a list of texts; got {statements!r}"])
+    for key in _KEYS[1:]:
+        if not isinstance(value.get(key, False), bool):
+            raise AoaError([f"{key} has to be true or false; got {value[key]!r}"])
+    return Config(tuple(statements), bool(value.get("aoa_config_reverse", False)))
+
+
+def _from_text(text: str) -> Any:
+    stripped = text.strip()
+    if stripped.startswith(("{", "[")):
+        return _json(stripped, "aoa_config")
+    try:
+        with open(text, encoding="utf-8") as file:
+            content = file.read()
+    except (OSError, ValueError) as error:
+        raise AoaError(
+            [f"aoa_config {text!r} is neither JSON nor a file that can be read ({error}). Remedy: correct the path"]
+        ) from error
+    if not text.endswith((".yaml", ".yml")):
+        return _json(content, text)
+    try:
+        import yaml
+    except ModuleNotFoundError as error:
+        raise AoaError([f"reading {text!r} needs PyYAML. Remedy: pip install pyyaml, or use JSON"]) from error
+    try:
+        return yaml.safe_load(content)
+    except yaml.YAMLError as error:
+        raise AoaError([f"{text!r} is not valid YAML: {error}"]) from error
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise AoaError([f"{where} is not valid JSON: {error}"]) from error

@@ -1,0 +1,70 @@
+"""Errors of AOA programs: every one shows the statement, the column and what the statement was expanded to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paddle_flexckpt.catalog import ValidationError
+
+# A macro may expand to hundreds of names; the ends of a line tell which it is.
+MAX_LINE = 400
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where in a program something stands.
+
+    Attributes:
+        number: Number of the text in ``aoa_statements``, from 1.
+        text: The statement as the user wrote it.
+        column: Column in it, from 1; 0 where the whole statement is meant.
+    """
+
+    number: int
+    text: str
+    column: int = 0
+
+    def at(self, column: int) -> Place:
+        """The same statement, another column."""
+        return Place(self.number, self.text, column)
+
+
+class AoaError(ValidationError):
+    """An AOA program is malformed or does not fit the tensors; nothing has been touched."""
+
+
+class StatementError(ValueError):
+    """What is wrong with one statement, before its place is known.
+
+    Attributes:
+        column: Column in the statement, from 1; 0 where unknown.
+    """
+
+    def __init__(self, message: str, column: int = 0) -> None:
+        super().__init__(message)
+        self.column = column
+
+
+def shorten(text: str) -> str:
+    """A line of bounded length."""
+    text = text.strip()
+    return text if len(text) <= MAX_LINE else f"{text[: MAX_LINE // 2]} ... {text[-MAX_LINE // 2 :]}"
+
+
+def describe_problem(message: str, place: Place, expansion: Sequence[str] = ()) -> str:
+    """A problem with its statement, a mark under the column, and the statements it was expanded to.
+
+    Args:
+        message: What is wrong, and the remedy.
+        place: Where.
+        expansion: Texts that the statement became, from the outermost to the one that failed.
+    """
+    where = f"AOA statement {place.number}"
+    if place.column:
+        where += f", column {place.column}"
+    lines = [f"{where}: {message}", f"    {shorten(place.text)}"]
+    if place.column and len(place.text) <= MAX_LINE:
+        lines.append("    " + " " * (place.column - 1) + "^")
+    lines += [f"    expanded to: {shorten(text)}" for text in expansion if text.strip() != place.text.strip()]
+    return "\n".join(lines)

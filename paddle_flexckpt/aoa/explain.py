@@ -1,0 +1,156 @@
+"""explain: where each target comes from, for people; and what the macros made of the statements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_flexckpt.aoa.compile import compile_program, run_program
+from paddle_flexckpt.aoa.config import AoaConfig
+from paddle_flexckpt.aoa.macros import expand, expand_arrays
+from paddle_flexckpt.aoa.mapping import Mapping, Region
+from paddle_flexckpt.aoa.parser import parse
+from paddle_flexckpt.aoa.rule import Rule, instantiate
+from paddle_flexckpt.catalog import Catalog
+
+# Lines per target; a target made of hundreds of heads is told by its first ones.
+MAX_LINES = 8
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """What one statement stands for, for one combination of ids.
+
+    Attributes:
+        number: Number of the text in ``aoa_statements``, from 1.
+        text: The statement with its ids.
+        texts: The simple statements that macros made of it.
+    """
+
+    number: int
+    text: str
+    texts: tuple[str, ...]
+
+
+def expand_program(aoa_config: AoaConfig, source: Catalog, target: Catalog | None = None) -> list[Expanded]:
+    """All statements with ids, stars, transposes and fused layouts written out, as the in-tree engine writes them.
+
+    Args:
+        aoa_config: The statements.
+        source: All source shards.
+        target: All target shards, or None.
+
+    Raises:
+        AoaError: The statements are malformed or do not fit.
+    """
+    program = run_program(aoa_config, source, target, keeps_history=True)
+    result = []
+    for rule in program.rules:
+        for ids in program.used_ids(rule):
+            concrete = program.concrete.get((id(rule), ids), rule)
+            parts = program.parts.get((id(concrete), () if concrete is not rule else ids), (1, 1))
+            numbers = dict(zip(rule.placeholders, ids))
+            text = instantiate(_joined(concrete), numbers)
+            (statement,) = parse(text)
+            texts = expand(statement, *parts).texts
+            result.append(Expanded(rule.place.number, text, texts))
+    return result
+
+
+def _joined(rule: Rule) -> str:
+    return expand_arrays(rule.statement)
+
+
+def explain(aoa_config: AoaConfig, source: Catalog, target: Catalog | None = None, keys: Iterable[str] = ()) -> str:
+    """Tells where each target comes from.
+
+    Args:
+        aoa_config: The statements.
+        source: All source shards.
+        target: All target shards; None derives the outputs.
+        keys: Only these targets; all by default.
+
+    Returns:
+        A few lines for each target; at the end, what nothing feeds and what nothing uses.
+
+    Raises:
+        AoaError: The statements are malformed or do not fit.
+    """
+    mapping = compile_program(aoa_config, source, target)
+    names = list(mapping.outputs) if target is None else list(target.keys)
+    wanted = set(keys)
+    unknown = sorted(wanted.difference(names))
+    if unknown:
+        raise KeyError(f"no target key {unknown[0]!r}; there are, for example, {names[:3]}")
+    lines: list[str] = []
+    stored = set(source.keys)
+    missing = [name for name in names if name in mapping.unfed or (name not in mapping.tensors and name not in stored)]
+    rows = _rows_by_target(mapping)
+    for name in sorted(wanted or names):
+        if name in missing:
+            continue
+        if name not in mapping.tensors:
+            lines += [name, f"  all <- {name}"]
+            continue
+        info = mapping.tensors[name]
+        lines.append(f"{name}  {info.dtype} {list(info.shape)}")
+        if name in mapping.provenance:
+            lines.append(f"  by {mapping.provenance[name]}")
+        made = list(_lines(mapping, rows, name, "  "))
+        lines += made[:MAX_LINES]
+        if len(made) > MAX_LINES:
+            lines.append(f"  ... and {len(made) - MAX_LINES} more")
+    if not wanted:
+        lines += [f"nothing feeds {name}: {mapping.provenance.get(name, 'no such source key')}" for name in missing]
+        lines += [f"nothing uses source key {name}" for name in unused_sources(mapping, source.keys, names)]
+    return "\n".join(lines)
+
+
+def unused_sources(mapping: Mapping, source_keys: Iterable[str], target_keys: Iterable[str]) -> list[str]:
+    """Source keys that feed no target and that no statement removes."""
+    used = {*mapping.maps.sources, *mapping.removed}
+    used.update(name for name in target_keys if name not in mapping.tensors and name not in mapping.unfed)
+    return [name for name in source_keys if name not in used]
+
+
+def _rows_by_target(mapping: Mapping) -> dict[str, tuple[int, int]]:
+    maps = mapping.maps
+    start = np.searchsorted(maps.target, np.arange(len(maps.targets) + 1))
+    return {name: (int(start[i]), int(start[i + 1])) for i, name in enumerate(maps.targets)}
+
+
+def _lines(mapping: Mapping, rows: dict[str, tuple[int, int]], name: str, indent: str) -> Iterator[str]:
+    maps, rank = mapping.maps, len(mapping.tensors[name].shape)
+    first = maps.width - rank
+    for row in range(*rows.get(name, (0, 0))):
+        offset, shape = maps.target_offset[row, first:], maps.target_shape[row, first:]
+        axes = maps.target_axis[row] - first
+        used = np.flatnonzero(maps.target_axis[row] >= 0)
+        extent, origin = maps.source_shape[row], maps.source_offset[row]
+        # Padded axes of the source are those in front along which nothing runs.
+        begin = min([*used.tolist(), *np.flatnonzero(origin).tolist(), maps.width - rank])
+        order = [int(axes[a]) for a in used]
+        moved = f", axes {tuple(int(a) for a in np.argsort(order))}" if order != sorted(order) else ""
+        yield (
+            f"{indent}{_box(offset, shape)} <- {maps.sources[maps.source[row]]} "
+            f"{_box(origin[begin:], extent[begin:])}{moved}"
+        )
+    for region in mapping.regions.get(name, ()):
+        yield from _region_lines(mapping, rows, region, indent)
+
+
+def _region_lines(mapping: Mapping, rows: dict[str, tuple[int, int]], region: Region, indent: str) -> Iterator[str]:
+    box = _box(np.asarray(region.offset), np.asarray(region.shape))
+    if region.node is None:
+        yield f"{indent}{box} keeps what it has"
+        return
+    node = mapping.nodes[region.node]
+    yield f"{indent}{box} <- {node.step}" + (" of" if node.operands else "")
+    for operand in node.operands:
+        yield from _lines(mapping, rows, operand, indent + "    ")
+
+
+def _box(offset: np.ndarray, shape: np.ndarray) -> str:
+    return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(offset.tolist(), shape.tolist())) + "]"

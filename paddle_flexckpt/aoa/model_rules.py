@@ -1,0 +1,168 @@
+"""Rules for common models: AOA statements from Hugging Face checkpoints to Paddle models and back.
+
+They are data files in ``rules/``, one per family of models::
+
+    {
+      "name", "description",
+      "parameters": {NAME: {"description", "type", "default"}},  # or "texts", what each choice stands for
+      "blocks": {BLOCK: {"when": {NAME: VALUE}, "aoa_statements": [...], "to_hf": ...}},
+      "variants": {VARIANT: {"description", "blocks": [BLOCK, ...]}}
+    }
+
+In statements ``{NAME}`` is the value of a parameter, and ``{NAME*TEXT}`` is TEXT as many times as the parameter says,
+separated by commas, with the numbers from 0 for ``#``. ``to_hf`` is the list of statements of the way back, or
+``"invert"``, or the name of another block whose way back it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from importlib import resources
+from typing import Any
+
+from paddle_flexckpt.aoa.errors import AoaError
+from paddle_flexckpt.aoa.invert import invert
+
+_DIRECTIONS = ("from_hf", "to_hf")
+# Names of parameters are in small letters, so ${LAYER_ID+1} is none.
+_PARAMETER = re.compile(r"\{([a-z_]+)\}")
+_REPEATED = re.compile(r"\{([a-z_]+)\*([^{}]*)\}")
+_NAME = re.compile(r"[A-Za-z0-9_.]*")
+
+
+def rule_names() -> list[str]:
+    """Names of the families of models that there are rules for, sorted."""
+    files = (file.name for file in resources.files("paddle_flexckpt.aoa").joinpath("rules").iterdir())
+    return sorted(name[: -len(".json")] for name in files if name.endswith(".json"))
+
+
+def describe_model_rules(name: str) -> dict[str, Any]:
+    """The data file of a family of models: its parameters, variants and blocks of statements.
+
+    Args:
+        name: One of :func:`rule_names`.
+
+    Raises:
+        AoaError: There are no rules of that name.
+    """
+    _check_known("model rules", name, rule_names())
+    file = resources.files("paddle_flexckpt.aoa").joinpath("rules").joinpath(f"{name}.json")
+    rules: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return rules
+
+
+def model_rules(
+    name: str, variant: str = "plain", direction: str = "from_hf", **parameters: Any
+) -> dict[str, list[str]]:
+    """The ``aoa_config`` that loads a Hugging Face checkpoint into a Paddle model, or the other way round.
+
+    Args:
+        name: The family of models, one of :func:`rule_names`.
+        variant: Which parameters the Paddle model fuses; ``describe_model_rules(name)["variants"]`` lists them.
+        direction: ``"from_hf"`` or ``"to_hf"``.
+        **parameters: What the statements depend on; ``describe_model_rules(name)["parameters"]`` lists them. One
+            without a default has to be given where the variant uses it.
+
+    Returns:
+        ``{"aoa_statements": [...]}``, to be passed on, printed or edited.
+
+    Raises:
+        AoaError: There is no such family, variant, direction or parameter, or a parameter is missing or of another
+            type.
+    """
+    rules = describe_model_rules(name)
+    _check_known(f"variant of {name}", variant, list(rules["variants"]))
+    _check_known("direction", direction, list(_DIRECTIONS))
+    for given in parameters:
+        _check_known(f"parameter of {name}", given, list(rules["parameters"]))
+    values = {key: spec["default"] for key, spec in rules["parameters"].items() if "default" in spec}
+    values.update(parameters)
+    for key, value in values.items():
+        _check_value(name, key, rules["parameters"][key], value)
+    blocks = [
+        block
+        for block in rules["variants"][variant]["blocks"]
+        if all(values[key] == value for key, value in rules["blocks"][block].get("when", {}).items())
+    ]
+    texts = {key: _text(rules["parameters"][key], value) for key, value in values.items()}
+    context = f"{name}, variant {variant}, direction {direction}"
+    if direction == "from_hf":
+        statements = [text for block in blocks for text in rules["blocks"][block]["aoa_statements"]]
+        return {"aoa_statements": _filled(context, rules["parameters"], statements, texts)}
+    written, forward = _way_back(rules["blocks"], blocks)
+    inverse = invert({"aoa_statements": _filled(context, rules["parameters"], forward, texts)})["aoa_statements"]
+    # The written ones come first: they read the Paddle model's tensors, whose names may be HF's too.
+    return {"aoa_statements": _filled(context, rules["parameters"], written, texts) + inverse}
+
+
+def _way_back(blocks: Mapping[str, Any], names: list[str]) -> tuple[list[str], list[str]]:
+    """Statements to HF as they are written, and statements from HF that have to be inverted."""
+    written: list[str] = []
+    forward: list[str] = []
+    for name in names:
+        back = blocks[name]["to_hf"]
+        while isinstance(back, str) and back != "invert":
+            name, back = back, blocks[back]["to_hf"]
+        if back == "invert":
+            forward += blocks[name]["aoa_statements"]
+        else:
+            written += back
+    return written, forward
+
+
+def _check_known(what: str, got: str, known: list[str]) -> None:
+    if got not in known:
+        raise AoaError([f"no {what} {got!r}. Remedy: use one of {', '.join(known)}"])
+
+
+def _check_value(name: str, key: str, spec: Mapping[str, Any], value: Any) -> None:
+    """Raises AoaError if a parameter's value is not of its type."""
+    kind = spec["type"]
+    if kind == "integer":
+        fits, expected = type(value) is int and value > 0, "a positive whole number"
+    elif kind == "boolean":
+        fits, expected = isinstance(value, bool), "True or False"
+    elif kind == "choice":
+        fits, expected = value in list(spec["texts"]), f"one of {', '.join(spec['texts'])}"
+    elif kind == "name":
+        fits = isinstance(value, str) and _NAME.fullmatch(value) is not None and not value[:1].isdigit()
+        expected = "a text of letters, digits, '_' and '.' that does not begin with a digit"
+    else:
+        fits, expected = isinstance(value, str), "a text"
+    if not fits:
+        raise AoaError(
+            [f"parameter {key!r} of the rules for {name} ({spec['description']}) has to be {expected}; got {value!r}"]
+        )
+
+
+def _text(spec: Mapping[str, Any], value: Any) -> str:
+    return str(spec["texts"][value]) if spec["type"] == "choice" else str(value)
+
+
+def _filled(context: str, specs: Mapping[str, Any], statements: list[str], texts: Mapping[str, str]) -> list[str]:
+    """Statements with their parameters' values.
+
+    Raises:
+        AoaError: A parameter has no value.
+    """
+    used = {key for text in statements for pattern in (_PARAMETER, _REPEATED) for key in _keys(pattern, text)}
+    missing = [key for key in specs if key in used - set(texts)]
+    if missing:
+        listed = "; ".join(f"{key}: {specs[key]['description']}" for key in missing)
+        raise AoaError(
+            [f"the rules for {context} need parameters that are missing ({listed}). Remedy: pass them by name"]
+        )
+    return [_repeated(_PARAMETER.sub(lambda found: texts[found.group(1)], text), texts) for text in statements]
+
+
+def _keys(pattern: re.Pattern[str], text: str) -> list[str]:
+    return [found.group(1) for found in pattern.finditer(text)]
+
+
+def _repeated(statement: str, texts: Mapping[str, str]) -> str:
+    def numbered(found: re.Match[str]) -> str:
+        return ", ".join(found.group(2).replace("#", str(i)) for i in range(int(texts[found.group(1)])))
+
+    return _REPEATED.sub(numbered, statement)

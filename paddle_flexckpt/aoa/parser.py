@@ -1,0 +1,264 @@
+"""Grammar of the AOA language: tokens to statements.
+
+    PROGRAM   ::= { STATEMENT }
+    STATEMENT ::= VARIABLE { ',' VARIABLE } '->' VARIABLE { ',' VARIABLE } { ',' ATTRIBUTE }
+    VARIABLE  ::= ( NAME | STRING ) [ '[' NUMBER ':' NUMBER ']' ] [ '^T' ]
+    ATTRIBUTE ::= NAME '=' ( NUMBER | STRING ) | TAG
+
+The list of right variables ends where ``, NAME =`` or ``, TAG`` is seen.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Union
+
+from paddle_flexckpt.aoa.errors import Place, StatementError
+from paddle_flexckpt.aoa.lexer import TAGS, Token, tokenize
+
+_INTEGERS = frozenset({"axis", "num_heads", "num_key_value_groups", "repeat"})
+_FLOATS = frozenset({"scale"})
+_LISTS = frozenset({"permute", "sizes", "weights", "block", "pad", "resize", "reshape"})
+_STRINGS = frozenset({"dtype", "src_dtype", "dst_dtype", "slice", "dequant", "states", "fill"})
+ATTRIBUTES = _INTEGERS | _FLOATS | _LISTS | _STRINGS
+_MAY_BE_AUTO = frozenset({"sizes", "resize", "reshape"})
+Value = Union[int, float, str, bool, tuple]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A name in a statement.
+
+    Attributes:
+        name: The name, without quotes and ``^T``.
+        transposed: Whether ``^T`` follows.
+        items: ``(start, stop)`` of ``name[start:stop]``, or None.
+        column: From 1.
+    """
+
+    name: str
+    transposed: bool
+    items: tuple[int, int] | None
+    column: int
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """An attribute, or a tag (whose value is True)."""
+
+    key: str
+    value: Value
+    column: int
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One statement.
+
+    Attributes:
+        left: Variables that are read.
+        right: Variables that are assigned.
+        attributes: Attributes and tags in the order in which they are written.
+        place: Where it stands.
+        tokens: Its tokens, with columns in the statement.
+    """
+
+    left: tuple[Variable, ...]
+    right: tuple[Variable, ...]
+    attributes: tuple[Attribute, ...]
+    place: Place
+    tokens: tuple[Token, ...]
+
+    def get(self, key: str) -> Attribute | None:
+        """The attribute of that name, or None."""
+        return next((attribute for attribute in self.attributes if attribute.key == key), None)
+
+    def has(self, tag: str) -> bool:
+        """Whether the tag or attribute is there."""
+        return self.get(tag) is not None
+
+
+def parse(text: str, number: int = 1) -> list[Statement]:
+    """The statements of one text.
+
+    Args:
+        text: One statement or several.
+        number: The text's number in the program, for messages.
+
+    Raises:
+        StatementError: It is not a statement; the column says where.
+    """
+    parser = _Parser(text, number)
+    statements = []
+    while not parser.at_end():
+        statements.append(parser.statement())
+    return statements
+
+
+def written(attribute: Attribute) -> str:
+    """An attribute as it has to be written."""
+    value = attribute.value
+    if value is True:
+        return attribute.key
+    if isinstance(value, tuple):
+        items = [list(item) if isinstance(item, tuple) else item for item in value]
+        return f'{attribute.key}="{items}"'
+    return f'{attribute.key}="{value}"' if isinstance(value, str) else f"{attribute.key}={value}"
+
+
+class _Parser:
+    def __init__(self, text: str, number: int) -> None:
+        self._text = text
+        self._number = number
+        self._tokens = tokenize(text)
+        self._position = 0
+
+    def at_end(self) -> bool:
+        return self._position >= len(self._tokens)
+
+    def _kind(self, ahead: int = 0) -> str:
+        position = self._position + ahead
+        return self._tokens[position].kind if position < len(self._tokens) else "END"
+
+    def _take(self, kind: str, what: str) -> Token:
+        if self._kind() != kind:
+            got = "the end of the text" if self.at_end() else repr(self._tokens[self._position].text)
+            column = len(self._text) + 1 if self.at_end() else self._tokens[self._position].column
+            raise StatementError(f"expected {what}; got {got}", column)
+        self._position += 1
+        return self._tokens[self._position - 1]
+
+    def statement(self) -> Statement:
+        start = self._position
+        left = [self._variable()]
+        while self._kind() == "COMMA":
+            self._position += 1
+            left.append(self._variable())
+        self._take("RARROW", "',' or '->'")
+        right = [self._variable()]
+        while self._kind() == "COMMA" and not self._attribute_follows():
+            self._position += 1
+            right.append(self._variable())
+        attributes: list[Attribute] = []
+        while self._kind() == "COMMA":
+            self._position += 1
+            attribute = self._attribute()
+            if any(attribute.key == other.key for other in attributes):
+                raise StatementError(f"attribute {attribute.key!r} is given twice", attribute.column)
+            attributes.append(attribute)
+        tokens = tuple(self._tokens[start : self._position])
+        first = tokens[0].column - 1
+        last = tokens[-1].column - 1 + len(tokens[-1].text)
+        whole = start == 0 and self.at_end()
+        text = self._text.strip() if whole else self._text[first:last]
+        shift = self._text.index(text) if whole else first
+        place = Place(self._number, text)
+        for variable in right:
+            if variable.transposed:
+                raise StatementError(
+                    f"{variable.name}^T cannot be assigned: it is a view. Remedy: transpose on the left, "
+                    f"{left[0].name}^T -> {variable.name}",
+                    variable.column,
+                )
+        return Statement(
+            tuple(_shifted(variable, shift) for variable in left),
+            tuple(_shifted(variable, shift) for variable in right),
+            tuple(Attribute(a.key, a.value, a.column - shift) for a in attributes),
+            place,
+            tuple(Token(token.kind, token.text, token.column - shift) for token in tokens),
+        )
+
+    def _attribute_follows(self) -> bool:
+        if self._kind(1) != "NAME":
+            return False
+        return self._kind(2) == "EQUAL" or self._tokens[self._position + 1].text in TAGS
+
+    def _variable(self) -> Variable:
+        if self._kind() == "STRING":
+            token = self._take("STRING", "a name")
+            name = token.text[1:-1]
+            if not name:
+                raise StatementError("a name cannot be empty", token.column)
+        else:
+            token = self._take("NAME", "a name")
+            name = token.text
+        items = None
+        if self._kind() == "LBRACKET":
+            self._position += 1
+            start = self._whole_number()
+            self._take("COLON", "':' (NAME[START:STOP])")
+            stop = self._whole_number()
+            self._take("RBRACKET", "']'")
+            if start >= stop:
+                raise StatementError(f"{name}[{start}:{stop}] names nothing", token.column)
+            items = (start, stop)
+        transposed = self._kind() == "TRANSPOSE"
+        if transposed:
+            self._position += 1
+        return Variable(name, transposed, items, token.column)
+
+    def _whole_number(self) -> int:
+        token = self._take("NUMBER", "a number")
+        if not token.text.isdigit():
+            raise StatementError(f"expected a whole number; got {token.text!r}", token.column)
+        return int(token.text)
+
+    def _attribute(self) -> Attribute:
+        token = self._take("NAME", "an attribute")
+        key = token.text
+        if self._kind() != "EQUAL":
+            if key not in TAGS:
+                raise StatementError(
+                    f"{key!r} is no tag, and names cannot follow attributes; tags are {', '.join(sorted(TAGS))}",
+                    token.column,
+                )
+            return Attribute(key, True, token.column)
+        self._position += 1
+        if key not in ATTRIBUTES:
+            known = ", ".join(sorted(ATTRIBUTES))
+            raise StatementError(f"unknown attribute {key!r}; attributes are {known}", token.column)
+        if self._kind() not in ("NUMBER", "STRING"):
+            self._take("STRING", f"a number or a quoted text after {key}=")
+        value = self._tokens[self._position]
+        self._position += 1
+        text = value.text[1:-1] if value.kind == "STRING" else value.text
+        return Attribute(key, _attribute_value(key, text, value.column), token.column)
+
+
+def _shifted(variable: Variable, shift: int) -> Variable:
+    return Variable(variable.name, variable.transposed, variable.items, variable.column - shift)
+
+
+def _attribute_value(key: str, text: str, column: int) -> Value:
+    if key in _STRINGS:
+        return text
+    if (key in _MAY_BE_AUTO and text == "auto") or (key == "sizes" and text == "equal"):
+        return text
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
+        raise StatementError(f"{key} cannot be {text!r}; expected {_expected(key)}", column) from error
+    if key in _INTEGERS and type(value) is int:
+        return value
+    if key in _FLOATS and type(value) in (int, float):
+        return float(value)
+    if key == "block" and type(value) is int:
+        return value
+    numbers = (int, float) if key == "weights" else (int,)
+    if key == "pad" and isinstance(value, list):
+        if all(isinstance(p, (list, tuple)) and len(p) == 2 and all(type(x) is int for x in p) for p in value):
+            return tuple((int(a), int(b)) for a, b in value)
+    elif key in _LISTS and isinstance(value, (list, tuple)) and all(type(x) in numbers for x in value):
+        return tuple(value)
+    raise StatementError(f"{key} cannot be {text!r}; expected {_expected(key)}", column)
+
+
+def _expected(key: str) -> str:
+    if key in _INTEGERS:
+        return "a whole number"
+    if key in _FLOATS:
+        return "a number"
+    if key == "pad":
+        return 'a list of pairs, one per axis, "[[0, 2], [0, 0]]"'
+    return "a list of numbers" + (' or "auto"' if key in _MAY_BE_AUTO else "")

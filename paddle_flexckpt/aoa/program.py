@@ -1,0 +1,372 @@
+"""Programs: rules carried out one after the other; afterwards every name stands for a value made of source keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from paddle_flexckpt.aoa.errors import AoaError, Place, StatementError, describe_problem
+from paddle_flexckpt.aoa.mapping import TensorInfo
+from paddle_flexckpt.aoa.names import KeyIndex, Template, parse_name
+from paddle_flexckpt.aoa.operations import Operations, Shape, Value, filled
+from paddle_flexckpt.aoa.parser import Statement, parse
+from paddle_flexckpt.aoa.partition import source_parts, target_parts
+from paddle_flexckpt.aoa.rule import NOTHING, ExpandedError, Ids, Rule, instantiate, make_rule, without_stars
+from paddle_flexckpt.aoa.sides import Side, state_key
+from paddle_flexckpt.aoa.states import NotFed, StateView
+from paddle_flexckpt.aoa.structure import Structure, StructureError
+from paddle_flexckpt.aoa.structure_ops import source as source_structure
+
+# After so many problems more of them help nobody.
+MAX_PROBLEMS = 100
+
+
+class Origin(NamedTuple):
+    """The statement that assigned a name."""
+
+    rule: Rule
+    ids: Ids
+
+    def __str__(self) -> str:
+        place = self.rule.place
+        text = instantiate(place.text, dict(zip(self.rule.placeholders, self.ids)))
+        return f"AOA statement {place.number}: {text.strip()}"
+
+
+class _Assignment(NamedTuple):
+    """Values for the right names of a rule; ``state`` is None for a parameter with all its states."""
+
+    names: Sequence[str]
+    values: Sequence[Value]
+    origin: Origin
+    state: str | None
+
+
+def parse_program(texts: Sequence[str]) -> list[Statement]:
+    """All statements of a program.
+
+    Raises:
+        AoaError: Some are malformed; all of them are listed.
+    """
+    statements: list[Statement] = []
+    problems = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            statements += parse(text, number)
+        except StatementError as error:
+            problems.append(describe_problem(str(error), Place(number, text, error.column)))
+    if problems:
+        raise AoaError(problems)
+    return statements
+
+
+class Program:
+    """What names stand for, while rules are carried out and after.
+
+    Attributes:
+        source: The source.
+        target: The destination, or None.
+        values: Values of names, for the parameter and all its states; inputs are names of source parameters.
+        state_values: Values by state and name, where a statement is about that state alone; inputs are source keys.
+        origins: The statement that assigned a name (for a state: its whole key).
+        removed: Source names that are declared unused.
+        read: Names that a statement has read since they were assigned.
+        history: Right names of a statement, by its number, for every combination of ids.
+        parts: Numbers of tensor-parallel parts that a fused layout met, by the rule's identity and the ids.
+        concrete: Rules without stars, made of rules with stars, by the rule's identity and the ids.
+        read_ever: Left names of a statement, by its number.
+        infos: Shapes and dtypes on both sides of a statement, by its number; None where they differ from id to id.
+    """
+
+    def __init__(self, source: Side, target: Side | None, keeps_history: bool = False) -> None:
+        """Starts with the source keys alone; ``keeps_history``: whether :attr:`infos` and :attr:`history` are kept."""
+        self._keeps_history = keeps_history
+        self.source = source
+        self.target = target
+        self.operations = Operations()
+        self.states = StateView(source)
+        self.values: dict[str, Value] = {}
+        self.state_values: dict[str, dict[str, Value]] = {}
+        self.origins: dict[str, Origin] = {}
+        self.removed: set[str] = set()
+        self.read: set[str] = set()
+        self.infos: dict[int, tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]] | None] = {}
+        self.parts: dict[tuple[int, Ids], tuple[int, int]] = {}
+        self.concrete: dict[tuple[int, Ids], Rule] = {}
+        self.read_ever: dict[int, set[str]] = {}
+        self.history: dict[int, list[Sequence[str]]] = {}
+        self._used_ids: dict[int, list[Ids]] = {}
+        self._poisoned: set[str] = set()
+        # By identity: a side has one object for equal shapes and dtypes, and hashing these takes longer.
+        self._sources: dict[int, Structure] = {}
+        self._index = KeyIndex(source.states)
+        self._target_index: KeyIndex | None = None
+        self._problems: list[str] = []
+        self.rules: list[Rule] = []
+        self._position = 0
+
+    def run(self, statements: Sequence[Statement]) -> None:
+        """Carries out statements.
+
+        Raises:
+            AoaError: Some do not fit the tensors; all that do not follow from others are listed.
+        """
+        for statement in statements:
+            try:
+                self.rules.append(make_rule(statement))
+            except StatementError as error:
+                self._note(error, statement.place)
+        self._raise()
+        for position, rule in enumerate(self.rules):
+            self._position = position
+            try:
+                self._run_rule(rule)
+            except StatementError as error:
+                self._note(error, rule.place)
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._problems:
+            raise AoaError(self._problems)
+
+    def _note(self, error: StatementError, place: Place, expansion: Sequence[str] = ()) -> None:
+        if len(self._problems) < MAX_PROBLEMS:
+            texts = [*expansion, error.text] if isinstance(error, ExpandedError) else list(expansion)
+            self._problems.append(describe_problem(str(error), place.at(error.column), texts))
+
+    def _run_rule(self, rule: Rule) -> None:
+        """Carries a rule out for all ids: all left names are read before any right name is assigned."""
+        before = len(self._problems)
+        bindings = self.bindings(rule)
+        if self._keeps_history:
+            self._used_ids[id(rule)] = bindings
+        left = [template.formatter(rule.placeholders) for template in rule.left]
+        right = [template.formatter(rule.placeholders) for template in rule.right]
+        assigned: list[_Assignment] = []
+        plain = rule.is_plain and not self._poisoned and not self._keeps_history
+        no_shapes: tuple[None, ...] = (None,) * len(right)
+        for ids in bindings:
+            try:
+                if plain:
+                    # What is done tens of thousands of times, without the questions that have one answer for all.
+                    lefts = [format_name(ids) for format_name in left]
+                    values = [value for value in map(self._find, lefts) if value is not None]
+                    if len(values) == len(lefts):
+                        self.read.update(lefts)
+                        found = rule.evaluate((1, 1), values, no_shapes, self.operations)
+                        assigned.append(_Assignment([f(ids) for f in right], found, Origin(rule, ids), None))
+                        continue
+                if rule.has_stars:
+                    assigned += self._star_assignments(rule, ids)
+                else:
+                    names = [format_name(ids) for format_name in left], [format_name(ids) for format_name in right]
+                    assigned += self._assignments(rule, Origin(rule, ids), *names)
+            except StatementError as error:
+                self._poisoned.update(format_name(ids) for format_name in right)
+                # The other instances of a rule have the same problem as its first one.
+                if len(self._problems) == before:
+                    text = instantiate(rule.place.text, dict(zip(rule.placeholders, ids)))
+                    self._note(error, rule.place, [text])
+        self._commit(rule, assigned)
+
+    def _commit(self, rule: Rule, assigned: list[_Assignment]) -> None:
+        for names, values, origin, state in assigned:
+            if state is None:
+                for name, value in zip(names, values):
+                    self.values[name] = value
+                    self.origins[name] = origin
+                self.read.difference_update(names)
+                self.removed.difference_update(names)
+            else:
+                table = self.state_values.setdefault(state, {})
+                for name, value in zip(names, values):
+                    table[name] = value
+                    self.origins[state_key(name, state)] = origin
+        if not assigned:
+            return
+        if self._keeps_history:
+            self.history[rule.place.number] = [assignment.names for assignment in assigned]
+        if rule.has_stars:
+            for assignment in assigned:
+                for name in assignment.names:
+                    self._index.add([name], parse_name(name))
+            return
+        for template, column in zip(rule.right, zip(*(assignment.names for assignment in assigned))):
+            self._index.add(column, template)
+
+    def _star_assignments(self, rule: Rule, ids: Ids) -> list[_Assignment]:
+        numbers = dict(zip(rule.placeholders, ids))
+        try:
+            concrete = without_stars(rule, numbers, self.star_keys)
+        except StatementError:
+            if rule.is_optional:
+                return []
+            raise
+        if self._keeps_history:
+            self.concrete[id(rule), ids] = concrete
+        names = [t.text for t in concrete.left], [t.text for t in concrete.right]
+        try:
+            return self._assignments(concrete, Origin(rule, ids), *names)
+        except StatementError as error:
+            self._poisoned.update(names[1])
+            raise ExpandedError(str(error), concrete.statement.place.text) from error
+
+    def used_ids(self, rule: Rule) -> list[Ids]:
+        """The combinations of ids for which a rule was carried out; only with history."""
+        return self._used_ids.get(id(rule), [])
+
+    def star_keys(self, name: str, is_left: bool) -> list[str]:
+        """The keys that a name with stars stands for."""
+        if is_left:
+            return self._index.star(name)
+        if self.target is None:
+            raise StatementError(f"{name!r} stands for destination keys, and no destination is given")
+        return self._destination_index().star(name)
+
+    def _destination_index(self) -> KeyIndex:
+        if self._target_index is None:
+            self._target_index = KeyIndex(self.target.states if self.target is not None else ())
+        return self._target_index
+
+    def bindings(self, rule: Rule) -> list[Ids]:
+        """The combinations of ids for which the rule is carried out."""
+        if not rule.placeholders:
+            return [()]
+        by_target = rule.left[0].text == NOTHING
+        if by_target and self.target is None:
+            raise StatementError("the ids of '_ -> name' come from a destination, and none is given")
+        index = self._destination_index() if by_target else self._index
+        templates = [t for t in (rule.right if by_target else rule.left) if t.placeholders]
+        found: list[dict[str, int]] = [{}]
+        for template in templates:
+            if found and all(name in found[0] for name in template.placeholders):
+                continue
+            found = [
+                {**known, **dict(zip(template.placeholders, ids))}
+                for known in found
+                for ids in index.bindings(template, known)
+            ]
+            if not found:
+                if rule.is_optional:
+                    return []
+                raise StatementError(self._no_match(template, index, by_target))
+        lacking = [name for name in rule.placeholders if found and name not in found[0]]
+        if lacking:
+            raise StatementError(f"nothing on the left says which values ${lacking[0]} takes")
+        return sorted(tuple(ids[name] for name in rule.placeholders) for ids in found)
+
+    @staticmethod
+    def _no_match(template: Template, index: KeyIndex, by_target: bool) -> str:
+        side = "destination key" if by_target else "source key or variable"
+        return (
+            f"no {side} matches {template.text!r}; there are, for example, {index.keys_like(template.text)}. Remedy: "
+            "correct the pattern, or add the tag 'optional'"
+        )
+
+    def _assignments(self, rule: Rule, origin: Origin, left: list[str], right: list[str]) -> list[_Assignment]:
+        """What a rule assigns for one combination of ids."""
+        if self._poisoned and not self._poisoned.isdisjoint(left):
+            self._poisoned.update(right)
+            return []
+        states: tuple[str | None, ...] = (None,) if rule.states is None else rule.states
+        found = [(state, self._evaluated(rule, origin.ids, left, right, state)) for state in states]
+        return [_Assignment(right, values, origin, state) for state, values in found if values is not None]
+
+    def _evaluated(
+        self, rule: Rule, ids: Ids, left: list[str], right: list[str], state: str | None
+    ) -> Sequence[Value] | None:
+        """Values of the right names, or None where there is nothing to assign."""
+        if left[0] == NOTHING:
+            return self._fill(rule, right[0], state)
+        known = []
+        for name in left:
+            value = self._lookup(name, state)
+            if value is None:
+                if rule.is_optional:
+                    return None
+                raise StatementError(self._unknown(name, state))
+            known.append(value)
+        if state is None:
+            self.read.update(left)
+            if self._keeps_history:
+                self.read_ever.setdefault(rule.place.number, set()).update(left)
+        if right[0] == NOTHING:
+            self.removed.update(left if state is None else [state_key(left[0], state)])
+            return None
+        parts = (1, 1) if rule.fused is None else self._parts(rule, ids, known, right)
+        if self._keeps_history and rule.fused is not None:
+            self.parts[id(rule), ids] = parts
+        values = rule.evaluate(parts, known, self._shapes(rule, right, state), self.operations)
+        if state is None and self._keeps_history:
+            self._remember(rule, known, values)
+        return values
+
+    def _remember(self, rule: Rule, left: Sequence[Value], right: Sequence[Value]) -> None:
+        """Notes the shapes and dtypes that a rule met."""
+        infos = tuple(v.structure.info for v in left), tuple(v.structure.info for v in right)
+        if self.infos.setdefault(rule.place.number, infos) != infos:
+            self.infos[rule.place.number] = None
+
+    def _lookup(self, name: str, state: str | None) -> Value | None:
+        if state is not None:
+            value = self.state_values.get(state, {}).get(name)
+            if value is not None:
+                return value
+            value = self._find(name)
+            if value is None:
+                return None
+            try:
+                return self.states.value(value, state)
+            except NotFed:
+                return None
+        return self._find(name)
+
+    def _find(self, name: str) -> Value | None:
+        """What a name stands for as a parameter: what was assigned last, else the source key."""
+        value = self.values.get(name)
+        if value is None and name in self.source.states:
+            info = self.source.base_info(name)
+            structure = self._sources.get(id(info))
+            if structure is None:
+                structure = self._sources[id(info)] = source_structure(info).structure
+            value = Value(structure, (name,))
+        return value
+
+    def _parts(self, rule: Rule, ids: Ids, left: list[Value], right: list[str]) -> tuple[int, int]:
+        """In how many tensor-parallel parts a fused tensor on the left, and one on the right, is cut."""
+        numbers = dict(zip(rule.placeholders, ids))
+        ndim = len(left[0].structure.shape)
+        following = self.rules[self._position + 1 :]
+        return (
+            source_parts(rule, left[0], self.source) if len(left) == 1 else 1,
+            target_parts(rule, numbers, right[0], ndim, self.target, following) if len(right) == 1 else 1,
+        )
+
+    def _unknown(self, name: str, state: str | None) -> str:
+        what = state_key(name, state) if state else name
+        return (
+            f"{what!r} is neither a source key nor assigned before; there are, for example, "
+            f"{self._index.keys_like(name)}. Remedy: correct the name, or add the tag 'optional'"
+        )
+
+    def _shapes(self, rule: Rule, right: list[str], state: str | None) -> tuple[Shape | None, ...]:
+        if not rule.asks_shapes:
+            return (None,) * len(right)
+        states = {} if self.target is None else self.target.states
+        infos = [states.get(name) for name in right]
+        if state:
+            return tuple(None if i is None or state not in i else i[state].shape for i in infos)
+        return tuple(
+            None if i is None or self.target is None else self.target.base_info(n).shape for i, n in zip(infos, right)
+        )
+
+    def _fill(self, rule: Rule, name: str, state: str | None) -> list[Value] | None:
+        """The value of ``_ -> name``, or None where there is no such destination key."""
+        states = {} if self.target is None else self.target.states.get(name, {})
+        if not states or (state is not None and state not in states):
+            return None
+        info = states[state] if state is not None else self.target.base_info(name)  # type: ignore[union-attr]
+        try:
+            return [filled(rule.statement, info)]
+        except StructureError as error:
+            raise StatementError(str(error)) from error

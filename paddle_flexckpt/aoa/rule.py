@@ -1,0 +1,231 @@
+"""Rules: statements whose names may have placeholders, ready to be carried out for every combination of ids."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+
+from paddle_flexckpt.aoa.errors import Place, StatementError
+from paddle_flexckpt.aoa.macros import expand, expand_arrays, expand_stars, fused_tag
+from paddle_flexckpt.aoa.names import OFFSET, Placeholder, Template, parse_name
+from paddle_flexckpt.aoa.operations import Operations, Shape, Value, carry_out, concatenated
+from paddle_flexckpt.aoa.parser import Statement, parse
+from paddle_flexckpt.aoa.sides import PARAMETER, STATES
+from paddle_flexckpt.aoa.structure import Structure
+
+NOTHING = "_"
+Ids = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """One statement of the program.
+
+    Attributes:
+        place: Where the user wrote it.
+        statement: The statement, arrays written out.
+        left: Its left names; in the names of states, without the state.
+        right: Its right names, likewise.
+        placeholders: All placeholders, sorted.
+        states: The states that it is about; None: the parameter and all of its states.
+    """
+
+    place: Place
+    statement: Statement
+    left: tuple[Template, ...]
+    right: tuple[Template, ...]
+    placeholders: tuple[str, ...]
+    states: tuple[str, ...] | None
+    _expansions: dict[tuple[int, int], tuple[Statement, ...]] = field(default_factory=dict)
+    _results: dict[tuple[object, ...], list[tuple[Structure, tuple[int, ...]]]] = field(default_factory=dict)
+
+    @cached_property
+    def is_optional(self) -> bool:
+        """Whether the statement is left out where a left name does not exist."""
+        return self.statement.has("optional")
+
+    @cached_property
+    def asks_shapes(self) -> bool:
+        """Whether some attribute takes the destination's shapes."""
+        return any(attribute.value == "auto" for attribute in self.statement.attributes)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether it depends on nothing but the values of its left names, and is about parameters and their states."""
+        special = self.states is not None or self.fused or self.has_stars or self.asks_shapes or self.is_optional
+        return not special and NOTHING not in (self.left[0].text, self.right[0].text)
+
+    @cached_property
+    def has_stars(self) -> bool:
+        """Whether it depends on the keys that there are."""
+        return any(template.has_star for template in (*self.left, *self.right))
+
+    @cached_property
+    def fused(self) -> str | None:
+        """Its fused layout, if it has one that depends on the number of tensor-parallel parts."""
+        tag = fused_tag(self.statement)
+        return tag if tag in ("fused_ffn", "fused_qkv_old") else None
+
+    def expanded(self, parts: tuple[int, int]) -> tuple[Statement, ...]:
+        """The simple statements that it stands for, placeholders as they are."""
+        if parts not in self._expansions:
+            texts = expand(self.statement, *parts).texts
+            self._expansions[parts] = tuple(statement for text in texts for statement in parse(text))
+        return self._expansions[parts]
+
+    def evaluate(
+        self, parts: tuple[int, int], left: Sequence[Value], shapes: tuple[Shape | None, ...], operations: Operations
+    ) -> list[Value]:
+        """Values of the right names for values of the left ones; done once per combination of structures.
+
+        Raises:
+            StatementError: They do not fit.
+        """
+        key = (parts, shapes, *(value.structure for value in left))
+        results = self._results.get(key)
+        if results is None:
+            results = self._results[key] = self._compute(parts, left, shapes, operations)
+        inputs = concatenated(left)
+        return [Value(structure, tuple(inputs[slot] for slot in slots)) for structure, slots in results]
+
+    def _compute(
+        self, parts: tuple[int, int], left: Sequence[Value], shapes: tuple[Shape | None, ...], operations: Operations
+    ) -> list[tuple[Structure, tuple[int, ...]]]:
+        names: dict[str, Value] = {}
+        first = 0
+        for variable, value in zip(self.statement.left, left):
+            count = len(value.inputs)
+            names[variable.name] = Value(value.structure, tuple(range(first, first + count)))
+            first += count
+        known = {variable.name: shape for variable, shape in zip(self.statement.right, shapes)}
+        for simple in self.expanded(parts):
+            try:
+                values = carry_out(
+                    simple,
+                    [names[variable.name] for variable in simple.left],
+                    [known.get(variable.name) for variable in simple.right],
+                    operations,
+                )
+            except StatementError as error:
+                if simple.place.text != self.statement.place.text:
+                    raise ExpandedError(str(error), simple.place.text) from error
+                raise
+            names.update(zip((variable.name for variable in simple.right), values))
+        return [(v.structure, v.inputs) for v in (names[variable.name] for variable in self.statement.right)]
+
+
+class ExpandedError(StatementError):
+    """What is wrong with a statement that a macro made.
+
+    Attributes:
+        text: That statement.
+    """
+
+    def __init__(self, message: str, text: str) -> None:
+        super().__init__(message)
+        self.text = text
+
+
+def make_rule(statement: Statement) -> Rule:
+    """A rule from a parsed statement.
+
+    Raises:
+        StatementError: Names or attributes do not fit.
+    """
+    place = statement.place
+    if any(variable.items for variable in (*statement.left, *statement.right)):
+        (statement,) = parse(expand_arrays(statement), place.number)
+    left = [parse_name(variable.name, variable.column) for variable in statement.left]
+    right = [parse_name(variable.name, variable.column) for variable in statement.right]
+    for side, templates in (("left", left), ("right", right)):
+        if NOTHING in (t.text for t in templates) and len(statement.left) + len(statement.right) > 2:
+            raise StatementError(f"'_' stands alone on the {side}")
+    if left[0].text == right[0].text == NOTHING:
+        raise StatementError("'_ -> _' means nothing")
+    placeholders = tuple(sorted({name for template in (*left, *right) for name in template.placeholders}))
+    for template, variable in zip(right, statement.right):
+        lacking = [name for name in placeholders if name not in template.placeholders]
+        if lacking and template.text != NOTHING:
+            raise StatementError(
+                f"{template.text!r} lacks ${lacking[0]}: it would be assigned once for every id", variable.column
+            )
+    right = [_offset(template) for template in right]
+    states, left, right = _states(statement, left, right)
+    return Rule(place, statement, tuple(left), tuple(right), placeholders, states)
+
+
+def _offset(template: Template) -> Template:
+    """$LAYER_ID_OFFSET on the right is the id less 1."""
+    parts = tuple(
+        Placeholder(part.name, (*part.terms, ("-", 1)))
+        if isinstance(part, Placeholder) and part.name == OFFSET
+        else part
+        for part in template.parts
+    )
+    return Template(template.text, parts, template.placeholders)
+
+
+def _states(
+    statement: Statement, left: list[Template], right: list[Template]
+) -> tuple[tuple[str, ...] | None, list[Template], list[Template]]:
+    """The states that a statement names, in ``states=`` or as the last component of all its names."""
+    attribute = statement.get("states")
+    if attribute is not None:
+        names = [name.strip() for name in str(attribute.value).split(",") if name.strip()]
+        if not names:
+            raise StatementError('states needs names, such as "moment1_0, w_0" or "model"', attribute.column)
+        return tuple(PARAMETER if name == "model" else name for name in names), left, right
+    named = {template.text.rpartition(".")[2] for template in (*left, *right) if template.text != NOTHING}
+    if len(named) != 1 or not named <= STATES:
+        return None, left, right
+    (state,) = named
+
+    def base(template: Template) -> Template:
+        return template if template.text == NOTHING else _without_tail(template, len(state) + 1)
+
+    return (state,), [base(template) for template in left], [base(template) for template in right]
+
+
+def _without_tail(template: Template, length: int) -> Template:
+    last = template.parts[-1]
+    parts = (*template.parts[:-1], str(last)[:-length])
+    return Template(template.text[:-length], tuple(part for part in parts if part != ""), template.placeholders)
+
+
+_TEXT_PLACEHOLDER = re.compile(
+    r"\$(?:\{([^}]*)\}|(LAYER_ID_OFFSET|LAYER_ID|EXPERT_ID|[A-Z][A-Z0-9]*(?:_[A-Z][A-Z0-9]*)*))"
+)
+
+
+def instantiate(text: str, ids: Mapping[str, int]) -> str:
+    """A statement's text with ids in place of its placeholders."""
+    arrow = text.find("->")
+
+    def number(found: re.Match[str]) -> str:
+        ((part,),) = [[p for p in _parts(found.group()) if isinstance(p, Placeholder)]]
+        if part.name not in ids:
+            return found.group()
+        value = part.value(ids[part.name])
+        return str(value - 1 if part.name == OFFSET and found.start() > arrow >= 0 else value)
+
+    return _TEXT_PLACEHOLDER.sub(number, text)
+
+
+@lru_cache(maxsize=1024)
+def _parts(text: str) -> tuple[str | Placeholder, ...]:
+    return parse_name(text).parts
+
+
+def without_stars(rule: Rule, ids: Mapping[str, int], keys: Callable[[str, bool], Sequence[str]]) -> Rule:
+    """The rule for one combination of ids, with stars replaced by the keys that they stand for.
+
+    Args:
+        rule: A rule with stars.
+        ids: The ids by placeholder.
+        keys: Gives the keys for a name on the left (or not).
+    """
+    (statement,) = parse(instantiate(rule.statement.place.text, ids))
+    (statement,) = parse(expand_stars(statement, keys))
+    return replace(make_rule(statement), place=rule.place)

@@ -1,0 +1,150 @@
+"""One side of a program: the keys of a catalog, which of them are states of which parameter, and how they are cut."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from paddle_flexckpt.aoa.mapping import TensorInfo
+from paddle_flexckpt.catalog import Catalog
+
+PARAMETER = ""
+MASTER = "w_0"
+# Names that Paddle's optimizers give to what they accumulate (paddle/optimizer/*.py, `_add_accumulator`).
+STATES = frozenset(
+    {
+        MASTER,
+        "moment_0",
+        "moment1_0",
+        "moment2_0",
+        "moment2_max_0",
+        "beta1_pow_acc_0",
+        "beta2_pow_acc_0",
+        "velocity_0",
+        "inf_norm_0",
+        "mean_square_0",
+        "mean_grad_0",
+        "momentum_0",
+        "momentum_decay_pow_0",
+        "mu_product_0",
+        "rho_0",
+        "prevs_0",
+        "learning_rates_0",
+        "_avg_squared_grad_0",
+        "_avg_squared_update_0",
+    }
+)
+_NUMBERED = re.compile(r".*_\d+")
+
+
+def split_state(key: str, keys: Mapping[str, object] | set[str]) -> tuple[str, str]:
+    """A key as (parameter, state); the state of a parameter itself is :data:`PARAMETER`.
+
+    ``block.w_0`` may be the master weight of ``block`` or a parameter of that name. It is a parameter if it has a
+    state of its own and there is no ``block``; else it is a state. Names that no optimizer of Paddle uses are states
+    only of parameters that are there.
+
+    Args:
+        key: The key.
+        keys: The keys of both sides.
+    """
+    if not key[-1:].isdigit():
+        return key, PARAMETER
+    base, dot, state = key.rpartition(".")
+    if not dot or not base or not _NUMBERED.fullmatch(state):
+        return key, PARAMETER
+    if base in keys:
+        return base, state
+    if state in STATES and not any(f"{key}.{other}" in keys for other in STATES):
+        return base, state
+    return key, PARAMETER
+
+
+class Side:
+    """The tensors of a source or a destination."""
+
+    def __init__(self, catalog: Catalog, other_keys: Iterable[str] = ()) -> None:
+        """Reads a catalog.
+
+        Args:
+            catalog: All shards of the side.
+            other_keys: Keys of the other side: they help to tell states from parameters.
+        """
+        self._catalog = catalog
+        self.infos: dict[str, TensorInfo] = {}
+        shared: dict[tuple[tuple[int, ...], str], TensorInfo] = {}
+        numbers, rows = np.unique(catalog.key, return_index=True)
+        shapes = catalog.global_shape[rows].tolist()
+        kinds = zip(numbers.tolist(), shapes, catalog.ndim[rows].tolist(), catalog.dtype[rows].tolist())
+        for number, shape, ndim, dtype in kinds:
+            kind = (tuple(shape[catalog.width - ndim :]), catalog.dtypes[dtype])
+            info = shared.get(kind)
+            if info is None:
+                info = shared[kind] = TensorInfo(*kind)
+            self.infos[catalog.keys[number]] = info
+        everything = {*self.infos, *other_keys}
+        # State names by parameter; PARAMETER among them if the parameter itself is there. Parameters without states of
+        # equal shape and dtype, which are most, share one dict: it is never changed.
+        self.states: dict[str, dict[str, TensorInfo]] = {}
+        alone: dict[TensorInfo, dict[str, TensorInfo]] = {info: {PARAMETER: info} for info in shared.values()}
+        for key, info in self.infos.items():
+            if key[-1:].isdigit():
+                base, state = split_state(key, everything)
+                if state:
+                    self.states[base] = {**self.states.get(base, {}), state: info}
+                    continue
+            self.states[key] = {PARAMETER: info, **self.states[key]} if key in self.states else alone[info]
+        self._cuts: dict[int, dict[str, tuple[int, bool]]] = {}
+
+    def base_info(self, base: str) -> TensorInfo:
+        """Shape and dtype of a parameter; where only states of it are there, of the first one that is no scalar."""
+        states = self.states[base]
+        info = states.get(PARAMETER)
+        if info is not None:
+            return info
+        size = {state: int(np.prod(info.shape)) for state, info in states.items()}
+        return states[min(states, key=lambda state: (-size[state], state != MASTER, state))]
+
+    def parts(self, base: str, axis: int) -> tuple[int, bool]:
+        """In how many parts a parameter is cut along an axis, and whether these are equal.
+
+        Flattened shards count with the box that they are a range of: sharding a state further is no cut.
+
+        Args:
+            base: A parameter of this side.
+            axis: Not negative.
+        """
+        ndim = len(self.base_info(base).shape)
+        padded = self._catalog.width - ndim + axis
+        if padded not in self._cuts:
+            self._cuts[padded] = self._count_cuts(padded)
+        cuts = self._cuts[padded]
+        for state in (PARAMETER, *sorted(self.states[base])):
+            info = self.states[base].get(state)
+            if info is not None and len(info.shape) == ndim and int(np.prod(info.shape)) > 1:
+                return cuts[state_key(base, state)]
+        return 1, True
+
+    def _count_cuts(self, axis: int) -> dict[str, tuple[int, bool]]:
+        catalog = self._catalog
+        offset, extent = catalog.offset[:, axis], catalog.shape[:, axis]
+        cut = np.unique(np.stack([catalog.key, offset, extent], axis=1), axis=0)
+        cut = cut[cut[:, 2] > 0]
+        keys, start = np.unique(cut[:, 0], return_index=True)
+        stop = np.append(start[1:], len(cut))
+        smallest = np.minimum.reduceat(cut[:, 2], start) if len(cut) else np.zeros(0, dtype=np.int64)
+        largest = np.maximum.reduceat(cut[:, 2], start) if len(cut) else np.zeros(0, dtype=np.int64)
+        distinct = np.unique(cut[:, :2], axis=0)[:, 0]
+        offsets = np.searchsorted(distinct, keys, side="right") - np.searchsorted(distinct, keys, side="left")
+        even = (smallest == largest) & (offsets == stop - start)
+        return {
+            catalog.keys[key]: (int(count), bool(equal))
+            for key, count, equal in zip(keys.tolist(), offsets.tolist(), even.tolist())
+        }
+
+
+def state_key(base: str, state: str) -> str:
+    """The key of a state of a parameter."""
+    return f"{base}.{state}" if state else base

@@ -1,0 +1,395 @@
+"""Steps: element-wise computations with the same result bit for bit for any box of it.
+
+Each element of a result is computed by the same scalar operations in the same order, whatever box it is in: no matrix
+products and no reductions, whose order of summation depends on the shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paddle_flexckpt.algebra import Box
+from paddle_flexckpt.aoa.casts import COMPLEX, FLOATS, Number, converted, number_in
+from paddle_flexckpt.aoa.mapping import TensorInfo
+from paddle_flexckpt.aoa.structure import StructureError, TypedStep
+from paddle_flexckpt.catalog import CheckpointError
+
+# Sign, exponent and mantissa of 4-bit floats: s eem.
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+def _check(what: str, infos: Sequence[TensorInfo], count: int) -> None:
+    if len(infos) != count:
+        raise StructureError(f"{what} takes {count} operand{'s' if count != 1 else ''}; got {len(infos)}")
+
+
+def _check_floats(what: str, infos: Sequence[TensorInfo], first: int = 0) -> None:
+    for number, info in enumerate(infos, first + 1):
+        if info.dtype not in FLOATS:
+            raise StructureError(f"{what} takes floating-point numbers; got {info.dtype} (operand {number})")
+
+
+def _check_equal_shapes(what: str, infos: Sequence[TensorInfo]) -> None:
+    for number, info in enumerate(infos, 1):
+        if info.shape != infos[0].shape:
+            raise StructureError(
+                f"{what} takes operands of equal shape; expected {list(infos[0].shape)} as operand 1 has, "
+                f"got {list(info.shape)} (operand {number})"
+            )
+
+
+def _work_dtype(operands: Sequence[np.ndarray]) -> type[np.floating]:
+    return np.float64 if any(operand.dtype == np.float64 for operand in operands) else np.float32
+
+
+def _rounded(result: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    # Operations on 0-d arrays give scalars.
+    result = np.asarray(result)
+    # Which of two NaN an operation hands on, and the sign of a new one, differ between the vector unit and the scalar
+    # code for the last few elements, and so with the place in the array: there is just one NaN here.
+    is_nan = np.isnan(result)
+    if is_nan.any():
+        result = np.where(is_nan, result.dtype.type(np.nan), result)
+    return converted(result, dtype.name)
+
+
+@dataclass(frozen=True)
+class Constant:
+    """Every element is the same number.
+
+    Attributes:
+        fill: The number.
+        dtype: Paddle's name of the result's dtype.
+    """
+
+    fill: Number
+    dtype: str
+
+    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
+        """None."""
+        return ()
+
+    def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
+        """A constant has the shape that is asked for, so this is always an error."""
+        raise StructureError("a constant's shape does not follow from operands")
+
+    def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
+        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        value = number_in(self.fill, self.dtype)
+        return np.full(box.shape, value, value.dtype)
+
+
+@dataclass(frozen=True)
+class Convert:
+    """Casts, one after the other.
+
+    Attributes:
+        dtypes: Paddle's names of the dtypes.
+    """
+
+    dtypes: tuple[str, ...]
+
+    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
+        """The same box."""
+        return (box,)
+
+    def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
+        """The operand's shape with the last dtype."""
+        _check("a cast", infos, 1)
+        for before, after in zip((infos[0].dtype, *self.dtypes), self.dtypes):
+            if before in COMPLEX and after not in (*COMPLEX, "bool"):
+                raise StructureError(f"a cast of {before} to {after} would drop the imaginary parts")
+        return TensorInfo(infos[0].shape, (infos[0].dtype, *self.dtypes)[-1])
+
+    def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
+        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        array = operands[0]
+        for dtype in self.dtypes:
+            array = converted(array, dtype)
+        return array
+
+
+@dataclass(frozen=True)
+class Scale:
+    """``factor * A[i]``.
+
+    Attributes:
+        factor: The factor.
+    """
+
+    factor: float
+
+    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
+        """The same box."""
+        return (box,)
+
+    def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
+        """As the operand."""
+        _check("scale", infos, 1)
+        _check_floats("scale", infos)
+        return infos[0]
+
+    def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
+        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        work = _work_dtype(operands)
+        with np.errstate(all="ignore"):
+            return _rounded(operands[0].astype(work) * work(self.factor), operands[0].dtype)
+
+
+@dataclass(frozen=True)
+class WeightedSum:
+    """``w0 * A[i] + w1 * B[i] + ...``, from left to right.
+
+    Attributes:
+        weights: One weight for each operand; all 1 for a plain sum.
+    """
+
+    weights: tuple[float, ...]
+
+    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
+        """The same box of each."""
+        return (box,) * len(self.weights)
+
+    def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
+        """As the first operand."""
+        _check("sum", infos, len(self.weights))
+        _check_floats("sum", infos)
+        _check_equal_shapes("sum", infos)
+        return infos[0]
+
+    def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
+        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        work = _work_dtype(operands)
+        with np.errstate(all="ignore"):
+            total = operands[0].astype(work) * work(self.weights[0])
+            for weight, operand in zip(self.weights[1:], operands[1:]):
+                total = total + operand.astype(work) * work(weight)
+            return _rounded(total, operands[0].dtype)
+
+
+@dataclass(frozen=True)
+class Average:
+    """``(A[i] + B[i] + ...) / count``, summed from left to right.
+
+    Attributes:
+        count: Number of operands.
+    """
+
+    count: int
+
+    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
+        """The same box of each."""
+        return (box,) * self.count
+
+    def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
+        """As the first operand."""
+        _check("average", infos, self.count)
+        _check_floats("average", infos)
+        _check_equal_shapes("average", infos)
+        return infos[0]
+
+    def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
+        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        work = _work_dtype(operands)
+        with np.errstate(all="ignore"):
+            total = operands[0].astype(work)
+            for operand in operands[1:]:
+                total = total + operand.astype(work)
+            return _rounded(total / work(self.count), operands[0].dtype)
+
+
+@dataclass(frozen=True)
+class Same:
+    """Operands that have to be equal bit for bit; gives the first.
+
+    Attributes:
+        names: Their keys, for the message.
+    """
+
+    names: tuple[str, ...]
+
+    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
+        """The same box of each."""
+        return (box,) * len(self.names)
+
+    def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
+        """As every operand."""
+        _check("a comparison", infos, len(self.names))
+        for name, info in zip(self.names, infos):
+            if info != infos[0]:
+                raise StructureError(
+                    f"{self.names[0]!r} and {name!r} have to be equal; got {infos[0].dtype} {list(infos[0].shape)} "
+                    f"and {info.dtype} {list(info.shape)}"
+                )
+        return infos[0]
+
+    def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
+        """See :class:`~paddle_flexckpt.aoa.mapping.Step`.
+
+        Raises:
+            CheckpointError: The operands differ.
+        """
+        rows = [np.ascontiguousarray(operand).reshape(-1) for operand in operands]
+        width = rows[0].itemsize
+        for name, row in zip(self.names[1:], rows[1:]):
+            different = (row.view(np.uint8) != rows[0].view(np.uint8)).reshape(-1, width).any(axis=1)
+            if different.any():
+                first = int(np.argmax(different))
+                index = np.unravel_index(first, box.shape) if box.shape else ()
+                place = [int(o + i) for o, i in zip(box.offset, index)]
+                values = ", ".join(f"{n!r} has {r[first]}" for n, r in zip(self.names, rows))
+                raise CheckpointError(
+                    f"{self.names[0]!r} and {name!r} go to one target and have to be equal; at element {place} "
+                    f"{values}. Remedy: say in a statement which of them the target shall take"
+                )
+        return operands[0]
+
+
+@dataclass(frozen=True)
+class LoraMerge:
+    """``W[i, j] + scale * (A[i, 0] * B[0, j] + A[i, 1] * B[1, j] + ...)``, from left to right.
+
+    Attributes:
+        scale: Factor of the product.
+        rank: Extent of A's second and B's first axis; -1: not known yet, see :func:`bound`.
+    """
+
+    scale: float
+    rank: int = -1
+
+    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
+        """The same box of W, its rows of A and its columns of B."""
+        (row, column), (rows, columns) = box.offset, box.shape
+        return box, Box((row, 0), (rows, self.rank)), Box((0, column), (self.rank, columns))
+
+    def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
+        """As W."""
+        _check("lora_merge", infos, 3)
+        _check_floats("lora_merge", infos)
+        shape = infos[0].shape
+        if len(shape) != 2:
+            raise StructureError(f"lora_merge takes a matrix W; got shape {list(shape)}")
+        expected = [(shape[0], self.rank), (self.rank, shape[1])]
+        for name, info, wanted in zip("AB", infos[1:], expected):
+            if info.shape != wanted:
+                raise StructureError(
+                    f"lora_merge of W {list(shape)} with rank {self.rank}: expected {name} {list(wanted)}, "
+                    f"got {list(info.shape)}"
+                )
+        return infos[0]
+
+    def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
+        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        work = _work_dtype(operands)
+        weight, left, right = (operand.astype(work) for operand in operands)
+        if not self.rank:
+            return operands[0]
+        with np.errstate(all="ignore"):
+            # Not a matrix product: its order of summation depends on the shape of the box.
+            product = left[:, :1] * right[:1]
+            for index in range(1, self.rank):
+                product += left[:, index : index + 1] * right[index : index + 1]
+            return _rounded(weight + work(self.scale) * product, operands[0].dtype)
+
+
+@dataclass(frozen=True)
+class DequantFp8:
+    """Each block of W times its scale: ``W[i, j] * S[i // b0, j // b1]``, as float32.
+
+    Attributes:
+        block: Extents of a block along W's axes.
+    """
+
+    block: tuple[int, ...]
+
+    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
+        """The same box of W and the scales of the blocks that it touches."""
+        first = tuple(o // b for o, b in zip(box.offset, self.block))
+        stop = tuple(-(-s // b) for s, b in zip(box.stop, self.block))
+        return box, Box(first, tuple(max(s - f, 0) for f, s in zip(first, stop)))
+
+    def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
+        """W's shape, float32."""
+        _check('dequant="fp8"', infos, 2)
+        _check_floats('dequant="fp8"', infos)
+        weight, scales = infos
+        if len(self.block) != len(weight.shape) or min(self.block, default=1) < 1:
+            raise StructureError(
+                f'dequant="fp8" takes one positive block extent for each axis of W; got block {list(self.block)} '
+                f"for shape {list(weight.shape)}"
+            )
+        expected = tuple(-(-extent // b) for extent, b in zip(weight.shape, self.block))
+        if scales.shape != expected:
+            raise StructureError(
+                f'dequant="fp8" of {list(weight.shape)} in blocks of {list(self.block)}: expected scales of shape '
+                f"{list(expected)}, got {list(scales.shape)}"
+            )
+        return TensorInfo(weight.shape, "float32")
+
+    def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
+        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        work = _work_dtype(operands)
+        weight, scales = (operand.astype(work) for operand in operands)
+        for axis, (start, extent, block) in enumerate(zip(box.offset, box.shape, self.block)):
+            scales = scales.take((start + np.arange(extent)) // block - start // block, axis=axis)
+        with np.errstate(all="ignore"):
+            return _rounded(weight * scales, np.dtype(np.float32))
+
+
+@dataclass(frozen=True)
+class DequantMxfp4:
+    """``fp4(nibble) * 2 ** (S - 127)`` as float32, from W uint8 ``[..., G, n]`` and S uint8 ``[..., G]``.
+
+    Attributes:
+        group: Bytes per group, n; -1: not known yet, see :func:`bound`.
+    """
+
+    group: int = -1
+
+    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
+        """The bytes and the scales of the groups that the box touches."""
+        first, stop = box.offset[-1] // (2 * self.group), -(-box.stop[-1] // (2 * self.group))
+        scales = Box((*box.offset[:-1], first), (*box.shape[:-1], max(stop - first, 0)))
+        return Box((*scales.offset, 0), (*scales.shape, self.group)), scales
+
+    def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
+        """``[..., G * 2 * n]``, float32."""
+        _check('dequant="mxfp4"', infos, 2)
+        weight, scales = infos
+        for name, info in zip("WS", infos):
+            if info.dtype != "uint8":
+                raise StructureError(f'dequant="mxfp4" takes {name} of dtype uint8; got {info.dtype}')
+        if len(weight.shape) < 2 or weight.shape[-1] != self.group or self.group < 1:
+            raise StructureError(
+                f'dequant="mxfp4" takes W of shape [..., groups, {self.group}]; got {list(weight.shape)}'
+            )
+        if scales.shape != weight.shape[:-1]:
+            raise StructureError(
+                f'dequant="mxfp4" of W {list(weight.shape)}: expected S {list(weight.shape[:-1])}, '
+                f"got {list(scales.shape)}"
+            )
+        return TensorInfo((*weight.shape[:-2], weight.shape[-2] * 2 * self.group), "float32")
+
+    def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
+        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        weight, scales = operands
+        nibbles = np.stack([weight & 15, weight >> 4], axis=-1)
+        exponents = scales.astype(np.int32)[..., None, None] - 127
+        with np.errstate(all="ignore"):
+            values = np.ldexp(_FP4[nibbles], exponents)
+        # reshape cannot tell the last extent of an array without elements.
+        values = values.reshape(*scales.shape[:-1], scales.shape[-1] * 2 * self.group)
+        start = box.offset[-1] % (2 * self.group)
+        return np.ascontiguousarray(values[..., start : start + box.shape[-1]])
+
+
+def bound(step: TypedStep, infos: Sequence[TensorInfo]) -> TypedStep:
+    """A step that knows those extents of its operands that it needs to tell which boxes it reads."""
+    if isinstance(step, LoraMerge) and step.rank < 0 and len(infos) == 3 and infos[1].shape:
+        return replace(step, rank=infos[1].shape[-1])
+    if isinstance(step, DequantMxfp4) and step.group < 0 and len(infos) == 2 and infos[0].shape:
+        return replace(step, group=infos[0].shape[-1])
+    return step

@@ -1,0 +1,350 @@
+"""Structures: how a value is put together from input slots, whatever keys are bound to the slots.
+
+Thousands of layers are made by the same statement from differently named tensors of equal shapes; they share one
+structure. Operations on structures are pure, so a caller may memoise them by identity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from paddle_flexckpt.algebra import Box
+from paddle_flexckpt.aoa.mapping import TensorInfo
+
+NO_AXIS = -1
+# A piece becomes a row of box maps on every rank; beyond this many, planning would take minutes and gigabytes.
+MAX_PIECES = 1_000_000
+
+
+class StructureError(ValueError):
+    """An operation does not fit the value that it is applied to."""
+
+
+class TypedStep(Protocol):
+    """A :class:`~paddle_flexckpt.aoa.mapping.Step` that knows what it makes of its operands."""
+
+    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
+        """The box of every operand that a box of the result needs."""
+
+    def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
+        """The result's elements in a box."""
+
+    def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
+        """Shape and dtype of the result for operands of these shapes and dtypes.
+
+        Raises:
+            StructureError: The step has no meaning for such operands.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """Disjoint boxes of a value, each with the box of a leaf that it shows.
+
+    Attributes:
+        offset: int64 ``[p, n]``, first element of the box in the value of rank n.
+        extent: int64 ``[p, n]``.
+        leaf: int64 ``[p]``: an input slot if >= 0, else the node ``-1 - leaf``.
+        leaf_offset: int64 ``[p, m]``, first element of the box in the leaf, whose axes are padded on the left to m.
+        value_axis: int64 ``[p, m]``, the value's axis that runs along the leaf's axis, or NO_AXIS: extent 1 there. No
+            two axes of a leaf have the same; an axis of the value that none has is of extent 1 in the piece.
+        chain: int64 ``[p]``, which of the structure's chains of casts the elements undergo.
+    """
+
+    offset: np.ndarray
+    extent: np.ndarray
+    leaf: np.ndarray
+    leaf_offset: np.ndarray
+    value_axis: np.ndarray
+    chain: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.leaf)
+
+    @property
+    def width(self) -> int:
+        """Number of padded leaf axes."""
+        return int(self.leaf_offset.shape[1])
+
+    def rows(self, index: np.ndarray) -> Pieces:
+        """The pieces selected by a mask or by indices."""
+        return Pieces(
+            self.offset[index],
+            self.extent[index],
+            self.leaf[index],
+            self.leaf_offset[index],
+            self.value_axis[index],
+            self.chain[index],
+        )
+
+    def of_width(self, width: int) -> Pieces:
+        """The same pieces with more, or fewer, padded leaf axes."""
+        extra = width - self.width
+        if extra == 0:
+            return self
+        if extra < 0:
+            return replace(self, leaf_offset=self.leaf_offset[:, -extra:], value_axis=self.value_axis[:, -extra:])
+        count = len(self)
+        return replace(
+            self,
+            leaf_offset=np.concatenate([np.zeros((count, extra), np.int64), self.leaf_offset], axis=1),
+            value_axis=np.concatenate([np.full((count, extra), NO_AXIS, np.int64), self.value_axis], axis=1),
+        )
+
+    def clipped(self, start: np.ndarray, stop: np.ndarray) -> Pieces:
+        """The parts between ``start`` and ``stop`` (int64, broadcast to ``[p, n]``); some may be empty."""
+        low = np.maximum(self.offset, start)
+        high = np.minimum(self.offset + self.extent, stop)
+        # A last column of zeros is what NO_AXIS (-1) picks.
+        shift = np.zeros((len(self), low.shape[1] + 1), np.int64)
+        np.subtract(low, self.offset, out=shift[:, :-1])
+        moved = self.leaf_offset + shift[np.arange(len(self))[:, None], self.value_axis]
+        return replace(self, offset=low, extent=np.maximum(high - low, 0), leaf_offset=moved)
+
+    def with_axes(self, table: Sequence[int], offset: np.ndarray, extent: np.ndarray) -> Pieces:
+        """The pieces of a value with other axes: ``table`` says what becomes of each axis (NO_AXIS: it is gone)."""
+        mapped = np.asarray([*table, NO_AXIS], np.int64)[self.value_axis]
+        return replace(self, offset=offset, extent=extent, value_axis=mapped)
+
+    def split_at_multiples(self, axis: int, block: int) -> Pieces:
+        """The pieces, split along an axis wherever the value's index is a multiple of ``block``.
+
+        Raises:
+            StructureError: There would be more than MAX_PIECES.
+        """
+        first = self.offset[:, axis] // block
+        count = (self.offset[:, axis] + self.extent[:, axis] - 1) // block - first + 1
+        total = int(count.sum())
+        if total == len(self):
+            return self
+        if total > MAX_PIECES:
+            raise StructureError(
+                f"the value would fall into {total:,} boxes or more; at most {MAX_PIECES:,} are supported. Remedy: "
+                "split or merge only axes whose inner extents are long, and do it before axes are permuted or cut"
+            )
+        parts = self.rows(np.repeat(np.arange(len(self)), count))
+        block_index = np.arange(total) - np.repeat(np.cumsum(count) - count - first, count)
+        start = parts.offset.copy()
+        stop = parts.offset + parts.extent
+        start[:, axis] = block_index * block
+        stop[:, axis] = start[:, axis] + block
+        return parts.clipped(start, stop)
+
+
+@dataclass(frozen=True, eq=False)
+class StructureNode:
+    """A computed leaf.
+
+    Attributes:
+        step: How to compute it; None: the target keeps what it has.
+        info: Its shape and dtype.
+        operands: Structures of its operands. Their slots number the same inputs as those of the structure that holds
+            the node.
+    """
+
+    step: TypedStep | None
+    info: TensorInfo
+    operands: tuple[Structure, ...] = ()
+
+    @cached_property
+    def slots(self) -> frozenset[int]:
+        """Input slots that the node needs."""
+        return frozenset().union(*(operand.slots for operand in self.operands))
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """How a value is put together.
+
+    The columns ``offset`` to ``chain`` are those of :class:`Pieces`; the pieces are disjoint and cover the value, and m
+    is the largest rank among the leaves that they show.
+
+    Attributes:
+        shape: Shape of the value.
+        dtype: Paddle's name of the value's dtype, after casts.
+        inputs: Shape and dtype of every input slot.
+        offset: int64 ``[p, n]``.
+        extent: int64 ``[p, n]``.
+        leaf: int64 ``[p]``.
+        leaf_offset: int64 ``[p, m]``.
+        value_axis: int64 ``[p, m]``.
+        chain: int64 ``[p]``, index into ``chains``.
+        chains: Dtypes that elements are cast to, in order, after they leave the leaf; ``()``: none.
+        nodes: Computed leaves.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    inputs: tuple[TensorInfo, ...]
+    offset: np.ndarray
+    extent: np.ndarray
+    leaf: np.ndarray
+    leaf_offset: np.ndarray
+    value_axis: np.ndarray
+    chain: np.ndarray
+    chains: tuple[tuple[str, ...], ...]
+    nodes: tuple[StructureNode, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.leaf)
+
+    @cached_property
+    def info(self) -> TensorInfo:
+        """Shape and dtype of the value."""
+        return TensorInfo(self.shape, self.dtype)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """The columns."""
+        return Pieces(self.offset, self.extent, self.leaf, self.leaf_offset, self.value_axis, self.chain)
+
+    @cached_property
+    def slots(self) -> frozenset[int]:
+        """Input slots that the value needs."""
+        leaves = distinct(self.leaf)
+        own = frozenset(leaf for leaf in leaves if leaf >= 0)
+        return own.union(*(self.nodes[-1 - leaf].slots for leaf in leaves if leaf < 0))
+
+    def leaf_info(self, leaf: int) -> TensorInfo:
+        """Shape and dtype of a leaf."""
+        return self.inputs[leaf] if leaf >= 0 else self.nodes[-1 - leaf].info
+
+
+@dataclass(frozen=True)
+class Derived:
+    """What an operation gives.
+
+    Attributes:
+        structure: The new structure; inputs that it does not need are gone.
+        slots: For every input of it, the slot in the concatenated inputs of the operation's arguments.
+    """
+
+    structure: Structure
+    slots: tuple[int, ...]
+
+    def then(self, following: Derived) -> Derived:
+        """An operation on ``self.structure``, seen from the inputs that this one started from."""
+        return Derived(following.structure, tuple(self.slots[slot] for slot in following.slots))
+
+
+def distinct(column: np.ndarray) -> list[int]:
+    """The distinct values of an int64 column, ascending."""
+    # numpy's own takes longer than all the rest of an operation on a few pieces.
+    return sorted(set(column.tolist())) if len(column) < 256 else np.unique(column).tolist()
+
+
+def unchanged(structure: Structure) -> Derived:
+    """The structure itself."""
+    return Derived(structure, tuple(range(len(structure.inputs))))
+
+
+def assembled(
+    shape: tuple[int, ...],
+    dtype: str,
+    inputs: tuple[TensorInfo, ...],
+    pieces: Pieces,
+    chains: Sequence[tuple[str, ...]],
+    nodes: Sequence[StructureNode],
+    shifts: Sequence[int] | None = None,
+) -> Derived:
+    """A structure without empty pieces and without inputs, nodes and chains that nothing needs.
+
+    Args:
+        shape: Shape of the value.
+        dtype: Dtype of the value.
+        inputs: All inputs that ``pieces`` and ``nodes`` may refer to.
+        pieces: Pieces, with any number of padded leaf axes.
+        chains: Chains of casts that ``pieces`` refers to; there may be duplicates.
+        nodes: Nodes that ``pieces`` refers to.
+        shifts: For every node, what to add to the slots of its operands (None: nothing).
+    """
+    filled = np.flatnonzero((pieces.extent > 0).all(axis=1))
+    if len(filled) < len(pieces):
+        pieces = pieces.rows(filled)
+    leaves = distinct(pieces.leaf)
+    kept = sorted(-1 - leaf for leaf in leaves if leaf < 0)
+    used = {leaf for leaf in leaves if leaf >= 0}
+    for index in kept:
+        used.update(slot + (shifts[index] if shifts else 0) for slot in nodes[index].slots)
+    slots = tuple(sorted(used))
+    kept_inputs = inputs if len(slots) == len(inputs) else tuple(inputs[slot] for slot in slots)
+    if len(slots) != len(inputs) or len(kept) != len(nodes):
+        # A node's leaf number is negative and so counts from the end of the table, which is where nodes stand.
+        table = np.zeros(len(inputs) + len(nodes), np.int64)
+        table[list(slots)] = np.arange(len(slots))
+        table[[-1 - index for index in kept]] = -1 - np.arange(len(kept))
+        pieces = replace(pieces, leaf=table[pieces.leaf])
+    kept_nodes = []
+    slot_table = np.zeros(len(inputs), np.int64)
+    slot_table[list(slots)] = np.arange(len(slots))
+    memo: dict[tuple[int, int], Structure] = {}
+    for index in kept:
+        node, shift = nodes[index], shifts[index] if shifts else 0
+        operands = tuple(renumbered(o, slot_table, shift, kept_inputs, memo) for o in node.operands)
+        same = all(new is old for new, old in zip(operands, node.operands))
+        kept_nodes.append(node if same else StructureNode(node.step, node.info, operands))
+    kept_chains, column = _kept_chains(pieces.chain, chains)
+    ranks = [len(kept_inputs[leaf].shape) for leaf in distinct(pieces.leaf) if leaf >= 0]
+    pieces = pieces.of_width(max(ranks + [len(node.info.shape) for node in kept_nodes], default=0))
+    structure = Structure(
+        shape,
+        dtype,
+        kept_inputs,
+        pieces.offset,
+        pieces.extent,
+        pieces.leaf,
+        pieces.leaf_offset,
+        pieces.value_axis,
+        column,
+        kept_chains,
+        tuple(kept_nodes),
+    )
+    return Derived(structure, slots)
+
+
+def _kept_chains(
+    column: np.ndarray, chains: Sequence[tuple[str, ...]]
+) -> tuple[tuple[tuple[str, ...], ...], np.ndarray]:
+    if len(chains) == 1:
+        return tuple(chains), column
+    numbers: dict[tuple[str, ...], int] = {}
+    table = np.zeros(len(chains), np.int64)
+    for index in distinct(column):
+        table[index] = numbers.setdefault(chains[index], len(numbers))
+    return tuple(numbers) or ((),), table[column]
+
+
+def renumbered(
+    structure: Structure,
+    table: np.ndarray,
+    shift: int,
+    inputs: tuple[TensorInfo, ...],
+    memo: dict[tuple[int, int], Structure],
+) -> Structure:
+    """An operand's structure over the inputs of its holder: slot s becomes ``table[s + shift]``.
+
+    Args:
+        structure: The operand's structure.
+        table: int64, the new number of every slot.
+        shift: Added to slots before they are looked up.
+        inputs: What the new slots are.
+        memo: What has been renumbered with the same ``table``; operands may be shared between nodes and stay so.
+    """
+    if structure.inputs is inputs:
+        return structure
+    key = (id(structure), shift)
+    if key not in memo:
+        leaf = structure.leaf.copy()
+        is_slot = leaf >= 0
+        leaf[is_slot] = table[leaf[is_slot] + shift]
+        nodes = tuple(
+            StructureNode(node.step, node.info, tuple(renumbered(o, table, shift, inputs, memo) for o in node.operands))
+            for node in structure.nodes
+        )
+        memo[key] = replace(structure, inputs=inputs, leaf=leaf, nodes=nodes)
+    return memo[key]

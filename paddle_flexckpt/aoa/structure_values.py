@@ -1,0 +1,200 @@
+"""Structures of whole leaves (sources, computed tensors, constants), and what dtypes a structure has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from paddle_flexckpt.aoa.casts import COMPLEX, Number, number_in, simplify_chain
+from paddle_flexckpt.aoa.mapping import TensorInfo
+from paddle_flexckpt.aoa.steps import Constant, Convert, bound
+from paddle_flexckpt.aoa.structure import (
+    Derived,
+    Pieces,
+    Structure,
+    StructureError,
+    StructureNode,
+    TypedStep,
+    assembled,
+    distinct,
+    renumbered,
+    unchanged,
+)
+from paddle_flexckpt.catalog import ValidationError, dtype_of
+
+_UNCAST: tuple[tuple[str, ...], ...] = ((),)
+
+
+def source(info: TensorInfo) -> Derived:
+    """The tensor bound to one input slot."""
+    return assembled(info.shape, info.dtype, (info,), _whole(info.shape, 0), _UNCAST, ())
+
+
+def computed(step: TypedStep, info: TensorInfo | None, operands: Sequence[Structure]) -> Derived:
+    """The result of a step, as one node.
+
+    Args:
+        step: The step; what :func:`~paddle_flexckpt.aoa.steps.bound` finds out need not be given.
+        info: Shape and dtype of the result (None: what the step says).
+        operands: Its operands.
+    """
+    infos = [operand.info for operand in operands]
+    step = bound(step, infos)
+    result = step.result(infos)
+    if info is not None and info != result:
+        raise StructureError(f"the step {step} gives {_text(result)}; expected {_text(info)}")
+    for number, operand in enumerate(operands, 1):
+        if any(leaf < 0 and operand.nodes[-1 - leaf].step is None for leaf in distinct(operand.leaf)):
+            raise StructureError(
+                f"operand {number} has elements that keep what the target has, with which nothing can be computed. "
+                "Remedy: give them a number with fill="
+            )
+    inputs = tuple(slot for operand in operands for slot in operand.inputs)
+    table = np.arange(len(inputs))
+    memo: dict[tuple[int, int], Structure] = {}
+    shared, shift = [], 0
+    for operand in operands:
+        shared.append(renumbered(operand, table, shift, inputs, memo))
+        shift += len(operand.inputs)
+    node = StructureNode(step, result, tuple(shared))
+    return assembled(result.shape, result.dtype, inputs, _whole(result.shape, -1), _UNCAST, (node,))
+
+
+def constant(info: TensorInfo, fill: Number) -> Derived:
+    """A value of which every element is ``fill``."""
+    return _leaf_alone(info, fill_step(fill, info.dtype))
+
+
+def keep(info: TensorInfo) -> Derived:
+    """A value of which the target keeps what it has."""
+    return _leaf_alone(info, None)
+
+
+def cast(structure: Structure, dtype: str) -> Derived:
+    """The value in another dtype."""
+    try:
+        dtype = dtype_of(dtype).name
+    except ValidationError as error:
+        raise StructureError(str(error)) from None
+    if dtype == structure.dtype:
+        return unchanged(structure)
+    if structure.dtype in COMPLEX and dtype not in (*COMPLEX, "bool"):
+        raise StructureError(f"a cast of {structure.dtype} to {dtype} would drop the imaginary parts")
+    # Which casts may be dropped depends on the leaf's own dtype.
+    numbers: dict[tuple[str, ...], int] = {}
+    column = np.zeros(len(structure), np.int64)
+    nodes = list(structure.nodes)
+    for leaf in distinct(structure.leaf):
+        kept = leaf < 0 and nodes[-1 - leaf].step is None
+        if kept:
+            # What the target has is of the target's dtype: there is nothing to cast.
+            nodes[-1 - leaf] = StructureNode(None, TensorInfo(nodes[-1 - leaf].info.shape, dtype))
+        rows = np.flatnonzero(structure.leaf == leaf) if len(structure) > 1 else np.zeros(1, np.int64)
+        for old in distinct(structure.chain[rows]):
+            casts = () if kept else (*structure.chains[old], dtype)
+            chain = simplify_chain(structure.leaf_info(leaf).dtype, casts)
+            number = numbers.setdefault(chain, len(numbers))
+            column[rows[structure.chain[rows] == old]] = number
+    pieces = replace(structure.pieces, chain=column)
+    chains = tuple(numbers) or _UNCAST
+    return assembled(structure.shape, dtype, structure.inputs, pieces, chains, nodes)
+
+
+def with_inputs(structure: Structure, infos: Sequence[TensorInfo], casts: bool = False) -> Structure:
+    """The same moves and steps on inputs of other dtypes, as for an optimizer's states.
+
+    Numbers that were filled in take the dtype of what they were added to.
+
+    Args:
+        structure: A structure.
+        infos: Shape and dtype of every input slot; shapes have to be those of ``structure.inputs``.
+        casts: Whether casts are carried out too; else every element keeps its leaf's dtype.
+
+    Raises:
+        StructureError: A shape differs, a step has no meaning for these dtypes, or elements of the value would have
+            different dtypes.
+    """
+    if len(infos) != len(structure.inputs):
+        raise StructureError(f"expected {len(structure.inputs)} inputs; got {len(infos)}")
+    for number, (old, new) in enumerate(zip(structure.inputs, infos), 1):
+        if old.shape != new.shape:
+            raise StructureError(f"input {number}: expected shape {list(old.shape)}, got {list(new.shape)}")
+    return _rebuilt(structure, tuple(infos), casts, {}, {})
+
+
+def _rebuilt(
+    structure: Structure,
+    infos: tuple[TensorInfo, ...],
+    casts: bool,
+    structures: dict[int, Structure],
+    nodes: dict[int, StructureNode],
+) -> Structure:
+    if id(structure) in structures:
+        return structures[id(structure)]
+    new_nodes = []
+    for node in structure.nodes:
+        if node.operands and id(node) not in nodes:
+            operands = tuple(_rebuilt(operand, infos, casts, structures, nodes) for operand in node.operands)
+            step = Convert(()) if isinstance(node.step, Convert) and not casts else node.step
+            info = step.result([operand.info for operand in operands]) if step else node.info
+            nodes[id(node)] = StructureNode(step, info, operands)
+        new_nodes.append(nodes.get(id(node), node))
+    found: dict[str, None] = {}
+    flexible = []
+    pairs = np.unique(np.stack([structure.leaf, structure.chain], axis=1), axis=0).tolist()
+    for leaf, number in pairs:
+        chain = structure.chains[number] if casts else ()
+        if leaf < 0 and not new_nodes[-1 - leaf].operands and not chain:
+            flexible.append(-1 - leaf)
+        else:
+            info = infos[leaf] if leaf >= 0 else new_nodes[-1 - leaf].info
+            found[(info.dtype, *chain)[-1]] = None
+    dtypes = list(found) or [structure.dtype]
+    if len(dtypes) > 1:
+        raise StructureError(
+            f"parts of the value would have different dtypes: {' and '.join(dtypes)}; expected one. Remedy: say in a "
+            "statement for these states where they come from"
+        )
+    for position in flexible:
+        node = new_nodes[position]
+        step = fill_step(node.step.fill, dtypes[0]) if isinstance(node.step, Constant) else node.step
+        new_nodes[position] = StructureNode(step, TensorInfo(node.info.shape, dtypes[0]))
+    rebuilt = replace(
+        structure,
+        dtype=dtypes[0],
+        inputs=infos,
+        nodes=tuple(new_nodes),
+        chains=structure.chains if casts else _UNCAST,
+        chain=structure.chain if casts else np.zeros(len(structure), np.int64),
+    )
+    structures[id(structure)] = rebuilt
+    return rebuilt
+
+
+def _text(info: TensorInfo) -> str:
+    return f"{info.dtype} {list(info.shape)}"
+
+
+def fill_step(fill: Number, dtype: str) -> Constant:
+    """The step that fills with a number, which has to exist in the dtype."""
+    number_in(fill, dtype)
+    return Constant(fill, dtype)
+
+
+def boxes_of(offset: np.ndarray, extent: np.ndarray, leaf: int) -> Pieces:
+    """Pieces that show a leaf of the value's own shape."""
+    count, rank = offset.shape
+    axes = np.broadcast_to(np.arange(rank, dtype=np.int64), (count, rank))
+    return Pieces(offset, extent, np.full(count, leaf, np.int64), offset, axes, np.zeros(count, np.int64))
+
+
+def _whole(shape: tuple[int, ...], leaf: int) -> Pieces:
+    extent = np.asarray([shape], np.int64).reshape(1, len(shape))
+    return boxes_of(np.zeros_like(extent), extent, leaf)
+
+
+def _leaf_alone(info: TensorInfo, step: TypedStep | None) -> Derived:
+    node = StructureNode(step, info)
+    return assembled(info.shape, info.dtype, (), _whole(info.shape, -1), _UNCAST, (node,))

@@ -1,0 +1,282 @@
+"""gen_aoa_statements: AOA statements from the tree of layers, for checkpoints of Hugging Face's layout.
+
+Each class of layers says once how its parameters differ from those of its counterpart there: Paddle's linear layers
+have their weights ``[in, out]``, the others' are ``[out, in]``. The names come from the model's own
+``sharded_state_dict()``, and what differs in numbers alone becomes one statement with placeholders.
+
+A layer whose parameters are its own says so with a method; a layer may speak for those inside it as well::
+
+    class Attention(paddle.nn.Layer):  # has qkv_proj, a ColumnParallelLinear, and a sinks table of its own
+        def _get_aoa_rules(self, direction):
+            q, k, v = (f"{{hf_parent}}.{x}_proj.weight" for x in "qkv")
+            qkv = f"fused_qkv, num_heads={self.heads}, num_key_value_groups={self.groups}"
+            if direction == "from_hf":
+                return {"sinks": "copy", "qkv_proj.weight": f"{q}^T, {k}^T, {v}^T -> {{paddle}}, {qkv}"}
+            back = [f"{{paddle}} -> {q}, {k}, {v}, {qkv}", *(f"{x}^T -> {x}" for x in (q, k, v))]
+            return {"sinks": "copy", "qkv_proj.weight": "\\n".join(back)}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
+from typing import Any, Union
+
+from paddle_flexckpt.parallel.aoa_folding import FIELDS, Rename, fold
+from paddle_flexckpt.parallel.layers import own_state
+from paddle_flexckpt.parallel.sharding_stage3 import parameter_name
+from paddle_flexckpt.parallel.tensor_parallel import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin
+
+Rule = Union[Mapping[str, str], Callable[[Any, str], Mapping[str, str]]]
+_HOOK = "_get_aoa_rules"
+_SHORT = ("copy", "transpose", "absent")
+_FIELD = re.compile(r"\{(\w*)\}")
+
+
+def gen_aoa_statements(
+    model: Any,
+    direction: str = "from_hf",
+    *,
+    hf_names: Callable[[str], str] | Mapping[str, str] | None = None,
+    rules: Mapping[type, Rule] | None = None,
+    process_group: Any = None,
+) -> list[str]:
+    """The AOA statements between a Hugging Face checkpoint and a model, from the model's layers.
+
+    A layer's rules are, the first that there are: those of ``rules`` for its class; those that its method
+    ``_get_aoa_rules(direction)`` returns; those of Paddle's layers that this library knows (linear layers: weight
+    transposed; embeddings and convolutions: as they are). They map names of the layer's parameters and persistable
+    buffers, or dotted names of parameters in its sub-layers, to one of
+
+    * ``"copy"``: the same in both;
+    * ``"transpose"``: axes reversed;
+    * ``"absent"``: there is none in the checkpoint, the model keeps its own;
+    * a text of one or more statements, with ``{paddle}`` for the model's name, ``{hf}`` for the checkpoint's,
+      ``{hf_layer}`` for that without its last part and ``{hf_parent}`` without its last two.
+
+    The outermost layer that speaks of a parameter is heard. Without a rule, parameters of one axis or none are copied.
+    A parameter that is tied to another comes from the other one's tensor, as checkpoints hold it once.
+
+    The names are those of this rank's ``sharded_state_dict()``. Where ranks have different layers or experts (pipeline
+    and expert parallelism), a load needs the statements for all of them on every rank: pass the ``process_group``.
+    Lists of single ranks should not be joined, as ``a^T -> a`` must not be carried out twice.
+
+    Args:
+        model: The model.
+        direction: ``"from_hf"`` or ``"to_hf"``.
+        hf_names: The checkpoint's name for a name of the model; the same name by default. A mapping has to know all
+            names of the model that statements ask for.
+        rules: Rules for classes, and their subclasses, that cannot have a method; a mapping, or a function of layer
+            and direction that returns one.
+        process_group: The ranks that call this together, to get the same statements, for the layers of all of them.
+            By default nothing is communicated.
+
+    Returns:
+        The statements, in the order of the model's names.
+
+    Raises:
+        ValueError: A parameter of two or more axes has no rule, a rule names no parameter or is none, a name is
+            missing in ``hf_names``, or the model cannot be described.
+    """
+    if direction not in ("from_hf", "to_hf"):
+        raise ValueError(f"direction is 'from_hf' or 'to_hf'; got {direction!r}")
+    if not callable(getattr(model, "sharded_state_dict", None)):
+        raise ValueError(f"{type(model).__name__} has no sharded_state_dict(). Remedy: call paddle_flexckpt.install()")
+    known = _known_rules()
+    spoken = _spoken(model, direction, rules or {}, known)
+    owners = _owners(model)
+    weights = model.sharded_state_dict()
+    places = {key: _owner_of(key, weight, owners) for key, weight in weights.items()}
+    treatments = {key: spoken.get(f"{place.path}{place.name}") for key, place in places.items()}
+    first: dict[int, str] = {}  # of the names of one tensor, the first that a rule speaks of, or else the first
+    for key, place in places.items():
+        if place.identity not in first or (treatments[first[place.identity]] is None and treatments[key] is not None):
+            first[place.identity] = key
+    found = []
+    for key, weight in weights.items():
+        main = first[places[key].identity]
+        treatment = treatments[main]
+        if treatment is None and len(weight.global_shape) > 1:
+            raise ValueError(_without_rule(main, places[main], weight))
+        found.append(_rename(key, main, treatment or "copy", direction, hf_names))
+    return fold(found if process_group is None else _of_all_ranks(found, process_group))
+
+
+# -- rules -------------------------------------------------------------------------------------------------------------
+
+
+def _known_rules() -> dict[type, Rule]:
+    """Rules for Paddle's layers."""
+    import paddle
+    from paddle.distributed.fleet.layers.mpu import mp_layers
+    from paddle.distributed.fleet.utils import sequence_parallel_utils as sequence_parallel
+    from paddle.nn.layer.conv import _ConvNd
+
+    linear = (
+        paddle.nn.Linear,
+        mp_layers.ColumnParallelLinear,
+        mp_layers.RowParallelLinear,
+        sequence_parallel.ColumnSequenceParallelLinear,
+        sequence_parallel.RowSequenceParallelLinear,
+        ColumnParallelMixin,  # of a user's own layers
+        RowParallelMixin,
+    )
+    as_is = (paddle.nn.Embedding, mp_layers.VocabParallelEmbedding, VocabParallelMixin, _ConvNd)
+    return {**{cls: {"weight": "transpose"} for cls in linear}, **{cls: {"weight": "copy"} for cls in as_is}}
+
+
+def _spoken(model: Any, direction: str, given: Mapping[type, Rule], known: Mapping[type, Rule]) -> dict[str, str]:
+    """Treatments by dotted name of the parameter in the tree; the outermost layer's counts."""
+    spoken: dict[str, str] = {}
+    for path, layer in model.named_sublayers(include_self=True):
+        rule, checked = _rule_of(layer, given, known)
+        prefix = f"{path}." if path else ""
+        for name, treatment in (rule(layer, direction) if callable(rule) else rule or {}).items():
+            if checked:
+                _check_rule(layer, name, treatment)
+            spoken.setdefault(prefix + name, treatment)
+    return spoken
+
+
+def _rule_of(layer: Any, given: Mapping[type, Rule], known: Mapping[type, Rule]) -> tuple[Rule | None, bool]:
+    """A layer's rule, and whether it is a user's."""
+    classes = type(layer).__mro__
+    rule = next((given[cls] for cls in classes if cls in given), None)
+    if rule is not None:
+        return rule, True
+    hook = getattr(layer, _HOOK, None)
+    if hook is not None:
+        return (lambda _, direction: hook(direction) or {}), True
+    return next((known[cls] for cls in classes if cls in known), None), False
+
+
+def _check_rule(layer: Any, name: str, treatment: Any) -> None:
+    where = f"the AOA rule of {type(layer).__name__} for {name!r}"
+    *path, last = name.split(".")
+    owner = layer
+    for part in path:
+        owner = getattr(owner, "_sub_layers", {}).get(part)
+    absent = owner is not None and hasattr(owner, last) and getattr(owner, last) is None  # a bias that may be left out
+    if owner is None or not (absent or last in own_state(owner)):
+        names = [] if owner is None else sorted(own_state(owner))
+        raise ValueError(f"{where} names no parameter; {'.'.join(path) or 'the layer'} has {names}")
+    if treatment in _SHORT:
+        return
+    if not isinstance(treatment, str) or "->" not in treatment:
+        raise ValueError(f"{where} has to be one of {', '.join(_SHORT)} or a statement; got {treatment!r}")
+    unknown = [field for field in _FIELD.findall(treatment) if field not in FIELDS and not field.isupper()]
+    if unknown or "{paddle}" not in treatment:
+        raise ValueError(
+            f"{where} has to have {{paddle}} in it, and no other fields than {', '.join(FIELDS)}; got {treatment!r}"
+        )
+
+
+def _without_rule(key: str, owner: _Owner, weight: Any) -> str:
+    return (
+        f"parameter {key!r} {list(weight.global_shape)} is {owner.name!r} of a {owner.cls}, for which there is no AOA "
+        f"rule: it may be transposed or not. Remedy: give {owner.cls} a method {_HOOK}(self, direction) that returns "
+        f"{{{owner.name!r}: 'copy'}} (or 'transpose', or a statement), or pass rules={{{owner.cls}: ...}}"
+    )
+
+
+# -- parameters --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """A parameter or buffer in the tree of layers.
+
+    Attributes:
+        path: Name of its layer in the tree; with its dot.
+        name: Its name in the layer.
+        cls: Name of the layer's class.
+        identity: The same for all names of one tensor.
+    """
+
+    path: str
+    name: str
+    cls: str
+    identity: int
+
+
+def _owners(model: Any) -> dict[Any, list[_Owner]]:
+    """Parameters and buffers of the tree by identity and by name of the tensor."""
+    found: dict[Any, list[_Owner]] = {}
+    for path, layer in model.named_sublayers(include_self=True):
+        for name, tensor in own_state(layer).items():
+            owner = _Owner(f"{path}." if path else "", name, type(layer).__name__, id(tensor))
+            found.setdefault(id(tensor), []).append(owner)
+            found.setdefault(tensor.name, []).append(owner)
+    return found
+
+
+def _owner_of(key: str, weight: Any, owners: Mapping[Any, list[_Owner]]) -> _Owner:
+    """Where a key's tensor stands in the tree; of a tied one, the place whose name ends as the key does."""
+    tensor = weight.local_tensor
+    # What stands for a slice of a parameter (stage 3) is another tensor, named after the parameter.
+    candidates = owners.get(id(tensor)) or owners.get(parameter_name(str(tensor.name)))
+    if not candidates:
+        raise ValueError(
+            f"key {key!r} of sharded_state_dict() is no parameter or persistable buffer of the model's layers, so no "
+            f"layer can say what it is in the checkpoint. Remedy: write its statement by hand"
+        )
+    return max(candidates, key=lambda owner: _common_end(key, f"{owner.path}{owner.name}"))
+
+
+def _common_end(one: str, other: str) -> int:
+    """Number of last components that two dotted names have in common."""
+    pairs = zip(reversed(one.split(".")), reversed(other.split(".")))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(one.count("."), other.count(".")) + 1)
+
+
+# -- statements --------------------------------------------------------------------------------------------------------
+
+
+def _rename(key: str, main: str, treatment: str, direction: str, hf_names: Any) -> Rename:
+    """The statement of a parameter.
+
+    Args:
+        key: Its name.
+        main: The name of a tied parameter under which the checkpoint holds it; the same where it is not tied.
+        treatment: What the rule says.
+        direction: ``"from_hf"`` or ``"to_hf"``.
+        hf_names: The checkpoint's names.
+    """
+    from_hf = direction == "from_hf"
+    if treatment == "absent" or (key != main and not from_hf):
+        return Rename(key, "", "_ -> {paddle}" if from_hf else "{paddle} -> _", from_hf)
+    template = treatment
+    if treatment in _SHORT:
+        mark = "^T" if treatment == "transpose" else ""
+        template = f"{{hf}}{mark} -> {{paddle}}" if from_hf else f"{{paddle}}{mark} -> {{hf}}"
+    return Rename(key, _hf_name(main, hf_names), template, from_hf, folds=key == main)
+
+
+def _of_all_ranks(mine: list[Rename], process_group: Any) -> list[Rename]:
+    """The statements of all ranks, each parameter's once."""
+    from paddle import distributed
+
+    gathered: list[list[tuple[Any, ...]]] = []
+    distributed.all_gather_object(gathered, [astuple(rename) for rename in mine], group=process_group)
+    found: dict[str, Rename] = {}
+    for rank, renames in enumerate(gathered):
+        for rename in (Rename(*fields) for fields in renames):
+            if found.setdefault(rename.key, rename) != rename:
+                raise ValueError(
+                    f"ranks have different AOA rules or checkpoint's names for {rename.key!r}: {found[rename.key]} on "
+                    f"an earlier rank, {rename} on rank {rank} of the group. Remedy: give all ranks the same rules"
+                )
+    return list(found.values())
+
+
+def _hf_name(key: str, hf_names: Any) -> str:
+    if hf_names is None:
+        return key
+    name = hf_names(key) if callable(hf_names) else hf_names.get(key)
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f"hf_names has no name for {key!r}; got {name!r}. Remedy: add one, or give the parameter the AOA rule "
+            "'absent' if the checkpoint has none"
+        )
+    return name
