@@ -18,6 +18,8 @@ if TYPE_CHECKING:
         ravel_index,
         unravel_index,
     )
+    from paddle_flexckpt.aoa import AoaError
+    from paddle_flexckpt.aoa.model_rules import model_rules, rule_names
     from paddle_flexckpt.catalog import (
         CheckpointError,
         CorruptCheckpointError,
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     )
     from paddle_flexckpt.report import LoadReport, SaveReport
     from paddle_flexckpt.runtime.assign import assign_sharded_slice
+    from paddle_flexckpt.runtime.explain import explain, invert
     from paddle_flexckpt.runtime.extra_state import (
         ExtraStateReport,
         collect_extra_state,
@@ -71,6 +74,8 @@ _MODULES = {
         "ravel_index",
         "unravel_index",
     ),
+    "aoa": ("AoaError",),
+    "aoa.model_rules": ("model_rules", "rule_names"),
     "catalog": (
         "CheckpointError",
         "CorruptCheckpointError",
@@ -90,6 +95,7 @@ _MODULES = {
     ),
     "report": ("LoadReport", "SaveReport"),
     "runtime.assign": ("assign_sharded_slice",),
+    "runtime.explain": ("explain", "invert"),
     "runtime.extra_state": (
         "ExtraStateReport",
         "collect_extra_state",
@@ -119,6 +125,7 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "AoaError",
     "CheckpointError",
     "CorruptCheckpointError",
     "ExpertParallelMixin",
@@ -141,11 +148,13 @@ __all__ = [
     "build_sharded_state_dict",
     "collect_extra_state",
     "create_sharded_weight_with_new_local",
+    "explain",
     "flat_range_in_min_slice",
     "gen_aoa_statements",
     "get_overlap_region",
     "init_optimizer_state",
     "install",
+    "invert",
     "is_installed",
     "is_sharded_state_dict",
     "load_extra_state",
@@ -155,10 +164,12 @@ __all__ = [
     "make_tp_sharded_weight_for_checkpoint",
     "merge_shard_info_list",
     "minimal_nd_slice",
+    "model_rules",
     "optimizer_sharded_state_dict",
     "ravel_index",
     "reshard_sharded_state_dict",
     "restore_extra_state",
+    "rule_names",
     "save_state_dict",
     "shard_weight",
     "uninstall",

@@ -146,6 +146,29 @@ def _is_transparent(before: str, between: str, after: str) -> bool:
     return middle.kind == "f" and middle.itemsize >= 4 and source.itemsize <= 2 and after in FLOATS
 
 
+# Whole numbers up to this are floating-point numbers of the dtype: 2 to the number of significant bits.
+_WHOLE = {
+    "float8_e4m3fn": 2**4,
+    "float8_e5m2": 2**3,
+    "float16": 2**11,
+    "bfloat16": 2**8,
+    "float32": 2**24,
+    "float64": 2**53,
+    "complex64": 2**24,
+    "complex128": 2**53,
+}
+
+
 def is_exact(before: str, after: str) -> bool:
     """Whether every number of one dtype is a number of the other."""
-    return before == after or after in _EXACT.get(before, ())
+    if before == after or after in _EXACT.get(before, ()):
+        return True
+    if before == "bool":
+        return True
+    if before in _EXACT or before in COMPLEX or after == "bool":
+        return False
+    limits = np.iinfo(dtype_of(before).numpy)
+    if after in _WHOLE:
+        return max(-limits.min, limits.max) <= _WHOLE[after]
+    room = np.iinfo(dtype_of(after).numpy)
+    return bool(room.min <= limits.min and limits.max <= room.max)

@@ -18,10 +18,9 @@ from paddle_flexckpt.aoa.mapping import Mapping, TensorInfo
 from paddle_flexckpt.aoa.operations import Value
 from paddle_flexckpt.aoa.program import Origin, Program, parse_program
 from paddle_flexckpt.aoa.sides import MASTER, PARAMETER, Side, state_key
-from paddle_flexckpt.aoa.states import NotFed
+from paddle_flexckpt.aoa.states import NotFed, of_constants
 from paddle_flexckpt.aoa.steps import Same
-from paddle_flexckpt.aoa.structure import Structure
-from paddle_flexckpt.aoa.structure_ops import computed, constant, keep, source
+from paddle_flexckpt.aoa.structure_ops import computed, source
 from paddle_flexckpt.catalog import Catalog
 
 _HALVES = frozenset({"float16", "bfloat16"})
@@ -85,7 +84,7 @@ def run_program(aoa_config: AoaConfig, source: Catalog, target: Catalog | None, 
     config = read_config(aoa_config)
     statements = parse_program(config.statements)
     if config.reverse:
-        statements = inverted(statements)
+        statements = inverted(statements, False, target, source)
     names: set[str] = set() if target is None else set(target.keys)
     destination = None if target is None else Side(target, source.keys)
     program = Program(Side(source, names), destination, keeps_history)
@@ -178,15 +177,16 @@ class _Compilation:
         """A target state's value from its parameter's; inputs are source keys."""
         program = self._program
         if not value.inputs:
-            return _without_source(value.structure, state, info)
+            return Value(of_constants(value.structure, state, info), ())
         if state == PARAMETER:
             found = program.states.value(value, state)
             if self._converts and info.dtype == "float32" and self._halves_with_masters(value):
                 self._masters[base] = state_key(value.inputs[0], MASTER)
                 return program.states.value(value, MASTER)
             return found
-        size = int(np.prod(info.shape))
-        if info.shape != value.structure.shape and size == 1:
+        if int(np.prod(info.shape)) == 1 and (
+            info.shape != value.structure.shape or any(self._is_scalar(name, state) for name in value.inputs)
+        ):
             return self._scalar(value, base, state)
         try:
             return program.states.value(value, state)
@@ -195,6 +195,12 @@ class _Compilation:
                 raise
         self._masters[state_key(base, state)] = value.inputs[0]
         return program.states.value(value, state, parameters_too=True)
+
+    def _is_scalar(self, base: str, state: str) -> bool:
+        """Whether a source state is one number that says nothing about single elements of its parameter."""
+        source = self._program.source
+        info = source.states[base].get(state)
+        return info is not None and int(np.prod(info.shape)) == 1 and info.shape != source.base_info(base).shape
 
     def _halves_with_masters(self, value: Value) -> bool:
         states = self._program.source.states
@@ -251,12 +257,7 @@ class _Compilation:
             key = state_key(name, state)
             if name in program.state_values.get(state, {}):
                 continue
-            scalar = all(
-                int(np.prod(program.source.states[base][state].shape)) == 1
-                and program.source.states[base][state].shape != program.source.base_info(base).shape
-                for base in value.inputs
-                if state in program.source.states[base]
-            )
+            scalar = all(self._is_scalar(base, state) for base in value.inputs if state in program.source.states[base])
             try:
                 found = self._scalar(value, name, state) if scalar else program.states.value(value, state)
             except NotFed as error:
@@ -266,16 +267,3 @@ class _Compilation:
             self._origins[key] = program.origins[name]
             outputs.append(key)
         return outputs
-
-
-def _without_source(structure: Structure, state: str, info: TensorInfo) -> Value:
-    """The state of a parameter that is filled or kept, and made of nothing else."""
-    node = structure.nodes[0] if len(structure.nodes) == 1 and len(structure) == 1 else None
-    if node is None or node.operands:
-        raise NotFed("its parameter is made of constants alone")
-    if state == PARAMETER:
-        return Value(structure, ())
-    step = node.step
-    if step is None or info.shape != structure.shape:
-        return Value(keep(info).structure, ())
-    return Value(constant(info, getattr(step, "fill", 0) if state == MASTER else 0).structure, ())

@@ -9,6 +9,7 @@ import numpy as np
 
 from paddle_flexckpt.aoa.compile import compile_program, run_program
 from paddle_flexckpt.aoa.config import AoaConfig
+from paddle_flexckpt.aoa.errors import AoaError
 from paddle_flexckpt.aoa.macros import expand, expand_arrays
 from paddle_flexckpt.aoa.mapping import Mapping, Region
 from paddle_flexckpt.aoa.parser import parse
@@ -76,16 +77,16 @@ def explain(aoa_config: AoaConfig, source: Catalog, target: Catalog | None = Non
         A few lines for each target; at the end, what nothing feeds and what nothing uses.
 
     Raises:
-        AoaError: The statements are malformed or do not fit.
+        AoaError: The statements are malformed or do not fit, or there is no such target.
     """
     mapping = compile_program(aoa_config, source, target)
-    names = list(mapping.outputs) if target is None else list(target.keys)
+    names = list(mapping.outputs) if target is None else _present(target)
     wanted = set(keys)
     unknown = sorted(wanted.difference(names))
     if unknown:
-        raise KeyError(f"no target key {unknown[0]!r}; there are, for example, {names[:3]}")
+        raise AoaError([f"there is no target key {unknown[0]!r}; there are, for example, {names[:3]}"])
     lines: list[str] = []
-    stored = set(source.keys)
+    stored = set(_present(source))
     missing = [name for name in names if name in mapping.unfed or (name not in mapping.tensors and name not in stored)]
     rows = _rows_by_target(mapping)
     for name in sorted(wanted or names):
@@ -104,8 +105,13 @@ def explain(aoa_config: AoaConfig, source: Catalog, target: Catalog | None = Non
             lines.append(f"  ... and {len(made) - MAX_LINES} more")
     if not wanted:
         lines += [f"nothing feeds {name}: {mapping.provenance.get(name, 'no such source key')}" for name in missing]
-        lines += [f"nothing uses source key {name}" for name in unused_sources(mapping, source.keys, names)]
+        lines += [f"nothing uses source key {name}" for name in unused_sources(mapping, _present(source), names)]
     return "\n".join(lines)
+
+
+def _present(catalog: Catalog) -> list[str]:
+    """The keys that a catalog has rows of."""
+    return [catalog.keys[key] for key in np.unique(catalog.key)]
 
 
 def unused_sources(mapping: Mapping, source_keys: Iterable[str], target_keys: Iterable[str]) -> list[str]:

@@ -15,6 +15,7 @@ from paddle_flexckpt.aoa.names import Placeholder, parse_name
 from paddle_flexckpt.aoa.parser import Statement, parse
 from paddle_flexckpt.aoa.primitives import Primitive, is_temporary, primitives
 from paddle_flexckpt.aoa.program import Program, parse_program
+from paddle_flexckpt.aoa.rule import instantiate
 from paddle_flexckpt.aoa.sides import Side
 from paddle_flexckpt.catalog import Catalog
 
@@ -57,18 +58,22 @@ def invert(aoa_config: AoaConfig, source: Catalog | None = None, target: Catalog
     return {"aoa_statements": _texts(statements, True, source, target)}
 
 
-def inverted(statements: Sequence[Statement], exact: bool = False) -> list[Statement]:
+def inverted(
+    statements: Sequence[Statement], exact: bool, source: Catalog | None = None, target: Catalog | None = None
+) -> list[Statement]:
     """The inverse statements.
 
     Args:
         statements: A program.
+        source: Its source, as in :func:`invert`.
+        target: Its destination, likewise.
         exact: Whether what loses something is an error; else rounding casts are reversed by the opposite cast, and
             what was removed stays as it is in the destination (``aoa_config_reverse``).
 
     Raises:
         AoaError: A statement has no inverse.
     """
-    texts = _texts(statements, exact, None, None)
+    texts = _texts(statements, exact, source, target)
     return [statement for number, text in enumerate(texts, 1) for statement in parse(text, number)]
 
 
@@ -82,7 +87,15 @@ def _texts(statements: Sequence[Statement], exact: bool, source: Catalog | None,
             problems.append(describe_problem(str(error), statement.place.at(error.column)))
     if problems:
         raise AoaError(problems)
-    program = None if source is None else _carried_out(steps, source, target)
+    program = None
+    if source is not None:
+        try:
+            program = _carried_out(steps, source, target)
+        except AoaError:
+            # Where an inverse is asked for in order to load a part of the source, the source as it is given lacks
+            # keys. The statements alone have to do then; what they leave open is an error.
+            if exact:
+                raise
     return _Inversion(steps, exact, program, None if target is None else set(target.keys)).run()
 
 
@@ -198,14 +211,27 @@ class _Inversion:
             have = [name + self._available(version, name) for name, version in zip(step.right, writes)]
             ends = [self._ending(version) for version in reads]
             want = [name + end for name, end in zip(step.left, ends)]
-            infos = None if self._program is None else self._program.infos.get(number)
-            self._texts += _inverse(step, have, want, infos, self._exact)
+            self._texts += self._inverse(number, have, want)
         except _NotInvertible as error:
             for version in reads:
                 self._why.setdefault(version, (step.place, str(error)))
             return
         for version, end in zip(reads, ends):
             self._known.setdefault(version, end)
+
+    def _inverse(self, number: int, have: Sequence[str], want: Sequence[str]) -> list[str]:
+        """The texts of one step; one set for each combination of ids where shapes or dtypes differ between them."""
+        step = self._steps[number]
+        found = {} if self._program is None else self._program.infos.get(number, {})
+        if len(set(found.values())) < 2:
+            return _inverse(step, have, want, next(iter(found.values()), None), self._exact)
+        ids = sorted({name for text in (*step.left, *step.right) for name in parse_name(text).placeholders})
+        texts = []
+        for values, infos in found.items():
+            numbers = dict(zip(ids, values))
+            lists = [[instantiate(name, numbers) for name in names] for names in (have, want)]
+            texts += _inverse(step, lists[0], lists[1], infos, self._exact)
+        return texts
 
     def _available(self, version: _Version, name: str) -> str:
         """What the inverse program adds to a name to read a version of it."""

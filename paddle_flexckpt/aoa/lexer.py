@@ -51,11 +51,13 @@ class Token(NamedTuple):
         kind: COMMENT, RARROW, EQUAL, COLON, LBRACKET, RBRACKET, COMMA, NUMBER, STRING, NAME, TRANSPOSE or NEWLINE.
         text: As it was written (but ``\\$``, which is ``$``).
         column: From 1.
+        end: Column after its last character.
     """
 
     kind: str
     text: str
     column: int
+    end: int
 
 
 def tokenize(text: str) -> list[Token]:
@@ -76,7 +78,7 @@ def tokenize(text: str) -> list[Token]:
             )
         kind = str(found.lastgroup)
         if kind not in ("SKIP", "COMMENT", "NEWLINE"):
-            tokens.append(Token(kind, _DOLLAR.sub("$", found.group()), position + 1))
+            tokens.append(Token(kind, _DOLLAR.sub("$", found.group()), position + 1, found.end() + 1))
         position = found.end()
     return tokens
 

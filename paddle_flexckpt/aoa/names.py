@@ -112,10 +112,10 @@ class Template:
 
 
 def parse_name(text: str, column: int = 0) -> Template:
-    """Splits a name at its placeholders.
+    """Splits a name at its placeholders; a ``$`` that begins none is a character like others.
 
     Raises:
-        StatementError: What follows a ``$`` is no placeholder.
+        StatementError: What stands between ``${`` and ``}`` is no arithmetic.
     """
     parts: list[str | Placeholder] = []
     position = 0
@@ -126,10 +126,6 @@ def parse_name(text: str, column: int = 0) -> Template:
         position = found.end()
     if position < len(text):
         parts.append(text[position:])
-    if any(isinstance(part, str) and "$" in part for part in parts):
-        raise StatementError(
-            f"{text!r}: '$' has to begin a placeholder in upper case, such as $LAYER_ID or ${{LAYER_ID+1}}", column
-        )
     names = sorted({part.name for part in parts if isinstance(part, Placeholder)})
     return Template(text, tuple(parts), tuple(names))
 

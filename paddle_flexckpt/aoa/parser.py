@@ -149,7 +149,7 @@ class _Parser:
             attributes.append(attribute)
         tokens = tuple(self._tokens[start : self._position])
         first = tokens[0].column - 1
-        last = tokens[-1].column - 1 + len(tokens[-1].text)
+        last = tokens[-1].end - 1
         whole = start == 0 and self.at_end()
         text = self._text.strip() if whole else self._text[first:last]
         shift = self._text.index(text) if whole else first
@@ -166,7 +166,7 @@ class _Parser:
             tuple(_shifted(variable, shift) for variable in right),
             tuple(Attribute(a.key, a.value, a.column - shift) for a in attributes),
             place,
-            tuple(Token(token.kind, token.text, token.column - shift) for token in tokens),
+            tuple(Token(t.kind, t.text, t.column - shift, t.end - shift) for t in tokens),
         )
 
     def _attribute_follows(self) -> bool:

@@ -124,8 +124,8 @@ def primitives(statement: Statement, number: int) -> list[Primitive]:
             (after if late else before).append(attribute)
     transposed = [variable.transposed for variable in statement.left for _ in array_names([variable])]
     reverse = Attribute("permute", (), 0)
-    if all(transposed) and not before and (joiner is None or joiner.key == "axis"):
-        # Transposing after a join, or a cut, keeps the extents of the left names in sight: so the inverse knows them.
+    if all(transposed) and not before and (joiner is None or (joiner.key == "axis" and len(right) == 1)):
+        # Transposing after a join keeps the extents of the left names in sight: so the inverse knows them.
         after.insert(0, reverse)
         if joiner is not None:
             joiner = Attribute("axis", -1 - int(joiner.value), joiner.column)  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ class Program:
         parts: Numbers of tensor-parallel parts that a fused layout met, by the rule's identity and the ids.
         concrete: Rules without stars, made of rules with stars, by the rule's identity and the ids.
         read_ever: Left names of a statement, by its number.
-        infos: Shapes and dtypes on both sides of a statement, by its number; None where they differ from id to id.
+        infos: Shapes and dtypes on both sides of a statement, by its number and the ids.
     """
 
     def __init__(self, source: Side, target: Side | None, keeps_history: bool = False) -> None:
@@ -90,7 +90,7 @@ class Program:
         self.origins: dict[str, Origin] = {}
         self.removed: set[str] = set()
         self.read: set[str] = set()
-        self.infos: dict[int, tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]] | None] = {}
+        self.infos: dict[int, dict[Ids, tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]]] = {}
         self.parts: dict[tuple[int, Ids], tuple[int, int]] = {}
         self.concrete: dict[tuple[int, Ids], Rule] = {}
         self.read_ever: dict[int, set[str]] = {}
@@ -298,14 +298,13 @@ class Program:
             self.parts[id(rule), ids] = parts
         values = rule.evaluate(parts, known, self._shapes(rule, right, state), self.operations)
         if state is None and self._keeps_history:
-            self._remember(rule, known, values)
+            self._remember(rule, ids, known, values)
         return values
 
-    def _remember(self, rule: Rule, left: Sequence[Value], right: Sequence[Value]) -> None:
+    def _remember(self, rule: Rule, ids: Ids, left: Sequence[Value], right: Sequence[Value]) -> None:
         """Notes the shapes and dtypes that a rule met."""
         infos = tuple(v.structure.info for v in left), tuple(v.structure.info for v in right)
-        if self.infos.setdefault(rule.place.number, infos) != infos:
-            self.infos[rule.place.number] = None
+        self.infos.setdefault(rule.place.number, {})[ids] = infos
 
     def _lookup(self, name: str, state: str | None) -> Value | None:
         if state is not None:

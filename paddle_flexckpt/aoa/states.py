@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from paddle_flexckpt.aoa.mapping import TensorInfo
 from paddle_flexckpt.aoa.operations import Value
 from paddle_flexckpt.aoa.sides import MASTER, PARAMETER, Side, state_key
 from paddle_flexckpt.aoa.steps import Constant
 from paddle_flexckpt.aoa.structure import Structure, StructureError
-from paddle_flexckpt.aoa.structure_ops import with_inputs
+from paddle_flexckpt.aoa.structure_ops import keep, with_inputs
 
 
 class NotFed(ValueError):
@@ -78,3 +80,29 @@ def _without_fill(structure: Structure) -> Structure:
         for node in structure.nodes
     )
     return replace(structure, nodes=nodes)
+
+
+def of_constants(structure: Structure, state: str, info: TensorInfo) -> Structure:
+    """A state of a parameter that is made of no source: of constants, and of what the target has.
+
+    A state of another shape (a scalar) keeps what it has.
+
+    Args:
+        structure: The parameter's structure.
+        state: Which state, or PARAMETER.
+        info: Shape and dtype of the state.
+    """
+    if state == PARAMETER:
+        return structure
+    if info.shape != structure.shape:
+        return keep(info).structure
+    nodes = []
+    for node in structure.nodes:
+        step = node.step
+        if isinstance(step, Constant):
+            step = Constant(step.fill if state == MASTER else 0, info.dtype)
+        elif step is not None:
+            raise NotFed("the parameter is computed from constants alone")
+        nodes.append(replace(node, step=step, info=TensorInfo(node.info.shape, info.dtype)))
+    none = np.zeros(len(structure), np.int64)
+    return replace(structure, dtype=info.dtype, nodes=tuple(nodes), chain=none, chains=((),))

@@ -32,7 +32,7 @@ WIDER = {
 }
 ITEMSIZE = {name: np.dtype(name).itemsize for name in DTYPES}
 MAX_ELEMENTS = 400
-WEIRD_NAMES = ("{}.weight", "x/{}-w", "a b {}", "copy", "m:{}@0", "^T{}", "层.{}")
+WEIRD_NAMES = ("{}.weight", "x/{}-w", "a b {}", "copy", "m:{}@0", "^T{}", "层.{}", "p$q{}")
 
 
 FORMULAS = {
