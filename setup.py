@@ -43,6 +43,8 @@ EXTRAS_REQUIRE = {
     # The pins that make this PaddleNLP release importable. It needs NumPy 1.26, so Python 3.12 at most.
     "paddlenlp": ["paddlenlp==3.0.0b4", "aistudio-sdk==0.2.6", "pyarrow<23", "setuptools"],
     "remote": ["fsspec>=2023.1.0", "s3fs>=2023.1.0"],
+    # aoa_config as a YAML file; JSON needs nothing.
+    "yaml": ["pyyaml>=6"],
     "viz": ["matplotlib>=3.7"],
     "test": [
         "hypothesis>=6.100",
@@ -50,6 +52,7 @@ EXTRAS_REQUIRE = {
         "matplotlib>=3.7",
         "mypy>=1.11",
         "pytest>=8",
+        "pyyaml>=6",
         "ruff>=0.6",
     ],
 }
@@ -61,6 +64,7 @@ setup(
     long_description=read_long_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    entry_points={"console_scripts": ["flexckpt=paddle_flexckpt.cli.main:main"]},
     packages=find_packages(include=["paddle_flexckpt", "paddle_flexckpt.*"]),
     package_data={"paddle_flexckpt": ["py.typed"], "paddle_flexckpt.aoa": ["rules/*.json"]},
     zip_safe=False,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         Metadata,
         ValidationError,
     )
+    from paddle_flexckpt.execution.export import export_safetensors
     from paddle_flexckpt.parallel import (
         ExpertParallelMixin,
         gen_aoa_statements,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
         optimizer_sharded_state_dict,
         uninstall,
     )
-    from paddle_flexckpt.report import LoadReport, SaveReport
+    from paddle_flexckpt.report import ExportReport, LoadReport, SaveReport
     from paddle_flexckpt.runtime.assign import assign_sharded_slice
     from paddle_flexckpt.runtime.explain import explain, invert
     from paddle_flexckpt.runtime.extra_state import (
@@ -84,6 +85,7 @@ _MODULES = {
         "Metadata",
         "ValidationError",
     ),
+    "execution.export": ("export_safetensors",),
     "parallel": (
         "ExpertParallelMixin",
         "gen_aoa_statements",
@@ -93,7 +95,7 @@ _MODULES = {
         "optimizer_sharded_state_dict",
         "uninstall",
     ),
-    "report": ("LoadReport", "SaveReport"),
+    "report": ("ExportReport", "LoadReport", "SaveReport"),
     "runtime.assign": ("assign_sharded_slice",),
     "runtime.explain": ("explain", "invert"),
     "runtime.extra_state": (
@@ -129,6 +131,7 @@ __all__ = [
     "CheckpointError",
     "CorruptCheckpointError",
     "ExpertParallelMixin",
+    "ExportReport",
     "ExtraStateReport",
     "FusedAxis",
     "LoadReport",
@@ -149,6 +152,7 @@ __all__ = [
     "collect_extra_state",
     "create_sharded_weight_with_new_local",
     "explain",
+    "export_safetensors",
     "flat_range_in_min_slice",
     "gen_aoa_statements",
     "get_overlap_region",

@@ -133,3 +133,48 @@ class LoadReport:
             if count:
                 text += f", {count} {name}"
         return text
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What an export did.
+
+    Attributes:
+        source: The checkpoint's directory.
+        unique_id: Its id there.
+        output: The directory written to.
+        files: Names of the files of tensors, in order.
+        keys: Tensors written.
+        left_out: Optimizer states and tensors of extra state that were not asked for.
+        total_bytes: Bytes of tensors written.
+        bytes_read: Bytes of tensors read.
+        bytes_verified: Bytes of these whose checksums were compared.
+        peak_scratch_bytes: The most memory that operands of computed values took at any time.
+        seconds: Wall time by phase; ``total`` is all of it.
+    """
+
+    source: str
+    unique_id: int
+    output: str
+    files: list[str]
+    keys: int
+    left_out: int
+    total_bytes: int
+    bytes_read: int
+    bytes_verified: int
+    peak_scratch_bytes: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, JSON-safe."""
+        return asdict(self)
+
+    def summary(self) -> str:
+        """One line."""
+        total = self.seconds.get("total", 0.0)
+        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        text = (
+            f"exported {self.keys} tensors from {self.source} (id {self.unique_id}) to {files} in {self.output}: "
+            f"{format_bytes(self.total_bytes)}, {total:.2f} s, {_rate(self.total_bytes, total)}"
+        )
+        return text + (f", {self.left_out} states left out" if self.left_out else "")

@@ -13,7 +13,6 @@ import numpy as np
 from paddle_flexckpt.aoa.config import AoaConfig, read_config
 from paddle_flexckpt.aoa.emit import Emitter
 from paddle_flexckpt.aoa.errors import AoaError
-from paddle_flexckpt.aoa.invert import inverted
 from paddle_flexckpt.aoa.mapping import Mapping, TensorInfo
 from paddle_flexckpt.aoa.operations import Value
 from paddle_flexckpt.aoa.program import Origin, Program, parse_program
@@ -84,6 +83,9 @@ def run_program(aoa_config: AoaConfig, source: Catalog, target: Catalog | None, 
     config = read_config(aoa_config)
     statements = parse_program(config.statements)
     if config.reverse:
+        # The inverse may need the box maps of a program, and so this module.
+        from paddle_flexckpt.aoa.invert import inverted
+
         statements = inverted(statements, False, target, source)
     names: set[str] = set() if target is None else set(target.keys)
     destination = None if target is None else Side(target, source.keys)

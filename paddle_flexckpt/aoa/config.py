@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
 from paddle_flexckpt.aoa.errors import AoaError
 
-AoaConfig = Union[Mapping[str, Any], str, "os.PathLike[str]"]
+AoaConfig = Union[Mapping[str, Any], Sequence[str], "os.PathLike[str]"]
 _KEYS = ("aoa_statements", "aoa_config_reverse", "enable_traceback")
 
 
@@ -31,8 +31,8 @@ def read_config(aoa_config: AoaConfig) -> Config:
     """Reads and checks a configuration.
 
     Args:
-        aoa_config: ``{"aoa_statements": [...]}``, the same as a JSON text, or the path of a ``.json``, ``.yaml`` or
-            ``.yml`` file (or any other file with JSON in it).
+        aoa_config: ``{"aoa_statements": [...]}``, the list alone, the same as a JSON text, or the path of
+            a ``.json``, ``.yaml`` or ``.yml`` file (or any other file with JSON in it).
 
     Raises:
         AoaError: It is none of these, or has unknown keys or values of other types.
@@ -48,7 +48,7 @@ def read_config(aoa_config: AoaConfig) -> Config:
     if unknown:
         raise AoaError([f"aoa_config has unknown keys {unknown}; known are {', '.join(_KEYS)}"])
     statements = value.get("aoa_statements", [])
-    if isinstance(statements, str) or not all(isinstance(text, str) for text in statements):
+    if not isinstance(statements, (list, tuple)) or not all(isinstance(text, str) for text in statements):
         raise AoaError([f"aoa_statements has to be a list of texts; got {statements!r}"])
     for key in _KEYS[1:]:
         if not isinstance(value.get(key, False), bool):

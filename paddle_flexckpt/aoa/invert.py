@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 from paddle_flexckpt.aoa.casts import COMPLEX, is_exact
 from paddle_flexckpt.aoa.config import AoaConfig, read_config
 from paddle_flexckpt.aoa.errors import AoaError, Place, StatementError, describe_problem
+from paddle_flexckpt.aoa.invert_boxes import NoInverse, inverse_of_boxes
 from paddle_flexckpt.aoa.lexer import quoted
 from paddle_flexckpt.aoa.mapping import TensorInfo
 from paddle_flexckpt.aoa.names import Placeholder, parse_name
 from paddle_flexckpt.aoa.parser import Statement, parse
-from paddle_flexckpt.aoa.primitives import Primitive, is_temporary, primitives
+from paddle_flexckpt.aoa.primitives import Primitive, is_temporary, primitives, without_end
 from paddle_flexckpt.aoa.program import Program, parse_program
 from paddle_flexckpt.aoa.rule import instantiate
 from paddle_flexckpt.aoa.sides import Side
@@ -54,8 +56,19 @@ def invert(aoa_config: AoaConfig, source: Catalog | None = None, target: Catalog
     config = read_config(aoa_config)
     statements = parse_program(config.statements)
     if config.reverse:
-        statements = inverted(statements, exact=False)
-    return {"aoa_statements": _texts(statements, True, source, target)}
+        statements = inverted(statements, False, target, source)
+    try:
+        return {"aoa_statements": _texts(statements, True, source, target)}
+    except AoaError:
+        if source is None or target is None:
+            raise
+        try:
+            found = inverse_of_boxes([statement.place.text for statement in statements], source, target)
+        except NoInverse:
+            found = None
+        if found is None:
+            raise
+        return {"aoa_statements": found}
 
 
 def inverted(
@@ -104,6 +117,8 @@ def _carried_out(steps: Sequence[Primitive], source: Catalog, target: Catalog | 
     names: set[str] = set() if target is None else set(target.keys)
     destination = None if target is None else Side(target, source.keys)
     program = Program(Side(source, names), destination, keeps_history=True)
+    # What stands before the last attribute of a statement takes "auto" from the same destination key.
+    program.destination_name = without_end
     program.run([statement for number, step in enumerate(steps) for statement in parse(step.text(), number)])
     return program
 
@@ -129,10 +144,13 @@ class _Inversion:
         self._known: dict[_Version, str] = {}
         self._why: dict[_Version, tuple[Place, str]] = {}
         self._last: dict[str, int] = {}
+        self._removed: set[_Version] = set()
         self._reads: list[list[_Version]] = []
         self._writes: list[list[_Version]] = []
         for step in steps:
             self._reads.append([(_form(name), self._last.get(_form(name), 0)) for name in step.left if name != "_"])
+            if step.kind == "remove":
+                self._removed.update(self._reads[-1])
             for name in step.right:
                 self._last[_form(name)] = self._last.get(_form(name), 0) + 1
             self._writes.append([(_form(name), self._last[_form(name)]) for name in step.right if name != "_"])
@@ -208,7 +226,7 @@ class _Inversion:
                 self._texts += [f"_ -> {quoted(name)}" for name in step.left]
                 self._known.update(dict.fromkeys(reads, ""))
                 return
-            have = [name + self._available(version, name) for name, version in zip(step.right, writes)]
+            have = self._have(step, writes)
             ends = [self._ending(version) for version in reads]
             want = [name + end for name, end in zip(step.left, ends)]
             self._texts += self._inverse(number, have, want)
@@ -233,10 +251,18 @@ class _Inversion:
             texts += _inverse(step, lists[0], lists[1], infos, self._exact)
         return texts
 
+    def _have(self, step: Primitive, writes: list[_Version]) -> list[str]:
+        """What the inverse program reads for a step's right names; of equal copies one is enough."""
+        if step.kind == "copy":
+            for name, version in zip(step.right, writes):
+                with contextlib.suppress(_NotInvertible):
+                    return [name + self._available(version, name)]
+        return [name + self._available(version, name) for name, version in zip(step.right, writes)]
+
     def _available(self, version: _Version, name: str) -> str:
         """What the inverse program adds to a name to read a version of it."""
         if version not in self._known:
-            if self._outputs is None and self._is_last(version):
+            if self._outputs is None and self._is_last(version) and version not in self._removed:
                 self._known[version] = ""
             else:
                 _, why = self._why.get(version, (None, f"{name!r} is not in the destination"))

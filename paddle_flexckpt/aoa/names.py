@@ -6,6 +6,7 @@ Matching every pattern against every key would take patterns times keys steps. I
 
 from __future__ import annotations
 
+import os.path
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ _PLACEHOLDER = re.compile(
     r"\$(?P<name>LAYER_ID_OFFSET|LAYER_ID|EXPERT_ID|[A-Z][A-Z0-9]*(?:_[A-Z][A-Z0-9]*)*)"
     r"|\$\{(?P<inner>[^}]*)\}"
 )
-_ARITHMETIC = re.compile(r"\s*([A-Z][A-Z0-9_]*)((?:\s*(?://|[-+*%])\s*\d+)*)\s*$")
+_ARITHMETIC = re.compile(r"\s*([A-Z][A-Z0-9_]*)((?:\s*(?://|[-+*%])\s*\d{1,15})*)\s*$")
 _TERM = re.compile(r"(//|[-+*%])\s*(\d+)")
 _DIGITS = re.compile(r"(\d+)")
 OFFSET = "LAYER_ID_OFFSET"
@@ -136,7 +137,8 @@ def _placeholder(found: re.Match[str], text: str, column: int) -> Placeholder:
     inner = _ARITHMETIC.match(found["inner"])
     if inner is None:
         raise StatementError(
-            f"{text!r}: expected ${{NAME+1}} (operators + - * // %, numbers, left to right); got {found.group()!r}",
+            f"{text!r}: expected ${{NAME+1}} (operators + - * // %, numbers of at most 15 digits, left to right); got "
+            f"{found.group()!r}",
             column,
         )
     terms = tuple((operator, int(number)) for operator, number in _TERM.findall(inner[2]))
@@ -190,10 +192,12 @@ class KeyIndex:
         return ("".join(pieces) for form in forms for pieces in self._pieces.get(form, []))
 
     def keys_like(self, key: str, count: int = 3) -> list[str]:
-        """Some keys that look like a name: the same last component, for messages."""
+        """Some keys that look like a name, for messages: the same last component, and as much as possible of the rest."""
         self._open(None)
-        tail = _DIGITS.sub("#", key.rsplit(".", 1)[-1])
+        wanted = _DIGITS.sub("#", _PLACEHOLDER.sub("#", key))
+        tail = wanted.rsplit(".", 1)[-1]
         alike = [form for form in self._pieces if form.endswith(tail)] or list(self._pieces)
+        alike.sort(key=lambda form: -len(os.path.commonprefix([form, wanted])))
         return [next(self._names(form)) for form in alike[:count]]
 
     def bindings(self, template: Template, known: Mapping[str, int] | None = None) -> list[tuple[int, ...]]:

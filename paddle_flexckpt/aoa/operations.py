@@ -310,7 +310,10 @@ def _modify(
     if key == "pad":
         pairs: Any = given
         before, after = tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
-        return operations.apply(structure_ops.pad, [value], before, after, fill_of(statement))
+        fill = fill_of(statement)
+        if fill is None:
+            raise StructureError('pad needs fill=, a number or "keep"')
+        return operations.apply(structure_ops.pad, [value], before, after, fill)
     if key == "resize":
         return operations.apply(structure_ops.resize, [value], given, fill_of(statement))
     if key == "repeat":

@@ -11,10 +11,11 @@ The list of right variables ends where ``, NAME =`` or ``, TAG`` is seen.
 from __future__ import annotations
 
 import ast
+import math
 from dataclasses import dataclass
 from typing import Union
 
-from paddle_flexckpt.aoa.errors import Place, StatementError
+from paddle_flexckpt.aoa.errors import Place, StatementError, shorten
 from paddle_flexckpt.aoa.lexer import TAGS, Token, tokenize
 
 _INTEGERS = frozenset({"axis", "num_heads", "num_key_value_groups", "repeat"})
@@ -24,6 +25,9 @@ _STRINGS = frozenset({"dtype", "src_dtype", "dst_dtype", "slice", "dequant", "st
 ATTRIBUTES = _INTEGERS | _FLOATS | _LISTS | _STRINGS
 _MAY_BE_AUTO = frozenset({"sizes", "resize", "reshape"})
 Value = Union[int, float, str, bool, tuple]
+# No tensor has more elements, no statement more names: larger numbers are mistakes that would take memory or time.
+MAX_NUMBER = 2**48
+MAX_NAMES = 65_536
 
 
 @dataclass(frozen=True)
@@ -190,8 +194,9 @@ class _Parser:
             self._take("COLON", "':' (NAME[START:STOP])")
             stop = self._whole_number()
             self._take("RBRACKET", "']'")
-            if start >= stop:
-                raise StatementError(f"{name}[{start}:{stop}] names nothing", token.column)
+            if not 0 < stop - start <= MAX_NAMES:
+                count = "nothing" if start >= stop else f"{stop - start:,} tensors; at most {MAX_NAMES:,} are supported"
+                raise StatementError(f"{name}[{start}:{stop}] names {count}", token.column)
             items = (start, stop)
         transposed = self._kind() == "TRANSPOSE"
         if transposed:
@@ -200,8 +205,8 @@ class _Parser:
 
     def _whole_number(self) -> int:
         token = self._take("NUMBER", "a number")
-        if not token.text.isdigit():
-            raise StatementError(f"expected a whole number; got {token.text!r}", token.column)
+        if not token.text.isdigit() or len(token.text) > len(str(MAX_NUMBER)):
+            raise StatementError(f"expected a whole number of at most 15 digits; got {token.text!r}", token.column)
         return int(token.text)
 
     def _attribute(self) -> Attribute:
@@ -237,28 +242,39 @@ def _attribute_value(key: str, text: str, column: int) -> Value:
         return text
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
-        raise StatementError(f"{key} cannot be {text!r}; expected {_expected(key)}", column) from error
-    if key in _INTEGERS and type(value) is int:
-        return value
-    if key in _FLOATS and type(value) in (int, float):
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        raise StatementError(f"{key} cannot be {shorten(text)!r}; expected {_expected(key)}", column) from error
+    most = MAX_NAMES if key.startswith("num_") else MAX_NUMBER
+    if (key in _INTEGERS or key == "block") and _is_number(value, most):
+        return int(value)
+    if key in _FLOATS and _is_number(value, math.inf, (int, float)):
         return float(value)
-    if key == "block" and type(value) is int:
-        return value
-    numbers = (int, float) if key == "weights" else (int,)
     if key == "pad" and isinstance(value, list):
-        if all(isinstance(p, (list, tuple)) and len(p) == 2 and all(type(x) is int for x in p) for p in value):
+        if all(isinstance(p, (list, tuple)) and len(p) == 2 and all(_is_number(x, most) for x in p) for p in value):
             return tuple((int(a), int(b)) for a, b in value)
-    elif key in _LISTS and isinstance(value, (list, tuple)) and all(type(x) in numbers for x in value):
+    elif key == "weights" and isinstance(value, (list, tuple)):
+        if all(_is_number(x, math.inf, (int, float)) for x in value):
+            return tuple(value)
+    elif key in _LISTS and isinstance(value, (list, tuple)) and all(_is_number(x, most) for x in value):
         return tuple(value)
-    raise StatementError(f"{key} cannot be {text!r}; expected {_expected(key)}", column)
+    raise StatementError(f"{key} cannot be {shorten(text)!r}; expected {_expected(key)}", column)
+
+
+def _is_number(value: object, most: float, kinds: tuple[type, ...] = (int,)) -> bool:
+    """Whether a value is a finite number of one of the types, and at most so large."""
+    if type(value) not in kinds:
+        return False
+    try:
+        return abs(float(value)) <= most and math.isfinite(value)  # type: ignore[arg-type]
+    except OverflowError:
+        return False
 
 
 def _expected(key: str) -> str:
     if key in _INTEGERS:
-        return "a whole number"
+        return f"a whole number of at most {MAX_NAMES if key.startswith('num_') else MAX_NUMBER:,}"
     if key in _FLOATS:
-        return "a number"
+        return "a finite number"
     if key == "pad":
         return 'a list of pairs, one per axis, "[[0, 2], [0, 0]]"'
     return "a list of numbers" + (' or "auto"' if key in _MAY_BE_AUTO else "")

@@ -6,6 +6,7 @@ of the inverses of these, in reverse order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ _SINGLE = frozenset({"permute", "reshape", "slice", "pad", "resize", "repeat", "
 
 
 _TEMPORARY = "_step_"
+_TEMPORARY_END = re.compile(rf"{_TEMPORARY}\d+_\d+$")
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,12 @@ class Primitive:
 
 def is_temporary(name: str) -> bool:
     """Whether a name is one between the parts of a statement."""
-    return _TEMPORARY in name
+    return _TEMPORARY_END.search(name) is not None
+
+
+def without_end(name: str) -> str:
+    """The name of the user's that a temporary belongs to; other names as they are."""
+    return _TEMPORARY_END.sub("", name)
 
 
 def primitives(statement: Statement, number: int) -> list[Primitive]:

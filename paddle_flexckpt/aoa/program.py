@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from paddle_flexckpt.aoa.errors import AoaError, Place, StatementError, describe_problem
@@ -12,7 +12,7 @@ from paddle_flexckpt.aoa.operations import Operations, Shape, Value, filled
 from paddle_flexckpt.aoa.parser import Statement, parse
 from paddle_flexckpt.aoa.partition import source_parts, target_parts
 from paddle_flexckpt.aoa.rule import NOTHING, ExpandedError, Ids, Rule, instantiate, make_rule, without_stars
-from paddle_flexckpt.aoa.sides import Side, state_key
+from paddle_flexckpt.aoa.sides import STATES, Side, state_key
 from paddle_flexckpt.aoa.states import NotFed, StateView
 from paddle_flexckpt.aoa.structure import Structure, StructureError
 from paddle_flexckpt.aoa.structure_ops import source as source_structure
@@ -76,6 +76,7 @@ class Program:
         concrete: Rules without stars, made of rules with stars, by the rule's identity and the ids.
         read_ever: Left names of a statement, by its number.
         infos: Shapes and dtypes on both sides of a statement, by its number and the ids.
+        destination_name: Gives the destination key whose shape a right name takes with "auto".
     """
 
     def __init__(self, source: Side, target: Side | None, keeps_history: bool = False) -> None:
@@ -96,6 +97,7 @@ class Program:
         self.read_ever: dict[int, set[str]] = {}
         self.history: dict[int, list[Sequence[str]]] = {}
         self._used_ids: dict[int, list[Ids]] = {}
+        self.destination_name: Callable[[str], str] = str
         self._poisoned: set[str] = set()
         # By identity: a side has one object for equal shapes and dtypes, and hashing these takes longer.
         self._sources: dict[int, Structure] = {}
@@ -111,9 +113,12 @@ class Program:
         Raises:
             AoaError: Some do not fit the tensors; all that do not follow from others are listed.
         """
+        sides = [self.source] if self.target is None else [self.source, self.target]
+        kinds = {id(kinds): kinds for side in sides for kinds in side.states.values()}.values()
+        states = {*STATES, *(state for kind in kinds for state in kind if state)}
         for statement in statements:
             try:
-                self.rules.append(make_rule(statement))
+                self.rules.append(make_rule(statement, states, self._is_parameter))
             except StatementError as error:
                 self._note(error, statement.place)
         self._raise()
@@ -124,6 +129,12 @@ class Program:
             except StatementError as error:
                 self._note(error, rule.place)
         self._raise()
+
+    def _is_parameter(self, template: Template) -> bool:
+        """Whether a parameter of one of the sides has that name."""
+        if template.text == NOTHING:
+            return False
+        return bool(self._index.bindings(template) or self._destination_index().bindings(template))
 
     def _raise(self) -> None:
         if self._problems:
@@ -162,7 +173,11 @@ class Program:
                     names = [format_name(ids) for format_name in left], [format_name(ids) for format_name in right]
                     assigned += self._assignments(rule, Origin(rule, ids), *names)
             except StatementError as error:
-                self._poisoned.update(format_name(ids) for format_name in right)
+                names = [format_name(ids) for format_name in right]
+                self._poisoned.update(names)
+                # Statements about what could not be assigned find it, and are left out.
+                for name, template in zip(names, rule.right):
+                    self._index.add([name], template)
                 # The other instances of a rule have the same problem as its first one.
                 if len(self._problems) == before:
                     text = instantiate(rule.place.text, dict(zip(rule.placeholders, ids)))
@@ -352,6 +367,7 @@ class Program:
         if not rule.asks_shapes:
             return (None,) * len(right)
         states = {} if self.target is None else self.target.states
+        right = [self.destination_name(name) for name in right]
         infos = [states.get(name) for name in right]
         if state:
             return tuple(None if i is None or state not in i else i[state].shape for i in infos)

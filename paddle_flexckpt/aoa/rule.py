@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -128,8 +128,17 @@ class ExpandedError(StatementError):
         self.text = text
 
 
-def make_rule(statement: Statement) -> Rule:
+def make_rule(
+    statement: Statement,
+    states: Collection[str] = STATES,
+    is_parameter: Callable[[Template], bool] = lambda _: False,
+) -> Rule:
     """A rule from a parsed statement.
+
+    Args:
+        statement: The statement.
+        states: Last components of names that may be those of states.
+        is_parameter: Whether a name that ends like a state, such as ``block.w_0``, is a parameter's.
 
     Raises:
         StatementError: Names or attributes do not fit.
@@ -152,8 +161,8 @@ def make_rule(statement: Statement) -> Rule:
                 f"{template.text!r} lacks ${lacking[0]}: it would be assigned once for every id", variable.column
             )
     right = [_offset(template) for template in right]
-    states, left, right = _states(statement, left, right)
-    return Rule(place, statement, tuple(left), tuple(right), placeholders, states)
+    own, left, right = _states(statement, left, right, states, is_parameter)
+    return Rule(place, statement, tuple(left), tuple(right), placeholders, own)
 
 
 def _offset(template: Template) -> Template:
@@ -168,7 +177,11 @@ def _offset(template: Template) -> Template:
 
 
 def _states(
-    statement: Statement, left: list[Template], right: list[Template]
+    statement: Statement,
+    left: list[Template],
+    right: list[Template],
+    states: Collection[str],
+    is_parameter: Callable[[Template], bool],
 ) -> tuple[tuple[str, ...] | None, list[Template], list[Template]]:
     """The states that a statement names, in ``states=`` or as the last component of all its names."""
     attribute = statement.get("states")
@@ -177,10 +190,17 @@ def _states(
         if not names:
             raise StatementError('states needs names, such as "moment1_0, w_0" or "model"', attribute.column)
         return tuple(PARAMETER if name == "model" else name for name in names), left, right
-    named = {template.text.rpartition(".")[2] for template in (*left, *right) if template.text != NOTHING}
-    if len(named) != 1 or not named <= STATES:
+    tails = {t.text: t.text.rpartition(".")[2] for t in (*left, *right) if t.text != NOTHING}
+    named = {name: tail for name, tail in tails.items() if tail in states and tail != name}
+    if not named or any(is_parameter(template) for template in (*left, *right) if template.text in named):
         return None, left, right
-    (state,) = named
+    if len(named) < len(tails) or len(set(named.values())) > 1:
+        raise StatementError(
+            f"{next(iter(named))!r} is a state, and the other names are no states of that kind: a statement is "
+            "about parameters and what belongs to them, or about one kind of state. Remedy: name the same state "
+            "everywhere, or the parameters alone"
+        )
+    state = next(iter(named.values()))
 
     def base(template: Template) -> Template:
         return template if template.text == NOTHING else _without_tail(template, len(state) + 1)
@@ -228,4 +248,4 @@ def without_stars(rule: Rule, ids: Mapping[str, int], keys: Callable[[str, bool]
     """
     (statement,) = parse(instantiate(rule.statement.place.text, ids))
     (statement,) = parse(expand_stars(statement, keys))
-    return replace(make_rule(statement), place=rule.place)
+    return replace(make_rule(statement, rule.states or ()), place=rule.place)

@@ -11,12 +11,14 @@ from paddle_flexckpt.catalog.errors import (
     Problem,
     ValidationError,
 )
+from paddle_flexckpt.catalog.keys import EXTRA_STATE
 from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 from paddle_flexckpt.catalog.replicas import ReplicaGroups, group_replicas
 from paddle_flexckpt.catalog.table import Catalog, CatalogBuilder, concat
 from paddle_flexckpt.catalog.validate import validate_coverage, validate_shards
 
 __all__ = [
+    "EXTRA_STATE",
     "Catalog",
     "CatalogBuilder",
     "CheckpointError",

@@ -11,12 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from paddle_flexckpt.aoa import AoaError
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.runtime.carrier import Carrier, CollectiveCarrier, SocketCarrier
 
 Result = TypeVar("Result")
 _KINDS: dict[str, type[CheckpointError]] = {
-    kind.__name__: kind for kind in (CheckpointError, CorruptCheckpointError, ValidationError)
+    kind.__name__: kind for kind in (CheckpointError, CorruptCheckpointError, ValidationError, AoaError)
 }
 
 
@@ -97,7 +98,8 @@ class Communicator(ABC):
 
 def _encode_error(error: Exception) -> bytes:
     if isinstance(error, ValidationError):
-        return json.dumps({"kind": "ValidationError", "problems": [str(p) for p in error.problems]}).encode()
+        kind = AoaError if isinstance(error, AoaError) else ValidationError
+        return json.dumps({"kind": kind.__name__, "problems": [str(p) for p in error.problems]}).encode()
     if isinstance(error, CheckpointError):
         return json.dumps({"kind": type(error).__name__, "problems": [str(error)]}).encode()
     return json.dumps({"kind": "CheckpointError", "problems": [f"{type(error).__name__}: {error}"]}).encode()
@@ -116,9 +118,11 @@ def _combine_errors(failures: list[tuple[int, tuple[str, list[str]]]], context: 
             met.setdefault(problem, []).append(rank)
     kinds = {kind for _, (kind, _) in failures}
     texts = [f"[rank {', '.join(map(str, ranks))}] {problem}" for problem, ranks in met.items()]
-    if kinds == {"ValidationError"}:
+    if kinds == {"AoaError"}:
+        return AoaError(texts, context)
+    if kinds <= {"ValidationError", "AoaError"}:
         return ValidationError(texts, context)
-    kind = _KINDS.get(min(kinds - {"ValidationError"}), CheckpointError)
+    kind = _KINDS.get(min(kinds - {"ValidationError", "AoaError"}), CheckpointError)
     return kind((f"{context}: " if context else "") + "; ".join(texts))
 
 

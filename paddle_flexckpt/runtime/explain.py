@@ -10,8 +10,8 @@ import numpy as np
 
 from paddle_flexckpt import aoa
 from paddle_flexckpt.aoa import AoaConfig
-from paddle_flexckpt.catalog import Catalog, ValidationError
-from paddle_flexckpt.runtime.state import EXTRA_STATE, open_state
+from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
+from paddle_flexckpt.runtime.state import open_state
 from paddle_flexckpt.storage import CheckpointDirectory
 
 Tensors = Union[str, "os.PathLike[str]", Mapping[str, Any], Catalog]

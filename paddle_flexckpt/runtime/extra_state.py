@@ -30,14 +30,13 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, ValidationError
+from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
 from paddle_flexckpt.runtime.communicator import check_same, communicator_for
 from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.merged import empty_tensors
 from paddle_flexckpt.runtime.portable import decode, encode
 from paddle_flexckpt.runtime.random_state import collect_random_state, restore_random_state
 from paddle_flexckpt.runtime.scheduler_state import restore_scaler, restore_scheduler, scheduler_state
-from paddle_flexckpt.runtime.state import EXTRA_STATE
 from paddle_flexckpt.storage import CheckpointDirectory
 
 _PREFIX = EXTRA_STATE

@@ -15,17 +15,17 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from paddle_flexckpt.aoa import Mapping as AoaMapping
-from paddle_flexckpt.catalog import Catalog, ValidationError, concat, validate_shards
-from paddle_flexckpt.planning import ReadPlan, ShardMatcher, plan_read
-from paddle_flexckpt.planning.matching import uncovered_targets
+from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError, concat, validate_shards
+from paddle_flexckpt.execution.mapping import compile_mapping, config_digest, source_names
+from paddle_flexckpt.execution.reading import plan_reads, read_pieces
+from paddle_flexckpt.execution.work import Work, plan_work
+from paddle_flexckpt.planning import ReadPlan, ShardMatcher
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
-from paddle_flexckpt.runtime.mapping import compile_mapping, config_digest, direct_rows, source_names
-from paddle_flexckpt.runtime.state import EXTRA_STATE, LocalState, open_state
+from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
 from paddle_flexckpt.runtime.targets import MASTER, Policy, Strict, Wanted, resolve
 from paddle_flexckpt.runtime.wire import decode_catalog, encode_catalog, join, split
-from paddle_flexckpt.runtime.work import Work, plan_work
 from paddle_flexckpt.storage import CheckpointDirectory, FileReader, Manifest
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -114,8 +114,8 @@ def load_state_dict(
         if aoa_config is not None:
             mapping = compile_mapping(aoa_config, manifest.catalog, all_targets, master_weights)
         wanted = resolve(state, manifest.catalog, Policy(strict, dtype, tied_names, master_weights), mapping)
-        work = plan_work(wanted.catalog, wanted.rows, manifest.catalog, mapping)
-        plan = _plan(manifest.catalog, work, mapping)
+        work = plan_work(wanted.catalog, wanted.rows, mapping)
+        plan = plan_reads(ShardMatcher(manifest.catalog), work, mapping)
         reader = stack.enter_context(FileReader(directory.path, manifest, verify))
         reader.check_files(plan.pieces.source)
         used = np.packbits(used_keys(manifest.catalog, wanted, mapping)).tobytes()
@@ -179,25 +179,10 @@ class _Prepared:
 
     def read(self) -> tuple[int, bytes]:
         """Reads every piece into its target and computes what is computed; returns the peak of scratch, in bytes."""
-        pieces = self.plan.pieces
-        memory = TargetMemory(self.state, self.wanted, self.work, pieces.target)
-        for piece, copy in enumerate(pieces.copies()):
-            row = int(pieces.target[piece])
-            memory.advance(row)
-            self.reader.read(int(pieces.source[piece]), copy, memory.storage(row))
-            memory.piece_done(row)
+        memory = TargetMemory(self.state, self.wanted, self.work, self.plan.pieces.target)
+        read_pieces(self.reader, self.plan.pieces, memory)
         memory.finish()
         return memory.peak_scratch_bytes, str(self.plan.needed_bytes).encode()
-
-
-def _plan(source: Catalog, work: Work, mapping: AoaMapping | None) -> ReadPlan:
-    """The reads that fill this rank's targets and scratch, checked to fill all of them."""
-    rows = direct_rows(work.catalog, mapping, source)
-    plan = plan_read(ShardMatcher(source), work.catalog, rows, None if mapping is None else mapping.maps)
-    problems = uncovered_targets(plan.pieces, work.catalog, np.arange(len(work.catalog)), work.covered)
-    if problems:
-        raise ValidationError(problems)
-    return plan
 
 
 def gather_targets(comm: Communicator, describe: Callable[[], tuple[LocalState, bytes]], context: str) -> Catalog:

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.execution.mapping import compile_mapping, outputs, stored
 from paddle_flexckpt.runtime.communicator import SoloCommunicator
 from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.runtime.mapping import compile_mapping, outputs, stored
-from paddle_flexckpt.runtime.state import EXTRA_STATE
 from paddle_flexckpt.storage import CheckpointDirectory
 
 
@@ -43,12 +43,9 @@ def load_merged_state_dict(
     manifest = CheckpointDirectory(os.fspath(path)).read_manifest(unique_id)
     start = f"{prefix}." if prefix else ""
     mapping = None if aoa_config is None else compile_mapping(aoa_config, manifest.catalog, None, "exact")
-    there = stored(manifest.catalog) if mapping is None else outputs(mapping, manifest.catalog)
-    tensors = {
-        key: _empty(*there[key])
-        for key in sorted(there)
-        if key.startswith(start) and (start or not key.startswith(EXTRA_STATE))
-    }
+    # Extra state has to be asked for, by its prefix.
+    there = stored(manifest.catalog, bool(start)) if mapping is None else outputs(mapping)
+    tensors = {key: _empty(there[key]) for key in sorted(there) if key.startswith(start)}
     program: Any = mapping  # compiled already; the tensors are what it makes
     load_state_dict(tensors, path, SoloCommunicator(), unique_id=manifest.unique_id, aoa_config=program)
     return {name[len(start) :]: tensor for name, tensor in tensors.items()}
@@ -56,12 +53,12 @@ def load_merged_state_dict(
 
 def empty_tensors(catalog: Catalog, names: Iterable[str]) -> dict[str, Any]:
     """A fresh tensor on the CPU for each of some keys of a checkpoint, of its whole shape."""
-    there = stored(catalog)
-    return {name: _empty(*there[name]) for name in names if name in there}
+    there = stored(catalog, extra_state=True)
+    return {name: _empty(there[name]) for name in names if name in there}
 
 
-def _empty(shape: tuple[int, ...], dtype: str) -> Any:
+def _empty(info: TensorInfo) -> Any:
     import paddle
 
     with paddle.no_grad():
-        return paddle.empty(list(shape), dtype=dtype).cpu()
+        return paddle.empty(list(info.shape), dtype=info.dtype).cpu()

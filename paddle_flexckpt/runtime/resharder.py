@@ -21,6 +21,9 @@ import numpy as np
 from paddle_flexckpt.aoa import Mapping as AoaMapping
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata
+from paddle_flexckpt.execution.mapping import compile_mapping, config_digest, moved_keys
+from paddle_flexckpt.execution.transfer import copy_pieces, pack, unpack
+from paddle_flexckpt.execution.work import Work, plan_work
 from paddle_flexckpt.planning import ExchangePlan, ShardMatcher, plan_exchange
 from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
 from paddle_flexckpt.report import LoadReport
@@ -33,7 +36,6 @@ from paddle_flexckpt.runtime.loader import (
     unexpected_keys,
     used_keys,
 )
-from paddle_flexckpt.runtime.mapping import compile_mapping, config_digest, direct_rows
 from paddle_flexckpt.runtime.replicas import differing_replicas, replica_digests
 from paddle_flexckpt.runtime.shared_memory import refuse_shared_memory
 from paddle_flexckpt.runtime.sources import CheckedSources, check_sources
@@ -41,9 +43,7 @@ from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
 from paddle_flexckpt.runtime.targets import Policy, Strict, Wanted, resolve
 from paddle_flexckpt.runtime.tensors import HostTensor, dtype_name, element_count
-from paddle_flexckpt.runtime.transfer import copy_pieces, pack, unpack
 from paddle_flexckpt.runtime.wire import decode_catalog, encode_catalog, join
-from paddle_flexckpt.runtime.work import Work, plan_work
 from paddle_flexckpt.sharded_weight import is_sharded_weight
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -195,8 +195,8 @@ def _load_state_dict(
             if aoa_config is not None:
                 mapping = compile_mapping(aoa_config, source, all_targets, master_weights)
             wanted = resolve(state, source, Policy(strict, dtype, tied_names, master_weights), mapping)
-            refuse_shared_memory(source, held, _in_place(state, mapping))
-            work = plan_work(wanted.catalog, wanted.rows, source, mapping)
+            refuse_shared_memory(source, held, _in_place(state, wanted, mapping))
+            work = plan_work(wanted.catalog, wanted.rows, mapping)
             parts = (
                 head,
                 replica_digests(held, checked.groups) if check_replicas else b"",
@@ -305,14 +305,18 @@ class _Prepared:
     work: Work
 
 
-def _in_place(state: LocalState, mapping: AoaMapping | None) -> LocalState:
+def _in_place(state: LocalState, wanted: Wanted, mapping: AoaMapping | None) -> LocalState:
     """The targets, with such names that none of them looks like the source that it does not come from.
 
     A target may be the very source shard of its name, but not if statements make something else of that name.
     """
     if mapping is None:
         return state
-    names = (f"{key} as AOA makes it" if key in mapping.tensors else key for key in state.catalog.keys)
+    moved = moved_keys(mapping, wanted.catalog.keys)
+    names = (
+        f"{key} as AOA makes it" if key != name or name in moved else key
+        for key, name in zip(state.catalog.keys, wanted.catalog.keys)
+    )
     return LocalState(state.weights, replace(state.catalog, keys=tuple(names)))
 
 
@@ -321,7 +325,7 @@ def _plan(source: Catalog, checked: CheckedSources, target: Catalog, ready: _Pre
     matcher, maps = ShardMatcher(source, checked.groups, checked.coverage), None
     if ready.mapping is not None:
         maps = ready.mapping.maps
-    plan = plan_exchange(matcher, target, rank, direct_rows(target, ready.mapping, source), maps)
+    plan = plan_exchange(matcher, target, rank, maps=maps)
     mine = np.flatnonzero(target.rank == rank)
     covered = np.zeros(len(target), dtype=np.int64)
     if ready.work.covered is not None:

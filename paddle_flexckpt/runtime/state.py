@@ -12,9 +12,6 @@ from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Problem, Validation
 from paddle_flexckpt.runtime.tensors import dtype_name, element_count, is_contiguous, is_initialized
 from paddle_flexckpt.sharded_weight import ShardedWeight, is_sharded_weight, make_replicated_sharded_weight
 
-# Keys with this prefix are a run's extra state (step, schedules, generators): part of a checkpoint, of no model.
-EXTRA_STATE = "extra_state."
-
 
 @dataclass(frozen=True, eq=False)
 class LocalState:

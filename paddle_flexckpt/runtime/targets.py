@@ -10,7 +10,7 @@ import numpy as np
 
 from paddle_flexckpt.aoa import Mapping
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of, validate_shards
-from paddle_flexckpt.runtime.mapping import map_rows, statement
+from paddle_flexckpt.execution.mapping import made_by, map_rows
 from paddle_flexckpt.runtime.state import LocalState
 from paddle_flexckpt.runtime.tensors import address_range
 from paddle_flexckpt.sharded_weight import FusedAxis
@@ -114,7 +114,9 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
     for row, weight in enumerate(state.weights):
         key = target.key_name(row)
         removed = mapping is not None and key in mapping.unfed
-        found = None if removed else _find(key, weight, (index, defined), policy)
+        # Where nothing feeds the own name, what the source has under others is not meant either: a tied parameter's
+        # states stand under one of its names, and statements speak of that one.
+        found = _find(key, weight, (defined,) if removed else (index, defined), policy)
         if mapping is not None and found is not None and found in defined:
             if found != key:
                 names[target.key[row]] = aliases[key] = found
@@ -133,16 +135,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
         if found is None:
             missing.append(key)
             if policy.missing_is_an_error:
-                problems.append(
-                    Problem(
-                        "the source has no such key",
-                        key=key,
-                        rank=int(target.rank[row]),
-                        expected=target.describe(row),
-                        got=_instead(key, source.keys, mapping),
-                        remedy="correct the name, or load with strict=False to leave this target as it is",
-                    )
-                )
+                problems.append(_missing(target, row, source.keys, mapping))
             continue
         if found != key:
             names[target.key[row]] = found
@@ -214,13 +207,23 @@ def _permuted(target: Catalog, row: int, source: Catalog, source_key: int, fused
     )
 
 
-def _instead(key: str, names: tuple[str, ...], mapping: Mapping | None) -> str:
-    """Why a key is missing: AOA statements took it away, or else the keys that the user may have meant."""
+def _missing(target: Catalog, row: int, names: tuple[str, ...], mapping: Mapping | None) -> Problem:
+    """The problem of a target that nothing feeds: AOA statements say so, or else the name is wrong."""
+    key = target.key_name(row)
+    where: dict[str, Any] = {"key": key, "rank": int(target.rank[row]), "expected": target.describe(row)}
     if mapping is not None and (key in mapping.unfed or key in mapping.removed):
-        return "an AOA statement removed the source's key of that name, and none makes another"
+        why = mapping.provenance.get(key, "a statement removes the source key of that name, and none makes another")
+        # A reason that knows what to do says it.
+        remedy = "add a statement that makes it, or load with strict=False to leave this target as it is"
+        return Problem("nothing feeds a target", **where, got=why, remedy=None if "Remedy:" in why else remedy)
     tail = key.rsplit(".", 2)[-2:]
     alike = [name for name in names if name.rsplit(".", 2)[-2:] == tail][:3]
-    return f"{len(names)} keys, among them {alike or list(names[:3])}"
+    return Problem(
+        "the source has no such key",
+        **where,
+        got=f"{len(names)} keys, among them {alike or list(names[:3])}",
+        remedy="correct the name, or load with strict=False to leave this target as it is",
+    )
 
 
 @dataclass(frozen=True)
@@ -242,7 +245,7 @@ def _stored(source: Catalog, row: int) -> _Given:
 def _made(mapping: Mapping, name: str) -> _Given:
     info = mapping.tensors[name]
     # Braces of the statement are its own.
-    origin = statement(mapping, name).replace("{", "{{").replace("}", "}}")
+    origin = made_by(mapping, name).replace("{", "{{").replace("}", "}}")
     return _Given(info.shape, info.dtype, f"AOA gives {{}}{origin}", remedy="correct the statement, or the target")
 
 

@@ -49,7 +49,8 @@ class Generator(Steps):
                 break
             self.pending = {}
             self.rng.choices(makers, weights)[0]()
-            self.pool = [h for h in self.pool if math.prod(h.shape) <= MAX_ELEMENTS]
+            if not self.program.invertible:  # there every variable has to reach the destination
+                self.pool = [h for h in self.pool if math.prod(h.shape) <= MAX_ELEMENTS]
         self.finish()
         return self.program
 

@@ -82,6 +82,8 @@ def run(
     held, wanted = shards_of(source, source_cuts or {}), shards_of(target, target_cuts or {})
     catalogs = catalog_of(held), catalog_of(wanted)
     mapping = compile_program(config or {"aoa_statements": list(texts)}, *catalogs, **options)
+    if mapping.unfed:
+        raise LookupError(f"nothing feeds {sorted(mapping.unfed)}")
     storages = [shard.of(target[shard.key]).copy() for shard in wanted]
     written, kept, _ = carry_out(mapping, (catalogs[0], held), (catalogs[1], wanted), dict(source), storages)
     found = {key: array.copy() for key, array in target.items()}

@@ -179,7 +179,15 @@ def ask(case):
         mesh = dist.ProcessMesh([0, 1], dim_names=["x"])
         state["b"] = dist.shard_tensor(paddle.zeros([6]), mesh, [dist.Shard(0)])
     elif case == "aoa_config":
-        extra["aoa_config"] = {"aoa_statements": ["w -> v"]}
+        extra["aoa_config"] = {"aoa_statements": ["b -> b", "w, nowhere -> w, axis=0"]}
+    elif case == "aoa_config_that_removes_what_feeds_a_target":
+        extra["aoa_config"] = {"aoa_statements": ["b -> _"]}
+    elif case == "aoa_config_that_gives_another_shape":
+        extra["aoa_config"] = {"aoa_statements": ["w^T -> w"]}
+    elif case == "ranks_disagree_about_aoa_config":
+        extra["aoa_config"] = {"aoa_statements": ["w -> w"] if rank else ["b -> b"]}
+    elif case == "aoa_config_on_one_rank":
+        extra["aoa_config"] = {"aoa_statements": ["w -> w"]} if rank else None
     elif case == "coordinator_out_of_range":
         extra["coordinator_rank"] = 2
     elif case == "ranks_disagree_about_strict":
@@ -229,6 +237,10 @@ TARGETS = (
     "marked_is_distributed",
     "dist_tensor",
     "aoa_config",
+    "aoa_config_that_removes_what_feeds_a_target",
+    "aoa_config_that_gives_another_shape",
+    "ranks_disagree_about_aoa_config",
+    "aoa_config_on_one_rank",
     "coordinator_out_of_range",
     "ranks_disagree_about_strict",
     "unknown_policy",

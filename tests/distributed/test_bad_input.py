@@ -45,7 +45,13 @@ TARGETS = {
     "name_is_no_string": ["names that are strings", "got 3"],
     "marked_is_distributed": ["is_distributed", "key 'b'", "Remedy: use model.sharded_state_dict()"],
     "dist_tensor": ["DistTensor", "key 'b'", "Remedy"],
-    "aoa_config": ["aoa_config is not available", "Remedy"],
+    "aoa_config": ["[rank 0, 1] AOA statement 2", "'nowhere'", "w, nowhere -> w, axis=0", "Remedy"],
+    "aoa_config_that_removes_what_feeds_a_target": [
+        *("nothing feeds a target", "key 'b'", "rank 0", "rank 1", "expected", "got a statement removes", "Remedy"),
+    ],
+    "aoa_config_that_gives_another_shape": ["AOA statement 1: w^T -> w", "gives 'w'", "[6, 8]", "[8, 6]", "Remedy"],
+    "ranks_disagree_about_aoa_config": ["ranks disagree", "aoa_config", "Remedy"],
+    "aoa_config_on_one_rank": ["ranks disagree", "aoa_config", "null", "Remedy"],
     "coordinator_out_of_range": ["coordinator_rank counts within the process group, 0 to 1; got 2"],
     "ranks_disagree_about_strict": ["ranks disagree", "strict", "Remedy"],
     "unknown_policy": ["dtype is 'raise' or 'cast'; got 'ignore'"],
@@ -75,6 +81,8 @@ SAVES = {
     "part_cannot_be_written": ["[rank 1]", "No space left on device"],
     "commit_fails": ["[rank 0]", "Input/output error"],
 }
+#: Statements that mean nothing, or not what the targets are.
+ABOUT_STATEMENTS = {"aoa_config", "aoa_config_that_gives_another_shape"}
 #: Problems of the disk, and those that only the values show; the others are found before anything is done.
 NOT_VALIDATION = {
     *("data_file_truncated", "data_file_missing", "data_file_swapped", "bit_flipped_in_data"),
@@ -88,7 +96,8 @@ def check_error(results, case, fragments):
     assert errors[0] is not None, "nothing was said"
     assert errors[1] == errors[0], "the ranks do not say the same"
     kind, text = errors[0]
-    assert (kind == "ValidationError") == (case not in NOT_VALIDATION)
+    assert (kind == "AoaError") == (case in ABOUT_STATEMENTS)
+    assert (kind in ("ValidationError", "AoaError")) == (case not in NOT_VALIDATION)
     for fragment in fragments:
         assert fragment.format(path=results[0][case].get("path")) in text
     return kind

@@ -31,9 +31,10 @@ class Move:
 
 @dataclass(frozen=True)
 class Weighted:
-    """``w0 * A + w1 * B + ... + 0.5``, in float32; a constant without operands."""
+    """``w0 * A + w1 * B + ... + 0.5``, in float32, then rounded to ``dtype``; a constant without operands."""
 
     weights: tuple[float, ...]
+    dtype: str = "float32"
 
     def operand_boxes(self, box: Box) -> tuple[Box, ...]:
         return (box,) * len(self.weights)
@@ -43,7 +44,7 @@ class Weighted:
         for weight, operand in zip(self.weights, operands):
             assert operand.shape == box.shape
             result = result + np.float32(weight) * operand.astype(np.float32)
-        return result
+        return result.astype(dtype_of(self.dtype).numpy)
 
 
 @dataclass
@@ -115,8 +116,7 @@ class Program:
 
 
 def run_whole(node: Node, operands: list[np.ndarray]) -> np.ndarray:
-    result = node.step.run(Box((0,) * len(node.info.shape), node.info.shape), operands)
-    return result.astype(dtype_of(node.info.dtype).numpy)
+    return node.step.run(Box((0,) * len(node.info.shape), node.info.shape), operands)
 
 
 def window(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice, ...]:
@@ -214,9 +214,9 @@ class Maker:
         for i in range(self.pick.integer(0, 2)):
             operands.append(f"{name}/{len(self.program.regions[name])}.{i}")
             self.target(operands[-1], shape, self.pick.choice(DTYPES), depth - 1, keep=False)
-        step = Weighted(tuple(float(self.pick.integer(1, 7)) / 4 for _ in operands))
-        info = TensorInfo(shape, self.pick.choice(("float32", "bfloat16")))
-        self.program.nodes.append(Node(step, info, tuple(operands)))
+        result = self.pick.choice(("float32", "bfloat16"))
+        step = Weighted(tuple(float(self.pick.integer(1, 7)) / 4 for _ in operands), result)
+        self.program.nodes.append(Node(step, TensorInfo(shape, result), tuple(operands)))
         self.program.regions[name].append(Region(offset, extents, len(self.program.nodes) - 1, first, tuple(axes)))
 
 

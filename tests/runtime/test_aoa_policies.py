@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt import aoa
-from paddle_flexckpt.aoa import Node, Region, TensorInfo
+from paddle_flexckpt.aoa import AoaError, Node, Region, TensorInfo
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.merged import load_merged_state_dict
@@ -64,12 +64,12 @@ def weight(key, tensor, aliases=(), fused=None) -> ShardedWeight:
 
 
 def test_another_shape_or_dtype_is_an_error_that_names_the_statement(move):
-    mapping = renames(w="a", v="a").mapping(provenance={"w": "a{0} -> w"})
+    mapping = renames(w="a", v="a").mapping(provenance={"w": "AOA statement 1: a{0} -> w"})
     target = {"w": np.zeros(3, dtype=np.float32), "v": np.zeros(2, dtype=ml_dtypes.bfloat16)}
     with pytest.raises(ValidationError) as caught:
         move(mapping, state(a=[1, 2]), target)
     text = str(caught.value)
-    assert 'expected [3] (target); got AOA gives [2] (statement "a{0} -> w")' in text
+    assert "expected [3] (target); got AOA gives [2] (AOA statement 1: a{0} -> w)" in text
     assert "expected bfloat16 (target); got AOA gives float32. Remedy" in text
     assert not target["w"].any()
 
@@ -86,7 +86,7 @@ def test_dtypes_are_cast_where_that_is_allowed_and_keeps_their_meaning(move):
 def test_a_target_that_nothing_feeds_is_missing(move):
     mapping = renames(w="a").mapping(removed=frozenset({"a", "b"}), unfed=frozenset({"b"}))
     source, target = state(a=[1, 2], b=[3, 4]), state(w=[0, 0], b=[0, 0])
-    with pytest.raises(ValidationError, match="no such key.*key 'b'.*an AOA statement removed"):
+    with pytest.raises(ValidationError, match="nothing feeds a target .key 'b'.*a statement removes.*Remedy"):
         move(mapping, source, target)
     report = move(mapping, source, target, strict=False)
     assert (report.missing, report.unexpected, target["w"].tolist()) == (["b"], [], [1, 2])
@@ -142,6 +142,39 @@ def test_a_name_that_statements_define_or_remove_is_not_the_source_of_that_name(
     mapping = renames(w="a").mapping(removed=frozenset({"embed"}))
     with pytest.raises(ValidationError, match="no such key.*'head'"):
         move(mapping, state(a=[1, 2], embed=[3, 4]), {"head": weight("head", target, ("embed",))})
+
+
+def test_a_name_that_nothing_feeds_is_looked_for_under_the_names_that_statements_feed(move):
+    """The states of a tied parameter stand under one of its names only."""
+    made = renames(embed="a")
+    unfed = {"head": "AOA statement 2: other -> head: the source has no key 'x'"}
+    source = state(a=[1, 2], head=[3, 4], other=[5, 6])
+    target = np.zeros(2, dtype=np.float32)
+    # "other" is the source's own, which the statements do not speak of.
+    tied = weight("head", target, ("other", "gone", "embed"))
+    mapping = made.mapping(unfed=frozenset({"head", "gone"}), provenance=unfed)
+    report = move(mapping, source, {"head": tied})
+    assert (report.aliases, target.tolist()) == ({"head": "embed"}, [1, 2])
+    for options in ({"tied_names": False}, {}):
+        aliases = ("embed",) if options else ("other", "gone")
+        with pytest.raises(ValidationError, match="nothing feeds.*'head'.*got AOA statement 2: other -> head: the sou"):
+            move(mapping, source, {"head": weight("head", target, aliases)}, **options)
+
+
+def test_why_nothing_feeds_a_target_is_said(move):
+    config = {"aoa_statements": ["a -> w, scale=2.0"]}
+    source = state(**{"a": [1, 2], "a.moment1_0": [3, 4], "w.moment1_0": [5, 6]})
+    target = state(**{"w": [0, 0], "w.moment1_0": [7, 8]})
+    with pytest.raises(ValidationError) as caught:
+        move(config, source, target)
+    text = str(caught.value)
+    assert "nothing feeds a target (key 'w.moment1_0', rank 0)" in text
+    assert "got AOA statement 1: a -> w, scale=2.0: the parameter is computed element by element" in text
+    assert text.count("Remedy:") == 1
+    assert 'states="moment1_0"' in text
+    assert not target["w"].any()
+    assert move(config, source, target, strict=False).missing == ["w.moment1_0"]
+    assert (target["w"].tolist(), target["w.moment1_0"].tolist()) == ([2, 4], [7, 8])
 
 
 def test_masters_are_reported_cast_and_leave_nothing_over(move):
@@ -209,6 +242,53 @@ def test_a_swap_in_place_is_refused():
     assert [target[key].tolist() for key in "abc"] == [[3, 4], [1, 2], [5, 6]]
 
 
+def test_a_target_that_statements_leave_in_place_may_be_its_source():
+    """Identities share memory with their sources, as without statements; nothing else does."""
+    rng = np.random.default_rng(0)
+
+    def run(*statements, **change):
+        tensors = {key: rng.standard_normal((2, 3)).astype(np.float32) for key in ("a", "b", "c")}
+        tensors["unit"] = rng.standard_normal((1, 3, 1)).astype(np.float32)
+        tensors["scalar"] = np.asarray(rng.standard_normal(), dtype=np.float32)
+        before = {key: value.copy() for key, value in tensors.items()}
+        target = {**tensors, **{key: np.zeros_like(tensors[key]) for key in change}}
+        config = {"aoa_statements": list(statements)}
+        SimulatedWorld(1).run(lambda comm: reshard_sharded_state_dict(tensors, target, comm, aoa_config=config))
+        return before, target
+
+    before, after = run("a -> a", "scalar -> scalar", 'unit -> unit, permute="[2, 1, 0]"', "b, c -> c, b", b=1, c=1)
+    for key, source in {"a": "a", "unit": "unit", "scalar": "scalar", "b": "c", "c": "b"}.items():
+        assert after[key].tobytes() == before[source].tobytes()
+    for statement in (
+        "b -> a",
+        "a -> a, scale=2.0",
+        'a -> a, permute="[1, 0]", reshape="[2, 3]"',
+        'a -> a, slice="[0:1]", pad="[[0, 1], [0, 0]]", fill=0',
+        'a -> a, slice="[1:2]", pad="[[0, 1], [0, 0]]", fill="keep"',
+        'a -> x, dtype="bfloat16"\nx -> a, dtype="float32"',
+    ):
+        with pytest.raises(ValidationError, match="'a as AOA makes it'.*memory of source a "):
+            run(statement)
+
+
+def test_a_tied_target_in_the_memory_of_a_source_that_it_does_not_come_from_is_refused():
+    """Its own name is no statement's target, but what is moved into it is another tensor."""
+    tensors, fresh = state(head=[1, 2], a=[3, 4]), np.zeros(2, dtype=np.float32)
+    mapping = renames(embed="a", x="head").mapping(unfed=frozenset({"head"}))
+    for memory in (tensors["head"], fresh):
+        target = {"head": weight("head", memory, ("embed",)), **state(x=[0, 0])}
+
+        def job(comm, target=target):
+            return reshard_sharded_state_dict(tensors, target, comm, aoa_config=mapping)
+
+        if memory is fresh:
+            SimulatedWorld(1).run(job)
+            continue
+        with pytest.raises(ValidationError, match="'head as AOA makes it'.*memory of source head"):
+            SimulatedWorld(1).run(job)
+    assert (fresh.tolist(), tensors["head"].tolist()) == ([3, 4], [1, 2])
+
+
 def test_kept_elements_are_not_written_and_are_reported(move):
     made = renames(t="a")
     made.moves["t"] = [Move((1,), (1,), "a", (1,), (0,))]
@@ -225,8 +305,13 @@ def test_kept_elements_are_not_written_and_are_reported(move):
 
 
 def refusals(configs, compile_program=None):
+    """The texts of :func:`errors`."""
+    return [str(error) for error in errors(configs, compile_program)]
+
+
+def errors(configs, compile_program=None):
     """What both ways give on ranks with these configurations; every rank has to end with the same error."""
-    texts = []
+    found = []
     with pytest.MonkeyPatch.context() as patch, memory_directory() as path:
         if compile_program is not None:
             patch.setattr(aoa, "compile_program", compile_program, raising=False)
@@ -243,9 +328,9 @@ def refusals(configs, compile_program=None):
             outcomes = SimulatedWorld(len(configs)).run_all(job)
             assert all(isinstance(outcome, ValidationError) for outcome in outcomes), outcomes
             assert len({id(outcome) for outcome in outcomes}) == len(configs), "a rank was left waiting"
-            (text,) = {str(outcome) for outcome in outcomes}
-            texts.append(text)
-    return texts
+            assert len({(type(outcome), str(outcome)) for outcome in outcomes}) == 1
+            found.append(outcomes[0])
+    return found
 
 
 def test_ranks_have_to_be_given_the_same_statements():
@@ -290,6 +375,25 @@ def test_a_program_that_does_not_fit_is_the_same_error_on_every_rank():
         assert text.endswith("[rank 0, 1, 2] statement 1 does not fit")
 
 
+def test_a_malformed_program_is_an_aoa_error_on_every_rank():
+    for outcome in errors([{"aoa_statements": ["w -> -> w"]}] * 2):
+        assert type(outcome) is AoaError
+        assert "[rank 0, 1] AOA statement 1, column" in str(outcome)
+
+
+def test_ranks_have_to_want_one_dtype_of_what_statements_make():
+    def job(comm):
+        dtype = ml_dtypes.bfloat16 if comm.position else np.float32
+        target = {"v": np.zeros(2, dtype=dtype), "w": np.zeros(2, dtype=dtype)}
+        config = {"aoa_statements": ["w -> v"]}
+        return reshard_sharded_state_dict(state(w=[1, 2]), target, comm, aoa_config=config, dtype="cast")
+
+    outcomes = SimulatedWorld(2).run_all(job)
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    assert "different dtypes (key 'v'); expected one dtype; got ['bfloat16', 'float32']" in str(outcomes[0])
+    assert "'w'" not in str(outcomes[0])  # which is the source's own
+
+
 def test_a_configuration_that_is_none_is_an_error_on_every_rank():
     for text in refusals([{"aoa_statements": ["w -> w"]}, {"statements": []}]):
         assert "[rank 1] aoa_config has unknown keys ['statements']" in text
@@ -318,40 +422,22 @@ def checkpoint():
         yield path
 
 
-def merged(path, mapping, **options):
+def merged(path, *statements, **options):
     pytest.importorskip("paddle")
-    targets = []
-
-    def compile_program(aoa_config, source, target, *, master_weights):
-        targets.append(target)
-        return mapping
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(aoa, "compile_program", compile_program, raising=False)
-        found = load_merged_state_dict(path, aoa_config={"aoa_statements": ["..."]}, **options)
-    assert targets == [None]
+    found = load_merged_state_dict(path, aoa_config={"aoa_statements": list(statements)}, **options)
     return {key: HostTensor(tensor).array.tolist() for key, tensor in found.items()}
-
-
-def merged_program():
-    made = renames(**{"m.t": "a", "b": "a"})
-    made.tensors["m.u"] = TensorInfo((2,), "float32")
-    made.regions["m.u"] = [Region((0,), (2,), 0, (0,), (0,))]
-    made.tensors["#0"], made.moves["#0"] = TensorInfo((2,), "float32"), [Move((0,), (2,), "b", (0,), (0,))]
-    made.nodes.append(Node(Weighted((2.0,)), TensorInfo((2,), "float32"), ("#0",)))
-    return made
 
 
 @pytest.mark.paddle
 def test_a_merged_load_gives_what_statements_define_and_what_they_do_not_touch(checkpoint):
-    mapping = merged_program().mapping(removed=frozenset({"gone"}))
-    assert merged(checkpoint, mapping) == {"b": [1, 2], "m.t": [1, 2], "m.u": [6.5, 8.5], "plain": [7]}
-    assert merged(checkpoint, mapping, prefix="m") == {"t": [1, 2], "u": [6.5, 8.5]}
+    program = ("a -> m.t", "b -> m.u, scale=2.0", "a -> b", "gone -> _")
+    assert merged(checkpoint, *program) == {"b": [1, 2], "m.t": [1, 2], "m.u": [6, 8], "plain": [7]}
+    assert merged(checkpoint, *program, prefix="m") == {"t": [1, 2], "u": [6, 8]}
+    assert merged(checkpoint, *program, prefix="extra_state") == {}
+    assert merged(checkpoint, "a -> _", "b -> _", "gone -> _", "plain -> _") == {}
 
 
 @pytest.mark.paddle
 def test_a_merged_load_has_nothing_to_keep(checkpoint):
-    made = merged_program()
-    made.moves["b"], made.regions["b"] = [], [Region((0,), (2,))]
-    with pytest.raises(ValidationError, match="keep what a target has.*'b'.*Remedy.*fill=0"):
-        merged(checkpoint, made.mapping())
+    with pytest.raises(ValidationError, match="keep what a target has.*'b'.*AOA statement 1.*Remedy.*fill=0"):
+        merged(checkpoint, 'b -> b, resize="[3]", fill="keep"')

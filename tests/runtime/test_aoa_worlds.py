@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt import aoa
-from paddle_flexckpt.runtime import work
+from paddle_flexckpt.execution import work
 from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.runtime.saver import save_state_dict

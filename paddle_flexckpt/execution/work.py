@@ -7,7 +7,7 @@ its first tile, then that of the next, so that few tiles are open at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,8 +16,8 @@ from paddle_flexckpt.algebra import Box, StridedCopy, row_major_strides
 from paddle_flexckpt.aoa import Mapping, Region, Step
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Problem, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.validate import row_boxes
+from paddle_flexckpt.execution.mapping import made_by
 from paddle_flexckpt.planning.requests import addresses
-from paddle_flexckpt.runtime.mapping import map_rows, numpy_dtype, rounded_rows, statement
 
 # Elements of a result that are computed at once: bounds the memory of operands and result.
 TILE_ELEMENTS = 4 << 20
@@ -31,7 +31,7 @@ class Tile:
         row: The row that it is a part of.
         step: How to compute it.
         box: The box in the computed tensor.
-        dtypes: What the result is rounded to, one after the other, before it is stored.
+        dtype: The result's element type; stored in another one it is cast once more.
         copy: From the result (row-major) to the storage of ``row``.
         operands: Scratch rows that hold its operands.
         shapes: Their shapes.
@@ -42,7 +42,7 @@ class Tile:
     row: int
     step: Step
     box: Box
-    dtypes: tuple[np.dtype, ...]
+    dtype: np.dtype
     copy: StridedCopy
     operands: tuple[int, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -74,17 +74,16 @@ class Work:
 
     def computed_keys(self, state: Catalog) -> list[str]:
         """Names of the targets, rows of ``state``, of which something is computed."""
-        rows = {int(self.origin[tile.row]) for tile in self.tiles if not isinstance(tile.step, _Same)}
+        rows = {int(self.origin[tile.row]) for tile in self.tiles}
         return sorted({state.key_name(row) for row in rows if row >= 0})
 
 
-def plan_work(catalog: Catalog, rows: np.ndarray, source: Catalog, mapping: Mapping | None) -> Work:
+def plan_work(catalog: Catalog, rows: np.ndarray, mapping: Mapping | None) -> Work:
     """What has to be filled for some of a rank's targets.
 
     Args:
         catalog: The rank's targets, under the names that the mapping or the source has for them.
         rows: The rows to fill.
-        source: All source shards.
         mapping: What the keys that it defines are made of.
 
     Raises:
@@ -93,7 +92,7 @@ def plan_work(catalog: Catalog, rows: np.ndarray, source: Catalog, mapping: Mapp
     own = catalog.take(rows)
     if mapping is None:
         return Work(own, rows)
-    return _Builder(own, rows, source, mapping).build()
+    return _Builder(own, rows, mapping).build()
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +105,6 @@ class _Place:
         offset: First element of the box that ``base`` belongs to.
         base: Position of that element in the row's storage.
         strides: Steps of the storage.
-        last: dtype in which the tensor is defined.
     """
 
     row: int
@@ -114,21 +112,10 @@ class _Place:
     offset: tuple[int, ...]
     base: int
     strides: tuple[int, ...]
-    last: np.dtype
 
     def at(self, offset: tuple[int, ...]) -> int:
         """Position of an element of the tensor in the row's storage."""
         return self.base + sum((o - first) * s for o, first, s in zip(offset, self.offset, self.strides))
-
-
-class _Same:
-    """The step that changes nothing but the dtype."""
-
-    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
-        return (box,)
-
-    def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
-        return operands[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,9 +135,8 @@ class _Regions:
 
 
 class _Builder:
-    def __init__(self, own: Catalog, rows: np.ndarray, source: Catalog, mapping: Mapping) -> None:
+    def __init__(self, own: Catalog, rows: np.ndarray, mapping: Mapping) -> None:
         self._own, self._rows, self._mapping = own, rows, mapping
-        self._rounded = rounded_rows(own, mapping, source)
         self._scratch = CatalogBuilder(int(own.rank[0]) if len(own) else 0)
         self._scratches = 0
         # Where each row comes from: the targets count from 0, scratch rows from -1 downwards.
@@ -158,13 +144,12 @@ class _Builder:
         self._tiles: list[Tile] = []
         self._kept: dict[int, list[StridedCopy]] = {}
         self._covered: dict[int, int] = {}
-        self._known: dict[tuple[str, bool], _Regions] = {}
-        self._map_rows = map_rows(mapping.maps)
+        self._known: dict[str, _Regions] = {}
 
     def build(self) -> Work:
         own, mapping = self._own, self._mapping
         touched = [bool(mapping.regions.get(name)) for name in own.keys]
-        busy = np.asarray(touched, dtype=bool)[own.key] | self._rounded
+        busy = np.asarray(touched, dtype=bool)[own.key]
         part, offset, shape = row_boxes(own, np.flatnonzero(busy))
         base, strides = addresses(own, np.flatnonzero(busy)[part], offset)
         order = np.argsort(part, kind="stable")
@@ -178,9 +163,8 @@ class _Builder:
             name, pad = own.key_name(row), own.width - int(own.ndim[row])
             for i in order[start[number] : start[number + 1]].tolist():
                 box = Box(tuple(offset[i, pad:].tolist()), tuple(shape[i, pad:].tolist()))
-                steps = tuple(strides[i, pad:].tolist())
-                place = _Place(here, name, box.offset, int(base[i]), steps, numpy_dtype(mapping, name))
-                self._visit(place, box, bool(self._rounded[row]))
+                place = _Place(here, name, box.offset, int(base[i]), tuple(strides[i, pad:].tolist()))
+                self._visit(place, box)
         return self._finished()
 
     def _add_row(self, number: int) -> int:
@@ -195,29 +179,21 @@ class _Builder:
         row = self._add_row(-self._scratches)
         if box.size and self._mapping.regions.get(name):
             strides = tuple(row_major_strides(np.asarray([box.shape], dtype=np.int64))[0].tolist())
-            place = _Place(row, name, box.offset, 0, strides, numpy_dtype(self._mapping, name))
-            self._visit(place, box, rounded=False)
+            self._visit(_Place(row, name, box.offset, 0, strides), box)
         return row
 
-    def _regions(self, name: str, rounded: bool) -> _Regions:
-        """Regions of a tensor; of one that is rounded on the way, what is moved is one too."""
-        known = self._known.get((name, rounded))
+    def _regions(self, name: str) -> _Regions:
+        known = self._known.get(name)
         if known is None:
-            ndim = len(self._mapping.tensors[name].shape)
-            regions = list(self._mapping.regions.get(name, ()))
-            if rounded:
-                maps = self._mapping.maps.take(np.arange(len(self._mapping.maps))[self._map_rows[name]])
-                for o, s in zip(maps.target_offset.tolist(), maps.target_shape.tolist()):
-                    o, s = o[len(o) - ndim :], s[len(s) - ndim :]
-                    regions.append(Region(tuple(o), tuple(s), _MOVED, tuple(o), tuple(range(ndim))))
+            ndim, regions = len(self._mapping.tensors[name].shape), self._mapping.regions.get(name, ())
             offset = np.asarray([r.offset for r in regions], dtype=np.int64).reshape(len(regions), ndim)
             shape = np.asarray([r.shape for r in regions], dtype=np.int64).reshape(len(regions), ndim)
-            known = self._known[name, rounded] = _Regions(tuple(regions), offset, offset + shape)
+            known = self._known[name] = _Regions(regions, offset, offset + shape)
         return known
 
-    def _visit(self, place: _Place, box: Box, rounded: bool) -> None:
+    def _visit(self, place: _Place, box: Box) -> None:
         """Plans what a box of a row has of computed and kept elements."""
-        for region, common in self._regions(place.name, rounded).meeting(box):
+        for region, common in self._regions(place.name).meeting(box):
             self._covered[place.row] = self._covered.get(place.row, 0) + common.size
             if region.node is not None:
                 self._compute(place, region, common)
@@ -227,7 +203,7 @@ class _Builder:
                     [
                         Problem(
                             f"a value is computed from what a target has, which statements cannot do"
-                            f"{statement(self._mapping, place.name)}",
+                            f"{made_by(self._mapping, place.name)}",
                             key=place.name,
                             remedy="say what new elements hold, as with fill=0",
                         )
@@ -239,14 +215,8 @@ class _Builder:
 
     def _compute(self, place: _Place, region: Region, common: Box) -> None:
         """Plans the tiles of a computed box."""
-        step: Step
-        names: tuple[str, ...]
-        dtypes: tuple[np.dtype, ...]
-        if region.node == _MOVED:
-            step, names, dtypes = _Same(), (place.name,), (place.last,)
-        else:
-            node = self._mapping.nodes[region.node or 0]
-            step, names, dtypes = node.step, node.operands, (dtype_of(node.info.dtype).numpy, place.last)
+        node = self._mapping.nodes[region.node or 0]
+        step, names, dtype = node.step, node.operands, dtype_of(node.info.dtype).numpy
         axes = region.target_axis
         offset = tuple(
             first + (common.offset[t] - region.offset[t] if t >= 0 else 0) for first, t in zip(region.node_offset, axes)
@@ -272,7 +242,7 @@ class _Builder:
                     place.row,
                     step,
                     box,
-                    dtypes,
+                    dtype,
                     StridedCopy(box.shape, 0, inner, target, strides),
                     tuple(open_rows[need] for need in wanted),
                     tuple(needed.shape for _, needed in wanted),
@@ -295,10 +265,6 @@ class _Builder:
         # Scratch is there for targets, so where there are no targets the order is empty too.
         origin = np.where(is_own, self._rows[np.maximum(order, 0)], -1) if len(order) else order
         return Work(catalog, origin, tuple(self._tiles), self._kept, covered)
-
-
-# Stands for a node: elements that are moved, but through scratch.
-_MOVED = -1
 
 
 def cut_tiles(box: Box, limit: int) -> Iterator[Box]:

@@ -1,0 +1,1 @@
+"""flexckpt: what can be done with a checkpoint without a cluster. Needs numpy, not Paddle."""

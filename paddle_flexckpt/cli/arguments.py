@@ -1,0 +1,34 @@
+"""Arguments that several commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from paddle_flexckpt.aoa.config import AoaConfig
+from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.storage import CheckpointDirectory
+
+
+def add_aoa(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Adds ``--aoa``."""
+    parser.add_argument(
+        "--aoa",
+        required=required,
+        metavar="CONFIG",
+        help="the AOA statements: a JSON or YAML file, or JSON itself; '-' reads JSON from standard input",
+    )
+
+
+def aoa_config(value: str) -> AoaConfig:
+    """What ``--aoa`` names."""
+    return sys.stdin.read() if value == "-" else value
+
+
+def catalog_of(path: str) -> Catalog:
+    """The shards of a checkpoint's newest save.
+
+    Raises:
+        CheckpointError: There is no checkpoint, or its manifest is damaged.
+    """
+    return CheckpointDirectory(path).read_manifest(None).catalog

@@ -1,0 +1,36 @@
+"""flexckpt export: a checkpoint as Hugging Face style safetensors files."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from paddle_flexckpt.cli.arguments import add_aoa, aoa_config
+from paddle_flexckpt.execution import export_safetensors
+
+
+def add_command(commands: Any) -> None:
+    """Adds the command's parser."""
+    parser = commands.add_parser("export", help="write whole tensors as safetensors files")
+    parser.add_argument("source", metavar="CHECKPOINT", help="directory of the checkpoint")
+    parser.add_argument("output", metavar="OUTPUT", help="directory to write; it must not exist, or be empty")
+    add_aoa(parser, required=False)
+    parser.add_argument("--prefix", help="only keys that start with this and a dot, which are taken off")
+    parser.add_argument("--states", action="store_true", help="write optimizer states too")
+    parser.add_argument(
+        "--max-file-bytes", type=int, default=5 << 30, help="largest size of one file, in bytes (default: 5 GiB)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> str:
+    """The text to print."""
+    report = export_safetensors(
+        options.source,
+        options.output,
+        None if options.aoa is None else aoa_config(options.aoa),
+        prefix=options.prefix,
+        states=options.states,
+        max_file_bytes=options.max_file_bytes,
+    )
+    return report.summary()

@@ -1,0 +1,9 @@
+"""Plans at work on numpy arrays: what a load fills and computes, piece by piece, and whole tensors without Paddle.
+
+Knows neither Paddle nor ranks that talk to each other: ``runtime`` puts live tensors and collectives around it.
+"""
+
+from paddle_flexckpt.execution.export import export_safetensors
+from paddle_flexckpt.execution.whole_tensors import iterate_tensors
+
+__all__ = ["export_safetensors", "iterate_tensors"]

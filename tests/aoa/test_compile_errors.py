@@ -1,0 +1,292 @@
+"""Messages of malformed programs; and no text makes the compiler fail in another way, or hang."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_flexckpt.aoa import AoaError, compile_program, invert
+from paddle_flexckpt.aoa.errors import MAX_LINE
+from paddle_flexckpt.aoa.lexer import TAGS
+from paddle_flexckpt.aoa.parser import ATTRIBUTES, MAX_NAMES
+from tests.aoa.small import catalog, compiled, numbered, room
+from tests.property import examples
+
+A = numbered(4, 6)
+SOURCE = {"a": A, "b": A, "z": numbered(), **{f"l.{i}.e.{j}": A for i in (0, 1) for j in (0, 2)}, "a.moment1_0": A}
+TARGET = {"x": room(4, 6), "y": room(4, 6), "x.moment1_0": room(4, 6)}
+
+
+def message(*texts: str) -> str:
+    with pytest.raises(AoaError) as caught:
+        compiled(texts, SOURCE, TARGET)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "column", "words"),
+    [
+        ("a - x", 3, "unexpected character '-'"),
+        ("a -> x y", 9, "expected ',' or '->'; got the end of the text"),
+        ("a -> x,", 8, "expected a name; got the end of the text"),
+        ("a x", 3, "expected ',' or '->'; got 'x'"),
+        ("-> x", 1, "expected a name; got '->'"),
+        ("a -> x, axis", 6, "axis= is needed to cut"),
+        ("a -> x, y, axis=first", 17, "expected a number or a quoted text after axis="),
+        ("a -> x, y, axis=1.5", 17, "axis cannot be '1.5'; expected a whole number"),
+        ('a -> x, y, axis="one"', 17, "axis cannot be 'one'; expected a whole number"),
+        ("a -> x, color=1", 9, "unknown attribute 'color'; attributes are axis, block"),
+        ("a -> x, axis=0, axis=1", 17, "attribute 'axis' is given twice"),
+        ("a -> x, copy, y", 15, "'y' is no tag, and names cannot follow attributes"),
+        ("a -> x^T", 6, r"x\^T cannot be assigned: it is a view. Remedy: transpose on the left, a\^T -> x"),
+        ("q[3:3] -> x", 1, r"q\[3:3\] names nothing"),
+        ("q[3 4] -> x", 5, "expected ':'"),
+        ("q[-1:4] -> x", 3, "expected a whole number"),
+        ('"" -> x', 1, "a name cannot be empty"),
+        ('"a -> x', 1, "unexpected character"),
+        ("0.weight -> x", 1, "put names .* that begin with a digit, between quotes"),
+        ("a -> x, y, axis=2", 12, r"axis 2 is out of range for shape \[4, 6\]"),
+        ("a, b -> x, axis=-3", 12, "axis -3 is out of range"),
+        ('a -> x, permute="[0, 0]"', 9, "permute of shape .* takes every axis from 0 to 1 once"),
+        ('a -> x, slice="[0:2:1]"', 9, "slice has to be like"),
+        ('a -> x, dtype="real"', 9, "dtype 'real' is not supported; supported are bool"),
+        ('a -> x, states=""', 9, "states needs names"),
+        ("a, b -> x, y, axis=0", 9, "2 names cannot become 2. Remedy: join them into one first"),
+        ("a, b -> x", 9, "axis= is needed to join"),
+        ("a -> x, y", 6, "axis= is needed to cut"),
+        ("a -> x, copy, stack", 15, "copy and stack exclude each other"),
+        ("a -> x, fused_ffn, fused_qkv", 20, "a statement has one fused layout"),
+        ("${L/2}.e -> x.$L", 1, r"expected \$\{NAME\+1\}"),
+        ("${L//0}.e -> x.$L", 1, "division by zero"),
+    ],
+)
+def test_the_place(text: str, column: int, words: str):
+    found = message("b -> y", text)
+    lines = found.split("\n")
+    assert lines[0].startswith(f"AOA statement 2, column {column}: "), lines[0]
+    assert lines[1] == f"    {text}"
+    # The mark stands under the column.
+    assert lines[2] == "    " + " " * (column - 1) + "^"
+    assert re.search(words, lines[0]), lines[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "none -> x",
+            "'none' is neither a source key nor assigned before; there are, for example, .*add the tag 'optional'",
+        ),
+        ("l.$LAYER_ID.f.$EXPERT_ID -> m.$LAYER_ID.$EXPERT_ID", "no source key or variable matches .*'l.0.e.0'"),
+        ("a -> x.$L", r"nothing on the left says which values \$L takes"),
+        ("_ -> _", "means nothing"),
+        ("_, a -> x", "'_' stands alone on the left"),
+        ("a -> _, x, axis=0", "'_' stands alone on the right"),
+        (
+            "a^T -> y",
+            r"gives 'y' the shape \[6, 4\]; expected \[4, 6\], as in the destination. Remedy: correct the statement",
+        ),
+        ("_ -> l.$L.new", "no destination key matches"),
+        ("a -> x, fused_qkv, num_heads=4, num_key_value_groups=2", "Remedy: if every rank holds"),
+        ("a -> x, fused_qkv_old", "fused_qkv_old needs num_heads=, a positive number; got nothing"),
+        ("a -> x, fused_qkv_old, num_heads=3, num_key_value_groups=2", r"num_heads \(3\) has to be a multiple"),
+        ("a, b, z -> x, fused_ffn", "fused_ffn takes"),
+    ],
+)
+def test_what_is_wrong_with_names(text: str, words: str):
+    found = message("b -> y", text)
+    assert found.startswith("AOA statement 2")
+    assert text in found
+    assert re.search(words, found), found
+
+
+def test_the_expansion_is_shown():
+    found = message("l.$LAYER_ID.e.$EXPERT_ID -> m.$LAYER_ID.$EXPERT_ID.x, m.$LAYER_ID.$EXPERT_ID.y, axis=1, "
+                    'sizes="[1, 2]"')  # fmt: skip
+    assert "    expanded to: l.0.e.0 -> m.0.0.x, m.0.0.y, axis=1, sizes" in found
+    # One mistake is told once, whatever the number of layers.
+    assert found.count("AOA statement") == 1
+    found = message("a -> q, k, v, fused_qkv, num_heads=5, num_key_value_groups=5")
+    assert "    expanded to: a -> q0,k0,v0,q1,k1,v1," in found
+    found = message("l.0.e.* -> x, stack, axis=5")
+    assert "    expanded to: l.0.e.0,l.0.e.2->x,stack,axis=5" in found
+    found = message("a, b^T -> x, axis=0")
+    assert "    expanded to: a,b_transpose_tmp->x,axis=0" in found
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(AoaError) as caught:
+        compiled(["a -", "b -> y", "q[2:1] -> x", "a -> x, axis=z"], SOURCE, TARGET)
+    assert [str(problem).split(":")[0] for problem in caught.value.problems] == [
+        "AOA statement 1, column 3",
+        "AOA statement 3, column 1",
+        "AOA statement 4, column 14",
+    ]
+    assert "3 problems" in str(caught.value)
+    with pytest.raises(AoaError) as caught:
+        compiled(["c -> x", "d -> y", "l.$L.v -> m.$L", "a, b -> y, axis=9"], SOURCE, TARGET)
+    assert len(caught.value.problems) == 4
+
+
+def test_what_follows_from_another_problem_is_not_told():
+    with pytest.raises(AoaError) as caught:
+        compiled(
+            ["c -> t", "t -> x", "x^T -> y", "l.$L.e.0 -> t.$L, axis=0, slice='[9]'", "t.$L -> u.$L"], SOURCE, TARGET
+        )
+    assert [str(problem).split(":")[0] for problem in caught.value.problems] == [
+        "AOA statement 1",
+        "AOA statement 4, column 27",
+    ]
+
+
+def test_thousands_of_problems_are_bounded():
+    with pytest.raises(AoaError) as caught:
+        compiled([f"c{i} -> x" for i in range(3000)], SOURCE, TARGET)
+    assert len(caught.value.problems) <= 100
+    assert len(str(caught.value)) < 20_000
+
+
+def test_long_lines_are_shortened():
+    names = ", ".join(f"name_{i}" for i in range(10_000))
+    found = message(f"{names} -> x, axis=0")
+    assert all(len(line) < MAX_LINE + 100 for line in found.split("\n"))
+    assert "name_9999 -> x, axis=0" in found
+
+
+def test_the_second_statement_of_a_text_has_its_own_columns():
+    found = message("a -> x b -> y, axis=0, permute='[5]'")
+    assert found.split("\n")[:3] == [
+        "AOA statement 1, column 17: " + found.split(": ", 1)[1].split("\n")[0],
+        "    b -> y, axis=0, permute='[5]'",
+        " " * 20 + "^",
+    ]
+
+
+HUGE = "9" * 30
+DIGITS = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "q[0:1000000000] -> x, axis=0",
+        f"q[0:{HUGE}] -> x, axis=0",
+        f"q[{DIGITS}:{DIGITS}1] -> x, axis=0",
+        f"a -> x, axis={HUGE}, repeat=2",
+        f"a -> x, y, axis={DIGITS}",
+        "a -> x, repeat=1000000000, axis=0",
+        f"a -> x, repeat={HUGE}, axis=0",
+        "a -> x, repeat=1000000000, axis=0, block=1",
+        "a -> t, repeat=30000, axis=0 t -> x, repeat=30000, axis=0",
+        f'a -> x, resize="[{HUGE}, -1]", fill=0',
+        f'a -> x, pad="[[{HUGE}, 0], [0, 0]]", fill=0',
+        'a -> x, pad="[[0, 99999999999], [0, 99999999999]]", fill=0',
+        f'a -> x, reshape="[{HUGE}, -1]"',
+        f'a -> x, permute="[{HUGE}, 0]"',
+        f'a -> x, slice="[{HUGE}:]"',
+        f'a -> x, slice="[{DIGITS}:]"',
+        f'a -> x, y, axis=0, sizes="[{HUGE}, -{HUGE}]"',
+        'a -> x, resize="[99999999, 60000]", fill=0, reshape="[60000, 99999999]"',
+        'a -> x, resize="[2000000011, 6]", fill=0, reshape="[6, 2000000011]"',
+        f'a, b -> x, dequant="fp8", block="[{HUGE}, {HUGE}]"',
+        f"a -> x, scale=1{'0' * 400}",
+        "a -> x, scale=1e999",
+        f'a, b -> x, sum, weights="[1{"0" * 400}, 1]"',
+        'a, b -> x, sum, weights="[1e999, 1]"',
+        f"_ -> x, fill=1{'0' * 400}",
+        f"_ -> x, fill={DIGITS}",
+        'a -> x, scale="{[]: 1}"',
+        'a -> x, scale="{{}}"',
+        'a -> x, scale="__import__(\'os\')"',
+        'a -> x, y, axis=0, sizes="' + "[" * 3000 + "]" * 3000 + '"',
+        'a -> x, scale="' + "-" * 100_000 + '1"',
+        "a -> q, k, v, fused_qkv, num_heads=1000000000, num_key_value_groups=1000000000",
+        f"a -> x, fused_qkv_old, num_heads={HUGE}, num_key_value_groups=1",
+        f"a -> q, k, v, fused_qkv, num_heads={MAX_NAMES}, num_key_value_groups={MAX_NAMES}",
+        f"l.$L.e.0 -> x.${{L+{DIGITS}}}",
+        f"l.${{L*{HUGE}}}.e.0 -> x.$L",
+        f"q[0:{MAX_NAMES}] -> x, axis=0",
+        "(" * 100_000,
+        "a, " * 50_000 + "-> x, axis=0",
+        "a -> x, " * 50_000,
+        "${" + "L" * 100_000,
+        "${L" + " " * 5_000 + "!}.w -> x",
+        "$" * 100_000,
+        "*" * 5_000 + " -> x",
+    ],
+)  # fmt: skip
+def test_huge_numbers_and_texts_are_refused_quickly(text: str):
+    started = time.process_time()
+    message(text)
+    # Far from what it takes (milliseconds, at most a second), and far from what a missing guard takes.
+    assert time.process_time() - started < 10
+
+
+PIECES = r"""
+a b x y z t _ * l q [ ] : -> -> -> , , , = ^T " ' # 0 1 -1 2.5 1e3 ${ } $L \$ $LAYER_ID_OFFSET "a" "a.b
+l.$L.e.* l.$L.e.$E m.$L.$E l.${L+1}.e.0 a.moment1_0 x.moment1_0 l.0.e.* q[0:2]
+axis=0 axis=1 axis=-1 repeat=2 block=2 fill=0 fill="keep" scale=2.0 num_heads=2 num_key_value_groups=1
+permute="[]" permute="[1,0]" reshape="[2,-1]" reshape="auto" slice="[0:2]" slice="[1]" pad="[[0,1],[1,0]]"
+resize="[5,5]" resize="auto" sizes="[1,-1]" sizes="auto" weights="[1,2]" dequant="fp8"
+dtype="bfloat16" src_dtype="float32" dst_dtype="float16" states="moment1_0" states="model"
+""".split()
+WORDS = st.sampled_from([*PIECES, "\n", " ", "-> x", "a ->", *sorted(TAGS), *sorted(ATTRIBUTES)])
+
+
+def survives(text: str) -> None:
+    for target in (TARGET, None):
+        catalogs = catalog(SOURCE), None if target is None else catalog(target)
+        for function in (compile_program, invert):
+            try:
+                function({"aoa_statements": [text]}, *catalogs)
+            except AoaError as error:
+                assert str(error)
+
+
+@examples(300)
+@given(st.lists(WORDS, max_size=14), st.sampled_from(["", " ", ", "]))
+def test_any_words(words: list[str], glue: str):
+    survives(glue.join(words))
+
+
+LEFTS = ["a", "b", "z", "a^T", "l.0.e.*", "l.$L.e.0", "l.$L.e.$E", "_", "a.moment1_0", "q[0:2]", "l.$L.e.*^T"]
+RIGHTS = ["x", "y", "t", "m.$L", "m.$L.$E", "_", "x.moment1_0", "t.${L-1}", "x[0:2]", "*"]
+LEFT = st.lists(st.sampled_from(LEFTS), min_size=1, max_size=3)
+RIGHT = st.lists(st.sampled_from(RIGHTS), min_size=1, max_size=3)
+FURTHER = st.lists(WORDS.filter(lambda word: word[0].isalpha() and ("=" in word or word in TAGS)), max_size=4)
+
+
+@examples(500)
+@given(st.lists(st.tuples(LEFT, RIGHT, FURTHER), min_size=1, max_size=3))
+def test_any_statements(statements: list[tuple[list[str], list[str], list[str]]]):
+    survives("\n".join(f"{', '.join(left)} -> {', '.join([*right, *more])}" for left, right, more in statements))
+
+
+@examples(200)
+@given(st.one_of(st.text(max_size=60), st.binary(max_size=60).map(lambda raw: raw.decode("latin-1"))))
+def test_any_characters(text: str):
+    survives(text)
+
+
+@examples(100)
+@given(
+    st.recursive(
+        st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=9)),
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=3),
+            st.dictionaries(
+                st.one_of(st.sampled_from(["aoa_statements", "aoa_config_reverse"]), st.integers()), inner, max_size=3
+            ),
+        ),
+        max_leaves=6,
+    )
+)
+def test_any_configuration(config: object):
+    try:
+        compile_program(config, catalog(SOURCE), catalog(TARGET))  # type: ignore[arg-type]
+    except AoaError as error:
+        assert str(error)

@@ -1,0 +1,139 @@
+"""The command line: what it prints, what it writes, and how it fails."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.cli.main import main
+from tests.execution.samples import save, values_of
+
+KINDS = {
+    "model.layers.0.w": ("float32", (4, 6)),
+    "model.layers.1.w": ("float32", (4, 6)),
+    "model.layers.0.w.moment1_0": ("float32", (4, 6)),
+    "model.norm": ("float32", (5,)),
+}
+CONFIG = json.dumps({"aoa_statements": ["model.layers.$LAYER_ID.w^T -> l.$LAYER_ID.weight"]})
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    values = values_of(KINDS)
+    path = tmp_path / "checkpoint"
+    save(str(path), values)
+    return str(path), values
+
+
+def printed(capsys, *arguments: str) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def failed(capsys, *arguments: str) -> str:
+    assert main(arguments) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def test_explain_tells_where_each_target_comes_from(checkpoint, capsys):
+    path, _ = checkpoint
+    text = printed(capsys, "explain", path, "--aoa", CONFIG, "--key", "l.1.weight")
+    assert text.splitlines() == [
+        "l.1.weight  float32 [6, 4]",
+        "  by AOA statement 1: model.layers.1.w^T -> l.1.weight",
+        "  [0:6, 0:4] <- model.layers.1.w [0:4, 0:6], axes (1, 0)",
+    ]
+    assert "model.norm" in printed(capsys, "explain", path, "--aoa", CONFIG)
+
+
+def test_explain_against_a_destination_lists_what_nothing_feeds(checkpoint, tmp_path, capsys):
+    path, _ = checkpoint
+    other = str(tmp_path / "other")
+    save(other, values_of({"l.0.weight": ("float32", (6, 4)), "new": ("float32", (3,))}))
+    text = printed(capsys, "explain", path, other, "--aoa", CONFIG)
+    assert "nothing feeds new: no such source key" in text
+    assert "nothing uses source key model.norm" in text
+
+
+def test_expand_writes_macros_out(checkpoint, capsys):
+    path, _ = checkpoint
+    lines = printed(capsys, "expand", path, "--aoa", CONFIG).splitlines()
+    assert lines[:3] == [
+        "# statement 1: model.layers.0.w^T->l.0.weight",
+        'model.layers.0.w -> model.layers.0.w_transpose_tmp, permute = "[]"',
+        "model.layers.0.w_transpose_tmp->l.0.weight",
+    ]
+
+
+def test_invert_prints_a_config(checkpoint, capsys):
+    text = printed(capsys, "invert", "--aoa", CONFIG)
+    assert json.loads(text) == {"aoa_statements": ["l.$LAYER_ID.weight^T -> model.layers.$LAYER_ID.w"]}
+
+
+def test_invert_takes_sizes_from_the_source(checkpoint, capsys):
+    path, _ = checkpoint
+    config = json.dumps({"aoa_statements": ['model.norm -> n, resize="[8]", fill=0']})
+    assert "give invert() the source" in failed(capsys, "invert", "--aoa", config)
+    text = printed(capsys, "invert", "--aoa", config, "--source", path)
+    assert json.loads(text)["aoa_statements"] == ['n -> model.norm, resize="[5]"']
+
+
+def test_a_config_is_a_file_or_standard_input(checkpoint, tmp_path, capsys, monkeypatch):
+    path, _ = checkpoint
+    file = tmp_path / "aoa.yaml"
+    file.write_text("aoa_statements:\n  - model.norm -> n\n")
+    assert "n  float32 [5]" in printed(capsys, "explain", path, "--aoa", str(file), "--key", "n")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(CONFIG))
+    assert "l.0.weight" in printed(capsys, "explain", path, "--aoa", "-")
+
+
+def test_rules_lists_describes_and_prints(capsys):
+    assert "llama" in printed(capsys, "rules")
+    assert "variants" in json.loads(printed(capsys, "rules", "llama"))
+    fused = printed(
+        capsys, "rules", "llama", "--variant", "fused", "--set", "num_heads=8", "--set", "num_key_value_groups=2"
+    )
+    assert any("num_heads=8" in text for text in json.loads(fused)["aoa_statements"])
+
+
+def test_export_writes_what_the_statements_make(checkpoint, tmp_path, capsys):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    path, values = checkpoint
+    output = str(tmp_path / "out")
+    assert "exported 3 tensors" in printed(capsys, "export", path, output, "--aoa", CONFIG)
+    written = safetensors.load_file(f"{output}/model.safetensors")
+    assert set(written) == {"l.0.weight", "l.1.weight", "model.norm"}
+    for i in range(2):
+        assert written[f"l.{i}.weight"].tobytes() == np.ascontiguousarray(values[f"model.layers.{i}.w"].T).tobytes()
+
+
+def test_failures_are_one_message_on_stderr(checkpoint, tmp_path, capsys):
+    path, _ = checkpoint
+    assert "flexckpt explain: " in failed(capsys, "explain", str(tmp_path / "none"), "--aoa", CONFIG)
+    bad = json.dumps(["model.layers.$LAYER_ID.x -> y.$LAYER_ID"])
+    assert "no source key or variable matches" in failed(capsys, "explain", path, "--aoa", bad)
+    assert "neither JSON nor a file" in failed(capsys, "explain", path, "--aoa", "nowhere.json")
+    assert "NAME=VALUE" in failed(capsys, "rules", "llama", "--variant", "plain", "--set", "num_heads")
+    assert "there is no target key 'x'" in failed(capsys, "explain", path, "--aoa", CONFIG, "--key", "x")
+    with pytest.raises(SystemExit) as usage:
+        main(["nonsense"])
+    assert usage.value.code == 2
+
+
+def test_it_starts_without_paddle():
+    code = "import sys, paddle_flexckpt.cli.main; print('paddle' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_python_m_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "paddle_flexckpt", "--version"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.startswith("flexckpt ")

@@ -1,0 +1,1 @@
+"""Tests of the runtime: tensors, states, policies, carriers and communicators."""
