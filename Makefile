@@ -67,11 +67,13 @@ format: $(TEST_STAMP) ## rewrite the sources in the format that lint asks for
 	@$(BIN)/python -m ruff format .
 
 .PHONY: bench
-bench: $(TEST_STAMP) ## measure planning at scale and compare with Paddle's own checkpoint
+bench: $(TEST_STAMP) ## measure planning and compiling at scale and compare with Paddle's own checkpoint
 	@echo "[make] benchmarks/plan_scale.py"
 	@$(BIN)/python benchmarks/plan_scale.py
 	@echo "[make] benchmarks/describe.py"
 	@$(BIN)/python benchmarks/describe.py
+	@echo "[make] benchmarks/aoa_compile.py"
+	@$(BIN)/python benchmarks/aoa_compile.py
 	@echo "[make] benchmarks/against_paddle.py"
 	@$(BIN)/python benchmarks/against_paddle.py
 

@@ -146,6 +146,7 @@ class ExportReport:
         files: Names of the files of tensors, in order.
         keys: Tensors written.
         left_out: Optimizer states and tensors of extra state that were not asked for.
+        unfed: Keys that the AOA statements would make, if the checkpoint had what they need: states, with ``states``.
         total_bytes: Bytes of tensors written.
         bytes_read: Bytes of tensors read.
         bytes_verified: Bytes of these whose checksums were compared.
@@ -159,6 +160,7 @@ class ExportReport:
     files: list[str]
     keys: int
     left_out: int
+    unfed: list[str]
     total_bytes: int
     bytes_read: int
     bytes_verified: int
@@ -177,4 +179,6 @@ class ExportReport:
             f"exported {self.keys} tensors from {self.source} (id {self.unique_id}) to {files} in {self.output}: "
             f"{format_bytes(self.total_bytes)}, {total:.2f} s, {_rate(self.total_bytes, total)}"
         )
-        return text + (f", {self.left_out} states left out" if self.left_out else "")
+        if self.left_out:
+            text += f", {self.left_out} states left out"
+        return text + (f", nothing feeds {len(self.unfed)} keys such as {self.unfed[0]}" if self.unfed else "")

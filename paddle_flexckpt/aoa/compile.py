@@ -214,6 +214,7 @@ class _Compilation:
         """A scalar goes along with its parameter; where several parameters meet they have to agree."""
         states = self._program.source.states
         keys = [state_key(name, state) for name in dict.fromkeys(value.inputs) if state in states[name]]
+        keys = [key for key in keys if key not in self._program.removed]
         if not keys:
             raise NotFed(f"the source has no key {state_key(value.inputs[0], state)!r}")
         infos = {self._program.source.infos[key] for key in keys}

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from paddle_flexckpt.aoa.casts import COMPLEX, is_exact
+from paddle_flexckpt.aoa.compile import run_program
 from paddle_flexckpt.aoa.config import AoaConfig, read_config
 from paddle_flexckpt.aoa.errors import AoaError, Place, StatementError, describe_problem
 from paddle_flexckpt.aoa.invert_boxes import NoInverse, inverse_of_boxes
@@ -55,6 +56,9 @@ def invert(aoa_config: AoaConfig, source: Catalog | None = None, target: Catalog
     """
     config = read_config(aoa_config)
     statements = parse_program(config.statements)
+    if source is not None:
+        # What is wrong with the statements themselves is told in the user's own words, before they are taken apart.
+        run_program(aoa_config, source, target)
     if config.reverse:
         statements = inverted(statements, False, target, source)
     try:

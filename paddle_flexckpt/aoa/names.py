@@ -6,9 +6,8 @@ Matching every pattern against every key would take patterns times keys steps. I
 
 from __future__ import annotations
 
-import os.path
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -192,12 +191,12 @@ class KeyIndex:
         return ("".join(pieces) for form in forms for pieces in self._pieces.get(form, []))
 
     def keys_like(self, key: str, count: int = 3) -> list[str]:
-        """Some keys that look like a name, for messages: the same last component, and as much as possible of the rest."""
+        """Some keys that look like a name, for messages: the same last component, and the first ones if possible."""
         self._open(None)
         wanted = _DIGITS.sub("#", _PLACEHOLDER.sub("#", key))
         tail = wanted.rsplit(".", 1)[-1]
         alike = [form for form in self._pieces if form.endswith(tail)] or list(self._pieces)
-        alike.sort(key=lambda form: -len(os.path.commonprefix([form, wanted])))
+        alike.sort(key=lambda form: -_shared(form.split("."), wanted.split(".")))
         return [next(self._names(form)) for form in alike[:count]]
 
     def bindings(self, template: Template, known: Mapping[str, int] | None = None) -> list[tuple[int, ...]]:
@@ -271,6 +270,11 @@ class KeyIndex:
             if match:
                 found.append((tuple(int(text) for text in match.groups()), key))
         return [key for _, key in sorted(found)]
+
+
+def _shared(first: Sequence[str], second: Sequence[str]) -> int:
+    """How many components two names have in common at their beginnings."""
+    return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
 
 
 def _solve(names: tuple[str, ...], slots: list[tuple[Placeholder, str]]) -> tuple[int, ...] | None:

@@ -85,11 +85,11 @@ class Program:
         self.source = source
         self.target = target
         self.operations = Operations()
-        self.states = StateView(source)
         self.values: dict[str, Value] = {}
         self.state_values: dict[str, dict[str, Value]] = {}
         self.origins: dict[str, Origin] = {}
         self.removed: set[str] = set()
+        self.states = StateView(source, self.removed)
         self.read: set[str] = set()
         self.infos: dict[int, dict[Ids, tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]]] = {}
         self.parts: dict[tuple[int, Ids], tuple[int, int]] = {}
@@ -173,10 +173,10 @@ class Program:
                     names = [format_name(ids) for format_name in left], [format_name(ids) for format_name in right]
                     assigned += self._assignments(rule, Origin(rule, ids), *names)
             except StatementError as error:
-                names = [format_name(ids) for format_name in right]
-                self._poisoned.update(names)
+                lost = [format_name(ids) for format_name in right]
+                self._poisoned.update(lost)
                 # Statements about what could not be assigned find it, and are left out.
-                for name, template in zip(names, rule.right):
+                for name, template in zip(lost, rule.right):
                     self._index.add([name], template)
                 # The other instances of a rule have the same problem as its first one.
                 if len(self._problems) == before:
@@ -295,7 +295,7 @@ class Program:
             return self._fill(rule, right[0], state)
         known = []
         for name in left:
-            value = self._lookup(name, state)
+            value = self._lookup(name, state, not rule.statement.has("states"))
             if value is None:
                 if rule.is_optional:
                     return None
@@ -321,16 +321,20 @@ class Program:
         infos = tuple(v.structure.info for v in left), tuple(v.structure.info for v in right)
         self.infos.setdefault(rule.place.number, {})[ids] = infos
 
-    def _lookup(self, name: str, state: str | None) -> Value | None:
+    def _lookup(self, name: str, state: str | None, by_key: bool) -> Value | None:
+        """What a name stands for; ``by_key``: the statement has the name of the state itself."""
         if state is not None:
             value = self.state_values.get(state, {}).get(name)
             if value is not None:
                 return value
-            value = self._find(name)
-            if value is None:
-                return None
+            info = self.source.states.get(name, {}).get(state)
+            if by_key and info is not None:
+                return Value(source_structure(info).structure, (state_key(name, state),))
+            if name not in self.values:
+                info = self.source.states.get(name, {}).get(state)
+                return None if info is None else Value(source_structure(info).structure, (state_key(name, state),))
             try:
-                return self.states.value(value, state)
+                return self.states.value(self.values[name], state)
             except NotFed:
                 return None
         return self._find(name)
@@ -379,6 +383,12 @@ class Program:
         """The value of ``_ -> name``, or None where there is no such destination key."""
         states = {} if self.target is None else self.target.states.get(name, {})
         if not states or (state is not None and state not in states):
+            if self.target is not None and rule.statement.has("fill") and not rule.is_optional:
+                raise StatementError(
+                    f"the destination has no key {state_key(name, state or '')!r} to fill. Remedy: correct the name, "
+                    "or add the tag 'optional'",
+                    rule.statement.right[0].column,
+                )
             return None
         info = states[state] if state is not None else self.target.base_info(name)  # type: ignore[union-attr]
         try:

@@ -39,7 +39,7 @@ class Rule:
     placeholders: tuple[str, ...]
     states: tuple[str, ...] | None
     _expansions: dict[tuple[int, int], tuple[Statement, ...]] = field(default_factory=dict)
-    _results: dict[tuple[object, ...], list[tuple[Structure, tuple[int, ...]]]] = field(default_factory=dict)
+    _results: dict[tuple[object, ...], list[tuple[Structure, tuple[int, ...] | None]]] = field(default_factory=dict)
 
     @cached_property
     def is_optional(self) -> bool:
@@ -88,11 +88,12 @@ class Rule:
         if results is None:
             results = self._results[key] = self._compute(parts, left, shapes, operations)
         inputs = concatenated(left)
-        return [Value(structure, tuple(inputs[slot] for slot in slots)) for structure, slots in results]
+        return [Value(s, inputs if slots is None else tuple([inputs[i] for i in slots])) for s, slots in results]
 
     def _compute(
         self, parts: tuple[int, int], left: Sequence[Value], shapes: tuple[Shape | None, ...], operations: Operations
-    ) -> list[tuple[Structure, tuple[int, ...]]]:
+    ) -> list[tuple[Structure, tuple[int, ...] | None]]:
+        """The right names' structures, and which of all the left inputs each of them has; None: these, in order."""
         names: dict[str, Value] = {}
         first = 0
         for variable, value in zip(self.statement.left, left):
@@ -113,7 +114,8 @@ class Rule:
                     raise ExpandedError(str(error), simple.place.text) from error
                 raise
             names.update(zip((variable.name for variable in simple.right), values))
-        return [(v.structure, v.inputs) for v in (names[variable.name] for variable in self.statement.right)]
+        found = [names[variable.name] for variable in self.statement.right]
+        return [(value.structure, None if value.inputs == tuple(range(first)) else value.inputs) for value in found]
 
 
 class ExpandedError(StatementError):
@@ -215,7 +217,7 @@ def _without_tail(template: Template, length: int) -> Template:
 
 
 _TEXT_PLACEHOLDER = re.compile(
-    r"\$(?:\{([^}]*)\}|(LAYER_ID_OFFSET|LAYER_ID|EXPERT_ID|[A-Z][A-Z0-9]*(?:_[A-Z][A-Z0-9]*)*))"
+    r"\\?\$(?:\{([^}]*)\}|(LAYER_ID_OFFSET|LAYER_ID|EXPERT_ID|[A-Z][A-Z0-9]*(?:_[A-Z][A-Z0-9]*)*))"
 )
 
 
@@ -224,7 +226,7 @@ def instantiate(text: str, ids: Mapping[str, int]) -> str:
     arrow = text.find("->")
 
     def number(found: re.Match[str]) -> str:
-        ((part,),) = [[p for p in _parts(found.group()) if isinstance(p, Placeholder)]]
+        ((part,),) = [[p for p in _parts(found.group().lstrip("\\")) if isinstance(p, Placeholder)]]
         if part.name not in ids:
             return found.group()
         value = part.value(ids[part.name])

@@ -113,14 +113,16 @@ class Side:
         Flattened shards count with the box that they are a range of: sharding a state further is no cut.
 
         Args:
-            base: A parameter of this side.
+            base: A parameter of this side, or the key of a state.
             axis: Not negative.
         """
-        ndim = len(self.base_info(base).shape)
+        ndim = len((self.base_info(base) if base in self.states else self.infos[base]).shape)
         padded = self._catalog.width - ndim + axis
         if padded not in self._cuts:
             self._cuts[padded] = self._count_cuts(padded)
         cuts = self._cuts[padded]
+        if base not in self.states:
+            return cuts.get(base, (1, True))
         for state in (PARAMETER, *sorted(self.states[base])):
             info = self.states[base].get(state)
             if info is not None and len(info.shape) == ndim and int(np.prod(info.shape)) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -21,8 +22,10 @@ class NotFed(ValueError):
 class StateView:
     """Values of states, made from values of parameters."""
 
-    def __init__(self, source: Side) -> None:
+    def __init__(self, source: Side, removed: Collection[str]) -> None:
+        """Args: source: the source. removed: source keys that statements declare unused, as they become known."""
         self._source = source
+        self._removed = removed
         self._memo: dict[tuple[Structure, str, tuple[TensorInfo, ...]], Structure] = {}
 
     def value(self, value: Value, state: str, parameters_too: bool = False) -> Value:
@@ -51,6 +54,8 @@ class StateView:
             if found not in states:
                 raise NotFed(f"the source has no key {state_key(base, state)!r}")
             keys.append(state_key(base, found))
+            if keys[-1] in self._removed and found != PARAMETER:
+                raise NotFed(f"a statement removes the source key {keys[-1]!r}")
             infos.append(states[found])
         return Value(self._structure(value.structure, state, tuple(infos)), tuple(keys))
 

@@ -84,6 +84,7 @@ def export_safetensors(
         files=[file.name for file in files],
         keys=len(order),
         left_out=left_out,
+        unfed=sorted(mapping.unfed) if mapping is not None and states else [],
         total_bytes=sum(file.data_bytes for file in files),
         bytes_read=reader.count.bytes_read,
         bytes_verified=reader.count.bytes_verified,

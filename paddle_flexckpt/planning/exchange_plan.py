@@ -6,13 +6,13 @@ pieces' elements and nothing else. A rank plans its own targets, and those of ot
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.catalog import Catalog
-from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
+from paddle_flexckpt.planning.matching import Pieces, ShardMatcher, concat_pieces
 from paddle_flexckpt.planning.requests import positions
 
 
@@ -24,11 +24,16 @@ class ExchangePlan:
         local: Pieces whose source and target are both on this rank.
         outgoing: Pieces to send, by receiving rank.
         incoming: Pieces to receive, by sending rank.
+        repeated: What arrives with another piece, since two targets want the same elements: copies from that piece's
+            target, so that ``source`` is a row of the target catalog too. To be done when all has arrived.
+        repeated_bytes: What these pieces would have been as messages.
     """
 
     local: Pieces
     outgoing: dict[int, Pieces]
     incoming: dict[int, Pieces]
+    repeated: Pieces
+    repeated_bytes: int = 0
 
 
 def plan_exchange(
@@ -40,7 +45,8 @@ def plan_exchange(
 ) -> ExchangePlan:
     """Plans one rank's part of the exchange.
 
-    Bytes received are exactly those that the rank lacks: a piece that any source on the rank holds is local.
+    Bytes received are exactly those that the rank lacks: a piece that any source on the rank holds is local, and what
+    several targets of a rank want (the two uses of a tied weight) is sent once.
 
     Args:
         matcher: Matcher of the source catalog of all ranks.
@@ -52,7 +58,14 @@ def plan_exchange(
     rows = np.arange(len(target)) if rows is None else rows
     mine = matcher.match(target, rows[target.rank[rows] == rank], maps)
     sender = matcher.source.rank[mine.source]
-    incoming = {int(r): mine.take(sender == r) for r in np.unique(sender) if r != rank}
+    incoming, repeated, saved = {}, [], 0
+    itemsize = matcher.source.itemsize
+    for r in np.unique(sender[sender != rank]).tolist():
+        pieces = mine.take(sender == r)
+        incoming[r], again = _sent_once(pieces, matcher.source, target)
+        repeated.append(again)
+        sent = incoming[r]
+        saved += int((pieces.size * itemsize[pieces.source]).sum() - (sent.size * itemsize[sent.source]).sum())
 
     held = np.zeros(len(target.keys), dtype=bool)
     held_names = {matcher.source.keys[k] for k in np.unique(matcher.source.key[matcher.source.rank == rank])}
@@ -66,5 +79,38 @@ def plan_exchange(
     others = holder.match(target, rows[(target.rank[rows] != rank) & held[target.key[rows]]], maps)
     others = others.take(matcher.source.rank[others.source] == rank)
     receiver = target.rank[others.target]
-    outgoing = {int(r): others.take(receiver == r) for r in np.unique(receiver)}
-    return ExchangePlan(mine.take(sender == rank), outgoing, incoming)
+    outgoing = {
+        r: _sent_once(others.take(receiver == r), matcher.source, target)[0] for r in np.unique(receiver).tolist()
+    }
+    width = mine.extents.shape[1]
+    return ExchangePlan(mine.take(sender == rank), outgoing, incoming, concat_pieces(repeated, width), saved)
+
+
+def _sent_once(pieces: Pieces, source: Catalog, target: Catalog) -> tuple[Pieces, Pieces]:
+    """The pieces of one message without those that show the same elements again, and these as copies.
+
+    A copy starts from a target of the source's own dtype, or else of the same dtype as its own: nothing is rounded
+    that would not be.
+    """
+    nothing = pieces.take(np.zeros(0, dtype=np.int64))
+    order = np.lexsort((pieces.source_base, pieces.source))
+    start = np.stack([pieces.source, pieces.source_base])[:, order]
+    if not (start[:, 1:] == start[:, :-1]).all(axis=0).any():
+        return pieces, nothing
+    shown = np.column_stack([pieces.source, pieces.source_base, pieces.extents, pieces.source_strides])
+    region = np.unique(shown, axis=0, return_inverse=True)[1].reshape(-1)
+    number = np.asarray([target.dtypes.index(d) if d in target.dtypes else -1 for d in source.dtypes], dtype=np.int64)
+    dtype = target.dtype[pieces.target].astype(np.int64)
+    exact = number[source.dtype[pieces.source]] == dtype
+    has_exact = np.bincount(region, weights=exact) > 0
+    kind = np.where(has_exact[region], -1, dtype)
+    group = np.unique(np.column_stack([region, kind]), axis=0, return_inverse=True)[1].reshape(-1)
+    order = np.lexsort((np.arange(len(pieces)), ~exact, group))
+    first = np.concatenate([[True], group[order][1:] != group[order][:-1]])
+    primary = np.empty(len(pieces), dtype=np.int64)
+    primary[order] = order[first][np.cumsum(first) - 1]
+    is_primary = primary == np.arange(len(pieces))
+    again = pieces.take(~is_primary)
+    held = pieces.take(primary[~is_primary])
+    again = replace(again, source=held.target, source_base=held.target_base, source_strides=held.target_strides)
+    return pieces.take(is_primary), again

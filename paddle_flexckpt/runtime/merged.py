@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from paddle_flexckpt.execution.mapping import compile_mapping, outputs, stored
 from paddle_flexckpt.runtime.communicator import SoloCommunicator
 from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.storage import CheckpointDirectory
+
+logger = logging.getLogger("paddle_flexckpt")
 
 
 def load_merged_state_dict(
@@ -46,6 +49,9 @@ def load_merged_state_dict(
     # Extra state has to be asked for, by its prefix.
     there = stored(manifest.catalog, bool(start)) if mapping is None else outputs(mapping)
     tensors = {key: _empty(there[key]) for key in sorted(there) if key.startswith(start)}
+    if mapping is not None and mapping.unfed:
+        first = sorted(mapping.unfed)[0]
+        logger.warning(f"nothing feeds {len(mapping.unfed)} keys such as {first!r} ({mapping.provenance.get(first)})")
     program: Any = mapping  # compiled already; the tensors are what it makes
     load_state_dict(tensors, path, SoloCommunicator(), unique_id=manifest.unique_id, aoa_config=program)
     return {name[len(start) :]: tensor for name, tensor in tensors.items()}

@@ -330,7 +330,7 @@ def _plan(source: Catalog, checked: CheckedSources, target: Catalog, ready: _Pre
     covered = np.zeros(len(target), dtype=np.int64)
     if ready.work.covered is not None:
         covered[mine] = ready.work.covered
-    pieces = concat_pieces([plan.local, *plan.incoming.values()], plan.local.extents.shape[1])
+    pieces = concat_pieces([plan.local, *plan.incoming.values(), plan.repeated], plan.local.extents.shape[1])
     problems = uncovered_targets(pieces, target, mine, covered)
     if problems:
         raise ValidationError(problems)
@@ -376,6 +376,8 @@ def _exchange(
     )
     # After the exchange: a rank that failed before it would leave its peers waiting for its connections.
     copied = copy_pieces(plan.local, source_storage, target_storage)
+    copy_pieces(plan.repeated, target_storage, target_storage)
+    copied += plan.repeated_bytes
     memory.finish()
     itemsize = source.itemsize
     received = sum(int((p.size * itemsize[p.source]).sum()) for p in plan.incoming.values())

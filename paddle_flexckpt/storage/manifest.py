@@ -84,7 +84,8 @@ class Manifest:
         except (SafetensorError, ValueError, AttributeError, KeyError, RecursionError) as error:
             raise CorruptCheckpointError(f"{file} is damaged or not a manifest: {error}") from error
         if info.get("format") != "flexckpt" or "format_version" not in info:
-            raise CorruptCheckpointError(f"{file} is not a manifest of this library (format {info.get('format')!r})")
+            got = info.get("format")
+            raise CorruptCheckpointError(f"{file} is damaged or not a manifest of this library (format {got!r})")
         version = info["format_version"]
         if version != str(FORMAT_VERSION):
             raise ValidationError(

@@ -313,6 +313,11 @@ class TestNames:
         source = {f"l.{i}.w": A + i for i in (0, 3)}
         assert_equal(run([text], source, {f"m.{i}.w": room(4, 6) for i in (0, 3)}), {f"m.{i}.w": A + i for i in (0, 3)})
 
+    def test_an_escaped_dollar_beside_a_star(self):
+        source = {"l.0.e.1": A, "l.0.e.0": B}
+        got = run([r"l.\$LAYER_ID.e.* -> m.\$LAYER_ID, axis=0"], source, {"m.0": room(8, 6)})
+        assert_equal(got, {"m.0": np.concatenate([B, A])})
+
     def test_configurations(self, tmp_path):
         texts = ["a -> b"]
         config = {"aoa_statements": texts, "enable_traceback": True, "aoa_config_reverse": False}
@@ -497,6 +502,21 @@ class TestStates:
         target = {"out.w_0": room(6, 4), "out.w_0.moment1_0": room(6, 4)}
         got = run(["block.w_0^T -> out.w_0"], source, target)
         assert_equal(got, {"out.w_0": np.ascontiguousarray(A.T), "out.w_0.moment1_0": np.ascontiguousarray(B.T)})
+
+    def test_a_named_key_of_a_state_is_the_key_whatever_became_of_the_parameter(self):
+        """A variable that was assigned, or else a key of the source: so the state is not moved twice."""
+        source = {**self.states("a"), **self.states("b", start=50)}
+        texts = ["b^T -> a", "a.moment1_0^T -> c.moment1_0", "a^T -> d", "c.moment1_0^T -> e.moment1_0"]
+        target = {
+            "a.moment1_0": room(6, 4),
+            "c.moment1_0": room(6, 4),
+            "d.moment1_0": room(4, 6),
+            "e.moment1_0": room(4, 6),
+        }
+        moments = {n: source[f"{n}.moment1_0"] for n in "ab"}
+        expected = {"a.moment1_0": moments["b"].T, "c.moment1_0": moments["a"].T, "d.moment1_0": moments["b"],
+                    "e.moment1_0": moments["a"]}  # fmt: skip
+        assert_equal(run(texts, source, target), {key: np.ascontiguousarray(x) for key, x in expected.items()})
 
     @pytest.mark.parametrize("text", ["a.w_0 -> b", "a -> b.w_0", "a.w_0 -> b.moment1_0", "a.w_0, a -> b.w_0, axis=0"])
     def test_a_statement_is_not_about_a_parameter_and_a_state_at_once(self, text):

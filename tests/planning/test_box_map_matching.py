@@ -108,7 +108,12 @@ def check_exchange(case: Case) -> None:
         carry_out(plan.local, case.memory(), memory, written)
         wanted = [e[e >= 0] for e, shard in zip(case.expected(), case.target) if shard.rank == rank]
         lacking = sum(int((~case.held[rank][ids]).sum()) for ids in wanted)
-        assert sum(int(pieces.size.sum()) for pieces in plan.incoming.values()) == lacking
+        received = sum(int(pieces.size.sum()) for pieces in plan.incoming.values())
+        assert received + int(plan.repeated.size.sum()) == lacking
+        if wanted:
+            assert received >= int((~case.held[rank][np.unique(np.concatenate(wanted))]).sum())
+    for plan in plans:
+        carry_out(plan.repeated, memory, memory, written)
     for row, expected in enumerate(case.expected()):
         assert memory[row].tolist() == expected.tolist()
         assert written[row].tolist() == (expected >= 0).astype(int).tolist()
@@ -202,3 +207,43 @@ def test_a_rank_looks_only_at_the_maps_that_its_shards_serve():
     assert {rank: pieces.size.tolist() for rank, pieces in plan.outgoing.items()} == {
         rank: [4] for rank in range(8) if rank != 3
     }
+
+
+def tied(dtype="float64"):
+    """Rank 0 holds an embedding; rank 1 wants it as it is and transposed."""
+    source = catalog_of([shard("e", (4, 3), 0)])
+    both = [Move((0, 0), (4, 3), "e", (0, 0), (0, 1)), Move((0, 0), (3, 4), "e", (0, 0), (1, 0))]
+    maps = box_maps(("emb", "head"), {"emb": both[:1], "head": both[1:]})
+    targets = [shard("emb", (4, 3), 1), replace(shard("head", (3, 4), 1), dtype=dtype)]
+    return source, targets, maps
+
+
+def test_what_two_targets_want_is_sent_once():
+    source, targets, maps = tied()
+    target = catalog_of(targets)
+    giver, taker = (plan_exchange(ShardMatcher(source), target, rank, maps=maps) for rank in (0, 1))
+    assert giver.outgoing[1].size.tolist() == taker.incoming[0].size.tolist() == [12]
+    assert (taker.repeated.size.tolist(), taker.repeated_bytes) == ([12], 96)
+    assert (len(giver.repeated), giver.repeated_bytes) == (0, 0)
+    memory, written = [np.zeros(12), np.zeros(12)], [np.zeros(12, dtype=int), np.zeros(12, dtype=int)]
+    carry_out(taker.incoming[0], [np.arange(12.0)], memory, written)
+    carry_out(taker.repeated, memory, memory, written)
+    assert (
+        memory[0].reshape(4, 3).tolist() == memory[1].reshape(3, 4).T.tolist() == np.arange(12.0).reshape(4, 3).tolist()
+    )
+
+
+@pytest.mark.parametrize("narrow", [0, 1])
+def test_a_copy_never_starts_from_a_rounded_target(narrow):
+    source, targets, maps = tied()
+    targets[narrow] = replace(targets[narrow], dtype="float32")
+    taker = plan_exchange(ShardMatcher(source), catalog_of(targets), 1, maps=maps)
+    assert taker.incoming[0].target.tolist() == [1 - narrow]
+    assert (taker.repeated.source.tolist(), taker.repeated.target.tolist()) == ([1 - narrow], [narrow])
+
+
+def test_targets_of_two_other_dtypes_are_both_sent():
+    source, targets, maps = tied("float16")
+    targets[0] = replace(targets[0], dtype="float32")
+    taker = plan_exchange(ShardMatcher(source), catalog_of(targets), 1, maps=maps)
+    assert (len(taker.incoming[0]), len(taker.repeated)) == (2, 0)

@@ -146,8 +146,10 @@ class World:
         assert set(collectives) == {RESHARD_COLLECTIVES}
         for rank, report in enumerate(reports):
             needed, lacked = self.costs(rank, lacking=False), self.costs(rank, lacking=True)
-            assert (report.bytes_needed, report.bytes_received) == (needed, lacked)
-            assert report.bytes_copied == needed - lacked
+            # What two targets want is received once: it can be less than every target by itself lacks.
+            assert report.bytes_needed == needed
+            assert report.bytes_received <= lacked
+            assert report.bytes_copied == needed - report.bytes_received
             self.check_report(rank, report)
         assert sum(report.bytes_sent for report in reports) == sum(report.bytes_received for report in reports)
 
