@@ -319,6 +319,7 @@ class TestNames:
         assert_equal(got, {"m.0": np.concatenate([B, A])})
 
     def test_configurations(self, tmp_path):
+        pytest.importorskip("yaml")
         texts = ["a -> b"]
         config = {"aoa_statements": texts, "enable_traceback": True, "aoa_config_reverse": False}
         (tmp_path / "aoa.json").write_text(json.dumps(config))

@@ -321,7 +321,7 @@ def every_number(dtype: str) -> np.ndarray:
         array = np.random.default_rng(1).integers(0, 2**63, 4000).astype(np.int64).view(target)
     if target.kind in "iub":
         return array
-    return np.where(np.isnan(array), np.ones((), target) * np.nan, array).astype(target)
+    return np.where(np.isnan(array), np.asarray(np.nan, target), array).astype(target)
 
 
 NAMES = ["bool", "uint8", "int8", "int16", "int32", "uint32", "int64", *FLOATS, "complex64", "complex128"]

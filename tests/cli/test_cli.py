@@ -86,6 +86,7 @@ def test_invert_takes_sizes_from_the_source(checkpoint, capsys):
 
 
 def test_a_config_is_a_file_or_standard_input(checkpoint, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("yaml")
     path, _ = checkpoint
     file = tmp_path / "aoa.yaml"
     file.write_text("aoa_statements:\n  - model.norm -> n\n")
@@ -112,6 +113,29 @@ def test_export_writes_what_the_statements_make(checkpoint, tmp_path, capsys):
     assert set(written) == {"l.0.weight", "l.1.weight", "model.norm"}
     for i in range(2):
         assert written[f"l.{i}.weight"].tobytes() == np.ascontiguousarray(values[f"model.layers.{i}.w"].T).tobytes()
+
+
+def test_rules_feed_an_export(tmp_path, capsys, monkeypatch):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    layer = "model.layers.0."
+    linear = {f"self_attn.{name}_proj.weight": (4, 6) for name in "qkvo"}
+    linear.update({f"mlp.{name}_proj.weight": (4, 6) for name in ("gate", "up", "down")})
+    norms = {name: (4,) for name in ("input_layernorm.weight", "post_attention_layernorm.weight")}
+    shapes = {f"{layer}{name}": shape for name, shape in {**linear, **norms}.items()}
+    shapes.update({"model.embed_tokens.weight": (8, 4), "model.norm.weight": (4,), "lm_head.weight": (4, 8)})
+    values = values_of({key: ("bfloat16", shape) for key, shape in shapes.items()})
+    path, output = str(tmp_path / "checkpoint"), str(tmp_path / "out")
+    save(path, values)
+    rules = printed(capsys, "rules", "llama", "--variant", "plain", "--direction", "to_hf")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(rules))
+    printed(capsys, "export", path, output, "--aoa", "-")
+    written = safetensors.load_file(f"{output}/model.safetensors")
+    assert set(written) == set(values)
+    for name in linear:
+        key = f"{layer}{name}"
+        assert written[key].view(np.uint16).tobytes() == np.ascontiguousarray(values[key].T).tobytes()
+    key = "model.embed_tokens.weight"
+    assert written[key].view(np.uint16).tobytes() == values[key].tobytes()
 
 
 def test_failures_are_one_message_on_stderr(checkpoint, tmp_path, capsys):
