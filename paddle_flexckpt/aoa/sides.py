@@ -42,9 +42,10 @@ _NUMBERED = re.compile(r".*_\d+")
 def split_state(key: str, keys: Mapping[str, object] | set[str]) -> tuple[str, str]:
     """A key as (parameter, state); the state of a parameter itself is :data:`PARAMETER`.
 
-    ``block.w_0`` may be the master weight of ``block`` or a parameter of that name. It is a parameter if it has a
-    state of its own and there is no ``block``; else it is a state. Names that no optimizer of Paddle uses are states
-    only of parameters that are there.
+    ``block.w_0`` may be the master weight of ``block`` or a parameter of that name. Without a ``block`` it is a
+    parameter if it has a state of its own, or if ``block`` ends with a number, as in the names that Paddle gives to
+    parameters (``linear_0.w_0``), and has no other state; else it is a state. Names that no optimizer of Paddle uses
+    are states only of parameters that are there.
 
     Args:
         key: The key.
@@ -57,9 +58,12 @@ def split_state(key: str, keys: Mapping[str, object] | set[str]) -> tuple[str, s
         return key, PARAMETER
     if base in keys:
         return base, state
-    if state in STATES and not any(f"{key}.{other}" in keys for other in STATES):
-        return base, state
-    return key, PARAMETER
+    if state not in STATES or any(f"{key}.{other}" in keys for other in STATES):
+        return key, PARAMETER
+    generated = state == MASTER and _NUMBERED.fullmatch(base.rpartition(".")[2])
+    if generated and not any(f"{base}.{other}" in keys for other in STATES if other != MASTER):
+        return key, PARAMETER
+    return base, state
 
 
 class Side:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.aoa import AoaError, compile_program, explain, unused_sources
+from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import CheckpointError
 from tests.aoa.small import assert_equal, catalog, compiled, numbered, room, run
 
@@ -771,3 +772,18 @@ def test_nothing_is_read_twice_for_what_is_moved_once():
     assert len(mapping.maps) == 1
     assert not mapping.nodes
     assert not mapping.regions
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "expected"),
+    [
+        (["linear_0.w_0", "linear_0.b_0"], "linear_0.w_0", ("linear_0.w_0", "")),
+        (["linear_0.w_0", "linear_0.w_0.w_0"], "linear_0.w_0.w_0", ("linear_0.w_0", "w_0")),
+        (["linear_0.w_0", "linear_0.moment1_0"], "linear_0.w_0", ("linear_0", "w_0")),
+        (["linear_0", "linear_0.w_0"], "linear_0.w_0", ("linear_0", "w_0")),
+        (["fc.weight.w_0"], "fc.weight.w_0", ("fc.weight", "w_0")),
+        (["m.linear_0.w_0"], "m.linear_0.w_0", ("m.linear_0.w_0", "")),
+    ],
+)
+def test_names_that_paddle_gives_to_parameters(keys, key, expected):
+    assert split_state(key, set(keys)) == expected
