@@ -116,5 +116,7 @@ def _axis(statement: Statement, ndim: int) -> int:
 
 def _even(parts: int, equal: bool, key: str) -> int:
     if not equal:
-        raise StatementError(f"{key!r} is cut into {parts} parts of different sizes; fused layouts need equal ones")
+        raise StatementError(
+            f"{key!r} is cut into {parts} or more parts of different sizes; fused layouts need equal ones"
+        )
     return parts

@@ -130,24 +130,27 @@ class Side:
         for state in (PARAMETER, *sorted(self.states[base])):
             info = self.states[base].get(state)
             if info is not None and len(info.shape) == ndim and int(np.prod(info.shape)) > 1:
-                return cuts[state_key(base, state)]
+                return cuts.get(state_key(base, state), (1, True))
         return 1, True
 
     def _count_cuts(self, axis: int) -> dict[str, tuple[int, bool]]:
         catalog = self._catalog
-        offset, extent = catalog.offset[:, axis], catalog.shape[:, axis]
-        cut = np.unique(np.stack([catalog.key, offset, extent], axis=1), axis=0)
-        cut = cut[cut[:, 2] > 0]
-        keys, start = np.unique(cut[:, 0], return_index=True)
-        stop = np.append(start[1:], len(cut))
-        smallest = np.minimum.reduceat(cut[:, 2], start) if len(cut) else np.zeros(0, dtype=np.int64)
-        largest = np.maximum.reduceat(cut[:, 2], start) if len(cut) else np.zeros(0, dtype=np.int64)
-        distinct = np.unique(cut[:, :2], axis=0)[:, 0]
-        offsets = np.searchsorted(distinct, keys, side="right") - np.searchsorted(distinct, keys, side="left")
-        even = (smallest == largest) & (offsets == stop - start)
+        filled = np.flatnonzero(catalog.shape[:, axis] > 0)
+        order = filled[np.argsort(catalog.key[filled], kind="stable")]
+        if not len(order):
+            return {}
+        keys, start = np.unique(catalog.key[order], return_index=True)
+        offset, extent = catalog.offset[order, axis], catalog.shape[order, axis]
+        total = catalog.global_shape[order[start], axis]
+        smallest, largest = np.minimum.reduceat(extent, start), np.maximum.reduceat(extent, start)
+        # The extents tell the number of parts, so that one rank's shards do as well as those of all.
+        aligned = np.logical_and.reduceat(offset % np.maximum(extent, 1) == 0, start)
+        equal = (smallest == largest) & (total % largest == 0) & aligned
+        # Uneven parts are counted for the message alone.
+        count = -(-total // largest)
         return {
-            catalog.keys[key]: (int(count), bool(equal))
-            for key, count, equal in zip(keys.tolist(), offsets.tolist(), even.tolist())
+            catalog.keys[key]: (number, even)
+            for key, number, even in zip(keys.tolist(), count.tolist(), equal.tolist())
         }
 
 

@@ -11,7 +11,7 @@ from paddle_flexckpt.catalog.errors import (
     Problem,
     ValidationError,
 )
-from paddle_flexckpt.catalog.keys import EXTRA_STATE
+from paddle_flexckpt.catalog.keys import EXTRA_STATE, without_extra_state
 from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 from paddle_flexckpt.catalog.replicas import ReplicaGroups, group_replicas
 from paddle_flexckpt.catalog.table import Catalog, CatalogBuilder, concat
@@ -35,4 +35,5 @@ __all__ = [
     "group_replicas",
     "validate_coverage",
     "validate_shards",
+    "without_extra_state",
 ]

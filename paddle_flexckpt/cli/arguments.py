@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from paddle_flexckpt.aoa.config import AoaConfig
-from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.catalog import Catalog, without_extra_state
 from paddle_flexckpt.storage import CheckpointDirectory
 
 
@@ -26,9 +26,9 @@ def aoa_config(value: str) -> AoaConfig:
 
 
 def catalog_of(path: str) -> Catalog:
-    """The shards of a checkpoint's newest save.
+    """The shards of a checkpoint's newest save, without a run's extra state.
 
     Raises:
         CheckpointError: There is no checkpoint, or its manifest is damaged.
     """
-    return CheckpointDirectory(path).read_manifest(None).catalog
+    return without_extra_state(CheckpointDirectory(path).read_manifest(None).catalog)

@@ -6,11 +6,9 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Union
 
-import numpy as np
-
 from paddle_flexckpt import aoa
 from paddle_flexckpt.aoa import AoaConfig
-from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
+from paddle_flexckpt.catalog import Catalog, ValidationError, without_extra_state
 from paddle_flexckpt.runtime.state import open_state
 from paddle_flexckpt.storage import CheckpointDirectory
 
@@ -63,6 +61,4 @@ def _catalog(tensors: Tensors) -> Catalog:
         raise ValidationError(
             [f"expected a checkpoint's directory, a state dict or a catalog; got a {type(tensors).__name__}"]
         )
-    catalog = CheckpointDirectory(os.fspath(tensors)).read_manifest(None).catalog
-    extra = np.asarray([key.startswith(EXTRA_STATE) for key in catalog.keys], dtype=bool)
-    return catalog.take(~extra[catalog.key]) if extra.any() else catalog
+    return without_extra_state(CheckpointDirectory(os.fspath(tensors)).read_manifest(None).catalog)

@@ -787,3 +787,14 @@ def test_nothing_is_read_twice_for_what_is_moved_once():
 )
 def test_names_that_paddle_gives_to_parameters(keys, key, expected):
     assert split_state(key, set(keys)) == expected
+
+
+def test_one_ranks_shards_tell_the_number_of_parts():
+    texts = ["f -> g, fused_ffn"]
+    whole = catalog({"f": numbered(3, 16)}, {"f": (1, 4)})
+    target = catalog({"g": numbered(3, 16)}, {"g": (1, 2)})
+    own, own_target = whole.take(whole.rank == 2), target.take(target.rank == 1)
+    expected = explain(texts, whole, target)
+    # gate and up of two source parts side by side in each target part
+    assert "[0:3, 2:4] <- f [0:3, 4:6]" in expected
+    assert explain(texts, own, target) == explain(texts, whole, own_target) == expected
