@@ -19,7 +19,7 @@ from paddle_flexckpt.aoa.program import Origin, Program, parse_program
 from paddle_flexckpt.aoa.sides import MASTER, PARAMETER, Side, state_key
 from paddle_flexckpt.aoa.states import NotFed, of_constants
 from paddle_flexckpt.aoa.steps import Same
-from paddle_flexckpt.aoa.structure_ops import computed, source
+from paddle_flexckpt.aoa.structure_ops import computed
 from paddle_flexckpt.catalog import Catalog
 
 _HALVES = frozenset({"float16", "bfloat16"})
@@ -220,7 +220,7 @@ class _Compilation:
         infos = {self._program.source.infos[key] for key in keys}
         if len(infos) > 1:
             raise NotFed(f"{keys} differ in shape or dtype: {sorted(map(str, infos))}")
-        structure = source(infos.pop()).structure
+        structure = self._program.source_structure(infos.pop())
         if len(keys) == 1:
             return Value(structure, (keys[0],))
         return Value(computed(Same(tuple(keys)), None, [structure] * len(keys)).structure, tuple(keys))
@@ -238,7 +238,7 @@ class _Compilation:
                 for state, info in program.source.states[name].items():
                     key = state_key(name, state)
                     if key not in program.removed:
-                        self._emitter.add(key, Value(source(info).structure, (key,)), info.dtype)
+                        self._emitter.add(key, Value(program.source_structure(info), (key,)), info.dtype)
                         outputs.append(key)
                 continue
             outputs += self._derive_states(name, value)

@@ -329,10 +329,10 @@ class Program:
                 return value
             info = self.source.states.get(name, {}).get(state)
             if by_key and info is not None:
-                return Value(source_structure(info).structure, (state_key(name, state),))
+                return Value(self.source_structure(info), (state_key(name, state),))
             if name not in self.values:
                 info = self.source.states.get(name, {}).get(state)
-                return None if info is None else Value(source_structure(info).structure, (state_key(name, state),))
+                return None if info is None else Value(self.source_structure(info), (state_key(name, state),))
             try:
                 return self.states.value(self.values[name], state)
             except NotFed:
@@ -343,12 +343,15 @@ class Program:
         """What a name stands for as a parameter: what was assigned last, else the source key."""
         value = self.values.get(name)
         if value is None and name in self.source.states:
-            info = self.source.base_info(name)
-            structure = self._sources.get(id(info))
-            if structure is None:
-                structure = self._sources[id(info)] = source_structure(info).structure
-            value = Value(structure, (name,))
+            value = Value(self.source_structure(self.source.base_info(name)), (name,))
         return value
+
+    def source_structure(self, info: TensorInfo) -> Structure:
+        """The structure of a tensor as it is; one for all of the same shape and dtype."""
+        structure = self._sources.get(id(info))
+        if structure is None:
+            structure = self._sources[id(info)] = source_structure(info).structure
+        return structure
 
     def _parts(self, rule: Rule, ids: Ids, left: list[Value], right: list[str]) -> tuple[int, int]:
         """In how many tensor-parallel parts a fused tensor on the left, and one on the right, is cut."""

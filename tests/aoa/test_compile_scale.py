@@ -120,3 +120,19 @@ def test_a_join_of_many_has_one_row_for_each(monkeypatch):
         assert counts["rows"] == count
         found.append(counts["structures"])
     assert found[0] == found[1] == found[2]
+
+
+def test_optimizer_states_make_structures_once_too(monkeypatch):
+    def counts(layers: int) -> Counter:
+        source, target = {}, {}
+        for i in range(layers):
+            for side, key, shape in ((source, f"l.{i}.w", (2, 3)), (target, f"m.{i}.w", (3, 2))):
+                side[key] = room(*shape, dtype="float16")
+                side.update({f"{key}.{state}": room(*shape) for state in ("w_0", "moment1_0", "moment2_0")})
+                side[f"{key}.beta1_pow_acc_0"] = room(1)
+        return counted(monkeypatch, ["l.$L.w^T -> m.$L.w"], source, target)
+
+    few, many = counts(2), counts(40)
+    assert many["structures"] == few["structures"]
+    assert many["lowered"] == few["lowered"]
+    assert many["rows"] == 20 * few["rows"] == 40 * 5
