@@ -322,6 +322,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
             for part in pool.imap_unordered(_job, chunks):
                 totals.add(part)
+            # Leaving the block would end the workers with a signal, about which Paddle prints a page.
+            pool.close()
+            pool.join()
     print(totals)
     print(f"seconds            {time.perf_counter() - start:.1f}")
     for seed, text in sorted(totals.failures)[: options.show]:
