@@ -15,7 +15,9 @@ from paddle_flexckpt.aoa.emit import Emitter
 from paddle_flexckpt.aoa.errors import AoaError
 from paddle_flexckpt.aoa.mapping import Mapping, TensorInfo
 from paddle_flexckpt.aoa.operations import Value
-from paddle_flexckpt.aoa.program import Origin, Program, parse_program
+from paddle_flexckpt.aoa.parser import parse_program
+from paddle_flexckpt.aoa.program import Program
+from paddle_flexckpt.aoa.rule import Origin
 from paddle_flexckpt.aoa.sides import MASTER, PARAMETER, Side, state_key
 from paddle_flexckpt.aoa.states import NotFed, of_constants
 from paddle_flexckpt.aoa.steps import Same

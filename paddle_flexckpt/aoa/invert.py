@@ -15,9 +15,9 @@ from paddle_flexckpt.aoa.invert_boxes import NoInverse, inverse_of_boxes
 from paddle_flexckpt.aoa.lexer import quoted
 from paddle_flexckpt.aoa.mapping import TensorInfo
 from paddle_flexckpt.aoa.names import Placeholder, parse_name
-from paddle_flexckpt.aoa.parser import Statement, parse
+from paddle_flexckpt.aoa.parser import Statement, parse, parse_program
 from paddle_flexckpt.aoa.primitives import Primitive, is_temporary, primitives, without_end
-from paddle_flexckpt.aoa.program import Program, parse_program
+from paddle_flexckpt.aoa.program import Program
 from paddle_flexckpt.aoa.rule import instantiate
 from paddle_flexckpt.aoa.sides import Side
 from paddle_flexckpt.catalog import Catalog

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import ast
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Union
 
-from paddle_flexckpt.aoa.errors import Place, StatementError, shorten
+from paddle_flexckpt.aoa.errors import AoaError, Place, StatementError, describe_problem, shorten
 from paddle_flexckpt.aoa.lexer import TAGS, Token, tokenize
 
 _INTEGERS = frozenset({"axis", "num_heads", "num_key_value_groups", "repeat"})
@@ -109,6 +110,24 @@ def written(attribute: Attribute) -> str:
         items = [list(item) if isinstance(item, tuple) else item for item in value]
         return f'{attribute.key}="{items}"'
     return f'{attribute.key}="{value}"' if isinstance(value, str) else f"{attribute.key}={value}"
+
+
+def parse_program(texts: Sequence[str]) -> list[Statement]:
+    """All statements of a program.
+
+    Raises:
+        AoaError: Some are malformed; all of them are listed.
+    """
+    statements: list[Statement] = []
+    problems = []
+    for number, text in enumerate(texts, start=1):
+        try:
+            statements += parse(text, number)
+        except StatementError as error:
+            problems.append(describe_problem(str(error), Place(number, text, error.column)))
+    if problems:
+        raise AoaError(problems)
+    return statements
 
 
 class _Parser:

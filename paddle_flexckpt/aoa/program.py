@@ -9,9 +9,9 @@ from paddle_flexckpt.aoa.errors import AoaError, Place, StatementError, describe
 from paddle_flexckpt.aoa.mapping import TensorInfo
 from paddle_flexckpt.aoa.names import KeyIndex, Template, parse_name
 from paddle_flexckpt.aoa.operations import Operations, Shape, Value, filled
-from paddle_flexckpt.aoa.parser import Statement, parse
+from paddle_flexckpt.aoa.parser import Statement
 from paddle_flexckpt.aoa.partition import source_parts, target_parts
-from paddle_flexckpt.aoa.rule import NOTHING, ExpandedError, Ids, Rule, instantiate, make_rule, without_stars
+from paddle_flexckpt.aoa.rule import NOTHING, ExpandedError, Ids, Origin, Rule, instantiate, make_rule, without_stars
 from paddle_flexckpt.aoa.sides import STATES, Side, state_key
 from paddle_flexckpt.aoa.states import NotFed, StateView
 from paddle_flexckpt.aoa.structure import Structure, StructureError
@@ -21,18 +21,6 @@ from paddle_flexckpt.aoa.structure_ops import source as source_structure
 MAX_PROBLEMS = 100
 
 
-class Origin(NamedTuple):
-    """The statement that assigned a name."""
-
-    rule: Rule
-    ids: Ids
-
-    def __str__(self) -> str:
-        place = self.rule.place
-        text = instantiate(place.text, dict(zip(self.rule.placeholders, self.ids)))
-        return f"AOA statement {place.number}: {text.strip()}"
-
-
 class _Assignment(NamedTuple):
     """Values for the right names of a rule; ``state`` is None for a parameter with all its states."""
 
@@ -40,24 +28,6 @@ class _Assignment(NamedTuple):
     values: Sequence[Value]
     origin: Origin
     state: str | None
-
-
-def parse_program(texts: Sequence[str]) -> list[Statement]:
-    """All statements of a program.
-
-    Raises:
-        AoaError: Some are malformed; all of them are listed.
-    """
-    statements: list[Statement] = []
-    problems = []
-    for number, text in enumerate(texts, start=1):
-        try:
-            statements += parse(text, number)
-        except StatementError as error:
-            problems.append(describe_problem(str(error), Place(number, text, error.column)))
-    if problems:
-        raise AoaError(problems)
-    return statements
 
 
 class Program:
@@ -153,20 +123,11 @@ class Program:
             self._used_ids[id(rule)] = bindings
         left = [template.formatter(rule.placeholders) for template in rule.left]
         right = [template.formatter(rule.placeholders) for template in rule.right]
+        if rule.is_plain and not self._poisoned and not self._keeps_history and self._run_plain(rule, bindings):
+            return
         assigned: list[_Assignment] = []
-        plain = rule.is_plain and not self._poisoned and not self._keeps_history
-        no_shapes: tuple[None, ...] = (None,) * len(right)
         for ids in bindings:
             try:
-                if plain:
-                    # What is done tens of thousands of times, without the questions that have one answer for all.
-                    lefts = [format_name(ids) for format_name in left]
-                    values = [value for value in map(self._find, lefts) if value is not None]
-                    if len(values) == len(lefts):
-                        self.read.update(lefts)
-                        found = rule.evaluate((1, 1), values, no_shapes, self.operations)
-                        assigned.append(_Assignment([f(ids) for f in right], found, Origin(rule, ids), None))
-                        continue
                 if rule.has_stars:
                     assigned += self._star_assignments(rule, ids)
                 else:
@@ -183,6 +144,36 @@ class Program:
                     text = instantiate(rule.place.text, dict(zip(rule.placeholders, ids)))
                     self._note(error, rule.place, [text])
         self._commit(rule, assigned)
+
+    def _run_plain(self, rule: Rule, bindings: Sequence[Ids]) -> bool:
+        """Carries out a rule that is the same for all ids, column by column: most are, tens of thousands of times.
+
+        Returns:
+            False if something is wrong with some of the ids; nothing was assigned then.
+        """
+        try:
+            left = [list(map(template.formatter(rule.placeholders), bindings)) for template in rule.left]
+            right = [list(map(template.formatter(rule.placeholders), bindings)) for template in rule.right]
+            found = [list(map(self._find, column)) for column in left]
+            if any(None in column for column in found):
+                return False
+            columns: list[list[Value]] = [[] for _ in right]
+            no_shapes: tuple[None, ...] = (None,) * len(right)
+            for values in zip(*found):
+                for column, value in zip(columns, rule.evaluate((1, 1), values, no_shapes, self.operations)):
+                    column.append(value)
+        except StatementError:
+            return False
+        for names in left:
+            self.read.update(names)
+        origins = [Origin(rule, ids) for ids in bindings]
+        for template, names, values in zip(rule.right, right, columns):
+            self.values.update(zip(names, values))
+            self.origins.update(zip(names, origins))
+            self.read.difference_update(names)
+            self.removed.difference_update(names)
+            self._index.add(names, template)
+        return True
 
     def _commit(self, rule: Rule, assigned: list[_Assignment]) -> None:
         for names, values, origin, state in assigned:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from paddle_flexckpt.aoa.errors import Place, StatementError
 from paddle_flexckpt.aoa.macros import expand, expand_arrays, expand_stars, fused_tag
@@ -116,6 +117,18 @@ class Rule:
             names.update(zip((variable.name for variable in simple.right), values))
         found = [names[variable.name] for variable in self.statement.right]
         return [(value.structure, None if value.inputs == tuple(range(first)) else value.inputs) for value in found]
+
+
+class Origin(NamedTuple):
+    """The statement that assigned a name."""
+
+    rule: Rule
+    ids: Ids
+
+    def __str__(self) -> str:
+        place = self.rule.place
+        text = instantiate(place.text, dict(zip(self.rule.placeholders, self.ids)))
+        return f"AOA statement {place.number}: {text.strip()}"
 
 
 class ExpandedError(StatementError):

@@ -77,29 +77,22 @@ class Side:
             other_keys: Keys of the other side: they help to tell states from parameters.
         """
         self._catalog = catalog
-        self.infos: dict[str, TensorInfo] = {}
-        shared: dict[tuple[tuple[int, ...], str], TensorInfo] = {}
         numbers, rows = np.unique(catalog.key, return_index=True)
-        shapes = catalog.global_shape[rows].tolist()
-        kinds = zip(numbers.tolist(), shapes, catalog.ndim[rows].tolist(), catalog.dtype[rows].tolist())
-        for number, shape, ndim, dtype in kinds:
-            kind = (tuple(shape[catalog.width - ndim :]), catalog.dtypes[dtype])
-            info = shared.get(kind)
-            if info is None:
-                info = shared[kind] = TensorInfo(*kind)
-            self.infos[catalog.keys[number]] = info
-        everything = {*self.infos, *other_keys}
+        infos = _infos(catalog, rows)
+        self.infos: dict[str, TensorInfo] = {catalog.keys[n]: info for n, info in zip(numbers.tolist(), infos)}
         # State names by parameter; PARAMETER among them if the parameter itself is there. Parameters without states of
         # equal shape and dtype, which are most, share one dict: it is never changed.
         self.states: dict[str, dict[str, TensorInfo]] = {}
-        alone: dict[TensorInfo, dict[str, TensorInfo]] = {info: {PARAMETER: info} for info in shared.values()}
+        alone = {id(info): {PARAMETER: info} for info in infos}
+        everything: set[str] = set()
         for key, info in self.infos.items():
             if key[-1:].isdigit():
+                everything = everything or {*self.infos, *other_keys}
                 base, state = split_state(key, everything)
                 if state:
                     self.states[base] = {**self.states.get(base, {}), state: info}
                     continue
-            self.states[key] = {PARAMETER: info, **self.states[key]} if key in self.states else alone[info]
+            self.states[key] = {PARAMETER: info, **self.states[key]} if key in self.states else alone[id(info)]
         self._cuts: dict[int, dict[str, tuple[int, bool]]] = {}
 
     def base_info(self, base: str) -> TensorInfo:
@@ -152,6 +145,23 @@ class Side:
             catalog.keys[key]: (number, even)
             for key, number, even in zip(keys.tolist(), count.tolist(), equal.tolist())
         }
+
+
+def _infos(catalog: Catalog, rows: np.ndarray) -> list[TensorInfo]:
+    """Shape and dtype of some rows; one object for all that are equal."""
+    if not len(rows):
+        return []
+    columns = np.column_stack([catalog.dtype[rows], catalog.ndim[rows], catalog.global_shape[rows]]).astype(np.int64)
+    shared: dict[bytes, TensorInfo] = {}
+    infos = []
+    # Equal rows are equal bytes, which are compared faster than anything that Python makes of them.
+    for row, code in zip(rows.tolist(), np.ascontiguousarray(columns).view(f"V{8 * columns.shape[1]}")[:, 0].tolist()):
+        info = shared.get(code)
+        if info is None:
+            shape = catalog.unpadded(row, catalog.global_shape)
+            info = shared[code] = TensorInfo(shape, catalog.dtype_name(row))
+        infos.append(info)
+    return infos
 
 
 def state_key(base: str, state: str) -> str:

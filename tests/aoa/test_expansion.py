@@ -14,7 +14,13 @@ from tests.aoa.small import catalog, room
 pytest.importorskip("paddle")
 engine = pytest.importorskip("paddle.distributed.flex_checkpoint.aoa.aoa_engine")
 sharded_weight = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.sharded_weight")
-pytestmark = pytest.mark.paddle
+pytestmark = [
+    pytest.mark.paddle,
+    # What is compared with: Paddle 3.2 does not keep what its macros made.
+    pytest.mark.skipif(
+        not hasattr(engine, "AOATraceback"), reason="this Paddle does not tell what its macros expand to"
+    ),
+]
 
 # Shape, and optionally axis and number of tensor-parallel parts.
 Side = Mapping[str, tuple]
