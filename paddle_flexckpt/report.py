@@ -78,6 +78,7 @@ class LoadReport:
         bytes_needed: Bytes of the pieces that fill this rank's targets.
         bytes_read: Bytes of tensors read from files.
         bytes_verified: Bytes of these whose checksums were compared.
+        bytes_extra: Bytes of these that no target needed; they were read so that others could be verified.
         bytes_copied: Bytes copied within this rank's memory.
         bytes_received: Bytes received from other ranks.
         bytes_sent: Bytes sent to other ranks.
@@ -100,6 +101,7 @@ class LoadReport:
     bytes_needed: int = 0
     bytes_read: int = 0
     bytes_verified: int = 0
+    bytes_extra: int = 0
     bytes_copied: int = 0
     bytes_received: int = 0
     bytes_sent: int = 0
@@ -132,6 +134,8 @@ class LoadReport:
         ):
             if count:
                 text += f", {count} {name}"
+        if self.bytes_extra:
+            text += f", {format_bytes(self.bytes_extra)} more than needed read on this rank to verify it"
         return text
 
 
@@ -150,6 +154,7 @@ class ExportReport:
         total_bytes: Bytes of tensors written.
         bytes_read: Bytes of tensors read.
         bytes_verified: Bytes of these whose checksums were compared.
+        bytes_extra: Bytes of these that no tensor needed; they were read so that others could be verified.
         peak_scratch_bytes: The most memory that operands of computed values took at any time.
         seconds: Wall time by phase; ``total`` is all of it.
     """
@@ -164,6 +169,7 @@ class ExportReport:
     total_bytes: int
     bytes_read: int
     bytes_verified: int
+    bytes_extra: int
     peak_scratch_bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
 
