@@ -19,7 +19,8 @@ from paddle_flexckpt.execution.mapping import compile_mapping
 from paddle_flexckpt.execution.whole_tensors import WholeTensors
 from paddle_flexckpt.report import ExportReport
 from paddle_flexckpt.storage import CheckpointDirectory, FileReader, VerifyMode, verify_mode
-from paddle_flexckpt.storage.data_file import MAX_HEADER_BYTES, write_all
+from paddle_flexckpt.storage.data_file import write_all
+from paddle_flexckpt.storage.header import MAX_HEADER_BYTES
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -47,9 +48,9 @@ def export_safetensors(
         prefix: Only keys that start with this and a dot, which are taken off; after the statements.
         max_file_bytes: Bytes of tensors in one file; a larger tensor has a file for itself.
         unique_id: The checkpoint's id; None takes the highest.
-        verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` reads blocks whole of which only
-            a part is needed, and so compares every byte that is written; the report says how much more that reads. ``"off"``
-            compares none. True and False mean ``"read"`` and ``"off"``.
+        verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` reads those blocks whole
+            too of which only a part is needed, so that every byte that is written is verified; the report says
+            how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
         states: Whether optimizer states and a run's extra state are written too.
 
     Returns:

@@ -78,9 +78,9 @@ def load_state_dict(
         master_weights: ``"convert"`` lets a master weight (``.w_0``) that the checkpoint lacks start from its
             parameter, and takes a float32 parameter from its master weight where the checkpoint has one; the report
             lists those. ``"exact"`` does neither.
-        verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` reads blocks whole of which only
-            a part is needed, and so compares every byte that reaches a target; the report says how much more that reads. ``"off"``
-            compares none. True and False mean ``"read"`` and ``"off"``.
+        verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` reads those blocks whole
+            too of which only a part is needed, so that every byte that reaches a target is verified; the report says
+            how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
 
     Returns:
         What was done.

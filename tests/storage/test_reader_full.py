@@ -78,9 +78,11 @@ def test_a_flipped_bit_in_a_block_read_in_part_is_found_with_full_and_not_looked
     for byte in (0, 7, 300, 1333, rows * columns - 1):
         flip(path, begin + byte, byte % 8)
         target = np.zeros(rows * 3, dtype=np.uint8)
-        with FileReader(str(tmp_path), stored.manifest, "full") as reader:
-            with pytest.raises(CorruptCheckpointError) as caught:
-                reader.read(1, column(5, 8, rows, columns), target)
+        with (
+            FileReader(str(tmp_path), stored.manifest, "full") as reader,
+            pytest.raises(CorruptCheckpointError) as caught,
+        ):
+            reader.read(1, column(5, 8, rows, columns), target)
         block = byte // block_bytes * block_bytes
         for words in (str(path), "'w'", "rank 3", f"bytes {block} to {block + block_bytes}",
                       f"byte {begin + block} of the file"):  # fmt: skip
@@ -162,7 +164,10 @@ def test_count_before_counts(axes, base):
         assert copy.count_before(position) == (places < position).sum()
 
 
-@pytest.mark.parametrize(("value", "mode"), [(True, "read"), (False, "off"), ("read", "read"), ("full", "full"), ("off", "off")])  # fmt: skip
+MODES = [(True, "read"), (False, "off"), ("read", "read"), ("full", "full"), ("off", "off")]
+
+
+@pytest.mark.parametrize(("value", "mode"), MODES)
 def test_modes(value, mode):
     assert verify_mode(value) == mode
 
