@@ -34,8 +34,9 @@ def run(options: argparse.Namespace) -> str:
 
 def _head(directory: CheckpointDirectory, manifest: Manifest) -> str:
     others = [number for number in directory.list_ids() if number != manifest.unique_id]
+    ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
     return (
-        f"{directory.path}, id {manifest.unique_id}: saved by {manifest.world_size} ranks, step "
+        f"{directory.path}, id {manifest.unique_id}: saved by {ranks}, step "
         f"{'unknown' if manifest.step is None else manifest.step}" + (f"; other ids here: {others}" if others else "")
     )
 

@@ -43,7 +43,7 @@ def load_merged_state_dict(
         Names to Paddle tensors, sorted by name.
 
     Raises:
-        ValidationError: There is no such checkpoint, or the statements do not fit.
+        ValidationError: There is no such checkpoint, or the statements or ``verify`` do not fit.
         CorruptCheckpointError: It is damaged.
     """
     manifest = CheckpointDirectory(os.fspath(path)).read_manifest(unique_id)

@@ -132,7 +132,7 @@ def _read_headers(
             files.append(_DataFile(rank, name, os.fstat(descriptor).st_size, len(data), DataFileHeader.decode(data)))
         except ValueError as error:
             remedy = "restore the file; if it belongs to another save, choose this one by its save_token"
-            problems.append(Problem("the header is damaged", rank=rank, file=path, got=error, remedy=remedy))
+            problems.append(Problem("the header is damaged", rank=rank, file=path, got=str(error), remedy=remedy))
         finally:
             os.close(descriptor)
     return files, problems

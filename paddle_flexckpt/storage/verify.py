@@ -171,7 +171,7 @@ class _FileVerifier:
         except ValueError as error:
             # Its length may be what is damaged: compare where it should stand.
             data = os.pread(descriptor, len(expected), 0)
-            self._problem("the header is damaged", offset=_first_difference(data, expected), got=error)
+            self._problem("the header is damaged", offset=_first_difference(data, expected), got=str(error))
             return False
         except OSError as error:
             self._problem("the header cannot be read", offset=0, got=error.strerror)
