@@ -342,3 +342,11 @@ def test_an_empty_checkpoint_is_sound(tmp_path):
     stored = checkpoint(tmp_path, [whole("none", "uint8", (0,))])
     assert verify(stored).ok
     assert isinstance(stored.manifest, Manifest)
+
+
+@pytest.mark.parametrize("byte", [3, 8, 30, -40])
+def test_reports_of_damaged_headers_are_json_safe(tmp_path, byte):
+    stored = checkpoint(tmp_path)
+    flip(stored.file(), byte if byte >= 0 else data_start(stored, 0) + byte)
+    report = verify(stored)
+    assert json.loads(json.dumps(report.as_dict()))["problems"][0]["file"] == str(stored.file())
