@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ValidationError,
     )
     from paddle_flexckpt.execution.export import export_safetensors
+    from paddle_flexckpt.execution.verification import repair_manifest, verify_checkpoint
     from paddle_flexckpt.parallel import (
         ExpertParallelMixin,
         gen_aoa_statements,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
         optimizer_sharded_state_dict,
         uninstall,
     )
-    from paddle_flexckpt.report import ExportReport, LoadReport, SaveReport
+    from paddle_flexckpt.report import ExportReport, LoadReport, RepairReport, SaveReport, VerifyReport
     from paddle_flexckpt.runtime.assign import assign_sharded_slice
     from paddle_flexckpt.runtime.explain import explain, invert
     from paddle_flexckpt.runtime.extra_state import (
@@ -86,6 +87,7 @@ _MODULES = {
         "ValidationError",
     ),
     "execution.export": ("export_safetensors",),
+    "execution.verification": ("repair_manifest", "verify_checkpoint"),
     "parallel": (
         "ExpertParallelMixin",
         "gen_aoa_statements",
@@ -95,7 +97,7 @@ _MODULES = {
         "optimizer_sharded_state_dict",
         "uninstall",
     ),
-    "report": ("ExportReport", "LoadReport", "SaveReport"),
+    "report": ("ExportReport", "LoadReport", "RepairReport", "SaveReport", "VerifyReport"),
     "runtime.assign": ("assign_sharded_slice",),
     "runtime.explain": ("explain", "invert"),
     "runtime.extra_state": (
@@ -138,12 +140,14 @@ __all__ = [
     "LocalTensorIndex",
     "LocalTensorMetadata",
     "Metadata",
+    "RepairReport",
     "SaveReport",
     "ShardedStateDict",
     "ShardedTensor",
     "ShardedWeight",
     "ShardedWeightDesc",
     "ValidationError",
+    "VerifyReport",
     "__version__",
     "_load_state_dict",
     "assign_sharded_slice",
@@ -171,6 +175,7 @@ __all__ = [
     "model_rules",
     "optimizer_sharded_state_dict",
     "ravel_index",
+    "repair_manifest",
     "reshard_sharded_state_dict",
     "restore_extra_state",
     "rule_names",
@@ -178,6 +183,7 @@ __all__ = [
     "shard_weight",
     "uninstall",
     "unravel_index",
+    "verify_checkpoint",
 ]
 
 

@@ -1,9 +1,17 @@
-"""Reports: what a save, a load or a reshard did, as one line for people and one dict for machines."""
+"""Reports: what a save, a load or something else did, as one line for people and one dict for machines."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.catalog import Problem
+
+
+CHECKSUMS_ARE_NEW = (
+    "The checksums are those of the data as it is now: damage that happened before this repair cannot be found"
+)
 
 
 def format_bytes(count: int) -> str:
@@ -78,6 +86,7 @@ class LoadReport:
         bytes_needed: Bytes of the pieces that fill this rank's targets.
         bytes_read: Bytes of tensors read from files.
         bytes_verified: Bytes of these whose checksums were compared.
+        bytes_extra: Bytes of these that no target needed; they were read so that others could be verified.
         bytes_copied: Bytes copied within this rank's memory.
         bytes_received: Bytes received from other ranks.
         bytes_sent: Bytes sent to other ranks.
@@ -100,6 +109,7 @@ class LoadReport:
     bytes_needed: int = 0
     bytes_read: int = 0
     bytes_verified: int = 0
+    bytes_extra: int = 0
     bytes_copied: int = 0
     bytes_received: int = 0
     bytes_sent: int = 0
@@ -132,6 +142,8 @@ class LoadReport:
         ):
             if count:
                 text += f", {count} {name}"
+        if self.bytes_extra:
+            text += f", {format_bytes(self.bytes_extra)} more than needed read on this rank to verify it"
         return text
 
 
@@ -150,6 +162,7 @@ class ExportReport:
         total_bytes: Bytes of tensors written.
         bytes_read: Bytes of tensors read.
         bytes_verified: Bytes of these whose checksums were compared.
+        bytes_extra: Bytes of these that no tensor needed; they were read so that others could be verified.
         peak_scratch_bytes: The most memory that operands of computed values took at any time.
         seconds: Wall time by phase; ``total`` is all of it.
     """
@@ -164,6 +177,7 @@ class ExportReport:
     total_bytes: int
     bytes_read: int
     bytes_verified: int
+    bytes_extra: int
     peak_scratch_bytes: int
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -182,3 +196,96 @@ class ExportReport:
         if self.left_out:
             text += f", {self.left_out} states left out"
         return text + (f", nothing feeds {len(self.unfed)} keys such as {self.unfed[0]}" if self.unfed else "")
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What is wrong with a checkpoint.
+
+    Attributes:
+        path: The checkpoint's directory.
+        unique_id: Its id there.
+        files: Number of data files that the manifest names.
+        keys: Tensors in them.
+        items: Shards in them.
+        total_bytes: Bytes of tensors in them.
+        bytes_read: Bytes read of the data files, headers included.
+        bytes_verified: Bytes of tensors that have the checksum they were written with.
+        problems: All that is wrong, in the order of the files; ``offset`` counts from the start of the file.
+        seconds: Wall time; ``total`` is all of it.
+    """
+
+    path: str
+    unique_id: int
+    files: int
+    keys: int
+    items: int
+    total_bytes: int
+    bytes_read: int
+    bytes_verified: int
+    problems: list[Problem]
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, JSON-safe."""
+        return {**asdict(self), "ok": self.ok}
+
+    def summary(self) -> str:
+        """One line."""
+        total = self.seconds.get("total", 0.0)
+        count = len(self.problems)
+        found = "nothing is wrong" if self.ok else "1 problem" if count == 1 else f"{count} problems"
+        return (
+            f"verified {self.path} (id {self.unique_id}): {found}; {self.keys} tensors, {self.items} items, "
+            f"{self.files} files, {format_bytes(self.bytes_verified)} of {format_bytes(self.total_bytes)} as written, "
+            f"{total:.2f} s, {_rate(self.bytes_read, total)}"
+        )
+
+
+@dataclass(frozen=True)
+class RepairReport:
+    """A manifest that was rebuilt from the data files.
+
+    Attributes:
+        path: The checkpoint's directory.
+        unique_id: Its id there.
+        save_token: That of the save whose files were taken.
+        step: Its training step, if it was recorded.
+        files: Names of the data files.
+        left_out: Names of data files of the same id that belong to other saves.
+        keys: Tensors in them.
+        items: Shards in them.
+        bytes_read: Bytes of tensors read to compute their checksums anew.
+        seconds: Wall time; ``total`` is all of it.
+    """
+
+    path: str
+    unique_id: int
+    save_token: str
+    step: int | None
+    files: list[str]
+    left_out: list[str]
+    keys: int
+    items: int
+    bytes_read: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, JSON-safe."""
+        return asdict(self)
+
+    def summary(self) -> str:
+        """One line."""
+        total = self.seconds.get("total", 0.0)
+        text = (
+            f"rebuilt the manifest of id {self.unique_id} in {self.path} from {len(self.files)} data files: "
+            f"{self.keys} tensors, {self.items} items, {format_bytes(self.bytes_read)}, {total:.2f} s"
+        )
+        if self.left_out:
+            text += f", {len(self.left_out)} files of other saves left out"
+        return f"{text}. {CHECKSUMS_ARE_NEW}"

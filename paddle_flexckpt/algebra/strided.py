@@ -115,6 +115,32 @@ class StridedCopy:
         length = math.prod(self.extents[outer:]) * itemsize
         return ByteRuns(start * itemsize, np.full(len(start), length, dtype=np.int64))
 
+    def is_ascending(self) -> bool:
+        """Whether no element stands in the source before the one that is copied before it."""
+        reach = 0
+        for extent, stride in zip(reversed(self.extents), reversed(self.source_strides)):
+            if stride < reach:
+                return False
+            reach += (extent - 1) * stride
+        return True
+
+    def count_before(self, position: int) -> int:
+        """How many elements stand before a position of the source; the copy has to be ascending."""
+        rest = position - self.source_base
+        reach = sum((extent - 1) * stride for extent, stride in zip(self.extents, self.source_strides))
+        count, size = 0, self.size
+        for extent, stride in zip(self.extents, self.source_strides):
+            reach -= (extent - 1) * stride
+            size //= extent
+            # Steps along this axis whose elements all stand before the position.
+            steps = -((reach - rest) // stride) if stride else (extent if reach < rest else 0)
+            steps = min(max(steps, 0), extent)
+            count += steps * size
+            if steps == extent:
+                return count
+            rest -= steps * stride
+        return count + (rest > 0)
+
     def part(self, start: int, stop: int) -> Iterator[StridedCopy]:
         """The copies that move the elements ``[start, stop)`` of this one, counted in the order of the copy."""
         for box in flat_range_to_boxes(self.extents, start, stop):

@@ -21,6 +21,7 @@ class Problem:
         expected: What should have been there.
         got: What was there.
         remedy: What the user can do about it.
+        offset: First byte of the file that it concerns.
     """
 
     what: str
@@ -30,11 +31,12 @@ class Problem:
     expected: object = None
     got: object = None
     remedy: str | None = None
+    offset: int | None = None
 
     def __str__(self) -> str:
         where = [
-            f"{name} {value!r}" if name != "rank" else f"rank {value}"
-            for name, value in (("key", self.key), ("rank", self.rank), ("file", self.file))
+            f"{name} {value!r}"
+            for name, value in (("key", self.key), ("rank", self.rank), ("file", self.file), ("byte", self.offset))
             if value is not None
         ]
         text = self.what + (f" ({', '.join(where)})" if where else "")

@@ -20,6 +20,12 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--max-file-bytes", type=int, default=5 << 30, help="largest size of one file, in bytes (default: 5 GiB)"
     )
+    parser.add_argument(
+        "--verify",
+        choices=("read", "full", "off"),
+        default="read",
+        help="which bytes are compared with their checksums: blocks read whole (default), all, none",
+    )
     parser.set_defaults(run=run)
 
 
@@ -32,5 +38,6 @@ def run(options: argparse.Namespace) -> str:
         prefix=options.prefix,
         states=options.states,
         max_file_bytes=options.max_file_bytes,
+        verify=options.verify,
     )
     return report.summary()

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 from paddle_flexckpt._version import __version__
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.cli import expand, explain, export, invert, rules
+from paddle_flexckpt.cli import expand, explain, export, inspect, invert, repair, rules, verify
+from paddle_flexckpt.cli.outcome import Outcome
 
-_COMMANDS = (explain, expand, invert, rules, export)
+_COMMANDS = (inspect, verify, repair, export, explain, expand, invert, rules)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -30,11 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program's name; by default the process's own.
 
     Returns:
-        0, or 1 with a message on stderr where the command failed. Wrong usage exits with 2, as argparse does.
+        0, or 1 with a message on stderr where the command failed, or where what it looked at is not sound. Wrong usage
+        exits with 2, as argparse does.
     """
     options = build_parser().parse_args(arguments)
     try:
-        print(options.run(options))
+        result = options.run(options)
+        outcome = result if isinstance(result, Outcome) else Outcome(result)
+        print(outcome.text)
     except BrokenPipeError:
         # The reader has seen enough (`flexckpt explain ... | head`).
         sys.stderr.close()
@@ -42,4 +46,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CheckpointError, OSError) as error:
         print(f"flexckpt {options.command}: {error}", file=sys.stderr)
         return 1
-    return 0
+    return outcome.code

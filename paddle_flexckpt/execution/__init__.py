@@ -4,6 +4,7 @@ Knows neither Paddle nor ranks that talk to each other: ``runtime`` puts live te
 """
 
 from paddle_flexckpt.execution.export import export_safetensors
+from paddle_flexckpt.execution.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.execution.whole_tensors import iterate_tensors
 
-__all__ = ["export_safetensors", "iterate_tensors"]
+__all__ = ["export_safetensors", "iterate_tensors", "repair_manifest", "verify_checkpoint"]

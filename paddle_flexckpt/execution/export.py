@@ -18,8 +18,9 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype
 from paddle_flexckpt.execution.mapping import compile_mapping
 from paddle_flexckpt.execution.whole_tensors import WholeTensors
 from paddle_flexckpt.report import ExportReport
-from paddle_flexckpt.storage import CheckpointDirectory, FileReader
-from paddle_flexckpt.storage.data_file import MAX_HEADER_BYTES, write_all
+from paddle_flexckpt.storage import CheckpointDirectory, FileReader, VerifyMode, verify_mode
+from paddle_flexckpt.storage.data_file import write_all
+from paddle_flexckpt.storage.header import MAX_HEADER_BYTES
 
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -32,7 +33,7 @@ def export_safetensors(
     prefix: str | None = None,
     max_file_bytes: int = 5 << 30,
     unique_id: int | None = None,
-    verify: bool = True,
+    verify: bool | VerifyMode = "read",
     states: bool = False,
 ) -> ExportReport:
     """Writes a checkpoint as ``model.safetensors``, or as numbered files and ``model.safetensors.index.json``.
@@ -47,7 +48,9 @@ def export_safetensors(
         prefix: Only keys that start with this and a dot, which are taken off; after the statements.
         max_file_bytes: Bytes of tensors in one file; a larger tensor has a file for itself.
         unique_id: The checkpoint's id; None takes the highest.
-        verify: Whether to compare the checksum of every block that is read whole.
+        verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` reads those blocks whole
+            too of which only a part is needed, so that every byte that is written is verified; the report says
+            how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
         states: Whether optimizer states and a run's extra state are written too.
 
     Returns:
@@ -63,6 +66,7 @@ def export_safetensors(
     output = os.fspath(output)
     if not isinstance(max_file_bytes, int) or isinstance(max_file_bytes, bool) or max_file_bytes < 1:
         raise ValidationError([f"max_file_bytes has to be a positive integer; got {max_file_bytes!r}"])
+    verify_mode(verify)
     directory = CheckpointDirectory(os.fspath(path))
     manifest = directory.read_manifest(unique_id)
     _check_output(output)
@@ -88,6 +92,7 @@ def export_safetensors(
         total_bytes=sum(file.data_bytes for file in files),
         bytes_read=reader.count.bytes_read,
         bytes_verified=reader.count.bytes_verified,
+        bytes_extra=reader.count.bytes_extra,
         peak_scratch_bytes=tensors.peak_scratch_bytes,
         seconds={"plan": planned - begin, "write": end - planned, "total": end - begin},
     )

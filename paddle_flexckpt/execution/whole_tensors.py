@@ -14,7 +14,7 @@ from paddle_flexckpt.execution.mapping import outputs, stored
 from paddle_flexckpt.execution.reading import plan_reads, read_pieces
 from paddle_flexckpt.execution.work import Work, plan_work
 from paddle_flexckpt.planning import ShardMatcher
-from paddle_flexckpt.storage import FileReader, Manifest
+from paddle_flexckpt.storage import FileReader, Manifest, VerifyMode
 
 # Tensors that are planned at once: bounds the memory of plans, and how often names are looked up.
 PLANNED_AT_ONCE = 256
@@ -135,7 +135,7 @@ def iterate_tensors(
     mapping: Mapping | None = None,
     names: Iterable[str] | None = None,
     *,
-    verify: bool = True,
+    verify: bool | VerifyMode = "read",
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Reads whole tensors of a checkpoint, one at a time; exactly the bytes that they need.
 
@@ -144,7 +144,8 @@ def iterate_tensors(
         manifest: Its manifest.
         mapping: AOA statements, compiled without a destination; None takes the checkpoint's own tensors.
         names: Keys, after the statements, each once; all but a run's extra state by default, sorted.
-        verify: Whether to compare the checksum of every block that is read whole.
+        verify: Which blocks are compared with their checksums: ``"read"``, ``"full"`` or ``"off"``, as in
+            :func:`export_safetensors`.
 
     Yields:
         Key and array (ml_dtypes' types for those that numpy lacks). At most one array, and the operands of one tile of

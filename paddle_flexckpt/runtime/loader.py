@@ -26,7 +26,7 @@ from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
 from paddle_flexckpt.runtime.targets import MASTER, Policy, Strict, Wanted, resolve
 from paddle_flexckpt.runtime.wire import decode_catalog, encode_catalog, join, split
-from paddle_flexckpt.storage import CheckpointDirectory, FileReader, Manifest
+from paddle_flexckpt.storage import CheckpointDirectory, FileReader, Manifest, VerifyMode, verify_mode
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -48,7 +48,7 @@ def load_state_dict(
     dtype: Literal["raise", "cast"] = "raise",
     tied_names: bool = True,
     master_weights: Literal["exact", "convert"] = "exact",
-    verify: bool = True,
+    verify: bool | VerifyMode = "read",
 ) -> LoadReport:
     """Fills live shards, in place, from a checkpoint that was saved under this or any other layout.
 
@@ -78,7 +78,9 @@ def load_state_dict(
         master_weights: ``"convert"`` lets a master weight (``.w_0``) that the checkpoint lacks start from its
             parameter, and takes a float32 parameter from its master weight where the checkpoint has one; the report
             lists those. ``"exact"`` does neither.
-        verify: Whether to compare the checksum of every block that is read whole.
+        verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` reads those blocks whole
+            too of which only a part is needed, so that every byte that reaches a target is verified; the report says
+            how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
 
     Returns:
         What was done.
@@ -97,6 +99,7 @@ def load_state_dict(
     @functools.cache
     def describe() -> _Described:
         check_coordinator(comm, coordinator_rank)
+        verify_mode(verify)
         manifest = directory.read_manifest(unique_id)
         state = open_state(state_dict, comm.rank)
         head = {
@@ -147,6 +150,7 @@ def load_state_dict(
         bytes_needed=ready.plan.needed_bytes,
         bytes_read=count.bytes_read,
         bytes_verified=count.bytes_verified,
+        bytes_extra=count.bytes_extra,
         reads=count.reads,
         peak_scratch_bytes=peak_scratch,
         total_bytes=sum(int(number) for number in needed),

@@ -12,7 +12,7 @@ from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.execution.mapping import compile_mapping, outputs, stored
 from paddle_flexckpt.runtime.communicator import SoloCommunicator
 from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.storage import CheckpointDirectory
+from paddle_flexckpt.storage import CheckpointDirectory, VerifyMode
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -24,6 +24,8 @@ def load_merged_state_dict(
     offload: bool = False,
     aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     safetensors: bool = True,
+    *,
+    verify: bool | VerifyMode = "read",
 ) -> dict[str, Any]:
     """Reads a checkpoint into whole, fresh tensors on the CPU; no other rank takes part.
 
@@ -35,12 +37,13 @@ def load_merged_state_dict(
         offload: Accepted for compatibility: the tensors are on the CPU always.
         aoa_config: AOA statements, as in :func:`load_state_dict`. What they define and do not touch is what is read.
         safetensors: Accepted for compatibility.
+        verify: Which bytes are compared with their checksums, as in :func:`load_state_dict`.
 
     Returns:
         Names to Paddle tensors, sorted by name.
 
     Raises:
-        ValidationError: There is no such checkpoint, or the statements do not fit.
+        ValidationError: There is no such checkpoint, or the statements or ``verify`` do not fit.
         CorruptCheckpointError: It is damaged.
     """
     manifest = CheckpointDirectory(os.fspath(path)).read_manifest(unique_id)
@@ -53,7 +56,7 @@ def load_merged_state_dict(
         first = sorted(mapping.unfed)[0]
         logger.warning(f"nothing feeds {len(mapping.unfed)} keys such as {first!r} ({mapping.provenance.get(first)})")
     program: Any = mapping  # compiled already; the tensors are what it makes
-    load_state_dict(tensors, path, SoloCommunicator(), unique_id=manifest.unique_id, aoa_config=program)
+    load_state_dict(tensors, path, SoloCommunicator(), unique_id=manifest.unique_id, aoa_config=program, verify=verify)
     return {name[len(start) :]: tensor for name, tensor in tensors.items()}
 
 

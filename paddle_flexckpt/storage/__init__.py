@@ -3,7 +3,7 @@
 ``docs/format.md`` is the specification; the modules here carry it out on a local or network file system.
 """
 
-from paddle_flexckpt.storage.checksums import BLOCK_BYTES, Checksums
+from paddle_flexckpt.storage.checksums import BLOCK_BYTES, Checksums, VerifyMode, verify_mode
 from paddle_flexckpt.storage.data_file import DataFileWriter
 from paddle_flexckpt.storage.directory import (
     CheckpointDirectory,
@@ -23,6 +23,8 @@ __all__ = [
     "Manifest",
     "ReadCount",
     "SaveTicket",
+    "VerifyMode",
     "data_file_name",
     "merge_parts",
+    "verify_mode",
 ]

@@ -7,12 +7,38 @@ its 8 bytes of checksum cost nothing: 1 TiB of data has 8 MiB of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import xxhash
 
+from paddle_flexckpt.catalog import ValidationError
+
 BLOCK_BYTES = 1 << 20
 ALGORITHM = "xxh3_64"
+
+VerifyMode = Literal["read", "full", "off"]
+
+
+def verify_mode(value: bool | str) -> VerifyMode:
+    """What an argument ``verify`` means.
+
+    Args:
+        value: ``"read"`` or True: blocks that are read whole are compared with their checksums. ``"full"``: blocks of
+            which only a part is needed are read whole and compared as well. ``"off"`` or False: none is.
+
+    Raises:
+        ValidationError: It is something else.
+    """
+    if value is True or value == "read":
+        return "read"
+    if value is False or value == "off":
+        return "off"
+    if value == "full":
+        return "full"
+    raise ValidationError(
+        [f"verify has to be 'read', 'full' or 'off' (True and False: 'read' and 'off'); got {value!r}"]
+    )
 
 
 def hash_block(block: np.ndarray | memoryview | bytes) -> int:

@@ -6,20 +6,17 @@ goes from the tensors' own memory to the file, each block hashed right before it
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, dtype_of
+from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.storage.checksums import BLOCK_BYTES, Checksums, hash_block
-from paddle_flexckpt.storage.manifest import FORMAT_VERSION, Manifest
+from paddle_flexckpt.storage.header import MAX_HEADER_BYTES, DataFileHeader
+from paddle_flexckpt.storage.manifest import Manifest
 
-# safetensors readers refuse larger headers (its own limit, MAX_HEADER_SIZE).
-MAX_HEADER_BYTES = 100_000_000
 # The save token stands within the first bytes of the file, so that a reader can check it with one small read.
 TOKEN_WINDOW = 256
 
@@ -55,46 +52,16 @@ class DataFileWriter:
         self._header = self._build_header()
 
     def _build_header(self) -> bytes:
-        items = self._items
-        names = item_names(items)
-        shards, entries = {}, {}
-        flattened = items.is_flattened
-        for row, name in enumerate(names):
-            dtype = dtype_of(items.dtype_name(row))
-            flat = [int(items.flat_start[row]), int(items.flat_stop[row])] if flattened[row] else None
-            shape = [flat[1] - flat[0]] if flat else list(items.unpadded(row, items.shape))
-            begin = int(items.byte_offset[row])
-            length = math.prod(shape) * dtype.itemsize
-            entries[name] = {
-                "dtype": dtype.safetensors,
-                "shape": [*shape, dtype.trailing] if dtype.trailing > 1 else shape,
-                "data_offsets": [begin, begin + length],
-            }
-            shards[name] = {
-                "key": items.key_name(row),
-                "dtype": dtype.name,
-                "global_shape": items.unpadded(row, items.global_shape),
-                "global_offset": items.unpadded(row, items.offset),
-                "local_shape": items.unpadded(row, items.shape),
-                "flattened_range": flat,
-            }
-        info = {
-            "save_token": self._token,
-            "format": "flexckpt",
-            "format_version": str(FORMAT_VERSION),
-            "unique_id": str(self._id),
-            "world_size": str(self._world),
-            "step": "" if self._step is None else str(self._step),
-            "shards": json.dumps(shards, ensure_ascii=False),
-        }
-        text = json.dumps({"__metadata__": info, **entries}, ensure_ascii=False, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        if len(text) > MAX_HEADER_BYTES:
+        header = DataFileHeader.of_items(
+            self._items, save_token=self._token, unique_id=self._id, world_size=self._world, step=self._step
+        )
+        data = header.encode()
+        if len(data) - 8 > MAX_HEADER_BYTES:
             raise ValueError(
-                f"the header of {self.path} would have {len(text)} bytes; safetensors allows {MAX_HEADER_BYTES}. "
+                f"the header of {self.path} would have {len(data) - 8} bytes; safetensors allows {MAX_HEADER_BYTES}. "
                 "Remedy: save fewer tensors per rank"
             )
-        return len(text).to_bytes(8, "little") + text
+        return data
 
     def write(self, data: Iterable[np.ndarray]) -> Manifest:
         """Writes the file and makes it durable.
@@ -151,23 +118,6 @@ class DataFileWriter:
             world_size=self._world,
             step=self._step,
         )
-
-
-def item_names(items: Catalog) -> list[str]:
-    """Names of the items in a data file: the key, numbered where a file holds several shards of one key."""
-    count = np.bincount(items.key, minlength=len(items.keys))
-    seen: dict[str, int] = {}
-    names = []
-    taken = {items.keys[k] for k in np.unique(items.key)} if len(items) else set()
-    for row in range(len(items)):
-        key = items.key_name(row)
-        name = key
-        if count[items.key[row]] > 1 or key == "__metadata__":
-            while name in taken:  # as the key itself is
-                name = f"{key}#{seen.setdefault(key, 0)}"
-                seen[key] += 1
-        names.append(name)
-    return names
 
 
 def write_all(descriptor: int, data: memoryview) -> None:

@@ -127,13 +127,47 @@ class CheckpointDirectory:
                 ) from error
         manifest = merge_parts(parts)
         self.sync()
-        name = f"{ticket.unique_id}.manifest"
-        temporary = ticket.temporary
-        self._write_durably(temporary, manifest.encode())
-        os.rename(os.path.join(self.path, temporary), os.path.join(self.path, name))
-        self.sync()
+        self._publish(manifest, ticket.temporary)
         self._remove_superseded(ticket, manifest)
         return manifest
+
+    def _publish(self, manifest: Manifest, temporary: str) -> None:
+        """Writes a manifest under a temporary name and gives it its own; durable at each step."""
+        self._write_durably(temporary, manifest.encode())
+        os.rename(os.path.join(self.path, temporary), self.manifest_file(manifest.unique_id))
+        self.sync()
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Puts a manifest in place, instead of the one that is there if there is one; touches nothing else.
+
+        Raises:
+            OSError: The file system refused; what was there before the rename is still there.
+        """
+        self.sync()
+        temporary = f"{manifest.unique_id}.manifest.{os.urandom(16).hex()}.tmp"
+        try:
+            self._publish(manifest, temporary)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self.path, temporary))
+            raise
+
+    def manifest_file(self, unique_id: int) -> str:
+        """Path of a checkpoint's manifest, whether it is there or not."""
+        return os.path.join(self.path, f"{unique_id}.manifest")
+
+    def data_files(self, unique_id: int) -> list[tuple[int, str]]:
+        """Rank and name of all data files of an id, of every generation, in the order of ranks."""
+        found = [
+            (int(match[0].partition("_")[0]), int(match[2] or 0), match[0])
+            for match in map(_DATA.fullmatch, self._names())
+            if match and int(match[1]) == unique_id
+        ]
+        return [(rank, name) for rank, _, name in sorted(found)]
+
+    def data_ids(self) -> set[int]:
+        """Ids that data files have, committed or not."""
+        return {int(match[1]) for match in map(_DATA.fullmatch, self._names()) if match}
 
     def _remove_superseded(self, ticket: SaveTicket, manifest: Manifest) -> None:
         """Removes this save's parts and what earlier saves of the same id left behind."""

@@ -3,6 +3,9 @@
 Where the file side of a copy is contiguous, it is read with ``pread`` block by block, straight into the target where
 that is contiguous too. Short scattered runs (a column cut) are copied out of a memory map: one numpy call instead of a
 system call per run.
+
+With ``verify="full"`` no byte reaches a target unverified: a block of which only a part is needed is read whole, and
+the part is copied out of it; the latest such blocks are kept, as the next run or the next target often goes on there.
 """
 
 from __future__ import annotations
@@ -11,13 +14,14 @@ import contextlib
 import math
 import mmap
 import os
-from dataclasses import dataclass, field
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, dtype_of
-from paddle_flexckpt.storage.checksums import hash_block
+from paddle_flexckpt.storage.checksums import VerifyMode, hash_block, verify_mode
 from paddle_flexckpt.storage.data_file import TOKEN_WINDOW
 from paddle_flexckpt.storage.manifest import Manifest
 
@@ -25,6 +29,8 @@ from paddle_flexckpt.storage.manifest import Manifest
 MIN_PREAD_BYTES = 16 << 10
 # Pages of a memory map count as resident until they are given back; this bounds them.
 MAP_SPAN_BYTES = 16 << 20
+# Blocks kept that were read whole for a part of them; bounds their memory to 16 MiB.
+KEPT_BLOCKS = 16
 
 
 @dataclass
@@ -34,28 +40,55 @@ class ReadCount:
     Attributes:
         bytes_read: Bytes of tensors copied out of files.
         bytes_verified: Bytes of these that were compared with their checksum (whole blocks).
+        bytes_extra: Bytes of these that no target needed: the rest of blocks that were read whole to be verified.
         reads: Number of ``pread`` calls and mapped copies.
         files: Names of the files opened.
     """
 
     bytes_read: int = 0
     bytes_verified: int = 0
+    bytes_extra: int = 0
     reads: int = 0
     files: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _KeptBlock:
+    """A whole, verified block.
+
+    Attributes:
+        memory: uint8, as long as the longest block.
+        length: Bytes of the block.
+        unused: Bytes of it that no target has needed so far.
+    """
+
+    memory: np.ndarray
+    length: int
+    unused: int
 
 
 class FileReader:
     """Reads items of one checkpoint. Opens each file when first needed and keeps it open until closed."""
 
-    def __init__(self, directory: str, manifest: Manifest, verify: bool = True) -> None:
-        """Args: directory: where the files are. manifest: what they hold. verify: compare whole blocks' checksums."""
+    def __init__(self, directory: str, manifest: Manifest, verify: bool | VerifyMode = "read") -> None:
+        """Opens nothing yet.
+
+        Args:
+            directory: Where the files are.
+            manifest: What they hold.
+            verify: Which bytes are compared with their checksums; see :func:`verify_mode`.
+
+        Raises:
+            ValidationError: There is no such mode.
+        """
         self._directory = directory
         self._manifest = manifest
-        self._verify = verify
+        self._verify = verify_mode(verify)
         self._byte_length = manifest.catalog.byte_length
         self._descriptors: dict[int, int] = {}
         self._maps: dict[int, mmap.mmap] = {}
         self._staging = np.empty(manifest.checksums.block_bytes, dtype=np.uint8)
+        self._kept: OrderedDict[tuple[int, int], _KeptBlock] = OrderedDict()
         self.count = ReadCount()
 
     def __enter__(self) -> FileReader:
@@ -74,6 +107,7 @@ class FileReader:
             os.close(descriptor)
         self._maps.clear()
         self._descriptors.clear()
+        self._kept.clear()
 
     def check_files(self, items: np.ndarray) -> None:
         """Opens the files of the given items and checks their size and save token, before any target is touched.
@@ -123,7 +157,10 @@ class FileReader:
         outer = len(copy.extents) - copy.source_tail()
         run_bytes = math.prod(copy.extents[outer:]) * dtype.itemsize
         if outer and run_bytes < MIN_PREAD_BYTES:
-            self._read_mapped(item, copy, target, dtype)
+            if self._verify == "full":
+                self._read_in_blocks(item, copy.simplified(), target, dtype)
+            else:
+                self._read_mapped(item, copy, target, dtype)
             return
         run = copy.size * dtype.itemsize // run_bytes
         per_run = run_bytes // dtype.itemsize
@@ -146,8 +183,7 @@ class FileReader:
                 buffer = raw_target[position + shift : stop + shift]
             else:
                 buffer = self._staging[: stop - position]
-            self._pread(item, position, buffer)
-            self._check_block(item, position, buffer)
+            self._fetch(item, position, buffer)
             if raw_target is None:
                 first = (position - begin) // dtype.itemsize
                 values = buffer.view(dtype)
@@ -156,6 +192,64 @@ class FileReader:
                     part.scatter_into(target)[...] = values[:count].reshape(part.extents)
                     values = values[count:]
             position = stop
+
+    def _read_in_blocks(self, item: int, copy: StridedCopy, target: np.ndarray, dtype: np.dtype) -> None:
+        """Copies scattered runs out of whole, verified blocks, one block after the other."""
+        if not copy.is_ascending():
+            inner = copy.size // copy.extents[0]
+            for i in range(copy.extents[0]):
+                for part in copy.part(i * inner, (i + 1) * inner):
+                    self._read_in_blocks(item, part.simplified(), target, dtype)
+            return
+        per_block = self._manifest.checksums.block_bytes // dtype.itemsize
+        begin = 0
+        while begin < copy.size:
+            (first,) = copy.part(begin, begin + 1)
+            block = first.source_base // per_block
+            end = copy.count_before((block + 1) * per_block)
+            storage = self._whole_block(item, block, (end - begin) * dtype.itemsize).view(dtype)
+            for part in copy.part(begin, end):
+                inside = replace(part, source_base=part.source_base - block * per_block)
+                part.scatter_into(target)[...] = inside.gather_from(storage)
+            begin = end
+
+    def _fetch(self, item: int, position: int, buffer: np.ndarray) -> None:
+        """Fills a buffer from byte ``position`` of an item, verified as far as that was asked for.
+
+        The bytes are all of one block.
+        """
+        block, start = divmod(position, self._manifest.checksums.block_bytes)
+        whole = len(buffer) == self._block_length(item, block)
+        if self._verify == "full" and not whole:
+            buffer[:] = self._whole_block(item, block, len(buffer))[start : start + len(buffer)]
+            return
+        self._pread(item, position, buffer)
+        if whole and self._verify != "off":
+            self._check_block(item, block, buffer)
+
+    def _block_length(self, item: int, block: int) -> int:
+        block_bytes = self._manifest.checksums.block_bytes
+        return min(block_bytes, int(self._byte_length[item]) - block * block_bytes)
+
+    def _whole_block(self, item: int, block: int, used: int) -> np.ndarray:
+        """A verified block, valid until the next call; ``used`` says how many bytes of it will be."""
+        kept = self._kept.pop((item, block), None)
+        if kept is None:
+            length = self._block_length(item, block)
+            if len(self._kept) < KEPT_BLOCKS:
+                memory = np.empty(self._manifest.checksums.block_bytes, dtype=np.uint8)
+            else:
+                memory = self._kept.popitem(last=False)[1].memory
+            self._pread(item, block * self._manifest.checksums.block_bytes, memory[:length])
+            self._check_block(item, block, memory[:length])
+            kept = _KeptBlock(memory, length, length)
+            self.count.bytes_extra += length
+        self._kept[item, block] = kept
+        # What several targets want was needed once.
+        needed = min(kept.unused, used)
+        kept.unused -= needed
+        self.count.bytes_extra -= needed
+        return kept.memory[: kept.length]
 
     def _pread(self, item: int, position: int, buffer: np.ndarray) -> None:
         """Fills a buffer from byte ``position`` of an item."""
@@ -172,16 +266,10 @@ class FileReader:
             offset += got
             view = view[got:]
 
-    def _check_block(self, item: int, position: int, buffer: np.ndarray) -> None:
-        """Compares a buffer with its checksum if it is one whole block."""
+    def _check_block(self, item: int, block: int, buffer: np.ndarray) -> None:
+        """Compares a whole block with its checksum."""
         checksums = self._manifest.checksums
-        length = int(self._byte_length[item])
-        whole = position % checksums.block_bytes == 0 and (
-            len(buffer) == checksums.block_bytes or position + len(buffer) == length
-        )
-        if not self._verify or not whole:
-            return
-        block = position // checksums.block_bytes
+        position = block * checksums.block_bytes
         expected, got = checksums.of_block(item, block), hash_block(buffer)
         if expected != got:
             raise CorruptCheckpointError(

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES, dtype_of
 from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.resharder import reshard_sharded_state_dict
@@ -190,6 +190,39 @@ def test_nested_targets_are_filled(move):
     move({"model": state(w=[1, 2]), "step": np.asarray(7)}, target, strict=True)
     assert target["model"]["w"].tolist() == [1, 2]
     assert target["step"].item() == 7
+
+
+def test_verify_says_which_bytes_are_compared():
+    rows, columns = 300, 1000
+    values = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)  # 1.2 MB: two blocks
+
+    def job(comm):
+        with memory_directory() as path:
+            save_state_dict({"w": values}, path, comm)
+            file = path / "0_0.safetensors"
+            reports = {}
+            for mode in ("read", True, "full", "off", False):
+                target = ShardedWeight("w", np.zeros((rows, 3), np.float32), (rows, 3), (rows, columns), (0, 500))
+                reports[mode] = load_state_dict({"w": target}, path, comm, verify=mode)
+                assert (target.local_tensor == values[:, 500:503]).all()
+            with pytest.raises(ValidationError, match="verify has to be 'read', 'full' or 'off'.*got 'some'"):
+                load_state_dict({"w": target}, path, comm, verify="some")
+            with file.open("r+b") as stream:
+                stream.seek(-1, 2)  # of no column that is loaded
+                stream.write(b"\x7f")
+            load_state_dict({"w": target}, path, comm, verify="read")
+            with pytest.raises(CorruptCheckpointError, match="'w'.*bytes 1048576 to 1200000 of the shard"):
+                load_state_dict({"w": target}, path, comm, verify="full")
+            return reports
+
+    (reports,) = SimulatedWorld(1).run(job)
+    for mode, report in reports.items():
+        everything = mode == "full"
+        assert report.bytes_needed == rows * 3 * 4
+        assert report.bytes_read == (values.nbytes if everything else rows * 3 * 4)
+        assert report.bytes_verified == (values.nbytes if everything else 0)
+        assert report.bytes_extra == (values.nbytes - rows * 3 * 4 if everything else 0)
+        assert ("1.1 MiB more than needed read on this rank to verify it" in report.summary()) == everything
 
 
 def test_a_coordinator_outside_the_group_is_refused(move):

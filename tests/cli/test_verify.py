@@ -1,0 +1,157 @@
+"""flexckpt verify, inspect and repair: what they print, and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.cli.main import main
+from paddle_flexckpt.storage import CheckpointDirectory
+from tests.execution.samples import save, values_of
+from tests.storage.samples import flip
+
+KINDS = {
+    "model.w": ("float32", (4, 6)),
+    "model.norm": ("bfloat16", (5,)),
+    "model.w.moment1_0": ("float32", (2, 3, 4)),
+    "extra_state.common": ("uint8", (9,)),
+}
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    save(str(tmp_path / "checkpoint"), values_of(KINDS), world=2, step=7)
+    return tmp_path / "checkpoint"
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_verify_of_a_sound_checkpoint(checkpoint, capsys):
+    code, out, err = run(capsys, "verify", str(checkpoint))
+    assert (code, err) == (0, "")
+    (line,) = out.splitlines()
+    assert line.startswith(f"verified {checkpoint} (id 0): nothing is wrong; 4 tensors")
+
+
+def test_verify_prints_one_line_per_problem_and_a_summary(checkpoint, capsys):
+    catalog = CheckpointDirectory(str(checkpoint)).read_manifest().catalog
+    for row in (0, len(catalog) - 1):
+        flip(checkpoint / catalog.file_name(row), int(catalog.byte_offset[row]))
+    code, out, err = run(capsys, "verify", str(checkpoint))
+    assert (code, err) == (1, "")
+    lines = out.splitlines()
+    assert len(lines) == 3
+    for line, row in zip(lines, (0, len(catalog) - 1)):
+        assert line.startswith(
+            f"bytes 0 to {catalog.byte_length[row]} of the shard are damaged (key {catalog.key_name(row)!r}, "
+            f"rank {catalog.rank[row]}, file {str(checkpoint / catalog.file_name(row))!r}, "
+            f"byte {catalog.byte_offset[row]}); expected xxh3 "
+        )
+    assert "(id 0): 2 problems;" in lines[2]
+
+
+def test_verify_as_json(checkpoint, capsys):
+    (checkpoint / "1_0.safetensors").unlink()
+    code, out, _ = run(capsys, "verify", str(checkpoint), "--json")
+    assert code == 1
+    report = json.loads(out)
+    assert report["ok"] is False
+    assert [(p["what"], p["rank"]) for p in report["problems"]] == [("a file that the manifest names is missing", 1)]
+
+
+def test_verify_of_what_is_no_checkpoint(tmp_path, capsys):
+    code, out, err = run(capsys, "verify", str(tmp_path))
+    assert (code, out) == (1, "")
+    assert err.startswith("flexckpt verify:")
+    assert "is not a checkpoint" in err
+
+
+def test_inspect_lists_keys_and_totals(checkpoint, capsys):
+    manifest = CheckpointDirectory(str(checkpoint)).read_manifest()
+    code, out, _ = run(capsys, "inspect", str(checkpoint))
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == f"{checkpoint}, id 0: saved by 2 ranks, step 7"
+    assert lines[1].split() == ["key", "dtype", "shape", "shards", "files", "bytes"]
+    assert [line.split("  ")[0] for line in lines[2:-2]] == sorted(KINDS)
+    row = next(line for line in lines if line.startswith("model.w "))
+    assert row.split() == ["model.w", "float32", "[4,", "6]", "2", "2", "96"]
+    assert lines[-2] == "extra state: extra_state.common"
+    total = 96 + 10 + 96 + 9
+    assert lines[-1] == (
+        f"total: 4 keys, {len(manifest.catalog)} shards, {total} bytes ({total} B) in 2 files of "
+        f"{manifest.file_bytes.sum()} bytes"
+    )
+
+
+def test_inspect_of_one_key_lists_its_shards(checkpoint, capsys):
+    catalog = CheckpointDirectory(str(checkpoint)).read_manifest().catalog
+    code, out, _ = run(capsys, "inspect", str(checkpoint), "--key", "model.w", "--key", "model.norm")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == "model.w"
+    rows = np.flatnonzero(catalog.key == catalog.keys.index("model.w"))
+    for line, row in zip(lines[1:], rows):
+        begin = int(catalog.byte_offset[row])
+        rank = int(catalog.rank[row])
+        assert line == (
+            f"  float32 [0:4, {3 * rank}:{3 * rank + 3}] of [4, 6], rank {rank}, {rank}_0.safetensors, "
+            f"bytes {begin} to {begin + 48}"
+        )
+    assert lines[3] == "model.norm"
+    code, out, err = run(capsys, "inspect", str(checkpoint), "--key", "model.x")
+    assert (code, out) == (1, "")
+    assert "there is no such key (key 'model.x')" in err
+
+
+def test_inspect_of_an_id(checkpoint, capsys):
+    save(str(checkpoint), values_of({"other": ("bool", (3,))}), world=1, unique_id=4)
+    code, out, _ = run(capsys, "inspect", str(checkpoint))
+    assert code == 0
+    assert out.splitlines()[0] == f"{checkpoint}, id 4: saved by 1 rank, step unknown; other ids here: [0]"
+    assert out.splitlines()[-2] == "extra state: none"
+    assert "model.w" in run(capsys, "inspect", str(checkpoint), "--id", "0")[1]
+
+
+def test_repair_says_what_it_cannot_tell(checkpoint, capsys):
+    code, out, err = run(capsys, "repair", str(checkpoint), "--id", "0")
+    assert (code, out) == (1, "")
+    assert "there is a manifest" in err
+    (checkpoint / "0.manifest").unlink()
+    code, out, _ = run(capsys, "repair", str(checkpoint), "--id", "0")
+    assert code == 0
+    assert "rebuilt the manifest of id 0" in out
+    assert "damage that happened before this repair cannot be found" in out
+    assert run(capsys, "verify", str(checkpoint))[0] == 0
+    assert run(capsys, "repair", str(checkpoint), "--id", "0", "--overwrite")[0] == 0
+
+
+def test_export_verifies_as_asked(checkpoint, tmp_path, capsys):
+    catalog = CheckpointDirectory(str(checkpoint)).read_manifest().catalog
+    row = catalog.keys.index("model.w")
+    row = int(np.flatnonzero(catalog.key == row)[0])
+    flip(checkpoint / catalog.file_name(row), int(catalog.byte_offset[row]))
+    assert run(capsys, "export", str(checkpoint), str(tmp_path / "a"), "--verify", "off")[0] == 0
+    code, _, err = run(capsys, "export", str(checkpoint), str(tmp_path / "b"), "--verify", "full")
+    assert code == 1
+    assert "'model.w'" in err
+
+
+def test_the_process_exits_with_1_and_without_paddle(checkpoint):
+    (checkpoint / "0_0.safetensors").unlink()
+    code = (
+        "import sys; from paddle_flexckpt.cli.main import main; code = main(['verify', sys.argv[1]]); "
+        "assert 'paddle' not in sys.modules; sys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(checkpoint)], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "is missing" in done.stdout
