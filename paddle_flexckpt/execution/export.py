@@ -19,7 +19,8 @@ from paddle_flexckpt.execution.mapping import compile_mapping
 from paddle_flexckpt.execution.whole_tensors import WholeTensors
 from paddle_flexckpt.report import ExportReport
 from paddle_flexckpt.storage import CheckpointDirectory, FileReader
-from paddle_flexckpt.storage.data_file import MAX_HEADER_BYTES, write_all
+from paddle_flexckpt.storage.data_file import write_all
+from paddle_flexckpt.storage.safetensors_header import MAX_HEADER_BYTES
 
 INDEX_FILE = "model.safetensors.index.json"
 

@@ -17,9 +17,8 @@ import numpy as np
 from paddle_flexckpt.catalog import Catalog, dtype_of
 from paddle_flexckpt.storage.checksums import BLOCK_BYTES, Checksums, hash_block
 from paddle_flexckpt.storage.manifest import FORMAT_VERSION, Manifest
+from paddle_flexckpt.storage.safetensors_header import MAX_HEADER_BYTES
 
-# safetensors readers refuse larger headers (its own limit, MAX_HEADER_SIZE).
-MAX_HEADER_BYTES = 100_000_000
 # The save token stands within the first bytes of the file, so that a reader can check it with one small read.
 TOKEN_WINDOW = 256
 

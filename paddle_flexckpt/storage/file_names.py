@@ -17,9 +17,10 @@ def check_file_name(name: str) -> str:
     Raises:
         ValueError: It is not one: a path, ``..``, absolute, empty, too long, or with control characters in it.
     """
-    plain = name not in ("", ".", "..") and not any(c in "/\\\x7f" or c < " " for c in name)
-    if not plain or len(name.encode("utf-8", "replace")) > _MAX_NAME_BYTES:
-        raise ValueError(f"file name {name[:80]!r} is not that of a file in the checkpoint's directory")
+    # Lone surrogates are no text and have no bytes.
+    plain = name not in ("", ".", "..") and not any(c in "/\\\x7f" or c < " " or "\ud800" <= c < "\ue000" for c in name)
+    if not plain or len(name.encode()) > _MAX_NAME_BYTES:
+        raise ValueError(f"file name {name[:80]!r} leaves the checkpoint's directory or is none")
     return name
 
 
