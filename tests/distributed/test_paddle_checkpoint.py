@@ -1,0 +1,30 @@
+"""What stock Paddle saved, this library loads bit for bit, under the same and other layouts and numbers of ranks."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+pytest.importorskip("paddle.distributed.flex_checkpoint")
+from tests.distributed import jobs_paddle_checkpoint as jobs
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
+
+
+@pytest.mark.parametrize("safetensors", [False, True], ids=["distcp", "safetensors"])
+def test_loads_what_paddle_saved(world2, tmp_path, safetensors):
+    world2.run(jobs.save_with_paddle, directory=str(tmp_path), safetensors=safetensors)
+    ending = "safetensors" if safetensors else "distcp"
+    names = sorted(os.listdir(tmp_path))
+    assert names == ["0.metadata", f"0_0.{ending}", f"1_0.{ending}"]
+    for cut in (0, 1):
+        for report in world2.run(jobs.load_with_us, directory=str(tmp_path), cut=cut):
+            assert report["wrong"] == []
+            assert report["keys"] == len(jobs.DTYPES) + 2
+            assert (report["verified"], report["needed"] > 0) == (0, True)
+    # This process alone.
+    report = jobs.load_with_us(str(tmp_path), 0)
+    assert report["wrong"] == []
+    # Nothing was written there.
+    assert sorted(os.listdir(tmp_path)) == names
