@@ -1,4 +1,4 @@
-"""Checkpoints of Paddle's own save_state_dict (``.metadata`` with ``.distcp`` or safetensors files), without unpickling.
+"""Checkpoints of Paddle's own save_state_dict (``.metadata``, ``.distcp`` or safetensors files), not unpickled.
 
 Both kinds of data files hold every tensor's elements in one stretch of bytes. So such a checkpoint becomes a manifest
 like any other, without checksums, and is read by byte ranges like any other.

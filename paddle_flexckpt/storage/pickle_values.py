@@ -1,4 +1,4 @@
-"""What a foreign pickle may name, and what each name makes: arrays, numpy's numbers and the three metadata classes.
+"""What a foreign pickle may cost and name, and what the names make: arrays, numpy's numbers, three metadata classes.
 
 Nothing is looked up or imported by the names in a pickle. Each name in the table stands for a function of this module,
 which checks its arguments and makes plain data of them.
@@ -23,6 +23,31 @@ _MAX_EXTENT = 1 << 60
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What a pickle may cost.
+
+    Attributes:
+        operations: Most operations, whatever the file's size.
+        bytes_per_container: A file may have one list, tuple, dict or record per so many bytes ...
+        free_containers: ... and so many on top, as each costs more memory than it has bytes in the file.
+        depth: Deepest nesting of lists and dicts.
+        shared_text: Longest text that may be referred to more than once.
+        shared_tuple: Longest tuple, likewise.
+        integer_bytes: Longest integer.
+        name_bytes: Longest module or class name.
+    """
+
+    operations: int = 200_000_000
+    bytes_per_container: int = 4
+    free_containers: int = 4096
+    depth: int = 64
+    shared_text: int = 4096
+    shared_tuple: int = 64
+    integer_bytes: int = 16
+    name_bytes: int = 256
+
+
+@dataclass(frozen=True)
 class Symbol:
     """A name of the table; inert."""
 
@@ -36,7 +61,6 @@ class Arguments:
     items: tuple[Any, ...]
 
 
-@dataclass(eq=False)
 class Unfinished:
     """What a name has made and the state that follows in the pickle will finish; inert.
 
@@ -46,9 +70,12 @@ class Unfinished:
         memo: Its place in the memo, or -1.
     """
 
-    name: str
-    finish: Callable[[Any], Any]
-    memo: int = -1
+    # A file can ask for very many.
+    __slots__ = ("finish", "memo", "name")
+
+    def __init__(self, name: str, finish: Callable[[Any], Any]) -> None:
+        """Args: as the attributes."""
+        self.name, self.finish, self.memo = name, finish, -1
 
 
 # None of these may be an element of a list, dict or tuple of data.
@@ -147,6 +174,13 @@ def _encode(arguments: tuple[Any, ...]) -> Any:
         raise UnsafePickleError(f"_codecs.encode: {error}") from error
 
 
+def _no_bytes(arguments: tuple[Any, ...]) -> Any:
+    # How protocol 2 writes no bytes.
+    if arguments:
+        raise UnsafePickleError("bytes with arguments")
+    return memoryview(b"")
+
+
 def _is_integers(value: Any) -> bool:
     return (
         type(value) is tuple
@@ -219,9 +253,7 @@ _FIELDS: dict[type, dict[str, Callable[[Any], bool]]] = {
 
 def _record(cls: type) -> Callable[[], Unfinished]:
     checks = _FIELDS[cls]
-    required = {
-        field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING
-    }
+    required = {field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING}
 
     def finish(state: Any) -> Any:
         if type(state) is not dict:
@@ -244,7 +276,12 @@ NDARRAY = Symbol("numpy.ndarray")
 
 
 def _names() -> dict[tuple[str, str], Symbol]:
-    names = {("numpy", "ndarray"): NDARRAY, ("numpy", "dtype"): Symbol("dtype"), ("_codecs", "encode"): Symbol("encode")}
+    names = {
+        ("numpy", "ndarray"): NDARRAY,
+        ("numpy", "dtype"): Symbol("dtype"),
+        ("_codecs", "encode"): Symbol("encode"),
+        ("__builtin__", "bytes"): Symbol("bytes"),
+    }
     for core in ("numpy.core", "numpy._core"):  # of numpy 1 and numpy 2
         names[f"{core}.multiarray", "_reconstruct"] = Symbol("_reconstruct")
         names[f"{core}.multiarray", "scalar"] = Symbol("scalar")
@@ -265,6 +302,7 @@ CALLABLE = MappingProxyType(
         Symbol("dtype"): _dtype,
         Symbol("scalar"): _scalar,
         Symbol("encode"): _encode,
+        Symbol("bytes"): _no_bytes,
     }
 )
 # Made without arguments and filled with a dict (NEWOBJ, BUILD).
