@@ -67,3 +67,15 @@ def load_with_us(directory, cut):
     wrong = [key for key in wanted if raw(wanted[key].local_tensor) != raw(expected[key].local_tensor)]
     wrong += [f"{key} dtype" for key in wanted if wanted[key].local_tensor.dtype != expected[key].local_tensor.dtype]
     return {"keys": report.keys, "wrong": wrong, "verified": report.bytes_verified, "needed": report.bytes_needed}
+
+
+def save_replicas_with_paddle(directory):
+    """Every rank writes all of its tensors, also those that others have."""
+    state = {"w": whole("bfloat16", (5, 3))}
+    dist.save_state_dict(state, directory, save_replicas=True)
+    dist.barrier()
+
+
+def merge_with_us(directory):
+    merged = fc.load_merged_state_dict(directory)
+    return {key: raw(tensor) == raw(whole(str(tensor.dtype)[7:], tensor.shape)) for key, tensor in merged.items()}

@@ -28,3 +28,14 @@ def test_loads_what_paddle_saved(world2, tmp_path, safetensors):
     assert report["wrong"] == []
     # Nothing was written there.
     assert sorted(os.listdir(tmp_path)) == names
+
+
+def test_whole_tensors_and_replicas(world2, tmp_path):
+    pieces, replicas = tmp_path / "pieces", tmp_path / "replicas"
+    world2.run(jobs.save_with_paddle, directory=str(pieces), safetensors=False)
+    equal = jobs.merge_with_us(str(pieces))
+    assert all(equal.values())
+    assert len(equal) == len(jobs.DTYPES) + 2
+    world2.run(jobs.save_replicas_with_paddle, directory=str(replicas))
+    assert {"0_0.distcp", "1_0.distcp"} <= set(os.listdir(replicas))
+    assert jobs.merge_with_us(str(replicas)) == {"w": True}
