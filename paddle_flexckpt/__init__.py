@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         LocalTensorIndex,
         LocalTensorMetadata,
         Metadata,
+        UnsafePickleError,
         ValidationError,
     )
     from paddle_flexckpt.execution.export import export_safetensors
@@ -83,6 +84,7 @@ _MODULES = {
         "LocalTensorIndex",
         "LocalTensorMetadata",
         "Metadata",
+        "UnsafePickleError",
         "ValidationError",
     ),
     "execution.export": ("export_safetensors",),
@@ -143,6 +145,7 @@ __all__ = [
     "ShardedTensor",
     "ShardedWeight",
     "ShardedWeightDesc",
+    "UnsafePickleError",
     "ValidationError",
     "__version__",
     "_load_state_dict",

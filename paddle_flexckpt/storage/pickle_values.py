@@ -38,7 +38,7 @@ class Limits:
     """
 
     operations: int = 200_000_000
-    bytes_per_container: int = 4
+    bytes_per_container: int = 8
     free_containers: int = 4096
     depth: int = 64
     shared_text: int = 4096

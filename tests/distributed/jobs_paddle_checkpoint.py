@@ -79,3 +79,13 @@ def save_replicas_with_paddle(directory):
 def merge_with_us(directory):
     merged = fc.load_merged_state_dict(directory)
     return {key: raw(tensor) == raw(whole(str(tensor.dtype)[7:], tensor.shape)) for key, tensor in merged.items()}
+
+
+def refused(directory):
+    """The error of a load, and whether its target was left alone."""
+    target = paddle.full([5, 3], 7.0)
+    try:
+        fc.load_state_dict({"w": target}, directory)
+    except fc.CheckpointError as error:
+        return [type(error).__name__, str(error), bool((target == 7.0).all())]
+    return None

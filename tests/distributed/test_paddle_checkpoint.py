@@ -7,6 +7,7 @@ import os
 import pytest
 
 pytest.importorskip("paddle.distributed.flex_checkpoint")
+from tests.attacks.opcodes import call, named, program
 from tests.distributed import jobs_paddle_checkpoint as jobs
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
@@ -39,3 +40,15 @@ def test_whole_tensors_and_replicas(world2, tmp_path):
     world2.run(jobs.save_replicas_with_paddle, directory=str(replicas))
     assert {"0_0.distcp", "1_0.distcp"} <= set(os.listdir(replicas))
     assert jobs.merge_with_us(str(replicas)) == {"w": True}
+
+
+def test_code_in_a_data_file_is_refused_on_all_ranks(world2, tmp_path):
+    checkpoint, canary = tmp_path / "checkpoint", tmp_path / "canary"
+    world2.run(jobs.save_replicas_with_paddle, directory=str(checkpoint))
+    file = checkpoint / "1_0.distcp"
+    file.write_bytes(program(call(named("os", "system"), f"touch {canary}")))
+    for kind, text, untouched in world2.run(jobs.refused, directory=str(checkpoint)):
+        assert (kind, untouched) == ("UnsafePickleError", True)
+        assert f"{file}: refused before byte" in text
+        assert "the name 'os.system' is not among those of plain data" in text
+    assert not canary.exists()
