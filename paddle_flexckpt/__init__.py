@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         LocalTensorIndex,
         LocalTensorMetadata,
         Metadata,
+        UnsafePickleError,
         ValidationError,
     )
     from paddle_flexckpt.execution.export import export_safetensors
@@ -84,6 +85,7 @@ _MODULES = {
         "LocalTensorIndex",
         "LocalTensorMetadata",
         "Metadata",
+        "UnsafePickleError",
         "ValidationError",
     ),
     "execution.export": ("export_safetensors",),
@@ -146,6 +148,7 @@ __all__ = [
     "ShardedTensor",
     "ShardedWeight",
     "ShardedWeightDesc",
+    "UnsafePickleError",
     "ValidationError",
     "VerifyReport",
     "__version__",

@@ -9,6 +9,7 @@ from paddle_flexckpt.catalog.errors import (
     CheckpointError,
     CorruptCheckpointError,
     Problem,
+    UnsafePickleError,
     ValidationError,
 )
 from paddle_flexckpt.catalog.keys import EXTRA_STATE, without_extra_state
@@ -29,6 +30,7 @@ __all__ = [
     "Metadata",
     "Problem",
     "ReplicaGroups",
+    "UnsafePickleError",
     "ValidationError",
     "concat",
     "dtype_of",

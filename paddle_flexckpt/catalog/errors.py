@@ -57,6 +57,10 @@ class CorruptCheckpointError(CheckpointError):
     """Bytes of a checkpoint are not those that were written."""
 
 
+class UnsafePickleError(CorruptCheckpointError):
+    """A pickle asks for more than plain data; nothing of it has been carried out."""
+
+
 class ValidationError(CheckpointError, ValueError):
     """What was asked for does not fit; nothing has been touched.
 

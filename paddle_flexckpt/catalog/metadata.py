@@ -68,14 +68,17 @@ def catalog_from_metadata(metadata_list: Iterable[Any], rank_of_file: Callable[[
     builders: dict[str, CatalogBuilder] = {}
     problems: list[str] = []
     for metadata in metadata_list:
+        shards_at: dict[tuple[str, tuple[int, ...]], list[Any]] = {}
+        for key, shards in metadata.state_dict_metadata.items():
+            for shard in shards:
+                shards_at.setdefault((key, tuple(shard.global_offset)), []).append(shard)
         for index, file in metadata.storage_metadata.items():
             wanted = _flat_range(index.flattened_range)
             matches = [
                 shard
-                for shard in metadata.state_dict_metadata.get(index.tensor_key, [])
-                if tuple(shard.global_offset) == tuple(index.global_offset)
+                for shard in shards_at.get((index.tensor_key, tuple(index.global_offset)), [])
                 # Older writers left local_shape and flattened_range out of the index: None matches any shard.
-                and (index.local_shape is None or tuple(shard.local_shape) == tuple(index.local_shape))
+                if (index.local_shape is None or tuple(shard.local_shape) == tuple(index.local_shape))
                 and (wanted is None or _flat_range(shard.flattened_range) == wanted)
             ]
             distinct = {(tuple(s.local_shape), _flat_range(s.flattened_range), str(s.dtype)) for s in matches}

@@ -20,7 +20,7 @@ from paddle_flexckpt.execution.whole_tensors import WholeTensors
 from paddle_flexckpt.report import ExportReport
 from paddle_flexckpt.storage import CheckpointDirectory, FileReader, VerifyMode, verify_mode
 from paddle_flexckpt.storage.data_file import write_all
-from paddle_flexckpt.storage.header import MAX_HEADER_BYTES
+from paddle_flexckpt.storage.safetensors_header import MAX_HEADER_BYTES
 
 INDEX_FILE = "model.safetensors.index.json"
 

@@ -10,6 +10,7 @@ import numpy as np
 from paddle_flexckpt.catalog import (
     CorruptCheckpointError,
     Problem,
+    ValidationError,
     group_replicas,
     validate_coverage,
     validate_shards,
@@ -35,7 +36,8 @@ def verify_checkpoint(path: str | os.PathLike[str], unique_id: int | None = None
         then the only one: without it there is nothing to compare with.
 
     Raises:
-        ValidationError: There is no such checkpoint, or it is of a format that this version does not know.
+        ValidationError: There is no such checkpoint, it is of a format that this version does not know, or it is
+            Paddle's own.
         OSError: The manifest cannot be read.
     """
     begin = time.perf_counter()
@@ -51,6 +53,13 @@ def verify_checkpoint(path: str | os.PathLike[str], unique_id: int | None = None
         )
         seconds = {"total": time.perf_counter() - begin}
         return VerifyReport(directory.path, chosen, 0, 0, 0, 0, 0, 0, [problem], seconds)
+    if manifest.foreign:
+        raise ValidationError(
+            [
+                f"{directory.path} is a checkpoint of Paddle's own: it has no checksums to compare. Remedy: load it, "
+                "and save it again"
+            ]
+        )
     catalog = manifest.catalog
     found = verify_files(directory.path, manifest)
     problems = validate_shards(catalog)

@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from paddle_flexckpt.aoa import AoaError
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnsafePickleError, ValidationError
 from paddle_flexckpt.runtime.carrier import Carrier, CollectiveCarrier, SocketCarrier
 
 Result = TypeVar("Result")
 _KINDS: dict[str, type[CheckpointError]] = {
-    kind.__name__: kind for kind in (CheckpointError, CorruptCheckpointError, ValidationError, AoaError)
+    kind.__name__: kind
+    for kind in (CheckpointError, CorruptCheckpointError, UnsafePickleError, ValidationError, AoaError)
 }
 
 

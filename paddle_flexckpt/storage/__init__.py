@@ -11,7 +11,9 @@ from paddle_flexckpt.storage.directory import (
     data_file_name,
 )
 from paddle_flexckpt.storage.manifest import FORMAT_VERSION, Manifest, merge_parts
+from paddle_flexckpt.storage.paddle_checkpoint import read_paddle_metadata
 from paddle_flexckpt.storage.reader import FileReader, ReadCount
+from paddle_flexckpt.storage.safe_pickle import load_pickle
 
 __all__ = [
     "BLOCK_BYTES",
@@ -25,6 +27,8 @@ __all__ = [
     "SaveTicket",
     "VerifyMode",
     "data_file_name",
+    "load_pickle",
     "merge_parts",
+    "read_paddle_metadata",
     "verify_mode",
 ]

@@ -72,6 +72,11 @@ class Checksums:
             raise ValueError(f"{len(values)} checksums for {first[-1]} blocks")
         return cls(np.asarray(values, dtype=np.uint64), first, block_bytes)
 
+    @classmethod
+    def none(cls, items: int) -> Checksums:
+        """No checksums, for so many items of files that came without."""
+        return cls(np.zeros(0, dtype=np.uint64), np.zeros(items + 1, dtype=np.int64))
+
     def of_block(self, item: int, block: int) -> int:
         """Checksum of one block of one item."""
         return int(self.values[self.first[item] + block])

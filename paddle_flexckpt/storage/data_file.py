@@ -14,8 +14,9 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.storage.checksums import BLOCK_BYTES, Checksums, hash_block
-from paddle_flexckpt.storage.header import MAX_HEADER_BYTES, DataFileHeader
+from paddle_flexckpt.storage.header import DataFileHeader
 from paddle_flexckpt.storage.manifest import Manifest
+from paddle_flexckpt.storage.safetensors_header import MAX_HEADER_BYTES
 
 # The save token stands within the first bytes of the file, so that a reader can check it with one small read.
 TOKEN_WINDOW = 256

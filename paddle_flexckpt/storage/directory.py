@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.storage.data_file import write_all
+from paddle_flexckpt.storage.file_names import open_inside
 from paddle_flexckpt.storage.manifest import Manifest, merge_parts
+from paddle_flexckpt.storage.paddle_checkpoint import paddle_ids, read_paddle_manifest
 
 _MANIFEST = re.compile(r"(\d+)\.manifest")
 _DATA = re.compile(r"\d+_(\d+)(?:\.(\d+))?\.safetensors")
@@ -211,7 +213,7 @@ class CheckpointDirectory:
             os.close(descriptor)
 
     def read_manifest(self, unique_id: int | None = None) -> Manifest:
-        """Reads the manifest of a checkpoint.
+        """Reads the manifest of a checkpoint, or makes one of the metadata of a checkpoint of Paddle's own.
 
         Args:
             unique_id: Its id; None takes the highest.
@@ -222,10 +224,13 @@ class CheckpointDirectory:
         """
         ids = self.list_ids()
         if not ids or (unique_id is not None and unique_id not in ids):
+            foreign = paddle_ids(self.path)
+            if foreign and (unique_id is None or unique_id in foreign):
+                return read_paddle_manifest(self.path, unique_id)
             raise ValidationError([self._what_is_wrong(ids, unique_id)])
         chosen = ids[-1] if unique_id is None else unique_id
         file = os.path.join(self.path, f"{chosen}.manifest")
-        with open(file, "rb") as stream:
+        with os.fdopen(open_inside(self.path, f"{chosen}.manifest"), "rb") as stream:
             manifest = Manifest.decode(stream.read(), file)
         if manifest.unique_id != chosen:
             raise CorruptCheckpointError(f"{file} is the manifest of id {manifest.unique_id}: it has been renamed")
@@ -248,7 +253,7 @@ class CheckpointDirectory:
             return f"{self.path} has no checkpoint with id {unique_id}; complete ids here: {ids}"
         if any(name.endswith(".metadata") for name in names):
             return (
-                f"{self.path} is a checkpoint of Paddle's own save_state_dict (.metadata), which this version does not "
-                "read. Remedy: load it with paddle.distributed.load_state_dict and save it again with this library"
+                f"{self.path} is no checkpoint of Paddle's own save_state_dict that can be read: its .metadata files "
+                f"have the ids {paddle_ids(self.path) or 'none'}. Remedy: give the path and id of a complete save"
             )
         return f"{self.path} is not a checkpoint: there is no *.manifest file in it. Remedy: correct the path"

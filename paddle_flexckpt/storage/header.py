@@ -12,9 +12,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, dtype_of
 from paddle_flexckpt.storage.manifest import FORMAT_VERSION
-
-# safetensors readers refuse larger headers (its own limit, MAX_HEADER_SIZE).
-MAX_HEADER_BYTES = 100_000_000
+from paddle_flexckpt.storage.safetensors_header import MAX_HEADER_BYTES, parse_int, without_duplicates
 
 
 @dataclass(frozen=True)
@@ -150,14 +148,13 @@ def item_names(items: Catalog) -> list[str]:
 
 
 def _parse(text: str) -> Any:
-    return json.loads(text, object_pairs_hook=_unique, parse_float=_refuse, parse_constant=_refuse)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a name stands twice in one JSON object")
-    return found
+    return json.loads(
+        text,
+        object_pairs_hook=without_duplicates,
+        parse_int=parse_int,
+        parse_float=_refuse,
+        parse_constant=_refuse,
+    )
 
 
 def _refuse(text: str) -> Any:

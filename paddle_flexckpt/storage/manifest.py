@@ -17,6 +17,8 @@ from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError, concat, dtype_of
 from paddle_flexckpt.storage.checksums import ALGORITHM, Checksums
+from paddle_flexckpt.storage.file_names import check_file_name
+from paddle_flexckpt.storage.safetensors_header import header_bytes, parse_header
 
 FORMAT_VERSION = 1
 _CREATOR = "paddle_flexckpt"
@@ -35,6 +37,7 @@ class Manifest:
         unique_id: The checkpoint's id in its directory.
         world_size: Number of ranks that took part in the save.
         step: Training step, if the caller gave one.
+        foreign: The files are another program's: they have neither checksums nor a save token.
     """
 
     catalog: Catalog
@@ -44,6 +47,7 @@ class Manifest:
     unique_id: int
     world_size: int
     step: int | None = None
+    foreign: bool = False
 
     def encode(self) -> bytes:
         """The container's bytes."""
@@ -78,10 +82,12 @@ class Manifest:
             ValidationError: The manifest is of a newer format version.
         """
         try:
-            header_bytes = int.from_bytes(data[:8], "little")
-            info = json.loads(data[8 : 8 + header_bytes]).get("__metadata__", {})
+            length = header_bytes(data[:8], len(data), file)
+            info = dict(parse_header(data[8 : 8 + length], len(data), file).metadata)
             arrays = safetensors_numpy.load(data)
-        except (SafetensorError, ValueError, AttributeError, KeyError, RecursionError) as error:
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{file} is damaged or not a manifest: {error}") from error
+        except (SafetensorError, ValueError, KeyError) as error:
             raise CorruptCheckpointError(f"{file} is damaged or not a manifest: {error}") from error
         if info.get("format") != "flexckpt" or "format_version" not in info:
             got = info.get("format")
@@ -113,8 +119,8 @@ class Manifest:
             for name in catalog.dtypes:
                 dtype_of(name)
             for name in catalog.files:
-                if "/" in name or "\\" in name or name in ("", ".", ".."):
-                    raise ValueError(f"file name {name!r} leaves the checkpoint's directory")
+                check_file_name(name)
+            _check_columns(catalog, arrays["file_bytes"])
             return cls(
                 catalog=catalog,
                 checksums=Checksums.of_items(arrays["checksums"], catalog.byte_length, int(info["block_bytes"])),
@@ -126,6 +132,37 @@ class Manifest:
             )
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise CorruptCheckpointError(f"{file} is not a usable manifest: {error!r}") from error
+
+
+def _check_columns(catalog: Catalog, file_bytes: np.ndarray) -> None:
+    """Checks that columns index their tables and that every item lies in its file.
+
+    Raises:
+        ValueError: They do not.
+    """
+    count = len(catalog)
+    wide = (catalog.global_shape, catalog.offset, catalog.shape)
+    if any(getattr(catalog, name).shape != (count,) for name in _FLAT_COLUMNS):
+        raise ValueError("a column has another shape than [n]")
+    if any(column.ndim != 2 or column.shape != wide[0].shape for column in wide) or len(wide[0]) != count:
+        raise ValueError("the columns of boxes differ in shape")
+    for name, table in (("key", catalog.keys), ("dtype", catalog.dtypes), ("file", catalog.files)):
+        column = getattr(catalog, name)
+        if count and not (column.min() >= 0 and column.max() < len(table)):
+            raise ValueError(f"column {name} points beyond its table")
+    if file_bytes.shape != (len(catalog.files),) or (count and (min(map(np.min, wide), default=0) < 0)):
+        raise ValueError("a file without a size, or a negative extent or offset")
+    # In floating point: products of extents that are no tensor's must not wrap around.
+    if count and float(catalog.shape.astype(np.float64).prod(axis=1).max()) >= float(1 << 62):
+        raise ValueError("a shard has more elements than a file can have bytes")
+    if count and not ((catalog.ndim >= 0) & (catalog.ndim <= wide[0].shape[1])).all():
+        raise ValueError("a tensor has more axes than its columns")
+    begin, length = catalog.byte_offset, catalog.byte_length
+    if count and not ((begin >= 0) & (length >= 0) & (length <= file_bytes[catalog.file] - begin)).all():
+        raise ValueError("a shard lies outside its file")
+
+
+_FLAT_COLUMNS = ("key", "dtype", "ndim", "flat_start", "flat_stop", "rank", "file", "byte_offset")
 
 
 def merge_parts(parts: Sequence[Manifest]) -> Manifest:

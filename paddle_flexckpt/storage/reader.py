@@ -20,9 +20,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
-from paddle_flexckpt.catalog import CorruptCheckpointError, dtype_of
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, dtype_of
 from paddle_flexckpt.storage.checksums import VerifyMode, hash_block, verify_mode
 from paddle_flexckpt.storage.data_file import TOKEN_WINDOW
+from paddle_flexckpt.storage.file_names import open_inside
 from paddle_flexckpt.storage.manifest import Manifest
 
 # A run at least this long is worth a system call of its own (a pread costs about as much as copying 16 KiB).
@@ -79,11 +80,20 @@ class FileReader:
             verify: Which bytes are compared with their checksums; see :func:`verify_mode`.
 
         Raises:
-            ValidationError: There is no such mode.
+            ValidationError: There is no such mode, or there are no checksums for it.
         """
         self._directory = directory
         self._manifest = manifest
         self._verify = verify_mode(verify)
+        if manifest.foreign:
+            if self._verify == "full":
+                raise ValidationError(
+                    [
+                        f"{directory} is a checkpoint of Paddle's own, without checksums: verify='full' cannot be "
+                        "kept. Remedy: load it with another mode, and save it again"
+                    ]
+                )
+            self._verify = "off"
         self._byte_length = manifest.catalog.byte_length
         self._descriptors: dict[int, int] = {}
         self._maps: dict[int, mmap.mmap] = {}
@@ -125,14 +135,15 @@ class FileReader:
         path = os.path.join(self._directory, name)
         remedy = "Remedy: restore the file or load another checkpoint"
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            descriptor = open_inside(self._directory, name)
         except FileNotFoundError as error:
             raise CorruptCheckpointError(f"{path} is missing; the manifest names it. {remedy}") from error
         self._descriptors[file] = descriptor
         size, expected = os.fstat(descriptor).st_size, int(self._manifest.file_bytes[file])
         if size != expected:
             raise CorruptCheckpointError(f"{path} has {size} bytes; expected {expected} (truncated?). {remedy}")
-        if self._manifest.save_token.encode() not in os.pread(descriptor, TOKEN_WINDOW, 0):
+        token = self._manifest.save_token.encode()
+        if not self._manifest.foreign and token not in os.pread(descriptor, TOKEN_WINDOW, 0):
             raise CorruptCheckpointError(
                 f"{path} belongs to another save: its save token is not the manifest's. {remedy}"
             )

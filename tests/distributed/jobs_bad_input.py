@@ -118,7 +118,9 @@ DAMAGE = {
     "path_is_a_file": lambda d: on_rank(0, lambda: (shutil.rmtree(d), write(d))),
     "not_a_checkpoint": lambda d: on_rank(0, lambda: (shutil.rmtree(d), write(os.path.join(d, "notes.txt")))),
     "uncommitted": lambda d: remove(d, "0.manifest"),
-    "paddles_own_checkpoint": lambda d: on_rank(0, lambda: (shutil.rmtree(d), write(os.path.join(d, "0.metadata")))),
+    "paddles_checkpoint_damaged": lambda d: on_rank(
+        0, lambda: (shutil.rmtree(d), write(os.path.join(d, "0.metadata")))
+    ),
     "data_file_truncated": lambda d: truncate(d, "1_0.safetensors"),
     "data_file_missing": lambda d: remove(d, "1_0.safetensors"),
     "data_file_swapped": swap,
@@ -208,7 +210,7 @@ LOADS = (
     "path_is_a_file",
     "not_a_checkpoint",
     "uncommitted",
-    "paddles_own_checkpoint",
+    "paddles_checkpoint_damaged",
     "no_such_id",
     "data_file_truncated",
     "data_file_missing",

@@ -15,7 +15,7 @@ LOADS = {
     "path_is_a_file": ["{path}", "is not a directory", "Remedy"],
     "not_a_checkpoint": ["{path}", "is not a checkpoint", "no *.manifest file", "Remedy"],
     "uncommitted": ["{path}", "unfinished save (id 0)", "manifest is missing", "Remedy: load another checkpoint"],
-    "paddles_own_checkpoint": ["{path}", ".metadata", "Remedy: load it with paddle.distributed.load_state_dict"],
+    "paddles_checkpoint_damaged": ["{path}", "0.metadata is damaged", "Remedy: restore the file"],
     "no_such_id": ["no checkpoint with id 4", "complete ids here: [0]"],
     "data_file_truncated": ["{path}/1_0.safetensors", "bytes; expected", "truncated", "Remedy"],
     "data_file_missing": ["{path}/1_0.safetensors is missing", "Remedy: restore the file"],
@@ -85,6 +85,7 @@ SAVES = {
 ABOUT_STATEMENTS = {"aoa_config", "aoa_config_that_gives_another_shape"}
 #: Problems of the disk, and those that only the values show; the others are found before anything is done.
 NOT_VALIDATION = {
+    "paddles_checkpoint_damaged",
     *("data_file_truncated", "data_file_missing", "data_file_swapped", "bit_flipped_in_data"),
     *("bit_flipped_in_manifest", "bit_flipped_in_manifest_header", "manifest_truncated", "manifest_of_another_id"),
     *("disk_full_on_one_rank", "part_cannot_be_written", "commit_fails", "tied_targets_of_different_values"),

@@ -1,0 +1,62 @@
+"""File names that a checkpoint gives: they stay inside its directory, and so do the files behind them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from paddle_flexckpt.catalog import CorruptCheckpointError
+
+_MAX_NAME_BYTES = 255
+
+
+def check_file_name(name: str) -> str:
+    """Gives back a plain file name.
+
+    Raises:
+        ValueError: It is not one: a path, ``..``, absolute, empty, too long, or with control characters in it.
+    """
+    # Lone surrogates are no text and have no bytes.
+    plain = name not in ("", ".", "..") and not any(c in "/\\\x7f" or c < " " or "\ud800" <= c < "\ue000" for c in name)
+    if not plain or len(name.encode()) > _MAX_NAME_BYTES:
+        raise ValueError(f"file name {name[:80]!r} leaves the checkpoint's directory or is none")
+    return name
+
+
+def open_inside(directory: str, name: str) -> int:
+    """Opens a file of a checkpoint for reading.
+
+    Args:
+        directory: The checkpoint's directory; it may be a link itself.
+        name: The file's name. It may be a link to another file of the directory, not out of it.
+
+    Returns:
+        A descriptor.
+
+    Raises:
+        CorruptCheckpointError: The name leads out of the directory, or to something that is not a file.
+        FileNotFoundError: There is no such file.
+    """
+    path = os.path.join(directory, name)
+    try:
+        check_file_name(name)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"in {directory}: {error}. Remedy: load another checkpoint") from error
+    # O_NONBLOCK: the opening of a pipe would wait for its writer.
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        real = os.path.realpath(path)
+        if os.path.dirname(real) != os.path.realpath(directory):
+            raise CorruptCheckpointError(
+                f"{path} is a link out of the checkpoint's directory, to {real}. Remedy: put the file itself there"
+            ) from error
+        descriptor = os.open(real, flags)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CorruptCheckpointError(f"{path} is not a regular file. Remedy: load another checkpoint")
+    return descriptor

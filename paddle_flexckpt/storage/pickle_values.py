@@ -1,0 +1,309 @@
+"""What a foreign pickle may cost and name, and what the names make: arrays, numpy's numbers, three metadata classes.
+
+Nothing is looked up or imported by the names in a pickle. Each name in the table stands for a function of this module,
+which checks its arguments and makes plain data of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import LocalTensorIndex, LocalTensorMetadata, Metadata, UnsafePickleError
+
+# Elements of such types are their bytes: no objects, no text, no records, no other byte order than the machines have.
+ELEMENT_TYPES = frozenset("b1 i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8 c8 c16".split())
+_MAX_AXES = 64
+_MAX_EXTENT = 1 << 60
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a pickle may cost.
+
+    Attributes:
+        operations: Most operations, whatever the file's size.
+        bytes_per_container: A file may have one list, tuple, dict or record per so many bytes ...
+        free_containers: ... and so many on top, as each costs more memory than it has bytes in the file.
+        depth: Deepest nesting of lists and dicts.
+        shared_text: Longest text that may be referred to more than once.
+        shared_tuple: Longest tuple, likewise.
+        integer_bytes: Longest integer.
+        name_bytes: Longest module or class name.
+    """
+
+    operations: int = 200_000_000
+    bytes_per_container: int = 8
+    free_containers: int = 4096
+    depth: int = 64
+    shared_text: int = 4096
+    shared_tuple: int = 64
+    integer_bytes: int = 16
+    name_bytes: int = 256
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A name of the table; inert."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A tuple that holds what is not data by itself (bytes, element types, names); inert."""
+
+    items: tuple[Any, ...]
+
+
+class Unfinished:
+    """What a name has made and the state that follows in the pickle will finish; inert.
+
+    Attributes:
+        name: What is being made.
+        finish: Makes it of its state.
+        memo: Its place in the memo, or -1.
+    """
+
+    # A file can ask for very many.
+    __slots__ = ("finish", "memo", "name")
+
+    def __init__(self, name: str, finish: Callable[[Any], Any]) -> None:
+        """Args: as the attributes."""
+        self.name, self.finish, self.memo = name, finish, -1
+
+
+# None of these may be an element of a list, dict or tuple of data.
+INERT = frozenset({Symbol, Arguments, Unfinished, memoryview, *(type(np.dtype(name)) for name in ELEMENT_TYPES)})
+
+
+def _refuse(what: str, got: object) -> UnsafePickleError:
+    return UnsafePickleError(f"{what}: got {_short(got)}")
+
+
+def _short(value: object) -> str:
+    text = repr(value) if isinstance(value, (str, int, float, bool, type(None))) else type(value).__name__
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _is(value: Any, *options: Any) -> bool:
+    """Whether the value is one of the options; arrays have an equality of their own, so types come first."""
+    return any(type(value) is type(option) and value == option for option in options)
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    return value.items if type(value) is Arguments else value if type(value) is tuple else ()
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    if type(value) is not tuple or len(value) > _MAX_AXES:
+        raise _refuse(f"the shape of an array has to be a tuple of at most {_MAX_AXES} integers", value)
+    for extent in value:
+        if type(extent) is not int or not 0 <= extent < _MAX_EXTENT:
+            raise _refuse("an extent of an array has to be an integer >= 0", extent)
+    return value
+
+
+def _array(shape: Any, dtype: Any, payload: Any, order: Any) -> np.ndarray:
+    shape = _shape(shape)
+    if not isinstance(dtype, np.dtype):
+        raise _refuse("the element type of an array has to be a numpy.dtype", dtype)
+    if type(payload) is not memoryview:
+        raise _refuse("the elements of an array have to be bytes (arrays of objects are refused)", payload)
+    expected = math.prod(shape) * dtype.itemsize
+    if len(payload) != expected:
+        raise _refuse(f"an array of shape {list(shape)[:8]} and type {dtype} has {expected} bytes", len(payload))
+    try:
+        elements = np.frombuffer(payload, dtype=dtype) if expected else np.empty(0, dtype=dtype)
+        return elements.reshape(shape, order=order)
+    except ValueError as error:
+        raise UnsafePickleError(f"an array of shape {list(shape)[:8]} cannot be made: {error}") from error
+
+
+def _reconstruct(arguments: tuple[Any, ...]) -> Any:
+    if len(arguments) != 3 or not _is(arguments[0], NDARRAY) or not _is(arguments[1], (0,)):
+        raise UnsafePickleError("numpy's _reconstruct with other arguments than numpy.ndarray and (0,)")
+
+    def finish(state: Any) -> np.ndarray:
+        items = _items(state)
+        if len(items) != 5:
+            raise _refuse("the state of an array has to be (version, shape, type, order, bytes)", state)
+        return _array(items[1], items[2], items[4], "F" if items[3] is True else "C")
+
+    return Unfinished("numpy.ndarray", finish)
+
+
+def _frombuffer(arguments: tuple[Any, ...]) -> Any:
+    if len(arguments) != 4 or not _is(arguments[3], "C", "F"):
+        raise UnsafePickleError("numpy's _frombuffer with other arguments than (bytes, type, shape, order)")
+    return _array(arguments[2], arguments[1], arguments[0], arguments[3])
+
+
+def _dtype(arguments: tuple[Any, ...]) -> Any:
+    code = arguments[0] if arguments else None
+    if type(code) is not str or code not in ELEMENT_TYPES:
+        raise _refuse("numpy.dtype: object, text and record types are refused", code)
+
+    def finish(state: Any) -> np.dtype:
+        items = _items(state)
+        if len(items) < 5 or not _is(items[1], "<", "|", "=") or any(item is not None for item in items[2:5]):
+            raise _refuse(f"numpy.dtype: {code!r} has to be of native byte order and without fields", state)
+        return np.dtype(code)
+
+    return Unfinished("numpy.dtype", finish)
+
+
+def _scalar(arguments: tuple[Any, ...]) -> Any:
+    if len(arguments) != 2:
+        raise UnsafePickleError("numpy's scalar with other arguments than (type, bytes)")
+    return _array((), arguments[0], arguments[1], "C").item()
+
+
+def _encode(arguments: tuple[Any, ...]) -> Any:
+    # How protocol 2 writes bytes.
+    if len(arguments) != 2 or type(arguments[0]) is not str or not _is(arguments[1], "latin1", "latin-1"):
+        raise UnsafePickleError("_codecs.encode with other arguments than text and 'latin1'")
+    try:
+        return memoryview(arguments[0].encode("latin-1"))
+    except UnicodeEncodeError as error:
+        raise UnsafePickleError(f"_codecs.encode: {error}") from error
+
+
+def _no_bytes(arguments: tuple[Any, ...]) -> Any:
+    # How protocol 2 writes no bytes.
+    if arguments:
+        raise UnsafePickleError("bytes with arguments")
+    return memoryview(b"")
+
+
+def _is_integers(value: Any) -> bool:
+    return (
+        type(value) is tuple
+        and len(value) <= _MAX_AXES
+        and all(type(item) is int and 0 <= item < _MAX_EXTENT for item in value)
+    )
+
+
+def _is_optional_integers(value: Any) -> bool:
+    return value is None or _is_integers(value)
+
+
+def _is_optional_pair(value: Any) -> bool:
+    return value is None or (_is_integers(value) and len(value) == 2)
+
+
+def _is_text(value: Any) -> bool:
+    return type(value) is str
+
+
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
+def _is_optional_integer(value: Any) -> bool:
+    return value is None or (type(value) is int and 0 <= value < _MAX_EXTENT)
+
+
+def _is_shards(value: Any) -> bool:
+    return type(value) is dict and all(
+        type(key) is str and type(shards) is list and all(type(shard) is LocalTensorMetadata for shard in shards)
+        for key, shards in value.items()
+    )
+
+
+def _is_files(value: Any) -> bool:
+    return type(value) is dict and all(
+        type(index) is LocalTensorIndex and type(file) is str for index, file in value.items()
+    )
+
+
+def _is_flat_mapping(value: Any) -> bool:
+    return value is None or (type(value) is dict and all(type(key) is str for key in value))
+
+
+_FIELDS: dict[type, dict[str, Callable[[Any], bool]]] = {
+    LocalTensorMetadata: {
+        "global_offset": _is_integers,
+        "local_shape": _is_integers,
+        "dtype": _is_text,
+        "global_shape": _is_optional_integers,
+        "is_flattened": _is_bool,
+        "flattened_range": _is_optional_pair,
+    },
+    LocalTensorIndex: {
+        "tensor_key": _is_text,
+        "global_offset": _is_integers,
+        "is_flattened": _is_bool,
+        "flattened_range": _is_optional_pair,
+        "replica_id": _is_optional_integer,
+        "local_shape": _is_optional_integers,
+    },
+    Metadata: {
+        "state_dict_metadata": _is_shards,
+        "storage_metadata": _is_files,
+        "flat_mapping": _is_flat_mapping,
+    },
+}
+
+
+def _record(cls: type) -> Callable[[], Unfinished]:
+    checks = _FIELDS[cls]
+    required = {field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING}
+
+    def finish(state: Any) -> Any:
+        if type(state) is not dict:
+            raise _refuse(f"the state of {cls.__name__} has to be a dict", state)
+        for name, value in state.items():
+            check = checks.get(name) if type(name) is str else None
+            if check is None:
+                raise _refuse(f"{cls.__name__} has no field of that name", name)
+            if not check(value):
+                raise _refuse(f"{cls.__name__}.{name} is not of its type", value)
+        missing = sorted(required - set(state))
+        if missing:
+            raise UnsafePickleError(f"{cls.__name__} lacks {', '.join(missing)}")
+        return cls(**state)
+
+    return lambda: Unfinished(cls.__name__, finish)
+
+
+NDARRAY = Symbol("numpy.ndarray")
+
+
+def _names() -> dict[tuple[str, str], Symbol]:
+    names = {
+        ("numpy", "ndarray"): NDARRAY,
+        ("numpy", "dtype"): Symbol("dtype"),
+        ("_codecs", "encode"): Symbol("encode"),
+        ("__builtin__", "bytes"): Symbol("bytes"),
+    }
+    for core in ("numpy.core", "numpy._core"):  # of numpy 1 and numpy 2
+        names[f"{core}.multiarray", "_reconstruct"] = Symbol("_reconstruct")
+        names[f"{core}.multiarray", "scalar"] = Symbol("scalar")
+        names[f"{core}.numeric", "_frombuffer"] = Symbol("_frombuffer")
+    for module in ("paddle.distributed.checkpoint.metadata", "paddle.distributed.flex_checkpoint.dcp.metadata"):
+        for cls in _FIELDS:
+            names[module, cls.__name__] = Symbol(cls.__name__)
+    return names
+
+
+# (module, name) as a pickle writes it -> what it stands for here.
+NAMES = MappingProxyType(_names())
+# Called with a tuple of arguments (REDUCE).
+CALLABLE = MappingProxyType(
+    {
+        Symbol("_reconstruct"): _reconstruct,
+        Symbol("_frombuffer"): _frombuffer,
+        Symbol("dtype"): _dtype,
+        Symbol("scalar"): _scalar,
+        Symbol("encode"): _encode,
+        Symbol("bytes"): _no_bytes,
+    }
+)
+# Made without arguments and filled with a dict (NEWOBJ, BUILD).
+RECORDS = MappingProxyType({Symbol(cls.__name__): _record(cls) for cls in _FIELDS})

@@ -1,0 +1,143 @@
+"""The header of a safetensors file, read strictly: bounded, without duplicates, every tensor inside the file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paddle_flexckpt.catalog import CorruptCheckpointError
+from paddle_flexckpt.catalog.dtypes import DTYPES
+
+# safetensors' own limit (MAX_HEADER_SIZE).
+MAX_HEADER_BYTES = 100_000_000
+_MAX_AXES = 64
+_MAX_EXTENT = 1 << 60
+_ITEMSIZE = {dtype.safetensors: dtype.itemsize // dtype.trailing for dtype in DTYPES.values()}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a safetensors file.
+
+    Attributes:
+        code: Its element type's code.
+        shape: Its shape.
+        begin: Its first byte, counted from the start of the file.
+        end: The first byte beyond it.
+    """
+
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a header says.
+
+    Attributes:
+        tensors: By name.
+        metadata: ``__metadata__``.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
+
+
+def header_bytes(start: bytes, file_bytes: int, file: str) -> int:
+    """Length of the header from the first 8 bytes of a file.
+
+    Raises:
+        CorruptCheckpointError: It is longer than the file or than safetensors allows.
+    """
+    length = int.from_bytes(start[:8], "little")
+    if len(start) < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
+        raise _damaged(file, f"its header has {length} bytes by its first 8 bytes; the file has {file_bytes}")
+    return length
+
+
+def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
+    """Reads a header.
+
+    Args:
+        text: The JSON text, without the 8 bytes before it.
+        file_bytes: Size of the whole file.
+        file: Its name, for errors.
+
+    Raises:
+        CorruptCheckpointError: It is not a header, or tensors overlap, leave gaps or leave the file.
+    """
+    try:
+        entries = json.loads(text, object_pairs_hook=without_duplicates, parse_int=parse_int)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, f"its header is not JSON: {str(error)[:200]}") from error
+    if not isinstance(entries, dict):
+        raise _damaged(file, "its header is not a JSON object")
+    metadata = entries.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise _damaged(file, "its __metadata__ is not a table of texts")
+    start = 8 + len(text)
+    tensors = {name: _tensor(name, entry, start, file) for name, entry in entries.items()}
+    position = start
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if tensor.begin != position:
+            raise _damaged(file, f"tensor {name!r} begins at byte {tensor.begin}; expected {position}")
+        position = tensor.end
+    if position != file_bytes:
+        raise _damaged(file, f"its tensors end at byte {position}; the file has {file_bytes} bytes")
+    return Header(tensors, metadata)
+
+
+def _tensor(name: str, entry: Any, start: int, file: str) -> StoredTensor:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise _damaged(file, f"the entry of tensor {name!r} is not dtype, shape and data_offsets")
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or code not in _ITEMSIZE:
+        raise _damaged(file, f"tensor {name!r} has the unknown element type {str(code)[:20]!r}")
+    if not _are_extents(shape) or len(shape) > _MAX_AXES:
+        raise _damaged(file, f"tensor {name!r} has a shape that is not a list of extents")
+    if not _are_extents(offsets) or len(offsets) != 2:
+        raise _damaged(file, f"tensor {name!r} has offsets that are not two positions")
+    expected = math.prod(shape) * _ITEMSIZE[code]
+    if offsets[1] - offsets[0] != expected:
+        got = offsets[1] - offsets[0]
+        raise _damaged(file, f"tensor {name!r} of shape {shape} and type {code} has {got} bytes; expected {expected}")
+    return StoredTensor(code, tuple(shape), start + offsets[0], start + offsets[1])
+
+
+def _are_extents(value: Any) -> bool:
+    return isinstance(value, list) and all(type(x) is int and 0 <= x < _MAX_EXTENT for x in value)
+
+
+def parse_int(text: str) -> int:
+    """A number of a JSON text.
+
+    Raises:
+        ValueError: It has more digits than any number of a header.
+    """
+    # The time of int() rises with the square of the number of digits.
+    if len(text) > 32:
+        raise ValueError(f"a number of {len(text)} digits")
+    return int(text)
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        ValueError: A name stands in it twice.
+    """
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{twice[:80]!r} stands in it twice")
+    return table
+
+
+def _damaged(file: str, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{file} is damaged or not a safetensors file: {what}. Remedy: restore the file")

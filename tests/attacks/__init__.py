@@ -1,0 +1,1 @@
+"""Files made to do harm: each is refused by a named error, and nothing in it is carried out."""

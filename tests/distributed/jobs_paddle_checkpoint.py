@@ -1,0 +1,91 @@
+"""Jobs of test_paddle_checkpoint: stock Paddle saves, this library loads under other layouts."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+import paddle_flexckpt as fc
+
+DTYPES = ("float32", "bfloat16", "float16", "int64", "bool", "complex64", "float8_e4m3fn")
+
+
+def whole(dtype, shape):
+    size = int(np.prod(shape, dtype=int))
+    numbers = paddle.to_tensor((np.arange(size) * 37 % 101 - 50).astype("float32").reshape(shape))
+    return numbers.astype(dtype)
+
+
+def raw(tensor):
+    return np.ascontiguousarray(tensor.numpy()).tobytes()
+
+
+def rows(count, rank, world):
+    """Uneven: the last rank has what is left over."""
+    step = count // world
+    return rank * step, count if rank == world - 1 else (rank + 1) * step
+
+
+def shards(fill, cut, rank, world):
+    """Every dtype cut along an axis, a tensor that is flattened, one that all ranks have, and one that rank 0 has."""
+    state, shape = {}, (7, 6)
+    for dtype in DTYPES:
+        begin, end = rows(shape[cut], rank, world)
+        index = (slice(begin, end), slice(None)) if cut == 0 else (slice(None), slice(begin, end))
+        local = fill(dtype, shape, lambda tensor, index=index: tensor.cast("float32")[index].cast(tensor.dtype))
+        offset = (begin, 0) if cut == 0 else (0, begin)
+        state[f"cut.{dtype}"] = fc.ShardedWeight(f"cut.{dtype}", local, tuple(local.shape), shape, offset)
+    flat = (4, 5)
+    begin, end = rows(20, rank, world)
+    local = fill("float32", flat, lambda tensor: tensor.flatten()[begin:end])
+    state["flat"] = fc.ShardedWeight("flat", local, flat, flat, (0, 0), True, slice(begin, end))
+    everywhere = fill("bfloat16", (3, 3), lambda tensor: tensor)
+    state["everywhere"] = fc.ShardedWeight("everywhere", everywhere, (3, 3), (3, 3), (0, 0))
+    return state
+
+
+def source(dtype, shape, part):
+    return part(whole(dtype, shape))
+
+
+def target(dtype, shape, part):
+    return paddle.zeros_like(part(whole(dtype, shape)).cast("float32")).cast(dtype)
+
+
+def save_with_paddle(directory, safetensors):
+    dist.save_state_dict(shards(source, 0, dist.get_rank(), dist.get_world_size()), directory, safetensors=safetensors)
+    dist.barrier()
+    return paddle.__version__
+
+
+def load_with_us(directory, cut):
+    rank, world = dist.get_rank(), dist.get_world_size()
+    wanted = shards(target, cut, rank, world)
+    expected = shards(source, cut, rank, world)
+    report = fc.load_state_dict(wanted, directory, strict=True)
+    wrong = [key for key in wanted if raw(wanted[key].local_tensor) != raw(expected[key].local_tensor)]
+    wrong += [f"{key} dtype" for key in wanted if wanted[key].local_tensor.dtype != expected[key].local_tensor.dtype]
+    return {"keys": report.keys, "wrong": wrong, "verified": report.bytes_verified, "needed": report.bytes_needed}
+
+
+def save_replicas_with_paddle(directory):
+    """Every rank writes all of its tensors, also those that others have."""
+    state = {"w": whole("bfloat16", (5, 3))}
+    dist.save_state_dict(state, directory, save_replicas=True)
+    dist.barrier()
+
+
+def merge_with_us(directory):
+    merged = fc.load_merged_state_dict(directory)
+    return {key: raw(tensor) == raw(whole(str(tensor.dtype)[7:], tensor.shape)) for key, tensor in merged.items()}
+
+
+def refused(directory):
+    """The error of a load, and whether its target was left alone."""
+    target = paddle.full([5, 3], 7.0)
+    try:
+        fc.load_state_dict({"w": target}, directory)
+    except fc.CheckpointError as error:
+        return [type(error).__name__, str(error), bool((target == 7.0).all())]
+    return None
