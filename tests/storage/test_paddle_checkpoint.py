@@ -11,6 +11,8 @@ from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError, ValidationError
+from paddle_flexckpt.execution import export_safetensors
+from paddle_flexckpt.execution.verification import verify_checkpoint
 from paddle_flexckpt.storage import CheckpointDirectory, FileReader, read_paddle_metadata
 from tests.storage.foreign import NEW, OLD, metadata_pickle
 
@@ -148,3 +150,22 @@ def test_code_in_a_data_file(tmp_path):
     (tmp_path / "1_0.distcp").write_bytes(pickle.dumps({"w": Evil()}, 4))
     with pytest.raises(UnsafePickleError, match=r"1_0\.distcp.*builtins\.print"):
         CheckpointDirectory(tmp_path).read_manifest()
+
+
+def test_there_is_nothing_to_verify_them_with(tmp_path):
+    path = str(write(tmp_path))
+    manifest = CheckpointDirectory(path).read_manifest()
+    with pytest.raises(ValidationError, match="without checksums: verify='full' cannot be kept"):
+        FileReader(path, manifest, "full")
+    with pytest.raises(ValidationError, match="it has no checksums to compare"):
+        verify_checkpoint(path)
+
+
+def test_export_reads_them_like_any_other(tmp_path):
+    (tmp_path / "source").mkdir()
+    path = str(write(tmp_path / "source"))
+    report = export_safetensors(path, str(tmp_path / "out"), ["w^T -> weight", "b -> bias"])
+    assert (report.keys, report.bytes_verified) == (2, 0)
+    written = safetensors_numpy.load_file(tmp_path / "out" / "model.safetensors")
+    assert written["weight"].tobytes() == np.ascontiguousarray(W.T).tobytes()
+    assert written["bias"].tobytes() == B.tobytes()
