@@ -52,6 +52,11 @@ class BoxMaps:
         taken = np.take_along_axis(self.target_shape, np.maximum(self.target_axis, 0), axis=1)
         return np.where(self.target_axis >= 0, taken, 1)
 
+    def rows_by_target(self) -> dict[str, slice]:
+        """The rows of every name that the maps define."""
+        start = np.searchsorted(self.target, np.arange(len(self.targets) + 1)).tolist()
+        return {name: slice(low, high) for name, low, high in zip(self.targets, start[:-1], start[1:])}
+
     def take(self, rows: np.ndarray) -> BoxMaps:
         """The given maps (ascending indices or a mask); the names stay as they are."""
         return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})

@@ -88,7 +88,7 @@ def explain(aoa_config: AoaConfig, source: Catalog, target: Catalog | None = Non
     lines: list[str] = []
     stored = set(_present(source))
     missing = [name for name in names if name in mapping.unfed or (name not in mapping.tensors and name not in stored)]
-    rows = _rows_by_target(mapping)
+    rows = mapping.maps.rows_by_target()
     for name in sorted(wanted or names):
         if name in missing:
             continue
@@ -121,16 +121,11 @@ def unused_sources(mapping: Mapping, source_keys: Iterable[str], target_keys: It
     return [name for name in source_keys if name not in used]
 
 
-def _rows_by_target(mapping: Mapping) -> dict[str, tuple[int, int]]:
-    maps = mapping.maps
-    start = np.searchsorted(maps.target, np.arange(len(maps.targets) + 1))
-    return {name: (int(start[i]), int(start[i + 1])) for i, name in enumerate(maps.targets)}
-
-
-def _lines(mapping: Mapping, rows: dict[str, tuple[int, int]], name: str, indent: str) -> Iterator[str]:
+def _lines(mapping: Mapping, rows: dict[str, slice], name: str, indent: str) -> Iterator[str]:
     maps, rank = mapping.maps, len(mapping.tensors[name].shape)
     first = maps.width - rank
-    for row in range(*rows.get(name, (0, 0))):
+    span = rows.get(name, slice(0, 0))
+    for row in range(span.start, span.stop):
         offset, shape = maps.target_offset[row, first:], maps.target_shape[row, first:]
         axes = maps.target_axis[row] - first
         used = np.flatnonzero(maps.target_axis[row] >= 0)
@@ -147,7 +142,7 @@ def _lines(mapping: Mapping, rows: dict[str, tuple[int, int]], name: str, indent
         yield from _region_lines(mapping, rows, region, indent)
 
 
-def _region_lines(mapping: Mapping, rows: dict[str, tuple[int, int]], region: Region, indent: str) -> Iterator[str]:
+def _region_lines(mapping: Mapping, rows: dict[str, slice], region: Region, indent: str) -> Iterator[str]:
     box = _box(np.asarray(region.offset), np.asarray(region.shape))
     if region.node is None:
         yield f"{indent}{box} keeps what it has"

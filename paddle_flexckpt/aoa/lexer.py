@@ -48,7 +48,7 @@ class Token(NamedTuple):
     """One token.
 
     Attributes:
-        kind: COMMENT, RARROW, EQUAL, COLON, LBRACKET, RBRACKET, COMMA, NUMBER, STRING, NAME, TRANSPOSE or NEWLINE.
+        kind: RARROW, EQUAL, COLON, LBRACKET, RBRACKET, COMMA, NUMBER, STRING, NAME or TRANSPOSE.
         text: As it was written (but ``\\$``, which is ``$``).
         column: From 1.
         end: Column after its last character.

@@ -319,11 +319,10 @@ class Program:
             if value is not None:
                 return value
             info = self.source.states.get(name, {}).get(state)
-            if by_key and info is not None:
+            if info is not None and (by_key or name not in self.values):
                 return Value(self.source_structure(info), (state_key(name, state),))
             if name not in self.values:
-                info = self.source.states.get(name, {}).get(state)
-                return None if info is None else Value(self.source_structure(info), (state_key(name, state),))
+                return None
             try:
                 return self.states.value(self.values[name], state)
             except NotFed:

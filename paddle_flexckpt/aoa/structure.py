@@ -13,10 +13,9 @@ from typing import Protocol
 
 import numpy as np
 
-from paddle_flexckpt.algebra import Box
-from paddle_flexckpt.aoa.mapping import TensorInfo
+from paddle_flexckpt.algebra.box_maps import NO_AXIS
+from paddle_flexckpt.aoa.mapping import Step, TensorInfo
 
-NO_AXIS = -1
 # A piece becomes a row of box maps on every rank; beyond this many, planning would take minutes and gigabytes.
 MAX_PIECES = 1_000_000
 
@@ -25,14 +24,8 @@ class StructureError(ValueError):
     """An operation does not fit the value that it is applied to."""
 
 
-class TypedStep(Protocol):
-    """A :class:`~paddle_flexckpt.aoa.mapping.Step` that knows what it makes of its operands."""
-
-    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
-        """The box of every operand that a box of the result needs."""
-
-    def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
-        """The result's elements in a box."""
+class TypedStep(Step, Protocol):
+    """A step that knows what it makes of its operands."""
 
     def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
         """Shape and dtype of the result for operands of these shapes and dtypes.

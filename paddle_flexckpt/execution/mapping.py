@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt import aoa
-from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.aoa import Mapping, TensorInfo
 from paddle_flexckpt.aoa.config import read_config
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
@@ -67,15 +66,9 @@ def config_digest(aoa_config: Any, master_weights: str) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def map_rows(maps: BoxMaps) -> dict[str, slice]:
-    """The rows of every name that box maps define."""
-    start = np.searchsorted(maps.target, np.arange(len(maps.targets) + 1)).tolist()
-    return {name: slice(low, high) for name, low, high in zip(maps.targets, start[:-1], start[1:])}
-
-
 def source_names(mapping: Mapping, names: Iterable[str]) -> set[str]:
     """The source keys that tensors are made of, directly or through what they are computed from."""
-    rows = map_rows(mapping.maps)
+    rows = mapping.maps.rows_by_target()
     todo, seen, found = list(names), set(), set()
     while todo:
         name = todo.pop()
@@ -98,7 +91,7 @@ def moved_keys(mapping: Mapping, names: Iterable[str]) -> set[str]:
 
     Values may be cast; but a target of another dtype is not the shard that the source has.
     """
-    maps, rows, moved = mapping.maps, map_rows(mapping.maps), set()
+    maps, rows, moved = mapping.maps, mapping.maps.rows_by_target(), set()
     for name in names:
         if name not in mapping.tensors:
             continue

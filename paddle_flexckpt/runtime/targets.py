@@ -10,7 +10,7 @@ import numpy as np
 
 from paddle_flexckpt.aoa import Mapping
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of, validate_shards
-from paddle_flexckpt.execution.mapping import made_by, map_rows
+from paddle_flexckpt.execution.mapping import made_by
 from paddle_flexckpt.runtime.state import LocalState
 from paddle_flexckpt.runtime.tensors import address_range
 from paddle_flexckpt.sharded_weight import FusedAxis
@@ -301,14 +301,15 @@ def _share_memory(
 ) -> tuple[list[int], dict[int, int]]:
     """Sorts out tied targets: which rows to fill, and which of these only to compare with an earlier one."""
     catalog = state.catalog
-    map_slices = {} if mapping is None else map_rows(mapping.maps)
+    map_rows = {} if mapping is None else mapping.maps.rows_by_target()
 
     def made_of(row: int) -> object:
         """Equal for targets that get the same values: their source's name, or what a mapping says of them."""
         name = names[catalog.key[row]]
         if mapping is None or name not in mapping.tensors:
             return name
-        maps = mapping.maps.take(np.arange(len(mapping.maps))[map_slices.get(name, slice(0, 0))])
+        own = map_rows.get(name, slice(0, 0))
+        maps = mapping.maps.take(np.arange(own.start, own.stop))
         columns = (maps.source, maps.target_offset, maps.target_shape, maps.source_offset, maps.target_axis)
         moved = tuple(column.tobytes() for column in columns)
         return mapping.tensors[name], moved, tuple(mapping.regions.get(name, ()))
