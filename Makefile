@@ -50,6 +50,25 @@ test-aoa: $(TEST_STAMP) ## run 100,000 random AOA programs against an oracle on 
 	@echo "[make] the AOA compiler against its oracle"
 	@$(BIN)/python -m tests.aoa.differential --count 100000 --jobs 2
 
+.PHONY: test-damage
+test-damage: $(TEST_STAMP) ## damage a checkpoint 10,000 times; all of it has to be found, located and refused
+	@echo "[make] random damage to a checkpoint with one copy of everything"
+	@$(BIN)/python -m tests.damage.campaign --count 10000 --jobs 2
+	@echo "[make] random damage to a checkpoint with two"
+	@$(BIN)/python -m tests.damage.campaign --count 3000 --replicas 2 --jobs 2
+
+FUZZ_SECONDS ?= 300
+
+.PHONY: fuzz
+fuzz: $(TEST_STAMP) ## search for bytes that readers choke on, for FUZZ_SECONDS; what it finds goes to tests/attacks/corpus
+	@echo "[make] fuzzing for $(FUZZ_SECONDS) s"
+	@$(BIN)/python -m tests.attacks.fuzz --seconds $(FUZZ_SECONDS) --jobs 2 --distil
+
+.PHONY: test-crash
+test-crash: $(TEST_STAMP) ## stop saves before each of their calls on files, cut the power, fail each call: all points
+	@echo "[make] crash points"
+	@$(BIN)/python -m tests.crash.enumerate --jobs 2
+
 .PHONY: lint
 lint: $(TEST_STAMP) ## check style, types and import contracts
 	@echo "[make] ruff check"
@@ -74,6 +93,10 @@ bench: $(TEST_STAMP) ## measure planning and compiling at scale and compare with
 	@$(BIN)/python benchmarks/describe.py
 	@echo "[make] benchmarks/aoa_compile.py"
 	@$(BIN)/python benchmarks/aoa_compile.py
+	@echo "[make] benchmarks/async_save.py"
+	@$(BIN)/python benchmarks/async_save.py
+	@echo "[make] benchmarks/checksums.py"
+	@$(BIN)/python benchmarks/checksums.py
 	@echo "[make] benchmarks/against_paddle.py"
 	@$(BIN)/python benchmarks/against_paddle.py
 

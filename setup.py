@@ -34,6 +34,8 @@ INSTALL_REQUIRES = [
     "ml_dtypes>=0.5.0",
 ]
 
+REMOTE = ["fsspec>=2024.10.0", "s3fs>=2024.10.0"]
+
 EXTRAS_REQUIRE = {
     # `import paddle` imports setuptools, which Paddle's wheels do not all declare and which
     # virtual environments do not contain from Python 3.12 on.
@@ -42,14 +44,20 @@ EXTRAS_REQUIRE = {
     "gpu": ["paddlepaddle-gpu>=3.0,<3.4", "setuptools"],
     # The pins that make this PaddleNLP release importable. It needs NumPy 1.26, so Python 3.12 at most.
     "paddlenlp": ["paddlenlp==3.0.0b4", "aistudio-sdk==0.2.6", "pyarrow<23", "setuptools"],
-    "remote": ["fsspec>=2023.1.0", "s3fs>=2023.1.0"],
+    # The oldest ones that the tests have run with.
+    "remote": REMOTE,
     # aoa_config as a YAML file; JSON needs nothing.
     "yaml": ["pyyaml>=6"],
     "viz": ["matplotlib>=3.7"],
     "test": [
+        *REMOTE,
+        # A local S3 server. moto[server] would bring what moto needs for all of AWS, half of it for templates.
+        "flask>=2.2",
+        "flask-cors>=5",
         "hypothesis>=6.100",
         "import-linter>=2.5",
         "matplotlib>=3.7",
+        "moto[s3]>=5.1",
         "mypy>=1.11",
         "pytest>=8",
         "pyyaml>=6",

@@ -20,17 +20,29 @@ if TYPE_CHECKING:
     )
     from paddle_flexckpt.aoa import AoaError
     from paddle_flexckpt.aoa.model_rules import model_rules, rule_names
+    from paddle_flexckpt.background import BackgroundWriter, SaveHandle
     from paddle_flexckpt.catalog import (
         CheckpointError,
         CorruptCheckpointError,
         LocalTensorIndex,
         LocalTensorMetadata,
+        LostRankError,
         Metadata,
         UnsafePickleError,
         ValidationError,
     )
     from paddle_flexckpt.execution.export import export_safetensors
     from paddle_flexckpt.execution.verification import repair_manifest, verify_checkpoint
+    from paddle_flexckpt.manager import (
+        CheckpointManager,
+        KeepBest,
+        KeepEvery,
+        KeepInterval,
+        KeepLatest,
+        RestoreReport,
+        SaveEvery,
+        SaveInterval,
+    )
     from paddle_flexckpt.parallel import (
         ExpertParallelMixin,
         gen_aoa_statements,
@@ -68,6 +80,7 @@ if TYPE_CHECKING:
         merge_shard_info_list,
         shard_weight,
     )
+    from paddle_flexckpt.storage import CheckpointInfo, is_complete, latest, list_checkpoints, open_storage
 
 _MODULES = {
     "algebra": (
@@ -79,17 +92,29 @@ _MODULES = {
     ),
     "aoa": ("AoaError",),
     "aoa.model_rules": ("model_rules", "rule_names"),
+    "background": ("BackgroundWriter", "SaveHandle"),
     "catalog": (
         "CheckpointError",
         "CorruptCheckpointError",
         "LocalTensorIndex",
         "LocalTensorMetadata",
+        "LostRankError",
         "Metadata",
         "UnsafePickleError",
         "ValidationError",
     ),
     "execution.export": ("export_safetensors",),
     "execution.verification": ("repair_manifest", "verify_checkpoint"),
+    "manager": (
+        "CheckpointManager",
+        "KeepBest",
+        "KeepEvery",
+        "KeepInterval",
+        "KeepLatest",
+        "RestoreReport",
+        "SaveEvery",
+        "SaveInterval",
+    ),
     "parallel": (
         "ExpertParallelMixin",
         "gen_aoa_statements",
@@ -127,22 +152,35 @@ _MODULES = {
         "merge_shard_info_list",
         "shard_weight",
     ),
+    "storage": ("CheckpointInfo", "is_complete", "latest", "list_checkpoints", "open_storage"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "AoaError",
+    "BackgroundWriter",
     "CheckpointError",
+    "CheckpointInfo",
+    "CheckpointManager",
     "CorruptCheckpointError",
     "ExpertParallelMixin",
     "ExportReport",
     "ExtraStateReport",
     "FusedAxis",
+    "KeepBest",
+    "KeepEvery",
+    "KeepInterval",
+    "KeepLatest",
     "LoadReport",
     "LocalTensorIndex",
     "LocalTensorMetadata",
+    "LostRankError",
     "Metadata",
     "RepairReport",
+    "RestoreReport",
+    "SaveEvery",
+    "SaveHandle",
+    "SaveInterval",
     "SaveReport",
     "ShardedStateDict",
     "ShardedTensor",
@@ -166,8 +204,11 @@ __all__ = [
     "init_optimizer_state",
     "install",
     "invert",
+    "is_complete",
     "is_installed",
     "is_sharded_state_dict",
+    "latest",
+    "list_checkpoints",
     "load_extra_state",
     "load_merged_state_dict",
     "load_state_dict",
@@ -176,6 +217,7 @@ __all__ = [
     "merge_shard_info_list",
     "minimal_nd_slice",
     "model_rules",
+    "open_storage",
     "optimizer_sharded_state_dict",
     "ravel_index",
     "repair_manifest",

@@ -24,6 +24,21 @@ def format_bytes(count: int) -> str:
     return f"{value:.1f} TiB"
 
 
+def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
+    """What is to be told where replicas had to serve.
+
+    Args:
+        source: The checkpoint's directory.
+        replicas_used: By key, what was damaged and which file served instead; not empty.
+    """
+    key, text = next(iter(replicas_used.items()))
+    count = "a tensor was" if len(replicas_used) == 1 else f"{len(replicas_used)} tensors were"
+    return (
+        f"{source} is damaged: {count} read from replicas, such as {key!r}: {text}. `flexckpt verify` lists all that "
+        "is damaged"
+    )
+
+
 def _rate(count: int, seconds: float) -> str:
     return f"{format_bytes(int(count / seconds))}/s" if seconds > 0 else "-"
 
@@ -41,7 +56,9 @@ class SaveReport:
         total_bytes: Bytes of tensors that all ranks wrote.
         held_bytes: Bytes of tensors that all ranks hold, replicas counted.
         imbalance: Most loaded rank's bytes over the mean.
-        seconds: Wall time of the call on this rank, by phase; ``total`` is all of it.
+        seconds: Wall time on this rank, by phase; ``total`` is all. An asynchronous save ``blocked`` the caller for
+            so long, of which ``queue`` was spent waiting for earlier saves; ``write`` and ``commit`` are the writer's.
+        warnings: What did not go as it should have, without harm to the checkpoint.
     """
 
     path: str
@@ -53,6 +70,7 @@ class SaveReport:
     held_bytes: int
     imbalance: float
     seconds: dict[str, float] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """All fields, JSON-safe."""
@@ -61,10 +79,11 @@ class SaveReport:
     def summary(self) -> str:
         """One line."""
         total = self.seconds.get("total", 0.0)
+        blocked = f", training stood still for {self.seconds['blocked']:.2f} s" if "blocked" in self.seconds else ""
         return (
             f"saved {self.keys} tensors to {self.path} (id {self.unique_id}): {format_bytes(self.total_bytes)} of "
             f"{format_bytes(self.held_bytes)} held, {self.items} items, imbalance {self.imbalance:.2f}, "
-            f"{total:.2f} s, {_rate(self.total_bytes, total)}"
+            f"{total:.2f} s, {_rate(self.total_bytes, total)}{blocked}"
         )
 
 
@@ -86,13 +105,15 @@ class LoadReport:
         bytes_needed: Bytes of the pieces that fill this rank's targets.
         bytes_read: Bytes of tensors read from files.
         bytes_verified: Bytes of these whose checksums were compared.
-        bytes_extra: Bytes of these that no target needed; they were read so that others could be verified.
+        bytes_extra: Bytes of these that no target needed: they were read so that others could be verified, or turned
+            out to be damaged.
         bytes_copied: Bytes copied within this rank's memory.
         bytes_received: Bytes received from other ranks.
         bytes_sent: Bytes sent to other ranks.
         reads: Read calls.
         peak_scratch_bytes: The most memory that operands of computed values took at any time.
         total_bytes: ``bytes_needed`` of all ranks.
+        replicas_used: By key, what was damaged of what this rank read, and which file of which rank served instead.
         seconds: Wall time of the call on this rank, by phase; ``total`` is all of it.
     """
 
@@ -116,6 +137,7 @@ class LoadReport:
     reads: int = 0
     peak_scratch_bytes: int = 0
     total_bytes: int = 0
+    replicas_used: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -139,6 +161,7 @@ class LoadReport:
             ("between parameter and master weight", len(self.masters)),
             ("computed", len(self.computed)),
             ("kept in part or whole", len(self.kept)),
+            ("read from replicas on this rank, as copies of them are damaged", len(self.replicas_used)),
         ):
             if count:
                 text += f", {count} {name}"
@@ -162,8 +185,10 @@ class ExportReport:
         total_bytes: Bytes of tensors written.
         bytes_read: Bytes of tensors read.
         bytes_verified: Bytes of these whose checksums were compared.
-        bytes_extra: Bytes of these that no tensor needed; they were read so that others could be verified.
+        bytes_extra: Bytes of these that no tensor needed: they were read so that others could be verified, or turned
+            out to be damaged.
         peak_scratch_bytes: The most memory that operands of computed values took at any time.
+        replicas_used: By key, what was damaged and which file of which rank served instead.
         seconds: Wall time by phase; ``total`` is all of it.
     """
 
@@ -179,6 +204,7 @@ class ExportReport:
     bytes_verified: int
     bytes_extra: int
     peak_scratch_bytes: int
+    replicas_used: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -195,6 +221,8 @@ class ExportReport:
         )
         if self.left_out:
             text += f", {self.left_out} states left out"
+        if self.replicas_used:
+            text += f", {len(self.replicas_used)} read from replicas, as copies of them are damaged"
         return text + (f", nothing feeds {len(self.unfed)} keys such as {self.unfed[0]}" if self.unfed else "")
 
 
@@ -211,7 +239,9 @@ class VerifyReport:
         total_bytes: Bytes of tensors in them.
         bytes_read: Bytes read of the data files, headers included.
         bytes_verified: Bytes of tensors that have the checksum they were written with.
-        problems: All that is wrong, in the order of the files; ``offset`` counts from the start of the file.
+        problems: All that is wrong, in the order of the files; ``offset`` and ``end`` count from the start of the file.
+        recoverable: Whether a load gives everything as it was saved nonetheless, with ``verify="full"``: what is
+            damaged has intact replicas, or no load needs it.
         seconds: Wall time; ``total`` is all of it.
     """
 
@@ -224,6 +254,7 @@ class VerifyReport:
     bytes_read: int
     bytes_verified: int
     problems: list[Problem]
+    recoverable: bool
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -240,6 +271,8 @@ class VerifyReport:
         total = self.seconds.get("total", 0.0)
         count = len(self.problems)
         found = "nothing is wrong" if self.ok else "1 problem" if count == 1 else f"{count} problems"
+        if count and self.recoverable:
+            found += ", in spite of which everything can be loaded"
         return (
             f"verified {self.path} (id {self.unique_id}): {found}; {self.keys} tensors, {self.items} items, "
             f"{self.files} files, {format_bytes(self.bytes_verified)} of {format_bytes(self.total_bytes)} as written, "

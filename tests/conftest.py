@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from paddle_flexckpt.testing import World
+
+
+@pytest.fixture(autouse=True)
+def _same_logger() -> Iterator[None]:
+    """What a test does to the package's logger ends with it: the next one may listen."""
+    logger = logging.getLogger("paddle_flexckpt")
+    before = (logger.level, logger.propagate, logger.disabled)
+    yield
+    logger.setLevel(before[0])
+    logger.propagate, logger.disabled = before[1:]
 
 
 @pytest.fixture(scope="session")

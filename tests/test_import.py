@@ -14,7 +14,7 @@ import pytest
 import paddle_flexckpt
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOOR = ("algebra", "catalog", "planning", "aoa", "storage", "report", "execution")
+FLOOR = ("algebra", "catalog", "planning", "aoa", "storage", "report", "execution", "background")
 
 
 def modules_after(statement: str) -> tuple[set[str], float]:
@@ -46,7 +46,9 @@ def test_the_numpy_floor_does_not_import_paddle(package):
     assert package == "report" or "numpy" in names
 
 
-@pytest.mark.parametrize("name", ["ValidationError", "ravel_index", "Metadata", "LoadReport", "export_safetensors"])
+@pytest.mark.parametrize(
+    "name", ["ValidationError", "ravel_index", "Metadata", "LoadReport", "export_safetensors", "BackgroundWriter"]
+)
 def test_a_name_of_the_floor_does_not_import_paddle(name):
     names, _ = modules_after(f"from paddle_flexckpt import {name}")
     assert "paddle" not in names

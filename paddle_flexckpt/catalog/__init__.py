@@ -8,6 +8,7 @@ from paddle_flexckpt.catalog.dtypes import DType, dtype_of
 from paddle_flexckpt.catalog.errors import (
     CheckpointError,
     CorruptCheckpointError,
+    LostRankError,
     Problem,
     UnsafePickleError,
     ValidationError,
@@ -30,6 +31,7 @@ __all__ = [
     "Metadata",
     "Problem",
     "ReplicaGroups",
+    "LostRankError",
     "UnsafePickleError",
     "ValidationError",
     "concat",

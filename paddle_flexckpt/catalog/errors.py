@@ -22,6 +22,7 @@ class Problem:
         got: What was there.
         remedy: What the user can do about it.
         offset: First byte of the file that it concerns.
+        end: The first byte beyond those.
     """
 
     what: str
@@ -32,6 +33,7 @@ class Problem:
     got: object = None
     remedy: str | None = None
     offset: int | None = None
+    end: int | None = None
 
     def __str__(self) -> str:
         where = [
@@ -55,6 +57,10 @@ class CheckpointError(RuntimeError):
 
 class CorruptCheckpointError(CheckpointError):
     """Bytes of a checkpoint are not those that were written."""
+
+
+class LostRankError(CheckpointError):
+    """A rank has gone (killed, crashed, cut off) while the others were waiting for it."""
 
 
 class UnsafePickleError(CorruptCheckpointError):

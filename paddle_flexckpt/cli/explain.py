@@ -12,12 +12,12 @@ from paddle_flexckpt.cli.arguments import add_aoa, aoa_config, catalog_of
 def add_command(commands: Any) -> None:
     """Adds the command's parser."""
     parser = commands.add_parser("explain", help="where each tensor comes from under AOA statements")
-    parser.add_argument("source", metavar="CHECKPOINT", help="directory of the source checkpoint")
+    parser.add_argument("source", metavar="CHECKPOINT", help="directory or URL of the source checkpoint")
     parser.add_argument(
         "target",
         metavar="TARGET",
         nargs="?",
-        help="directory of a checkpoint of the destination's layout; by default what the statements make",
+        help="directory or URL of a checkpoint of the destination's layout; by default what the statements make",
     )
     add_aoa(parser)
     parser.add_argument("--key", action="append", default=[], help="only this target; may be given several times")

@@ -12,8 +12,8 @@ from paddle_flexckpt.execution import export_safetensors
 def add_command(commands: Any) -> None:
     """Adds the command's parser."""
     parser = commands.add_parser("export", help="write whole tensors as safetensors files")
-    parser.add_argument("source", metavar="CHECKPOINT", help="directory of the checkpoint")
-    parser.add_argument("output", metavar="OUTPUT", help="directory to write; it must not exist, or be empty")
+    parser.add_argument("source", metavar="CHECKPOINT", help="directory or URL of the checkpoint")
+    parser.add_argument("output", metavar="OUTPUT", help="directory or URL to write to; nothing may be there")
     add_aoa(parser, required=False)
     parser.add_argument("--prefix", help="only keys that start with this and a dot, which are taken off")
     parser.add_argument("--states", action="store_true", help="write optimizer states too")

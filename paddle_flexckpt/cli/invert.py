@@ -14,8 +14,12 @@ def add_command(commands: Any) -> None:
     """Adds the command's parser."""
     parser = commands.add_parser("invert", help="the AOA statements that undo others, as JSON")
     add_aoa(parser)
-    parser.add_argument("--source", metavar="CHECKPOINT", help="a checkpoint of the statements' source")
-    parser.add_argument("--target", metavar="CHECKPOINT", help="a checkpoint of the statements' destination")
+    parser.add_argument(
+        "--source", metavar="CHECKPOINT", help="directory or URL of a checkpoint of the statements' source"
+    )
+    parser.add_argument(
+        "--target", metavar="CHECKPOINT", help="directory or URL of a checkpoint of the statements' destination"
+    )
     parser.set_defaults(run=run)
 
 

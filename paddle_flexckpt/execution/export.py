@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +17,27 @@ from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype_of
 from paddle_flexckpt.execution.mapping import compile_mapping
 from paddle_flexckpt.execution.whole_tensors import WholeTensors
-from paddle_flexckpt.report import ExportReport
-from paddle_flexckpt.storage import CheckpointDirectory, FileReader, VerifyMode, verify_mode
-from paddle_flexckpt.storage.data_file import write_all
+from paddle_flexckpt.report import ExportReport, replica_warning
+from paddle_flexckpt.storage import (
+    Backend,
+    CheckpointDirectory,
+    FileReader,
+    HeldManifest,
+    Location,
+    VerifyMode,
+    open_backend,
+    verify_mode,
+)
 from paddle_flexckpt.storage.safetensors_header import MAX_HEADER_BYTES
+
+logger = logging.getLogger("paddle_flexckpt")
 
 INDEX_FILE = "model.safetensors.index.json"
 
 
 def export_safetensors(
-    path: str | os.PathLike[str],
-    output: str | os.PathLike[str],
+    path: Location,
+    output: Location,
     aoa_config: AoaConfig | None = None,
     *,
     prefix: str | None = None,
@@ -35,6 +45,7 @@ def export_safetensors(
     unique_id: int | None = None,
     verify: bool | VerifyMode = "read",
     states: bool = False,
+    use_replicas: bool = True,
 ) -> ExportReport:
     """Writes a checkpoint as ``model.safetensors``, or as numbered files and ``model.safetensors.index.json``.
 
@@ -42,8 +53,8 @@ def export_safetensors(
     in memory.
 
     Args:
-        path: The checkpoint's directory.
-        output: Where the files go: a directory that is empty or is not there yet.
+        path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
+        output: Where the files go, likewise: a directory that is empty or is not there yet.
         aoa_config: AOA statements, as in :func:`load_state_dict`. What they make and do not touch is written.
         prefix: Only keys that start with this and a dot, which are taken off; after the statements.
         max_file_bytes: Bytes of tensors in one file; a larger tensor has a file for itself.
@@ -52,6 +63,8 @@ def export_safetensors(
             too of which only a part is needed, so that every byte that is written is verified; the report says
             how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
         states: Whether optimizer states and a run's extra state are written too.
+        use_replicas: Whether a replica is read where a file or a block turns out to be damaged, as in
+            :func:`load_state_dict`.
 
     Returns:
         What was done.
@@ -63,28 +76,31 @@ def export_safetensors(
         OSError: The file system refused; likewise.
     """
     begin = time.perf_counter()
-    output = os.fspath(output)
+    sink = open_backend(output)
     if not isinstance(max_file_bytes, int) or isinstance(max_file_bytes, bool) or max_file_bytes < 1:
         raise ValidationError([f"max_file_bytes has to be a positive integer; got {max_file_bytes!r}"])
     verify_mode(verify)
-    directory = CheckpointDirectory(os.fspath(path))
-    manifest = directory.read_manifest(unique_id)
-    _check_output(output)
-    mapping = None if aoa_config is None else compile_mapping(aoa_config, manifest.catalog, None, "exact")
-    tensors = WholeTensors(manifest, mapping)
-    keys, left_out = _choose(tensors.infos, prefix, states)
-    files = _plan_files({name: tensors.infos[key] for name, key in keys.items()}, max_file_bytes)
-    order = [name for file in files for name in file.names]
-    with FileReader(directory.path, manifest, verify) as reader:
+    directory = CheckpointDirectory(path)
+    with contextlib.ExitStack() as stack:
+        manifest = stack.enter_context(HeldManifest(directory, unique_id))
+        _check_output(sink)
+        mapping = None if aoa_config is None else compile_mapping(aoa_config, manifest.catalog, None, "exact")
+        tensors = WholeTensors(manifest, mapping)
+        keys, left_out = _choose(tensors.infos, prefix, states)
+        files = _plan_files({name: tensors.infos[key] for name, key in keys.items()}, max_file_bytes)
+        order = [name for file in files for name in file.names]
+        reader = stack.enter_context(FileReader(directory.backend, manifest, verify, use_replicas))
         tensors.check([keys[name] for name in order], reader)
         planned = time.perf_counter()
         arrays = tensors.iterate([keys[name] for name in order], reader)
-        _write_files(output, files, (array for _, array in arrays))
+        _write_files(sink, files, (array for _, array in arrays))
     end = time.perf_counter()
+    if reader.replicas_used:
+        logger.warning(replica_warning(directory.path, reader.replicas_used))
     return ExportReport(
         source=directory.path,
         unique_id=manifest.unique_id,
-        output=output,
+        output=sink.path,
         files=[file.name for file in files],
         keys=len(order),
         left_out=left_out,
@@ -94,15 +110,14 @@ def export_safetensors(
         bytes_verified=reader.count.bytes_verified,
         bytes_extra=reader.count.bytes_extra,
         peak_scratch_bytes=tensors.peak_scratch_bytes,
+        replicas_used=reader.replicas_used,
         seconds={"plan": planned - begin, "write": end - planned, "total": end - begin},
     )
 
 
-def _check_output(output: str) -> None:
-    if os.path.exists(output) and not os.path.isdir(output):
-        raise ValidationError([f"{output} is not a directory. Remedy: give another output"])
-    if os.path.isdir(output) and os.listdir(output):
-        raise ValidationError([f"{output} is not empty. Remedy: give another output, or empty it"])
+def _check_output(sink: Backend) -> None:
+    if sink.names() or sink.directories():
+        raise ValidationError([f"{sink.path} is not empty. Remedy: give another output, or empty it"])
 
 
 def _choose(infos: Mapping[str, TensorInfo], prefix: str | None, states: bool) -> tuple[dict[str, str], int]:
@@ -186,54 +201,36 @@ def _plan_files(infos: Mapping[str, TensorInfo], max_file_bytes: int) -> list[_F
     return files
 
 
-def _write_files(output: str, files: list[_File], arrays: Iterator[np.ndarray]) -> None:
-    """Writes all files under temporary names, then renames them; the index comes last.
+def _write_files(sink: Backend, files: list[_File], arrays: Iterator[np.ndarray]) -> None:
+    """Writes all files, none of which shows before it is whole; the index comes last.
 
     Args:
-        output: The directory.
+        sink: The directory.
         files: What to write.
         arrays: The tensors of all files, in order.
     """
-    made = not os.path.isdir(output)
-    os.makedirs(output, exist_ok=True)
-    token = os.urandom(8).hex()
-    written: list[tuple[str, str]] = []
-
-    def write(name: str, content: Iterable[memoryview]) -> None:
-        final = os.path.join(output, name)
-        written.append((f"{final}.{token}.tmp", final))
-        descriptor = os.open(written[-1][0], os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            for data in content:
-                write_all(descriptor, data)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def content_of(file: _File) -> Iterator[memoryview]:
-        yield memoryview(file.header)
-        for _ in file.names:
-            # No name for the array: it is gone before the next one is read.
-            yield memoryview(next(arrays).reshape(-1).view(np.uint8))
-
+    made = not sink.exists()
+    sink.prepare()
+    written: list[str] = []
     try:
         for file in files:
-            write(file.name, content_of(file))
+            with sink.create(file.name, replace=True, size=len(file.header) + file.data_bytes) as stream:
+                written.append(file.name)
+                stream.write(file.header)
+                for _ in file.names:
+                    # No name for the array: it is gone before the next one is read.
+                    stream.write(memoryview(next(arrays).reshape(-1).view(np.uint8)))
         if len(files) > 1:
             index = {
                 "metadata": {"total_size": sum(file.data_bytes for file in files)},
                 "weight_map": dict(sorted((name, file.name) for file in files for name in file.names)),
             }
-            write(INDEX_FILE, [memoryview((json.dumps(index, ensure_ascii=False, indent=2) + "\n").encode())])
-        for temporary, final in written:
-            os.rename(temporary, final)
-        CheckpointDirectory(output).sync()
+            sink.publish(INDEX_FILE, (json.dumps(index, ensure_ascii=False, indent=2) + "\n").encode())
+        sink.sync()
     except BaseException:
-        for names in written:
-            for name in names:
-                with contextlib.suppress(OSError):
-                    os.unlink(name)
-        if made:
-            with contextlib.suppress(OSError):
-                os.rmdir(output)
+        with contextlib.suppress(OSError):
+            for name in written:
+                sink.remove(name)
+            if made:
+                sink.remove_directory()
         raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import numpy as np
@@ -16,19 +15,19 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.report import RepairReport, VerifyReport
-from paddle_flexckpt.storage import CheckpointDirectory
+from paddle_flexckpt.storage import CheckpointDirectory, HeldManifest, Location, Manifest
 from paddle_flexckpt.storage.repair import rebuild_manifest
-from paddle_flexckpt.storage.verify import verify_files
+from paddle_flexckpt.storage.verify import Verification, verify_files
 
 
-def verify_checkpoint(path: str | os.PathLike[str], unique_id: int | None = None) -> VerifyReport:
+def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyReport:
     """Reads a whole checkpoint once and lists all that is wrong with it.
 
     Compared with the manifest are the size, save token and header of every data file and the checksum of every block;
     the manifest has a checksum of its own. The shards have to cover their tensors. One block is in memory at a time.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
         unique_id: The checkpoint's id; None takes the highest.
 
     Returns:
@@ -41,9 +40,9 @@ def verify_checkpoint(path: str | os.PathLike[str], unique_id: int | None = None
         OSError: The manifest cannot be read.
     """
     begin = time.perf_counter()
-    directory = CheckpointDirectory(os.fspath(path))
+    directory = CheckpointDirectory(path)
     try:
-        manifest = directory.read_manifest(unique_id)
+        held = HeldManifest(directory, unique_id)
     except CorruptCheckpointError as error:
         chosen = directory.list_ids()[-1] if unique_id is None else unique_id
         problem = Problem(
@@ -52,16 +51,17 @@ def verify_checkpoint(path: str | os.PathLike[str], unique_id: int | None = None
             remedy="restore the file from a copy, or rebuild it with repair_manifest(path, unique_id, overwrite=True)",
         )
         seconds = {"total": time.perf_counter() - begin}
-        return VerifyReport(directory.path, chosen, 0, 0, 0, 0, 0, 0, [problem], seconds)
-    if manifest.foreign:
-        raise ValidationError(
-            [
-                f"{directory.path} is a checkpoint of Paddle's own: it has no checksums to compare. Remedy: load it, "
-                "and save it again"
-            ]
-        )
-    catalog = manifest.catalog
-    found = verify_files(directory.path, manifest)
+        return VerifyReport(directory.path, chosen, 0, 0, 0, 0, 0, 0, [problem], False, seconds)
+    with held as manifest:
+        if manifest.foreign:
+            raise ValidationError(
+                [
+                    f"{directory.path} is a checkpoint of Paddle's own: it has no checksums to compare. Remedy: load "
+                    "it, and save it again"
+                ]
+            )
+        catalog = manifest.catalog
+        found = verify_files(directory.backend, manifest)
     problems = validate_shards(catalog)
     # Shards that are malformed have no boxes to compare.
     problems = problems or validate_coverage(catalog, group_replicas(catalog)).problems
@@ -74,13 +74,28 @@ def verify_checkpoint(path: str | os.PathLike[str], unique_id: int | None = None
         total_bytes=int(catalog.byte_length.sum()),
         bytes_read=found.bytes_read,
         bytes_verified=found.bytes_verified,
-        problems=found.problems + problems,
+        problems=found.problems + _doubts(directory, manifest, found) + problems,
+        recoverable=found.recoverable and not problems,
         seconds={"total": time.perf_counter() - begin},
     )
 
 
+def _doubts(directory: CheckpointDirectory, manifest: Manifest, found: Verification) -> list[Problem]:
+    """What speaks for it that the manifest is the one that has been replaced, and not the data files."""
+    file, remedy = directory.manifest_file(manifest.unique_id), "restore the manifest that belongs to the data files"
+    names = manifest.catalog.files
+    others = [name for _, name in directory.data_files(manifest.unique_id) if name not in names]
+    if found.tokens and not found.bytes_verified:
+        what, tokens = "no data file is of the save that this manifest belongs to", sorted(set(found.tokens.values()))
+        return [Problem(what, None, None, file, " or ".join(tokens[:3]), manifest.save_token, remedy)]
+    if names and len(found.missing) == len(names) and others:
+        what = "the files that this manifest names are missing, and others of its id are there"
+        return [Problem(what, None, None, file, ", ".join(names[:3]), ", ".join(others[:3]), remedy)]
+    return []
+
+
 def repair_manifest(
-    path: str | os.PathLike[str],
+    path: Location,
     unique_id: int,
     *,
     overwrite: bool = False,
@@ -93,7 +108,7 @@ def repair_manifest(
     happened before the repair cannot be found**.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
         unique_id: The checkpoint's id.
         overwrite: Whether a manifest that is there, damaged or not, may be replaced.
         save_token: Which save's files to take, where those of several saves have this id.
@@ -110,7 +125,7 @@ def repair_manifest(
         OSError: The file system refused.
     """
     begin = time.perf_counter()
-    directory = CheckpointDirectory(os.fspath(path))
+    directory = CheckpointDirectory(path)
     rebuilt = rebuild_manifest(directory, unique_id, overwrite, save_token, fewer_files)
     directory.write_manifest(rebuilt.manifest)
     catalog = rebuilt.manifest.catalog

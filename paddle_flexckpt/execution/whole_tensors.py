@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -14,7 +15,10 @@ from paddle_flexckpt.execution.mapping import outputs, stored
 from paddle_flexckpt.execution.reading import plan_reads, read_pieces
 from paddle_flexckpt.execution.work import Work, plan_work
 from paddle_flexckpt.planning import ShardMatcher
-from paddle_flexckpt.storage import FileReader, Manifest, VerifyMode
+from paddle_flexckpt.report import replica_warning
+from paddle_flexckpt.storage import FileReader, Location, Manifest, VerifyMode, open_backend
+
+logger = logging.getLogger("paddle_flexckpt")
 
 # Tensors that are planned at once: bounds the memory of plans, and how often names are looked up.
 PLANNED_AT_ONCE = 256
@@ -130,12 +134,13 @@ def _portions(names: list[str]) -> Iterator[list[str]]:
 
 
 def iterate_tensors(
-    directory: str,
+    directory: Location,
     manifest: Manifest,
     mapping: Mapping | None = None,
     names: Iterable[str] | None = None,
     *,
     verify: bool | VerifyMode = "read",
+    use_replicas: bool = True,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Reads whole tensors of a checkpoint, one at a time; exactly the bytes that they need.
 
@@ -146,6 +151,7 @@ def iterate_tensors(
         names: Keys, after the statements, each once; all but a run's extra state by default, sorted.
         verify: Which blocks are compared with their checksums: ``"read"``, ``"full"`` or ``"off"``, as in
             :func:`export_safetensors`.
+        use_replicas: Whether replicas are read where something is damaged, as there.
 
     Yields:
         Key and array (ml_dtypes' types for those that numpy lacks). At most one array, and the operands of one tile of
@@ -157,6 +163,10 @@ def iterate_tensors(
     """
     tensors = WholeTensors(manifest, mapping)
     chosen = sorted(outputs(mapping) if mapping else stored(manifest.catalog)) if names is None else list(names)
-    with FileReader(directory, manifest, verify) as reader:
+    with FileReader(directory, manifest, verify, use_replicas) as reader:
         tensors.check(chosen, reader)
-        yield from tensors.iterate(chosen, reader)
+        try:
+            yield from tensors.iterate(chosen, reader)
+        finally:  # whoever asks for tensors need not ask for all of them
+            if reader.replicas_used:
+                logger.warning(replica_warning(open_backend(directory).path, reader.replicas_used))

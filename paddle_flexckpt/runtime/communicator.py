@@ -6,20 +6,17 @@ bytes and gets those of all. That much every backend of Paddle can do.
 
 from __future__ import annotations
 
-import json
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from paddle_flexckpt.aoa import AoaError
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnsafePickleError, ValidationError
+from paddle_flexckpt.catalog import LostRankError, ValidationError
+from paddle_flexckpt.catalog.failures import Failure, combine
 from paddle_flexckpt.runtime.carrier import Carrier, CollectiveCarrier, SocketCarrier
+from paddle_flexckpt.runtime.lost_ranks import announce, default_store, describe_lost_ranks, find_lost_ranks
 
 Result = TypeVar("Result")
-_KINDS: dict[str, type[CheckpointError]] = {
-    kind.__name__: kind
-    for kind in (CheckpointError, CorruptCheckpointError, UnsafePickleError, ValidationError, AoaError)
-}
 
 
 class Communicator(ABC):
@@ -88,43 +85,18 @@ class Communicator(ABC):
 
         Raises:
             CheckpointError: Something went wrong somewhere; all ranks' problems are in the text, with their rank.
+            LostRankError: A rank has gone; the same on every rank that has not.
         """
-        gathered = self.all_gather(b"+" + payload if error is None else b"-" + _encode_error(error))
+        try:
+            gathered = self.all_gather(b"+" + payload if error is None else b"-" + Failure.of(error).encode())
+        except LostRankError as lost:
+            # This rank's own error, if there is one, is the context of that.
+            raise LostRankError(f"{context}: {lost}" if context else str(lost)) from error or lost.__cause__
         failures = [(rank, answer) for rank, answer in zip(self.ranks, gathered) if answer[:1] == b"-"]
         if not failures:
             return [answer[1:] for answer in gathered]
-        combined = _combine_errors([(rank, _decode_error(answer[1:])) for rank, answer in failures], context)
-        raise combined from error
-
-
-def _encode_error(error: Exception) -> bytes:
-    if isinstance(error, ValidationError):
-        kind = AoaError if isinstance(error, AoaError) else ValidationError
-        return json.dumps({"kind": kind.__name__, "problems": [str(p) for p in error.problems]}).encode()
-    if isinstance(error, CheckpointError):
-        return json.dumps({"kind": type(error).__name__, "problems": [str(error)]}).encode()
-    return json.dumps({"kind": "CheckpointError", "problems": [f"{type(error).__name__}: {error}"]}).encode()
-
-
-def _decode_error(data: bytes) -> tuple[str, list[str]]:
-    decoded = json.loads(data)
-    return decoded["kind"], decoded["problems"]
-
-
-def _combine_errors(failures: list[tuple[int, tuple[str, list[str]]]], context: str) -> CheckpointError:
-    """One error for all ranks: the same text everywhere, each problem once with the ranks that met it."""
-    met: dict[str, list[int]] = {}
-    for rank, (_, problems) in failures:
-        for problem in problems:
-            met.setdefault(problem, []).append(rank)
-    kinds = {kind for _, (kind, _) in failures}
-    texts = [f"[rank {', '.join(map(str, ranks))}] {problem}" for problem, ranks in met.items()]
-    if kinds == {"AoaError"}:
-        return AoaError(texts, context)
-    if kinds <= {"ValidationError", "AoaError"}:
-        return ValidationError(texts, context)
-    kind = _KINDS.get(min(kinds - {"ValidationError", "AoaError"}), CheckpointError)
-    return kind((f"{context}: " if context else "") + "; ".join(texts))
+        combined = combine([(rank, Failure.decode(answer[1:])) for rank, answer in failures])
+        raise combined.error(context) from error
 
 
 class SoloCommunicator(Communicator):
@@ -155,13 +127,26 @@ class PaddleCommunicator(Communicator):
             raise ValidationError([f"rank {rank} is not a member of the process group of ranks {list(ranks)}"])
         super().__init__(ranks, ranks.index(rank))
         self._group = group
+        store = default_store()
+        if store is not None:
+            announce(store, rank)
 
     def _all_gather(self, payload: bytes) -> list[bytes]:
         import paddle.distributed as dist
 
         gathered: list[bytes] = []
-        dist.all_gather_object(gathered, payload, group=self._group)
+        try:
+            dist.all_gather_object(gathered, payload, group=self._group)
+        except Exception as error:
+            raise LostRankError(self._who_is_lost(error)) from error
         return gathered
+
+    def _who_is_lost(self, error: Exception) -> str:
+        store = default_store()
+        if store is None:
+            return describe_lost_ranks([], error)
+        name = hashlib.sha256(repr((self._group.id, self.ranks)).encode()).hexdigest()[:16]
+        return describe_lost_ranks(find_lost_ranks(store, name, self.ranks, self.rank), error)
 
     def open_carrier(self) -> Carrier:
         """Host sockets under gloo and on CPU; the backend's own all-to-all elsewhere."""

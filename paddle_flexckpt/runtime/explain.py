@@ -10,9 +10,9 @@ from paddle_flexckpt import aoa
 from paddle_flexckpt.aoa import AoaConfig
 from paddle_flexckpt.catalog import Catalog, ValidationError, without_extra_state
 from paddle_flexckpt.runtime.state import open_state
-from paddle_flexckpt.storage import CheckpointDirectory
+from paddle_flexckpt.storage import Backend, CheckpointDirectory, Location
 
-Tensors = Union[str, "os.PathLike[str]", Mapping[str, Any], Catalog]
+Tensors = Union[Location, Mapping[str, Any], Catalog]
 
 
 def explain(aoa_config: AoaConfig, src: Tensors, dst: Tensors | None = None, keys: Iterable[str] = ()) -> str:
@@ -57,8 +57,8 @@ def _catalog(tensors: Tensors) -> Catalog:
         return tensors
     if isinstance(tensors, Mapping):
         return open_state(tensors, 0).catalog
-    if not isinstance(tensors, (str, os.PathLike)):
+    if not isinstance(tensors, (str, os.PathLike, Backend)):
         raise ValidationError(
             [f"expected a checkpoint's directory, a state dict or a catalog; got a {type(tensors).__name__}"]
         )
-    return without_extra_state(CheckpointDirectory(os.fspath(tensors)).read_manifest(None).catalog)
+    return without_extra_state(CheckpointDirectory(tensors).read_manifest(None).catalog)

@@ -22,7 +22,6 @@ the report, by name.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from paddle_flexckpt.runtime.merged import empty_tensors
 from paddle_flexckpt.runtime.portable import decode, encode
 from paddle_flexckpt.runtime.random_state import collect_random_state, restore_random_state
 from paddle_flexckpt.runtime.scheduler_state import restore_scaler, restore_scheduler, scheduler_state
-from paddle_flexckpt.storage import CheckpointDirectory
+from paddle_flexckpt.storage import CheckpointDirectory, Location
 
 _PREFIX = EXTRA_STATE
 _COMMON = f"{_PREFIX}common"
@@ -110,13 +109,11 @@ def collect_extra_state(
     return {**{name: _as_tensor(text) for name, text in state.items()}, **tensors}
 
 
-def load_extra_state(
-    path: str | os.PathLike[str], unique_id: int | None = None, process_group: Any = None
-) -> dict[str, Any]:
+def load_extra_state(path: Location, unique_id: int | None = None, process_group: Any = None) -> dict[str, Any]:
     """Reads the extra state that concerns this rank. Every rank of the group calls this.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
         unique_id: The checkpoint's id; None takes the highest.
         process_group: The ranks that take part; all ranks of the job by default.
 
@@ -129,7 +126,7 @@ def load_extra_state(
         CorruptCheckpointError: It is damaged.
     """
     comm = communicator_for(process_group)
-    directory = CheckpointDirectory(os.fspath(path))
+    directory = CheckpointDirectory(path)
     context = f"cannot load extra state from {directory.path!r}"
 
     def look() -> tuple[tuple[int, Catalog], bytes]:

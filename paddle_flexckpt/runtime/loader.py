@@ -16,24 +16,32 @@ import numpy as np
 
 from paddle_flexckpt.aoa import Mapping as AoaMapping
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError, concat, validate_shards
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
 from paddle_flexckpt.execution.mapping import compile_mapping, config_digest, source_names
 from paddle_flexckpt.execution.reading import plan_reads, read_pieces
 from paddle_flexckpt.execution.work import Work, plan_work
 from paddle_flexckpt.planning import ReadPlan, ShardMatcher
-from paddle_flexckpt.report import LoadReport
+from paddle_flexckpt.report import LoadReport, replica_warning
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
 from paddle_flexckpt.runtime.targets import MASTER, Policy, Strict, Wanted, resolve
-from paddle_flexckpt.runtime.wire import decode_catalog, encode_catalog, join, split
-from paddle_flexckpt.storage import CheckpointDirectory, FileReader, Manifest, VerifyMode, verify_mode
+from paddle_flexckpt.storage import (
+    CheckpointDirectory,
+    FileReader,
+    HeldManifest,
+    Location,
+    Manifest,
+    VerifyMode,
+    verify_mode,
+)
 
 logger = logging.getLogger("paddle_flexckpt")
 
 
 def load_state_dict(
     state_dict: Mapping[str, Any],
-    path: str | os.PathLike[str],
+    path: Location,
     process_group: Any = None,
     coordinator_rank: int = 0,
     unique_id: int | None = None,
@@ -49,6 +57,7 @@ def load_state_dict(
     tied_names: bool = True,
     master_weights: Literal["exact", "convert"] = "exact",
     verify: bool | VerifyMode = "read",
+    use_replicas: bool = True,
 ) -> LoadReport:
     """Fills live shards, in place, from a checkpoint that was saved under this or any other layout.
 
@@ -58,7 +67,7 @@ def load_state_dict(
     Args:
         state_dict: Names to ShardedWeights (of this library or of Paddle) or tensors (taken as replicated), possibly
             nested. Their memory is written.
-        path: The directory.
+        path: The directory: a path, a URL, or what ``open_storage`` gives.
         process_group: The ranks that take part; all ranks of the job by default. ``"self"``: this rank alone, which has
             to hold everything (pure data parallelism, where one rank may save for all).
         coordinator_rank: The rank, counted within the group, that writes the log line.
@@ -81,6 +90,8 @@ def load_state_dict(
         verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` reads those blocks whole
             too of which only a part is needed, so that every byte that reaches a target is verified; the report says
             how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
+        use_replicas: Whether a replica (of a save with ``save_replicas=True``) is read where a file or a block turns
+            out to be damaged; the report and a warning say so. What is not verified is not noticed.
 
     Returns:
         What was done.
@@ -93,14 +104,14 @@ def load_state_dict(
     """
     begin = time.perf_counter()
     comm = communicator_for(process_group)
-    directory = CheckpointDirectory(os.fspath(path))
+    directory = CheckpointDirectory(path)
     context = f"cannot load from {directory.path!r}"
 
     @functools.cache
     def describe() -> _Described:
         check_coordinator(comm, coordinator_rank)
         verify_mode(verify)
-        manifest = directory.read_manifest(unique_id)
+        manifest = stack.enter_context(HeldManifest(directory, unique_id))
         state = open_state(state_dict, comm.rank)
         head = {
             "checkpoint": f"id {manifest.unique_id} ({manifest.save_token})",
@@ -119,15 +130,15 @@ def load_state_dict(
         wanted = resolve(state, manifest.catalog, Policy(strict, dtype, tied_names, master_weights), mapping)
         work = plan_work(wanted.catalog, wanted.rows, mapping)
         plan = plan_reads(ShardMatcher(manifest.catalog), work, mapping)
-        reader = stack.enter_context(FileReader(directory.path, manifest, verify))
+        reader = stack.enter_context(FileReader(directory.backend, manifest, verify, use_replicas))
         reader.check_files(plan.pieces.source)
         used = np.packbits(used_keys(manifest.catalog, wanted, mapping)).tobytes()
         return _Prepared(manifest, state, wanted, mapping, work, plan, reader), join((head, used))
 
     all_targets = None
-    if aoa_config is not None:
-        all_targets = gather_targets(comm, lambda: (describe().state, describe().head), context)
     with contextlib.ExitStack() as stack:
+        if aoa_config is not None:
+            all_targets = gather_targets(comm, lambda: (describe().state, describe().head), context)
         ready, answers = comm.together(prepare, context)
         bits = check_heads(answers, context)[0]
         unexpected = unexpected_keys(ready.manifest.catalog, bits, ready.mapping)
@@ -154,8 +165,11 @@ def load_state_dict(
         reads=count.reads,
         peak_scratch_bytes=peak_scratch,
         total_bytes=sum(int(number) for number in needed),
+        replicas_used=ready.reader.replicas_used,
         seconds={"plan": planned - begin, "read": end - planned, "total": end - begin},
     )
+    if report.replicas_used:
+        logger.warning(f"rank {comm.rank}: {replica_warning(directory.path, report.replicas_used)}")
     if comm.position == coordinator_rank:
         logger.info(report.summary())
     return report

@@ -7,18 +7,20 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from paddle_flexckpt.aoa import TensorInfo
-from paddle_flexckpt.catalog import Catalog
-from paddle_flexckpt.execution.mapping import compile_mapping, outputs, stored
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
+from paddle_flexckpt.execution.mapping import compile_mapping, outputs, source_names, stored
 from paddle_flexckpt.runtime.communicator import SoloCommunicator
 from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.storage import CheckpointDirectory, VerifyMode
+from paddle_flexckpt.storage import CheckpointDirectory, Location, VerifyMode
 
 logger = logging.getLogger("paddle_flexckpt")
 
 
 def load_merged_state_dict(
-    path: str | os.PathLike[str],
+    path: Location,
     prefix: str | None = None,
     unique_id: int | None = None,
     offload: bool = False,
@@ -26,11 +28,12 @@ def load_merged_state_dict(
     safetensors: bool = True,
     *,
     verify: bool | VerifyMode = "read",
+    use_replicas: bool = True,
 ) -> dict[str, Any]:
     """Reads a checkpoint into whole, fresh tensors on the CPU; no other rank takes part.
 
     Args:
-        path: The checkpoint's directory.
+        path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
         prefix: Only keys that start with this and a dot, which are taken off; by default all keys but a run's extra
             state. With ``aoa_config``, keys are those after the transformation.
         unique_id: The checkpoint's id; None takes the highest.
@@ -38,6 +41,7 @@ def load_merged_state_dict(
         aoa_config: AOA statements, as in :func:`load_state_dict`. What they define and do not touch is what is read.
         safetensors: Accepted for compatibility.
         verify: Which bytes are compared with their checksums, as in :func:`load_state_dict`.
+        use_replicas: Whether replicas are read where something is damaged, likewise.
 
     Returns:
         Names to Paddle tensors, sorted by name.
@@ -46,24 +50,58 @@ def load_merged_state_dict(
         ValidationError: There is no such checkpoint, or the statements or ``verify`` do not fit.
         CorruptCheckpointError: It is damaged.
     """
-    manifest = CheckpointDirectory(os.fspath(path)).read_manifest(unique_id)
+    manifest = CheckpointDirectory(path).read_manifest(unique_id)
     start = f"{prefix}." if prefix else ""
     mapping = None if aoa_config is None else compile_mapping(aoa_config, manifest.catalog, None, "exact")
     # Extra state has to be asked for, by its prefix.
     there = stored(manifest.catalog, bool(start)) if mapping is None else outputs(mapping)
-    tensors = {key: _empty(there[key]) for key in sorted(there) if key.startswith(start)}
+    names = [key for key in sorted(there) if key.startswith(start)]
+    _check_held(manifest.catalog, names if mapping is None else source_names(mapping, names))
+    tensors = {key: _empty(there[key]) for key in names}
     if mapping is not None and mapping.unfed:
         first = sorted(mapping.unfed)[0]
         logger.warning(f"nothing feeds {len(mapping.unfed)} keys such as {first!r} ({mapping.provenance.get(first)})")
     program: Any = mapping  # compiled already; the tensors are what it makes
-    load_state_dict(tensors, path, SoloCommunicator(), unique_id=manifest.unique_id, aoa_config=program, verify=verify)
+    load_state_dict(
+        tensors,
+        path,
+        SoloCommunicator(),
+        unique_id=manifest.unique_id,
+        aoa_config=program,
+        verify=verify,
+        use_replicas=use_replicas,
+    )
     return {name[len(start) :]: tensor for name, tensor in tensors.items()}
 
 
 def empty_tensors(catalog: Catalog, names: Iterable[str]) -> dict[str, Any]:
     """A fresh tensor on the CPU for each of some keys of a checkpoint, of its whole shape."""
     there = stored(catalog, extra_state=True)
+    names = list(names)
+    _check_held(catalog, names)
     return {name: _empty(there[name]) for name in names if name in there}
+
+
+def _check_held(catalog: Catalog, names: Iterable[str]) -> None:
+    """Refuses tensors of which too little is there, before memory is taken for a shape that is only declared."""
+    held, declared = np.zeros(len(catalog.keys)), np.zeros(len(catalog.keys))
+    np.add.at(held, catalog.key, catalog.size)
+    # In floating point: a product of extents that are no tensor's must not wrap around.
+    declared[catalog.key] = catalog.global_shape.astype(np.float64).prod(axis=1)
+    wanted = set(names)
+    problems = [
+        Problem(
+            "the checkpoint does not hold all of a tensor",
+            key=catalog.keys[key],
+            expected=f"{declared[key]:.0f} elements",
+            got=f"{held[key]:.0f}",
+            remedy="load another checkpoint, or leave this key out",
+        )
+        for key in np.flatnonzero(held < declared).tolist()
+        if catalog.keys[key] in wanted
+    ]
+    if problems:
+        raise ValidationError(problems)
 
 
 def _empty(info: TensorInfo) -> Any:

@@ -21,6 +21,7 @@ import numpy as np
 from paddle_flexckpt.aoa import Mapping as AoaMapping
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.execution.mapping import compile_mapping, config_digest, moved_keys
 from paddle_flexckpt.execution.transfer import copy_pieces, pack, unpack
 from paddle_flexckpt.execution.work import Work, plan_work
@@ -43,7 +44,6 @@ from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
 from paddle_flexckpt.runtime.targets import Policy, Strict, Wanted, resolve
 from paddle_flexckpt.runtime.tensors import HostTensor, dtype_name, element_count
-from paddle_flexckpt.runtime.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.sharded_weight import is_sharded_weight
 
 logger = logging.getLogger("paddle_flexckpt")

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+from typing import Any, Literal, NamedTuple, overload
 
 import numpy as np
 
-from paddle_flexckpt.catalog import CheckpointError, ValidationError, concat
+from paddle_flexckpt.background import (
+    Admission,
+    BackgroundWriter,
+    SaveHandle,
+    WriteJob,
+    await_earlier,
+    shared_writer,
+    tell_writers,
+)
+from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError, concat
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
 from paddle_flexckpt.planning import WritePlan, plan_write
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
@@ -20,25 +30,56 @@ from paddle_flexckpt.runtime.replicas import differing_replicas, replica_digests
 from paddle_flexckpt.runtime.sources import check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.tensors import HostTensor
-from paddle_flexckpt.runtime.wire import decode_catalog, encode_catalog, join, split
-from paddle_flexckpt.storage import CheckpointDirectory, DataFileWriter, SaveTicket
+from paddle_flexckpt.storage import CheckpointDirectory, Location, SaveLock, SaveTicket
 
 logger = logging.getLogger("paddle_flexckpt")
 
 
+@overload
 def save_state_dict(
     state_dict: Mapping[str, Any],
-    path: str | os.PathLike[str],
+    path: Location,
+    process_group: Any = ...,
+    coordinator_rank: int = ...,
+    unique_id: int | None = ...,
+    async_save: Literal[False] = ...,
+    safetensors: bool = ...,
+    save_replicas: bool = ...,
+    *,
+    step: int | None = ...,
+    check_replicas: bool = ...,
+) -> SaveReport: ...
+
+
+@overload
+def save_state_dict(
+    state_dict: Mapping[str, Any],
+    path: Location,
+    process_group: Any = ...,
+    coordinator_rank: int = ...,
+    unique_id: int | None = ...,
+    async_save: bool | BackgroundWriter = ...,
+    safetensors: bool = ...,
+    save_replicas: bool = ...,
+    *,
+    step: int | None = ...,
+    check_replicas: bool = ...,
+) -> SaveReport | SaveHandle: ...
+
+
+def save_state_dict(
+    state_dict: Mapping[str, Any],
+    path: Location,
     process_group: Any = None,
     coordinator_rank: int = 0,
     unique_id: int | None = None,
-    async_save: bool = False,
+    async_save: bool | BackgroundWriter = False,
     safetensors: bool = True,
     save_replicas: bool = False,
     *,
     step: int | None = None,
     check_replicas: bool = True,
-) -> SaveReport:
+) -> SaveReport | SaveHandle:
     """Saves a distributed state to a directory that all ranks share.
 
     Every rank of the group calls this with its own shards. Each distinct shard is written once; replicas share the
@@ -48,13 +89,16 @@ def save_state_dict(
     Args:
         state_dict: Names to ShardedWeights (of this library or of Paddle) or tensors (taken as replicated), possibly
             nested.
-        path: The directory. It may hold several checkpoints, told apart by id.
+        path: The directory: a path, a URL, or what ``open_storage`` gives. It may hold several checkpoints, told apart
+            by id.
         process_group: The ranks that take part; all ranks of the job by default. ``"self"``: this rank alone, which has
             to hold everything (pure data parallelism, where one rank may save for all).
         coordinator_rank: The rank, counted within the group, that chooses the id and commits.
         unique_id: The checkpoint's id. None takes the next free one. An id that exists is replaced, and stays what it
             was until the new checkpoint is complete.
-        async_save: Not available yet; True is an error.
+        async_save: Return as soon as this rank's share is copied to memory that a writer process shares; that process
+            does the rest. Tensors may be changed then. True: with one writer for the whole process; or a
+            BackgroundWriter. It takes memory for the copy, and Linux.
         safetensors: Accepted for compatibility: data files are safetensors files always.
         save_replicas: Write every replica of every shard.
         step: Training step to record in the manifest.
@@ -62,107 +106,192 @@ def save_state_dict(
             the plan chooses is the one whose values are saved.
 
     Returns:
-        What was done.
+        What was done; of an asynchronous save, a handle. A failure of an asynchronous save is raised by its handle's
+        ``result()``, or else by the next save on every rank, or else it is printed when the interpreter exits, and the
+        exit status is 1.
 
     Raises:
         ValidationError: The state is not sound (on every rank, with the same text); nothing was written.
-        CheckpointError: A rank could not write (likewise); the directory holds what it held before.
+        CheckpointError: A rank could not write (likewise); the directory holds what it held before. Or an earlier
+            asynchronous save failed and nobody has seen that; this one was not begun.
     """
     begin = time.perf_counter()
     comm = communicator_for(process_group)
-    directory = CheckpointDirectory(os.fspath(path))
+    directory = CheckpointDirectory(path)
     context = f"cannot save to {directory.path!r}"
+    head = {
+        "unique_id": unique_id,
+        "coordinator_rank": coordinator_rank,
+        "async_save": async_save is not False,
+        "save_replicas": save_replicas,
+        "check_replicas": check_replicas,
+        "step": step,
+    }
 
-    def describe() -> tuple[LocalState, bytes]:
-        if async_save:
-            raise ValidationError(["async_save=True is not available in this version. Remedy: save synchronously"])
+    def describe() -> tuple[_Own, bytes]:
+        queued = time.perf_counter()
+        writer = _background_writer(async_save, directory)
+        admission = None if writer is None else stack.enter_context(writer.admit())
+        await_earlier(directory.path)
+        waited = time.perf_counter() - queued
         check_coordinator(comm, coordinator_rank)
         state = open_state(state_dict, comm.rank)
-        ticket = directory.open_save(unique_id) if comm.position == coordinator_rank else None
-        head = {
-            "unique_id": unique_id,
-            "coordinator_rank": coordinator_rank,
-            "save_replicas": save_replicas,
-            "check_replicas": check_replicas,
-            "step": step,
-        }
-        parts = (
-            json.dumps(head).encode(),
-            json.dumps(ticket and asdict(ticket)).encode(),
-            encode_catalog(state.catalog),
-        )
-        return state, join(parts)
+        lock, ticket = None, None
+        if comm.position == coordinator_rank:
+            lock = directory.lock()
+            stack.enter_context(locked).callback(lock.release)
+            ticket = directory.open_save(unique_id, comm.size)
+            # If a rank fails that has not even begun, the marker is all there is.
+            stack.enter_context(opened).callback(directory.discard, ticket, comm.rank)
+        parts = (json.dumps(head).encode(), json.dumps(ticket and asdict(ticket)).encode())
+        return _Own(state, lock, admission, waited), join((*parts, encode_catalog(state.catalog)))
 
-    state, answers = comm.together(describe, context)
-    heads, tickets, catalogs = zip(*(split(answer) for answer in answers))
-    check_same(heads, context)
-    ticket = SaveTicket(**json.loads(tickets[coordinator_rank]))
-    catalog = concat([decode_catalog(encoded) for encoded in catalogs])
-    # Ranks' rows follow each other in the common catalog.
-    first_row = int(np.argmax(catalog.rank == comm.rank)) if len(state.weights) else 0
-    held = {first_row + row: weight.local_tensor for row, weight in enumerate(state.weights)}
-    groups = check_sources(comm, held, catalog, context).groups
-    plan = plan_write(catalog, ticket.data_file, save_replicas=save_replicas, groups=groups)
-    planned = time.perf_counter()
-    try:
+    locked, opened = contextlib.ExitStack(), contextlib.ExitStack()
+    with contextlib.ExitStack() as stack:
+        own, answers = comm.together(describe, context)
+        heads, tickets, catalogs = zip(*(split(answer) for answer in answers))
+        check_same(heads, context)
+        ticket = SaveTicket(**json.loads(tickets[coordinator_rank]))
+        opened.pop_all()  # from here on every rank removes what it wrote
+        try:
+            catalog = concat([decode_catalog(encoded) for encoded in catalogs])
+            # Ranks' rows follow each other in the common catalog.
+            first_row = int(np.argmax(catalog.rank == comm.rank)) if len(own.state.weights) else 0
+            held = {first_row + row: weight.local_tensor for row, weight in enumerate(own.state.weights)}
+            groups = check_sources(comm, held, catalog, context).groups
+            plan = plan_write(catalog, ticket.data_file, save_replicas=save_replicas, groups=groups)
+            share = _Share(directory, ticket, comm, comm.ranks[coordinator_rank], plan, held, step)
+            planned = time.perf_counter()
 
-        def write() -> tuple[None, bytes]:
-            _write(directory, ticket, comm, plan, state, first_row, step)
-            return None, replica_digests(held, groups) if check_replicas else b""
+            def write() -> tuple[None, bytes]:
+                if own.admission is None:
+                    share.write()
+                else:
+                    share.stage(own.admission, own.lock)
+                return None, replica_digests(held, groups) if check_replicas else b""
 
-        _, digests = comm.together(write, context)
-        problems = differing_replicas(digests, catalog, groups)
-        if problems:
-            raise ValidationError(problems, context)
-        written = time.perf_counter()
-        comm.together(
-            lambda: (directory.commit(ticket, comm.ranks) if comm.position == coordinator_rank else None, b""), context
-        )
-    except CheckpointError:
-        directory.discard(ticket, comm.rank)
-        raise
+            _, digests = comm.together(write, context)
+            problems = differing_replicas(digests, catalog, groups)
+            if problems:
+                raise ValidationError(problems, context)
+            written = time.perf_counter()
+            report = SaveReport(
+                path=directory.path,
+                unique_id=ticket.unique_id,
+                keys=len(np.unique(plan.catalog.key)),
+                items=len(plan.catalog),
+                bytes_written=int(share.items.byte_length.sum()),
+                total_bytes=plan.total_bytes,
+                held_bytes=int(catalog.byte_length.sum()),
+                imbalance=plan.imbalance,
+                seconds={"plan": planned - begin - own.waited},
+            )
+            if own.admission is not None:
+                seconds = {"queue": own.waited, "stage": written - planned, "blocked": time.perf_counter() - begin}
+                report = replace(report, seconds={**report.seconds, **seconds})
+                locked.pop_all()
+                # What goes wrong from here on is the outcome of the save: the ranks do not meet again.
+                return own.admission.hand_over(report, begin, own.lock)
+            comm.together(share.commit, context)
+        except CheckpointError as error:
+            if own.admission is not None and isinstance(error, LostRankError):
+                # Others may not have noticed, and have handed their shares over.
+                tell_writers(directory, ticket, comm.rank, comm.ranks[coordinator_rank], error)
+            else:
+                directory.discard(ticket, comm.rank)
+            raise
     end = time.perf_counter()
-    report = SaveReport(
-        path=directory.path,
-        unique_id=ticket.unique_id,
-        keys=len(np.unique(plan.catalog.key)),
-        items=len(plan.catalog),
-        bytes_written=int(plan.catalog.byte_length[plan.catalog.rank == comm.rank].sum()),
-        total_bytes=plan.total_bytes,
-        held_bytes=int(catalog.byte_length.sum()),
-        imbalance=plan.imbalance,
-        seconds={"plan": planned - begin, "write": written - planned, "commit": end - written, "total": end - begin},
-    )
-    if comm.position == coordinator_rank:
+    seconds = {"write": written - planned, "commit": end - written, "total": end - begin}
+    report = replace(report, seconds={**report.seconds, **seconds})
+    if share.is_coordinator:
         logger.info(report.summary())
     return report
 
 
-def _write(
-    directory: CheckpointDirectory,
-    ticket: SaveTicket,
-    comm: Communicator,
-    plan: WritePlan,
-    state: LocalState,
-    first_row: int,
-    step: int | None,
-) -> None:
-    """Writes this rank's data file and its part; its shards begin at ``first_row`` of the planned catalog."""
-    mine = np.flatnonzero(plan.catalog.rank == comm.rank)
-    writer = DataFileWriter(
-        directory.path,
-        plan.catalog.take(mine),
-        save_token=ticket.token,
-        unique_id=ticket.unique_id,
-        world_size=comm.size,
-        step=step,
-    )
-    rows, starts = plan.source[mine] - first_row, plan.source_start[mine]
-    sizes = plan.catalog.size[mine]
+class _Own(NamedTuple):
+    """What one rank brings to a save: its shards, the coordinator's lock, room with a writer, seconds waited for it."""
 
-    def data() -> Iterator[np.ndarray]:
-        for row, start, size in zip(rows.tolist(), starts.tolist(), sizes.tolist()):
+    state: LocalState
+    lock: SaveLock | None
+    admission: Admission | None
+    waited: float
+
+
+def _background_writer(async_save: bool | BackgroundWriter, directory: CheckpointDirectory) -> BackgroundWriter | None:
+    """The writer of an asynchronous save.
+
+    Raises:
+        ValidationError: The argument is none, or other processes cannot reach the directory.
+    """
+    if async_save is False:
+        return None
+    if async_save is not True and not isinstance(async_save, BackgroundWriter):
+        raise ValidationError([f"async_save has to be a bool or a BackgroundWriter; got {async_save!r}"])
+    directory.backend.describe()
+    return shared_writer() if async_save is True else async_save
+
+
+class _Share:
+    """What one rank writes of a save.
+
+    Attributes:
+        items: Its rows of the write plan.
+        is_coordinator: Whether it commits.
+    """
+
+    def __init__(
+        self,
+        directory: CheckpointDirectory,
+        ticket: SaveTicket,
+        comm: Communicator,
+        coordinator: int,
+        plan: WritePlan,
+        held: Mapping[int, Any],
+        step: int | None,
+    ) -> None:
+        """Takes this rank's part of the plan; ``held`` has its tensors by row of the planned catalog."""
+        self._directory, self._ticket, self._comm, self._step = directory, ticket, comm, step
+        self._coordinator, self._held = coordinator, held
+        self.is_coordinator = comm.rank == coordinator
+        mine = np.flatnonzero(plan.catalog.rank == comm.rank)
+        self.items = plan.catalog.take(mine)
+        self._rows, self._starts = plan.source[mine].tolist(), plan.source_start[mine].tolist()
+
+    def _data(self) -> Iterator[np.ndarray]:
+        """The items' bytes: uint8 arrays, each to be used before the next is asked for."""
+        for row, start, size in zip(self._rows, self._starts, self.items.size.tolist()):
             # One tensor at a time: a staged copy is released before the next is made.
-            yield HostTensor(state.tensor(row)).array[start : start + size].view(np.uint8)
+            yield HostTensor(self._held[row]).array[start : start + size].view(np.uint8)
 
-    directory.write_part(ticket, comm.rank, writer.write(data()))
+    def write(self) -> None:
+        """Writes the data file and the part."""
+        if self.is_coordinator:
+            self._directory.remove_dead_saves(self._ticket)
+        self._directory.write_share(
+            self._ticket, self._comm.rank, self.items, self._data(), world_size=self._comm.size, step=self._step
+        )
+
+    def stage(self, admission: Admission, lock: SaveLock | None) -> None:
+        """Copies the data to where the writer finds it."""
+        job = WriteJob(
+            path=self._directory.path,
+            storage=self._directory.backend.describe(),
+            lock=None if lock is None else lock.describe()[0],
+            ticket=self._ticket,
+            items=self.items,
+            rank=self._comm.rank,
+            ranks=self._comm.ranks,
+            coordinator=self._coordinator,
+            step=self._step,
+            timeout=admission.timeout,
+        )
+        space, end = admission.stage(job), 0
+        for data in self._data():
+            begin, end = end, end + data.nbytes
+            space[begin:end] = data
+
+    def commit(self) -> tuple[None, bytes]:
+        """Makes the checkpoint exist, on the coordinator; nothing to tell the others."""
+        if self.is_coordinator:
+            self._directory.commit(self._ticket, self._comm.ranks)
+        return None, b""

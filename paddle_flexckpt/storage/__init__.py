@@ -3,32 +3,53 @@
 ``docs/format.md`` is the specification; the modules here carry it out on a local or network file system.
 """
 
+from paddle_flexckpt.storage.backend import (
+    Backend,
+    FileLock,
+    Location,
+    SaveLock,
+    open_backend,
+    open_described,
+    open_storage,
+)
+from paddle_flexckpt.storage.blocks import ReadCount
 from paddle_flexckpt.storage.checksums import BLOCK_BYTES, Checksums, VerifyMode, verify_mode
 from paddle_flexckpt.storage.data_file import DataFileWriter
-from paddle_flexckpt.storage.directory import (
-    CheckpointDirectory,
-    SaveTicket,
-    data_file_name,
-)
+from paddle_flexckpt.storage.directory import CheckpointDirectory
+from paddle_flexckpt.storage.held_manifest import HeldManifest
+from paddle_flexckpt.storage.listing import CheckpointInfo, is_complete, latest, list_checkpoints
 from paddle_flexckpt.storage.manifest import FORMAT_VERSION, Manifest, merge_parts
 from paddle_flexckpt.storage.paddle_checkpoint import read_paddle_metadata
-from paddle_flexckpt.storage.reader import FileReader, ReadCount
+from paddle_flexckpt.storage.reader import FileReader
 from paddle_flexckpt.storage.safe_pickle import load_pickle
+from paddle_flexckpt.storage.ticket import SaveTicket, data_file_name
 
 __all__ = [
     "BLOCK_BYTES",
-    "FORMAT_VERSION",
+    "Backend",
     "CheckpointDirectory",
+    "CheckpointInfo",
     "Checksums",
     "DataFileWriter",
+    "FORMAT_VERSION",
+    "FileLock",
     "FileReader",
+    "HeldManifest",
+    "Location",
     "Manifest",
     "ReadCount",
+    "SaveLock",
     "SaveTicket",
     "VerifyMode",
     "data_file_name",
+    "is_complete",
+    "latest",
+    "list_checkpoints",
     "load_pickle",
     "merge_parts",
+    "open_backend",
+    "open_described",
+    "open_storage",
     "read_paddle_metadata",
     "verify_mode",
 ]

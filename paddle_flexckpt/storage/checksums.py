@@ -77,6 +77,10 @@ class Checksums:
         """No checksums, for so many items of files that came without."""
         return cls(np.zeros(0, dtype=np.uint64), np.zeros(items + 1, dtype=np.int64))
 
+    def of_item(self, item: int) -> np.ndarray:
+        """Checksums of all blocks of one item, uint64."""
+        return self.values[self.first[item] : self.first[item + 1]]
+
     def of_block(self, item: int, block: int) -> int:
         """Checksum of one block of one item."""
         return int(self.values[self.first[item] + block])

@@ -6,13 +6,14 @@ goes from the tensors' own memory to the file, each block hashed right before it
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError
+from paddle_flexckpt.storage.backend import Backend, InputFile, Location, open_backend
 from paddle_flexckpt.storage.checksums import BLOCK_BYTES, Checksums, hash_block
 from paddle_flexckpt.storage.header import DataFileHeader
 from paddle_flexckpt.storage.manifest import Manifest
@@ -27,7 +28,7 @@ class DataFileWriter:
 
     def __init__(
         self,
-        directory: str,
+        directory: Location,
         items: Catalog,
         *,
         save_token: str,
@@ -48,8 +49,9 @@ class DataFileWriter:
         """
         self._items = items
         self._token, self._id, self._world, self._step = save_token, unique_id, world_size, step
-        name = items.file_name(0) if len(items) else None
-        self.path = os.path.join(directory, name) if name else None
+        self._name = (items.file_name(0) if len(items) else None) or ""
+        self._backend = open_backend(directory)
+        self.path = self._backend.where(self._name) if self._name else None
         self._header = self._build_header()
 
     def _build_header(self) -> bytes:
@@ -81,10 +83,9 @@ class DataFileWriter:
             return self._part([], 0)
         lengths = self._items.byte_length
         checksums: list[int] = []
-        # O_EXCL: a file of that name would belong to another save.
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        try:
-            write_all(descriptor, memoryview(self._header))
+        file_bytes = len(self._header) + int(lengths.sum())
+        with self._backend.create(self._name, size=file_bytes) as file:
+            file.write(self._header)
             count = 0
             for item in data:
                 if count >= len(lengths) or item.nbytes != lengths[count]:
@@ -92,17 +93,14 @@ class DataFileWriter:
                 for start in range(0, item.nbytes, BLOCK_BYTES):
                     block = memoryview(item)[start : start + BLOCK_BYTES]
                     checksums.append(hash_block(block))
-                    write_all(descriptor, block)
+                    file.write(block)
                 count += 1
             if count != len(lengths):
                 raise ValueError(f"{self.path} got {count} items of the {len(lengths)} that were planned")
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        return self._part(checksums, len(self._header) + int(lengths.sum()))
+        return self._part(checksums, file_bytes)
 
     def _part(self, checksums: list[int], file_bytes: int) -> Manifest:
-        used = (os.path.basename(self.path),) if self.path else ()
+        used = (self._name,) if self._name else ()
         items = replace(
             self._items,
             files=used,
@@ -121,7 +119,25 @@ class DataFileWriter:
         )
 
 
-def write_all(descriptor: int, data: memoryview) -> None:
-    """Writes all bytes; a short write is not an error but a beginning."""
-    while len(data):
-        data = data[os.write(descriptor, data) :]
+def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) -> InputFile:
+    """Opens a data file that has the size and the save token that the manifest says.
+
+    Raises:
+        CorruptCheckpointError: It is missing, of another size, or of another save.
+    """
+    path = backend.where(name)
+    remedy = "Remedy: restore the file or load another checkpoint"
+    try:
+        file = backend.open(name)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"{path} is missing; the manifest names it. {remedy}") from error
+    with contextlib.ExitStack() as stack:
+        stack.callback(file.close)
+        if file.size != size:
+            raise CorruptCheckpointError(f"{path} has {file.size} bytes; expected {size} (truncated?). {remedy}")
+        if not manifest.foreign and manifest.save_token.encode() not in file.read(0, TOKEN_WINDOW):
+            raise CorruptCheckpointError(
+                f"{path} belongs to another save: its save token is not the manifest's. {remedy}"
+            )
+        stack.pop_all()
+    return file

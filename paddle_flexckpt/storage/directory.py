@@ -1,216 +1,342 @@
 """A directory of checkpoints: names, ids, and the commit.
 
-A checkpoint exists when its manifest does. The order of a save is: data files, each made durable; parts; directory
-entries made durable; manifest written under a temporary name, made durable, and renamed. A crash at any point leaves
-the manifests that were there, and the files that they name, as they were.
+A checkpoint exists when its manifest does. The order of a save is: the right to save; a marker, which tells the files
+of a dead save from others; data files, each made durable; parts; directory entries made durable; the manifest, which
+appears whole or not at all; the marker is removed. A crash at any point leaves the manifests that were there, and the
+files that they name, as they were; the next save finds the marker and cleans up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+import socket
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.storage.data_file import write_all
-from paddle_flexckpt.storage.file_names import open_inside
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.storage.backend import Location, SaveLock, open_backend
+from paddle_flexckpt.storage.data_file import DataFileWriter, check_data_file
+from paddle_flexckpt.storage.local import LocalBackend
 from paddle_flexckpt.storage.manifest import Manifest, merge_parts
 from paddle_flexckpt.storage.paddle_checkpoint import paddle_ids, read_paddle_manifest
+from paddle_flexckpt.storage.ticket import OF_RANK, SaveTicket, save_of
 
-_MANIFEST = re.compile(r"(\d+)\.manifest")
-_DATA = re.compile(r"\d+_(\d+)(?:\.(\d+))?\.safetensors")
-_PART = re.compile(r"\d+_(\d+)(?:\.(\d+))?\.part")
-_TEMPORARY = re.compile(r"(\d+)\.manifest\.[0-9a-f]+\.tmp")
+logger = logging.getLogger("paddle_flexckpt")
 
-
-def data_file_name(rank: int, unique_id: int, generation: int) -> str:
-    """``{rank}_{id}.safetensors``; a save that replaces an id gets a generation, as the old files still serve."""
-    return f"{rank}_{unique_id}{_suffix(generation)}.safetensors"
+_MANIFEST = re.compile(r"(\d+)\.manifest", re.ASCII)
+# The marker of a save: id, and generation (none: 0).
+_MARKER = re.compile(r"(\d+)(?:\.(\d+))?\.saving", re.ASCII)
+_TEMPORARY = re.compile(r"(\d+)\.manifest\.[0-9a-f]{32}\.tmp", re.ASCII)
 
 
-def _suffix(generation: int) -> str:
-    return f".{generation}" if generation else ""
-
-
-@dataclass(frozen=True)
-class SaveTicket:
-    """What one save calls its files.
-
-    Attributes:
-        unique_id: The checkpoint's id.
-        generation: 0, or a number that no file of this id has yet.
-        token: Random text that marks this save's files.
-    """
-
-    unique_id: int
-    generation: int
-    token: str
-
-    def data_file(self, rank: int) -> str:
-        """Name of a rank's data file."""
-        return data_file_name(rank, self.unique_id, self.generation)
-
-    def part_file(self, rank: int) -> str:
-        """Name of a rank's part."""
-        return f"{rank}_{self.unique_id}{_suffix(self.generation)}.part"
-
-    @property
-    def temporary(self) -> str:
-        """Name of the manifest before it is committed."""
-        return f"{self.unique_id}.manifest.{self.token}.tmp"
+def _is_before(save: tuple[int, int] | None, unique_id: int, generation: int) -> bool:
+    """Whether a save is of this id, and of an earlier generation."""
+    return save is not None and save[0] == unique_id and save[1] < generation
 
 
 class CheckpointDirectory:
-    """One directory that holds checkpoints, told apart by their ids."""
+    """One directory that holds checkpoints, told apart by their ids.
 
-    def __init__(self, path: str) -> None:
-        """Args: path: the directory; it need not exist."""
-        self.path = os.fspath(path)
+    Attributes:
+        backend: Its files.
+        path: What the caller calls it.
+    """
+
+    def __init__(self, location: Location) -> None:
+        """Args: location: the directory; it need not exist."""
+        self.backend = open_backend(location)
+        self.path = self.backend.path
 
     def list_ids(self) -> list[int]:
-        """Ids of the complete checkpoints, in rising order."""
-        return sorted(int(match[1]) for match in map(_MANIFEST.fullmatch, self._names()) if match)
+        """Ids of the checkpoints that have a manifest, in rising order."""
+        return sorted(int(match[1]) for match in map(_MANIFEST.fullmatch, self.backend.names()) if match)
 
-    def _names(self) -> list[str]:
-        try:
-            return os.listdir(self.path)
-        except (FileNotFoundError, NotADirectoryError):
-            return []
+    def lock(self) -> SaveLock:
+        """The right to save here; makes the directory.
 
-    def open_save(self, unique_id: int | None) -> SaveTicket:
-        """Chooses the id and names of a new save and makes the directory.
+        Raises:
+            CheckpointError: Another save has it.
+            ValidationError: The path is not a directory.
+        """
+        self.backend.prepare()
+        return self.backend.lock()
+
+    def open_save(self, unique_id: int | None, world_size: int = 1) -> SaveTicket:
+        """Chooses the id and names of a new save and marks it as begun. The caller has the lock.
 
         Args:
             unique_id: The id to write; None takes the one after the highest that any file here has.
+            world_size: Ranks that take part.
 
         Raises:
             ValidationError: The id is not a non-negative integer, or the path is not a directory.
         """
         if unique_id is not None and (not isinstance(unique_id, int) or isinstance(unique_id, bool) or unique_id < 0):
             raise ValidationError([f"unique_id must be None or an integer >= 0; got {unique_id!r}"])
-        try:
-            os.makedirs(self.path, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise ValidationError([f"{self.path} is not a directory, so no checkpoint can be saved there"]) from error
+        self.backend.prepare()
         used: dict[int, int] = {}
-        for name in self._names():
-            manifest, data = _MANIFEST.fullmatch(name), _DATA.fullmatch(name) or _PART.fullmatch(name)
+        names = self.backend.names()
+        for name in names:
+            manifest, marker = _MANIFEST.fullmatch(name), _MARKER.fullmatch(name)
+            save = (int(marker[1]), int(marker[2] or 0)) if marker else save_of(name)
             if manifest:
                 used.setdefault(int(manifest[1]), 0)
-            elif data:
-                used[int(data[1])] = max(used.get(int(data[1]), 0), int(data[2] or 0))
+            elif save:
+                used[save[0]] = max(used.get(save[0], 0), save[1])
         if unique_id is None:
             unique_id = max(used, default=-1) + 1
+        if f"{unique_id}.manifest" in names and not self.backend.replaces:
+            raise ValidationError(
+                [
+                    f"{self.path} has a checkpoint with id {unique_id}, and its file system cannot replace a manifest "
+                    "at once. Remedy: save under a new id (unique_id=None takes the next one)"
+                ]
+            )
         generation = used[unique_id] + 1 if unique_id in used else 0
-        return SaveTicket(unique_id, generation, os.urandom(16).hex())
+        ticket = SaveTicket(unique_id, generation, os.urandom(16).hex())
+        who = {**asdict(ticket), "host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size}
+        try:
+            self.backend.write(ticket.marker_file, json.dumps(who).encode())
+            # Before any file that it speaks of.
+            self.backend.sync()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.backend.remove(ticket.marker_file)
+            raise
+        return ticket
+
+    def remove_dead_saves(self, current: SaveTicket | None = None) -> list[str]:
+        """Removes what saves left behind that died: those whose marker is here. The caller has the lock.
+
+        Files that no marker speaks of are left alone, whether a manifest names them or not: it may be the manifest
+        that was lost. But a manifest that was not put in place, by a save or a repair, is of no use to anybody.
+
+        Args:
+            current: The save that is being made.
+
+        Returns:
+            Names of the files removed.
+        """
+        names = self.backend.names()
+        removed = sorted(filter(_TEMPORARY.fullmatch, names))
+        for name in removed:
+            self.backend.remove(name)
+        for marker in sorted(filter(_MARKER.fullmatch, names)):
+            ticket = self._ticket_of(marker)
+            if current is not None and marker == current.marker_file:
+                continue
+            try:
+                doomed = self._doomed(ticket, names) if ticket is not None else []
+            except CorruptCheckpointError:
+                continue  # whose files these are cannot be told
+            if ticket is not None:
+                self._remove_unfinished(ticket)
+            self._remove(doomed, marker)
+            removed += [*doomed, marker]
+        return removed
+
+    def _remove_unfinished(self, ticket: SaveTicket) -> None:
+        try:
+            self.backend.remove_unfinished(ticket.owns)
+        except OSError as error:
+            # Not every store lets everybody ask; nothing depends on it but its bill.
+            logger.warning(f"what a dead save had begun to send could not be looked for: {error}")
+
+    def files_of(self, manifest: Manifest) -> list[str]:
+        """Names of the data files of a checkpoint: those that it names, and older ones that it has replaced."""
+        named = list(manifest.catalog.files)
+        newest = max((save[1] for save in map(save_of, named) if save), default=0)
+        older = [name for name in self.backend.names() if _is_before(save_of(name), manifest.unique_id, newest)]
+        return named + sorted(set(older) - set(named))
+
+    def _remove(self, doomed: Sequence[str], marker: str) -> None:
+        """Removes files of a save, and its marker once they are gone for good."""
+        self.backend.each(self.backend.remove, doomed)
+        if doomed:
+            self.backend.sync()
+        self.backend.remove(marker)
+
+    def _ticket_of(self, marker: str) -> SaveTicket | None:
+        """The save that a marker speaks of; None if it died before the marker was whole, so before any other file."""
+        try:
+            said = json.loads(self.backend.read(marker))
+            ticket = SaveTicket(int(said["unique_id"]), int(said["generation"]), str(said["token"]))
+        except (ValueError, KeyError, TypeError):
+            return None
+        return ticket if ticket.marker_file == marker else None
+
+    def _doomed(self, ticket: SaveTicket, names: Iterable[str], being_read: bool = False) -> list[str]:
+        """Files that a finished or dead save leaves without a use; its marker is not among them.
+
+        Args:
+            ticket: The save.
+            names: Of the files that there are.
+            being_read: Whether what it has replaced is being read: then that is left to the next save of its id.
+
+        Raises:
+            CorruptCheckpointError: It was committed, and the manifest is damaged.
+        """
+        keep: set[str] = set()
+        committed = self.is_committed(ticket)
+        if committed:
+            keep = set(self.read_native(ticket.unique_id).catalog.files)
+        doomed = []
+        for name in names:
+            save, temporary = save_of(name), _TEMPORARY.fullmatch(name)
+            unfinished = temporary is not None and int(temporary[1]) == ticket.unique_id
+            # What is older than a committed save of its id has been replaced by it.
+            older = not being_read and _is_before(save, ticket.unique_id, ticket.generation)
+            if unfinished or ((ticket.owns(name) or (committed and older)) and name not in keep):
+                doomed.append(name)
+        return doomed
+
+    def write_share(
+        self,
+        ticket: SaveTicket,
+        rank: int,
+        items: Catalog,
+        data: Iterable[np.ndarray],
+        *,
+        world_size: int,
+        step: int | None = None,
+    ) -> None:
+        """Writes a rank's data file and then its part.
+
+        Args:
+            ticket: The save.
+            rank: The rank.
+            items: Its rows of the write plan.
+            data: Their bytes, as for :meth:`DataFileWriter.write`.
+            world_size: Ranks that take part.
+            step: Training step, if known.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        writer = DataFileWriter(
+            self.backend,
+            items,
+            save_token=ticket.token,
+            unique_id=ticket.unique_id,
+            world_size=world_size,
+            step=step,
+        )
+        self.write_part(ticket, rank, writer.write(data))
 
     def write_part(self, ticket: SaveTicket, rank: int, part: Manifest) -> None:
-        """Writes a rank's part; its data file is durable already."""
-        self._write_durably(ticket.part_file(rank), part.encode())
+        """Writes a rank's part; its data file is durable already. The part appears whole: it is looked for."""
+        self._write_whole(ticket.part_file(rank), part.encode())
+
+    def write_failure(self, ticket: SaveTicket, rank: int, error: bytes) -> None:
+        """Writes why a rank cannot write, for the others; it appears whole. It replaces what the rank said before."""
+        self._write_whole(ticket.failure_file(rank), error)
+
+    def _write_whole(self, name: str, data: bytes) -> None:
+        with self.backend.create(name, replace=True) as file:
+            file.write(data)
+
+    def progress(self, ticket: SaveTicket, ranks: Sequence[int]) -> tuple[set[int], dict[int, bytes]]:
+        """The ranks whose parts are here, and what those say that failed."""
+        names = set(self.backend.names())
+        written = {rank for rank in ranks if ticket.part_file(rank) in names}
+        failed = {rank: ticket.failure_file(rank) for rank in ranks if ticket.failure_file(rank) in names}
+        return written, {rank: self.backend.read(name) for rank, name in failed.items()}
 
     def commit(self, ticket: SaveTicket, ranks: Sequence[int]) -> Manifest:
         """Merges the parts of all ranks into the manifest and makes the checkpoint exist.
 
         Raises:
-            CheckpointError: A part is not there.
-            OSError: The file system refused; :meth:`is_committed` tells whether that was before or after the rename.
+            CheckpointError: A part is not there; or the checkpoint is complete, but leftovers could not be removed.
+            OSError: The file system refused; :meth:`is_committed` tells whether that was before or after the commit.
         """
-        parts = []
-        for rank in ranks:
-            file = os.path.join(self.path, ticket.part_file(rank))
+
+        def part(rank: int) -> Manifest:
+            name = ticket.part_file(rank)
             try:
-                with open(file, "rb") as stream:
-                    parts.append(Manifest.decode(stream.read(), file))
+                return Manifest.decode(self.backend.read(name), self.backend.where(name))
             except FileNotFoundError as error:
                 raise CheckpointError(
-                    f"the part of rank {rank} is not visible at {file}. Remedy: save to storage that all ranks share"
+                    f"the part of rank {rank} is not visible at {self.backend.where(name)}. Remedy: save to storage "
+                    "that all ranks share"
                 ) from error
-        manifest = merge_parts(parts)
-        self.sync()
-        self._publish(manifest, ticket.temporary)
-        self._remove_superseded(ticket, manifest)
-        return manifest
 
-    def _publish(self, manifest: Manifest, temporary: str) -> None:
-        """Writes a manifest under a temporary name and gives it its own; durable at each step."""
-        self._write_durably(temporary, manifest.encode())
-        os.rename(os.path.join(self.path, temporary), self.manifest_file(manifest.unique_id))
-        self.sync()
+        manifest = merge_parts(self.backend.each(part, ranks))
+        name = f"{ticket.unique_id}.manifest"
+        replaced = self.backend.claim(name)
+        try:
+            self.backend.publish(name, manifest.encode())
+            try:
+                doomed = self._doomed(ticket, self.backend.names(), being_read=replaced is None)
+                self._remove(doomed, ticket.marker_file)
+            except OSError as error:
+                raise CheckpointError(
+                    f"the checkpoint in {self.path} (id {ticket.unique_id}) is complete, but files that it does not "
+                    f"need could not be removed: {error}. Remedy: the next save here tries again"
+                ) from error
+        finally:
+            if replaced is not None:
+                replaced.release()
+        return manifest
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Puts a manifest in place, instead of the one that is there if there is one; touches nothing else.
 
         Raises:
-            OSError: The file system refused; what was there before the rename is still there.
+            CheckpointError: A save is being made here.
+            OSError: The file system refused; what was there before is still there.
         """
-        self.sync()
-        temporary = f"{manifest.unique_id}.manifest.{os.urandom(16).hex()}.tmp"
+        lock = self.lock()
         try:
-            self._publish(manifest, temporary)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self.path, temporary))
-            raise
+            self.backend.publish(f"{manifest.unique_id}.manifest", manifest.encode())
+        finally:
+            lock.release()
 
     def manifest_file(self, unique_id: int) -> str:
         """Path of a checkpoint's manifest, whether it is there or not."""
-        return os.path.join(self.path, f"{unique_id}.manifest")
+        return self.backend.where(f"{unique_id}.manifest")
 
     def data_files(self, unique_id: int) -> list[tuple[int, str]]:
         """Rank and name of all data files of an id, of every generation, in the order of ranks."""
         found = [
-            (int(match[0].partition("_")[0]), int(match[2] or 0), match[0])
-            for match in map(_DATA.fullmatch, self._names())
-            if match and int(match[1]) == unique_id
+            (int(match[1]), int(match[3] or 0), match[0]) for match in self._data_files() if int(match[2]) == unique_id
         ]
         return [(rank, name) for rank, _, name in sorted(found)]
 
     def data_ids(self) -> set[int]:
         """Ids that data files have, committed or not."""
-        return {int(match[1]) for match in map(_DATA.fullmatch, self._names()) if match}
+        return {int(match[2]) for match in self._data_files()}
 
-    def _remove_superseded(self, ticket: SaveTicket, manifest: Manifest) -> None:
-        """Removes this save's parts and what earlier saves of the same id left behind."""
-        keep = set(manifest.catalog.files)
-        for name in self._names():
-            match = _DATA.fullmatch(name) or _PART.fullmatch(name) or _TEMPORARY.fullmatch(name)
-            if match and int(match[1]) == ticket.unique_id and name not in keep:
-                os.unlink(os.path.join(self.path, name))
+    def _data_files(self) -> list[re.Match[str]]:
+        matches = map(OF_RANK.fullmatch, self.backend.names())
+        return [match for match in matches if match and match[4] == "safetensors"]
 
     def is_committed(self, ticket: SaveTicket) -> bool:
         """Whether the manifest in place is that of this save."""
         try:
-            with open(os.path.join(self.path, f"{ticket.unique_id}.manifest"), "rb") as stream:
-                return ticket.token.encode() in stream.read()
+            return ticket.token.encode() in self.backend.read(f"{ticket.unique_id}.manifest")
         except FileNotFoundError:
             return False
 
     def discard(self, ticket: SaveTicket, rank: int) -> None:
-        """Removes what a rank wrote in a save that failed; does nothing if the save was committed before it failed."""
-        if self.is_committed(ticket):
-            return
-        for name in (ticket.data_file(rank), ticket.part_file(rank), ticket.temporary):
-            # What cannot be removed does no harm, and must not hide why the save failed.
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(self.path, name))
+        """Removes what a rank wrote in a save that failed; does nothing if the save was committed before it failed.
 
-    def sync(self) -> None:
-        """Makes the directory's entries durable."""
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    def _write_durably(self, name: str, data: bytes) -> None:
-        descriptor = os.open(os.path.join(self.path, name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            write_all(descriptor, memoryview(data))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        The marker goes with the last file of the save.
+        """
+        # What cannot be removed does no harm, and must not hide why the save failed: the marker stays with it.
+        with contextlib.suppress(OSError):
+            if self.is_committed(ticket):
+                return
+            for name in (ticket.data_file(rank), ticket.part_file(rank)):
+                self.backend.remove(name)
+            if not any(map(ticket.owns, self.backend.names())):
+                self._remove_unfinished(ticket)
+                self.backend.remove(ticket.marker_file)
 
     def read_manifest(self, unique_id: int | None = None) -> Manifest:
         """Reads the manifest of a checkpoint, or makes one of the metadata of a checkpoint of Paddle's own.
@@ -224,25 +350,37 @@ class CheckpointDirectory:
         """
         ids = self.list_ids()
         if not ids or (unique_id is not None and unique_id not in ids):
-            foreign = paddle_ids(self.path)
+            foreign = paddle_ids(self.backend)
             if foreign and (unique_id is None or unique_id in foreign):
-                return read_paddle_manifest(self.path, unique_id)
+                return read_paddle_manifest(self.backend, unique_id)
             raise ValidationError([self._what_is_wrong(ids, unique_id)])
-        chosen = ids[-1] if unique_id is None else unique_id
-        file = os.path.join(self.path, f"{chosen}.manifest")
-        with os.fdopen(open_inside(self.path, f"{chosen}.manifest"), "rb") as stream:
-            manifest = Manifest.decode(stream.read(), file)
-        if manifest.unique_id != chosen:
+        return self.read_native(ids[-1] if unique_id is None else unique_id)
+
+    def read_native(self, unique_id: int) -> Manifest:
+        """Reads the manifest of a checkpoint of this library's own; FileNotFoundError if there is none of this id."""
+        name = f"{unique_id}.manifest"
+        file = self.backend.where(name)
+        manifest = Manifest.decode(self.backend.read(name), file)
+        if manifest.unique_id != unique_id:
             raise CorruptCheckpointError(f"{file} is the manifest of id {manifest.unique_id}: it has been renamed")
         return manifest
 
+    def check_complete(self, manifest: Manifest) -> None:
+        """Checks that all data files of a checkpoint are there, of their size and of the same save.
+
+        Raises:
+            CorruptCheckpointError: One is not.
+        """
+        sizes = dict(zip(manifest.catalog.files, manifest.file_bytes.tolist()))
+        self.backend.each(lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(), sizes)
+
     def _what_is_wrong(self, ids: list[int], unique_id: int | None) -> str:
-        if not os.path.exists(self.path):
+        if not self.backend.exists():
+            if isinstance(self.backend, LocalBackend) and os.path.exists(self.path):
+                return f"{self.path} is not a directory. Remedy: give the checkpoint's directory, not a file in it"
             return f"{self.path} does not exist. Remedy: correct the path"
-        if not os.path.isdir(self.path):
-            return f"{self.path} is not a directory. Remedy: give the checkpoint's directory, not a file in it"
-        names = self._names()
-        begun = sorted({int(m[1]) for m in (_DATA.fullmatch(n) or _PART.fullmatch(n) for n in names) if m} - set(ids))
+        names = self.backend.names()
+        begun = sorted({save[0] for save in map(save_of, names) if save} - set(ids))
         wanted = begun if unique_id is None else [unique_id] if unique_id in begun else []
         if wanted:
             return (
@@ -254,6 +392,6 @@ class CheckpointDirectory:
         if any(name.endswith(".metadata") for name in names):
             return (
                 f"{self.path} is no checkpoint of Paddle's own save_state_dict that can be read: its .metadata files "
-                f"have the ids {paddle_ids(self.path) or 'none'}. Remedy: give the path and id of a complete save"
+                f"have the ids {paddle_ids(self.backend) or 'none'}. Remedy: give the path and id of a complete save"
             )
         return f"{self.path} is not a checkpoint: there is no *.manifest file in it. Remedy: correct the path"

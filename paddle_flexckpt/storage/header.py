@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, dtype_of
+from paddle_flexckpt.storage.backend import InputFile
+from paddle_flexckpt.storage.json_cursor import JsonCursor
 from paddle_flexckpt.storage.manifest import FORMAT_VERSION
-from paddle_flexckpt.storage.safetensors_header import MAX_HEADER_BYTES, parse_int, without_duplicates
+from paddle_flexckpt.storage.safetensors_header import MAX_HEADER_BYTES
 
 
 @dataclass(frozen=True)
@@ -91,42 +92,48 @@ class DataFileHeader:
         Raises:
             ValueError: It is not the header of a data file; the text says why.
         """
-        text = data[8:].rstrip(b" ")
         # JSON would allow other whitespace; the padding is spaces.
-        if not (text.startswith(b"{") and text.endswith(b"}")):
+        text = data[8:].rstrip(b" ")
+        if text[:1] != b"{" or text[-1:] != b"}":
             raise ValueError("it is not a JSON object that is padded with spaces")
-        try:
-            entries = _parse(text.decode())
-            info = entries.pop("__metadata__")
-            shards = _parse(info.pop("shards"))
-        except (KeyError, AttributeError, TypeError, RecursionError) as error:
-            raise ValueError(f"it is not the header of a data file ({error!r})") from error
-        for what, table in (("tensors", entries), ("shards", shards)):
-            if not isinstance(table, dict) or not all(isinstance(value, dict) for value in table.values()):
-                raise ValueError(f"{what} are not JSON objects")
-        if not all(isinstance(value, str) for value in info.values()):
-            raise ValueError("__metadata__ has values that are not text")
+        info: dict[str, str] = {}
+        entries: dict[str, dict[str, Any]] = {}
+        cursor = JsonCursor(text)
+        for name in cursor.entries():
+            if name == "__metadata__":
+                info = cursor.texts()
+            else:
+                entries[name] = _table(name, cursor)
+        cursor.end()
+        if "shards" not in info:
+            raise ValueError("it is not the header of a data file: it has no shards")
+        cursor = JsonCursor(info.pop("shards").encode())
+        shards = {name: _table(name, cursor) for name in cursor.entries()}
+        cursor.end()
         return cls(info, shards, entries)
 
 
-def read_header(descriptor: int) -> bytes:
+def _table(name: str, cursor: JsonCursor) -> dict[str, Any]:
+    value = cursor.value()
+    if not isinstance(value, dict):
+        raise ValueError(f"what it has for {name[:80]!r} is not an object")
+    return value
+
+
+def read_header(file: InputFile) -> bytes:
     """The first bytes of a data file, up to its first tensor.
 
     Raises:
         ValueError: The file cannot have such a header; the text says why.
-        OSError: The file system failed.
+        OSError: The medium failed.
     """
-    size = os.fstat(descriptor).st_size
-    first = os.pread(descriptor, 8, 0)
+    first = file.read(0, 8)
     length = int.from_bytes(first, "little")
-    if len(first) < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-        raise ValueError(f"a header of {length} bytes in a file of {size} bytes")
-    data = first
-    while len(data) < 8 + length:
-        more = os.pread(descriptor, 8 + length - len(data), len(data))
-        if not more:
-            raise ValueError(f"the file ends at byte {len(data)}, inside its header")
-        data += more
+    if len(first) < 8 or length > min(MAX_HEADER_BYTES, file.size - 8):
+        raise ValueError(f"a header of {length} bytes in a file of {file.size} bytes")
+    data = file.read(0, 8 + length)
+    if len(data) < 8 + length:
+        raise ValueError(f"the file ends at byte {len(data)}, inside its header")
     return data
 
 
@@ -145,17 +152,3 @@ def item_names(items: Catalog) -> list[str]:
                 seen[key] += 1
         names.append(name)
     return names
-
-
-def _parse(text: str) -> Any:
-    return json.loads(
-        text,
-        object_pairs_hook=without_duplicates,
-        parse_int=parse_int,
-        parse_float=_refuse,
-        parse_constant=_refuse,
-    )
-
-
-def _refuse(text: str) -> Any:
-    raise ValueError(f"{text} where only whole numbers stand")

@@ -16,11 +16,16 @@ from safetensors import SafetensorError
 from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError, concat, dtype_of
+from paddle_flexckpt.storage.backend import InputFile
 from paddle_flexckpt.storage.checksums import ALGORITHM, Checksums
 from paddle_flexckpt.storage.file_names import check_file_name
 from paddle_flexckpt.storage.safetensors_header import header_bytes, parse_header
 
 FORMAT_VERSION = 1
+# It describes 16 columns, however many items there are.
+_MAX_HEADER_BYTES = 1 << 16
+# A reader has memory for some blocks; the writer's have 1 MiB.
+_MAX_BLOCK_BYTES = 1 << 26
 _CREATOR = "paddle_flexckpt"
 _CATALOG = "catalog."
 
@@ -82,7 +87,7 @@ class Manifest:
             ValidationError: The manifest is of a newer format version.
         """
         try:
-            length = header_bytes(data[:8], len(data), file)
+            length = header_bytes(data[:8], len(data), file, _MAX_HEADER_BYTES)
             info = dict(parse_header(data[8 : 8 + length], len(data), file).metadata)
             arrays = safetensors_numpy.load(data)
         except CorruptCheckpointError as error:
@@ -121,9 +126,12 @@ class Manifest:
             for name in catalog.files:
                 check_file_name(name)
             _check_columns(catalog, arrays["file_bytes"])
+            block_bytes = int(info["block_bytes"])
+            if not 1 <= block_bytes <= _MAX_BLOCK_BYTES:
+                raise ValueError(f"blocks of {block_bytes} bytes")
             return cls(
                 catalog=catalog,
-                checksums=Checksums.of_items(arrays["checksums"], catalog.byte_length, int(info["block_bytes"])),
+                checksums=Checksums.of_items(arrays["checksums"], catalog.byte_length, block_bytes),
                 file_bytes=arrays["file_bytes"],
                 save_token=info["save_token"],
                 unique_id=int(info["unique_id"]),
@@ -163,6 +171,23 @@ def _check_columns(catalog: Catalog, file_bytes: np.ndarray) -> None:
 
 
 _FLAT_COLUMNS = ("key", "dtype", "ndim", "flat_start", "flat_stop", "rank", "file", "byte_offset")
+
+
+def read_save_token(file: InputFile, name: str) -> str:
+    """The save token of a manifest, of which only the header is read.
+
+    Args:
+        file: The manifest.
+        name: Its name, for errors.
+
+    Raises:
+        CorruptCheckpointError: The header is not that of a manifest.
+    """
+    length = header_bytes(file.read(0, 8), file.size, name)
+    token = parse_header(file.read(8, length), file.size, name).metadata.get("save_token")
+    if token is None:
+        raise CorruptCheckpointError(f"{name} is damaged or not a manifest: it has no save token")
+    return token
 
 
 def merge_parts(parts: Sequence[Manifest]) -> Manifest:

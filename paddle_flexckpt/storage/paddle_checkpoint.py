@@ -7,7 +7,6 @@ like any other, without checksums, and is read by byte ranges like any other.
 from __future__ import annotations
 
 import mmap
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,14 +25,17 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata
+from paddle_flexckpt.storage.backend import Backend, InputFile, Location, open_backend
 from paddle_flexckpt.storage.checksums import Checksums
-from paddle_flexckpt.storage.file_names import check_file_name, open_inside
+from paddle_flexckpt.storage.file_names import check_file_name
 from paddle_flexckpt.storage.manifest import Manifest
 from paddle_flexckpt.storage.safe_pickle import load_pickle
 from paddle_flexckpt.storage.safetensors_header import header_bytes, parse_header
 
 _METADATA = re.compile(r"(\d+)\.metadata", re.ASCII)
 _DATA = re.compile(r"(\d{1,9})_\d+\.(distcp|safetensors)", re.ASCII)
+# A .distcp file without a memory map is read as a whole, by every rank, to find out where its tensors are.
+MOST_PICKLE_BYTES = 256 << 20
 # An entry of every .distcp file: names of tensors to names of parameters.
 _PARAMETER_NAMES = "StructuredToParameterName@@"
 # A .distcp file has numpy's types: these stand for what numpy lacks (the .metadata has the true type).
@@ -55,16 +57,13 @@ class _Stretch:
     begin: int
 
 
-def paddle_ids(path: str) -> list[int]:
+def paddle_ids(location: Location) -> list[int]:
     """Ids of Paddle's own checkpoints in a directory, in rising order."""
-    try:
-        names = os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
+    names = open_backend(location).names()
     return sorted(int(match[1]) for match in map(_METADATA.fullmatch, names) if match)
 
 
-def read_paddle_metadata(path: str | os.PathLike[str], unique_id: int | None = None) -> Catalog:
+def read_paddle_metadata(path: Location, unique_id: int | None = None) -> Catalog:
     """What a checkpoint of Paddle's own holds: one row per shard, with file and first byte.
 
     Args:
@@ -79,20 +78,19 @@ def read_paddle_metadata(path: str | os.PathLike[str], unique_id: int | None = N
     return read_paddle_manifest(path, unique_id).catalog
 
 
-def read_paddle_manifest(path: str | os.PathLike[str], unique_id: int | None = None) -> Manifest:
+def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manifest:
     """The same as a manifest without checksums; arguments and errors of :func:`read_paddle_metadata`."""
-    directory = os.fspath(path)
-    ids = paddle_ids(directory)
+    backend = open_backend(path)
+    ids = paddle_ids(backend)
     if not ids or (unique_id is not None and unique_id not in ids):
         wanted = "" if unique_id is None else f" with id {unique_id}"
         raise ValidationError(
-            [f"{directory} has no checkpoint of Paddle's own save_state_dict{wanted}; ids here: {ids or 'none'}"]
+            [f"{backend.path} has no checkpoint of Paddle's own save_state_dict{wanted}; ids here: {ids or 'none'}"]
         )
     chosen = ids[-1] if unique_id is None else unique_id
     name = f"{chosen}.metadata"
-    file = os.path.join(directory, name)
-    with os.fdopen(open_inside(directory, name), "rb") as stream:
-        data = stream.read()
+    file = backend.where(name)
+    data = backend.read(name)
     metadata = load_pickle(data, file)
     if type(metadata) is not Metadata:
         raise CorruptCheckpointError(f"{file} has a {type(metadata).__name__} in it; expected Metadata")
@@ -107,10 +105,10 @@ def read_paddle_manifest(path: str | os.PathLike[str], unique_id: int | None = N
         raise ValidationError(problems, f"{file} is not usable")
     indices, sizes = [], []
     for data_file in catalog.files:
-        stretches, size = _index(directory, data_file)
+        stretches, size = _index(backend, data_file)
         indices.append(stretches)
         sizes.append(size)
-    offsets = _byte_offsets(catalog, indices, directory)
+    offsets = _byte_offsets(catalog, indices, backend)
     return Manifest(
         catalog=replace(catalog, byte_offset=offsets),
         checksums=Checksums.none(len(catalog)),
@@ -142,35 +140,42 @@ def _with_global_shapes(metadata: Metadata) -> Metadata:
     return replace(metadata, state_dict_metadata=shapes)
 
 
-def _index(directory: str, name: str) -> tuple[Mapping[str, _Stretch], int]:
+def _index(backend: Backend, name: str) -> tuple[Mapping[str, _Stretch], int]:
     """Where the tensors of a data file are, and the file's size."""
-    file = os.path.join(directory, name)
+    path = backend.where(name)
     try:
-        descriptor = open_inside(directory, name)
+        file = backend.open(name)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{file} is missing; the metadata names it. Remedy: restore the file or load another checkpoint"
+            f"{path} is missing; the metadata names it. Remedy: restore the file or load another checkpoint"
         ) from error
-    try:
-        size = os.fstat(descriptor).st_size
+    with file:
         if name.endswith(".safetensors"):
-            return _index_safetensors(descriptor, size, file), size
-        if not size:
-            raise CorruptCheckpointError(f"{file} is empty. Remedy: restore the file or load another checkpoint")
+            return _index_safetensors(file, path), file.size
+        if not file.size:
+            raise CorruptCheckpointError(f"{path} is empty. Remedy: restore the file or load another checkpoint")
         # Of the pages with elements in them none is touched.
-        mapped = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-    finally:
-        os.close(descriptor)
-    return _index_distcp(mapped, file), size
+        mapped = file.memory_map()
+        if mapped is not None:
+            return _index_distcp(mapped, path), file.size
+        if file.size > MOST_PICKLE_BYTES:
+            raise ValidationError(
+                [
+                    f"{path} is a pickle of {file.size} bytes, which has to be in memory to be looked through; where "
+                    f"it is not on a local disk it may have {MOST_PICKLE_BYTES}. Remedy: copy the checkpoint to a "
+                    "local disk"
+                ]
+            )
+        return _index_distcp(file.read(0, file.size), path), file.size
 
 
-def _index_safetensors(descriptor: int, size: int, file: str) -> dict[str, _Stretch]:
-    length = header_bytes(os.pread(descriptor, 8, 0), size, file)
-    header = parse_header(os.pread(descriptor, length, 8), size, file)
+def _index_safetensors(file: InputFile, path: str) -> dict[str, _Stretch]:
+    length = header_bytes(file.read(0, 8), file.size, path)
+    header = parse_header(file.read(8, length), file.size, path)
     return {name: _Stretch(each.code, each.shape, each.begin) for name, each in header.tensors.items()}
 
 
-def _index_distcp(mapped: mmap.mmap, file: str) -> dict[str, _Stretch]:
+def _index_distcp(mapped: mmap.mmap | bytes, file: str) -> dict[str, _Stretch]:
     state = load_pickle(memoryview(mapped), file)
     if type(state) is not dict:
         raise CorruptCheckpointError(f"{file} has a {type(state).__name__} in it; expected a dict of arrays")
@@ -186,14 +191,14 @@ def _index_distcp(mapped: mmap.mmap, file: str) -> dict[str, _Stretch]:
     return stretches
 
 
-def _byte_offsets(catalog: Catalog, indices: list[Mapping[str, _Stretch]], directory: str) -> np.ndarray:
+def _byte_offsets(catalog: Catalog, indices: list[Mapping[str, _Stretch]], backend: Backend) -> np.ndarray:
     """First byte of every shard; what the files hold has to be what the metadata says."""
     offsets = np.zeros(len(catalog), dtype=np.int64)
     problems: list[Problem | str] = []
     flattened = catalog.is_flattened
     for row in range(len(catalog)):
         key, file = catalog.key_name(row), catalog.file_name(row) or ""
-        where = os.path.join(directory, file)
+        where = backend.where(file)
         stretch = indices[int(catalog.file[row])].get(key)
         if stretch is None:
             problems.append(Problem("a data file lacks a tensor that the metadata has in it", key, file=where))
@@ -211,5 +216,5 @@ def _byte_offsets(catalog: Catalog, indices: list[Mapping[str, _Stretch]], direc
             problems.append(Problem("a tensor is not what the metadata says", key, None, where, expected, got))
         offsets[row] = stretch.begin
     if problems:
-        raise CorruptCheckpointError(str(ValidationError(problems, f"{directory} is damaged")))
+        raise CorruptCheckpointError(str(ValidationError(problems, f"{backend.path} is damaged")))
     return offsets

@@ -10,7 +10,19 @@ from typing import Any, NoReturn
 import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, LocalTensorIndex, LocalTensorMetadata, UnsafePickleError
-from paddle_flexckpt.storage.pickle_values import CALLABLE, INERT, NAMES, RECORDS, Arguments, Limits, Symbol, Unfinished
+from paddle_flexckpt.storage.pickle_values import (
+    ATOMS,
+    CALLABLE,
+    INERT,
+    NAMES,
+    RECORDS,
+    Arguments,
+    Limits,
+    Symbol,
+    Unfinished,
+    describe,
+    is_flat,
+)  # fmt: skip
 
 _REMEDY = (
     "Remedy: do not open this file with anything else either; if you trust its writer, let that program save the data "
@@ -18,7 +30,6 @@ _REMEDY = (
 )
 _OPCODE_NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
 _LARGEST_KEY = 1 << 60
-_ATOMS = frozenset({str, int, float, complex, bool, type(None)})
 
 
 class Machine:
@@ -33,6 +44,7 @@ class Machine:
         # Nesting of the lists and dicts that have any in them and are still on the stack.
         self._depth: dict[int, int] = {}
         self._containers = limits.free_containers + len(data) // limits.bytes_per_container
+        self._views = limits.free_containers + len(data) // limits.bytes_per_view
 
     def run(self) -> Any:
         """The object of the pickle; errors as of :func:`load_pickle`."""
@@ -65,7 +77,7 @@ class Machine:
             self._damaged("it ends with an incomplete object")
         result = self._stack[0]
         if type(result) in INERT:
-            self._refuse(f"{_describe(result)} as the object")
+            self._refuse(f"{describe(result)} as the object")
         return result
 
     # Errors
@@ -115,7 +127,7 @@ class Machine:
         for value in values:
             kind = type(value)
             if kind in INERT:
-                self._refuse(f"{_describe(value)} as an element")
+                self._refuse(f"{describe(value)} as an element")
             if kind is list or kind is dict:
                 depth = max(depth, self._depth.pop(id(value), 0) + 1)
         if depth:
@@ -135,6 +147,8 @@ class Machine:
             self._damaged("a frame is longer than the file")
 
     def _mark(self) -> None:
+        if len(self._marks) >= self._limits.marks:
+            self._refuse(f"more than {self._limits.marks} sequences one in the other")
         self._marks.append(len(self._stack))
 
     def _integer(self) -> None:
@@ -142,6 +156,10 @@ class Machine:
         if size > self._limits.integer_bytes:
             self._refuse(f"an integer of {size} bytes")
         self._stack.append(int.from_bytes(self._take(size), "little", signed=True))
+
+    def _byte(self) -> None:
+        # By index: int.from_bytes makes a new object of every small number on older Pythons.
+        self._stack.append(self._take(1)[0])
 
     def _floating(self) -> None:
         self._stack.append(struct.unpack(">d", self._take(8))[0])
@@ -151,6 +169,13 @@ class Machine:
             self._stack.append(str(self._take(size), "utf-8"))
         except UnicodeDecodeError as error:
             self._damaged(f"text is not UTF-8: {error.reason}")
+
+    def _bytes(self, size: int) -> None:
+        # A view of the file, however short, is larger than a list.
+        self._views -= 1
+        if self._views < 0:
+            self._refuse(f"more byte strings than {len(self._data)} bytes of data need")
+        self._stack.append(self._take(size))
 
     def _empty_list(self) -> None:
         self._container()
@@ -169,7 +194,7 @@ class Machine:
     def _extend(self, values: list[Any]) -> None:
         target = self._top()
         if type(target) is not list:
-            self._refuse(f"elements added to {_describe(target)}, which is not a list")
+            self._refuse(f"elements added to {describe(target)}, which is not a list")
         self._attach(target, values)
         target.extend(values)
 
@@ -188,7 +213,7 @@ class Machine:
     def _update(self, items: list[Any]) -> None:
         target = self._top()
         if type(target) is not dict:
-            self._refuse(f"entries added to {_describe(target)}, which is not a dict")
+            self._refuse(f"entries added to {describe(target)}, which is not a dict")
         if len(items) % 2:
             self._damaged("a dict has a key without a value")
         values = items[1::2]
@@ -198,7 +223,7 @@ class Machine:
             # The hash of other keys could be slow, deep, or chosen so that all of them collide.
             small = kind is int and -_LARGEST_KEY < key < _LARGEST_KEY
             if not (kind is str or small or kind is LocalTensorIndex):
-                self._refuse(f"{_describe(key)} as the key of a dict")
+                self._refuse(f"{describe(key)} as the key of a dict")
             if key in target:
                 self._refuse("the same key twice in a dict")
             target[key] = value
@@ -208,31 +233,17 @@ class Machine:
         inert = False
         for item in items:
             kind = type(item)
-            if kind in _ATOMS or kind is np.ndarray or kind is LocalTensorMetadata or kind is LocalTensorIndex:
+            if kind in ATOMS or kind is np.ndarray or kind is LocalTensorMetadata or kind is LocalTensorIndex:
                 continue
-            if kind is tuple and _is_flat(item):
+            if kind is tuple and is_flat(item):
                 continue
             if kind not in INERT or kind is Unfinished or kind is Arguments:
-                self._refuse(f"{_describe(item)} in a tuple")
+                self._refuse(f"{describe(item)} in a tuple")
             inert = True
         self._stack.append(Arguments(tuple(items)) if inert else tuple(items))
 
     def _tuple_of_marked(self) -> None:
         self._tuple(self._pop_mark())
-
-    def _tuple1(self) -> None:
-        self._tuple([self._pop()])
-
-    def _tuple2(self) -> None:
-        b, a = self._pop(), self._pop()
-        self._tuple([a, b])
-
-    def _tuple3(self) -> None:
-        c, b, a = self._pop(), self._pop(), self._pop()
-        self._tuple([a, b, c])
-
-    def _memoize(self) -> None:
-        self._put(len(self._memo))
 
     def _put(self, index: int) -> None:
         value = self._top()
@@ -252,17 +263,17 @@ class Machine:
         kind = type(value)
         # Lists in lists, each twice, are small in a file and endless for whoever walks through them.
         if kind is list or kind is dict or kind is Unfinished or kind is Arguments:
-            self._refuse(f"{_describe(value)} referred to more than once, or from within itself")
-        if kind is tuple and (len(value) > self._limits.shared_tuple or not _is_flat(value)):
+            self._refuse(f"{describe(value)} referred to more than once, or from within itself")
+        if kind is tuple and (len(value) > self._limits.shared_tuple or not is_flat(value)):
             self._refuse(f"a tuple that is long or nested, of length {len(value)}, referred to more than once")
         if (kind is str or kind is memoryview) and len(value) > self._limits.shared_text:
-            self._refuse(f"{_describe(value)} of length {len(value)} referred to more than once")
+            self._refuse(f"{describe(value)} of length {len(value)} referred to more than once")
         self._stack.append(value)
 
     def _find(self, module: Any, name: Any) -> None:
         symbol = NAMES.get((module, name)) if type(module) is str and type(name) is str else None
         if symbol is None:
-            described = ".".join(x[:80] if type(x) is str else _describe(x) for x in (module, name))
+            described = ".".join(x[:80] if type(x) is str else describe(x) for x in (module, name))
             self._refuse(f"the name {described!r} is not among those of plain data")
         self._stack.append(symbol)
 
@@ -285,7 +296,7 @@ class Machine:
         arguments, function = self._pop(), self._pop()
         make = CALLABLE.get(function) if type(function) is Symbol else None
         if make is None:
-            self._refuse(f"a call of {_describe(function)}")
+            self._refuse(f"a call of {describe(function)}")
         if type(arguments) is Arguments:
             arguments = arguments.items
         if type(arguments) is not tuple:
@@ -296,28 +307,18 @@ class Machine:
         arguments, cls = self._pop(), self._pop()
         make = RECORDS.get(cls) if type(cls) is Symbol else None
         if make is None or type(arguments) is not tuple or arguments:
-            self._refuse(f"an object of {_describe(cls)}")
+            self._refuse(f"an object of {describe(cls)}")
         self._container()
         self._stack.append(make())
 
     def _build(self) -> None:
         state, target = self._pop(), self._pop()
         if type(target) is not Unfinished:
-            self._refuse(f"a state given to {_describe(target)}")
+            self._refuse(f"a state given to {describe(target)}")
         finished = target.finish(state)
         self._stack.append(finished)
         if target.memo >= 0 and self._memo[target.memo] is target:
             self._memo[target.memo] = finished
-
-
-def _is_flat(value: tuple[Any, ...]) -> bool:
-    return all(type(item) in _ATOMS for item in value)
-
-
-def _describe(value: Any) -> str:
-    if type(value) is Symbol or type(value) is Unfinished:
-        return str(value.name)
-    return {memoryview: "bytes", Arguments: "a tuple of arguments"}.get(type(value), type(value).__name__)
 
 
 _Operation = Callable[[Machine], None]
@@ -336,7 +337,11 @@ def _push_text(size: int) -> _Operation:
 
 
 def _push_bytes(size: int) -> _Operation:
-    return lambda machine: machine._stack.append(machine._take(machine._number(size)))
+    return lambda machine: machine._bytes(machine._number(size))
+
+
+def _tuple_of(count: int) -> _Operation:
+    return lambda machine: machine._tuple([machine._pop() for _ in range(count)][::-1])
 
 
 def _memo_get(size: int) -> _Operation:
@@ -357,7 +362,7 @@ OPERATIONS: dict[int, _Operation] = {
     0x88: _push(True),
     0x89: _push(False),
     ord("J"): _push_number(4, signed=True),
-    ord("K"): _push_number(1),
+    ord("K"): Machine._byte,
     ord("M"): _push_number(2),
     0x8A: Machine._integer,
     ord("G"): Machine._floating,
@@ -376,10 +381,10 @@ OPERATIONS: dict[int, _Operation] = {
     ord("u"): Machine._set_items,
     ord(")"): _push(()),
     ord("t"): Machine._tuple_of_marked,
-    0x85: Machine._tuple1,
-    0x86: Machine._tuple2,
-    0x87: Machine._tuple3,
-    0x94: Machine._memoize,
+    0x85: _tuple_of(1),
+    0x86: _tuple_of(2),
+    0x87: _tuple_of(3),
+    0x94: lambda machine: machine._put(len(machine._memo)),
     ord("q"): _memo_put(1),
     ord("r"): _memo_put(4),
     ord("h"): _memo_get(1),

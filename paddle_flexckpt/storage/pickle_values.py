@@ -29,7 +29,9 @@ class Limits:
     Attributes:
         operations: Most operations, whatever the file's size.
         bytes_per_container: A file may have one list, tuple, dict or record per so many bytes ...
+        bytes_per_view: ... and one byte string per so many ...
         free_containers: ... and so many on top, as each costs more memory than it has bytes in the file.
+        marks: Most sequences that are open at a time.
         depth: Deepest nesting of lists and dicts.
         shared_text: Longest text that may be referred to more than once.
         shared_tuple: Longest tuple, likewise.
@@ -39,7 +41,9 @@ class Limits:
 
     operations: int = 200_000_000
     bytes_per_container: int = 8
+    bytes_per_view: int = 16
     free_containers: int = 4096
+    marks: int = 1024
     depth: int = 64
     shared_text: int = 4096
     shared_tuple: int = 64
@@ -78,8 +82,21 @@ class Unfinished:
         self.name, self.finish, self.memo = name, finish, -1
 
 
+ATOMS = frozenset({str, int, float, complex, bool, type(None)})
 # None of these may be an element of a list, dict or tuple of data.
 INERT = frozenset({Symbol, Arguments, Unfinished, memoryview, *(type(np.dtype(name)) for name in ELEMENT_TYPES)})
+
+
+def is_flat(value: tuple[Any, ...]) -> bool:
+    """Whether a tuple holds atoms alone."""
+    return all(type(item) in ATOMS for item in value)
+
+
+def describe(value: Any) -> str:
+    """What something on the stack is, for errors."""
+    if type(value) is Symbol or type(value) is Unfinished:
+        return str(value.name)
+    return {memoryview: "bytes", Arguments: "a tuple of arguments"}.get(type(value), type(value).__name__)
 
 
 def _refuse(what: str, got: object) -> UnsafePickleError:

@@ -6,6 +6,9 @@ system call per run.
 
 With ``verify="full"`` no byte reaches a target unverified: a block of which only a part is needed is read whole, and
 the part is copied out of it; the latest such blocks are kept, as the next run or the next target often goes on there.
+
+Where a file or a block turns out to be damaged, the same bytes are read from a replica in another file, if the
+checkpoint has one: a block is read again whole, so that nothing of the damaged one stays in the target.
 """
 
 from __future__ import annotations
@@ -13,92 +16,71 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-import os
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, dtype_of
+from paddle_flexckpt.storage.backend import InputFile, Location, open_backend
+from paddle_flexckpt.storage.blocks import HashedBlocks, HashThread, KeptBlock, ReadCount
 from paddle_flexckpt.storage.checksums import VerifyMode, hash_block, verify_mode
-from paddle_flexckpt.storage.data_file import TOKEN_WINDOW
-from paddle_flexckpt.storage.file_names import open_inside
+from paddle_flexckpt.storage.data_file import check_data_file
 from paddle_flexckpt.storage.manifest import Manifest
+from paddle_flexckpt.storage.mapped import copy_mapped
+from paddle_flexckpt.storage.replicas import DamagedCopy, ReplicaChoice
 
 # A run at least this long is worth a system call of its own (a pread costs about as much as copying 16 KiB).
 MIN_PREAD_BYTES = 16 << 10
-# Pages of a memory map count as resident until they are given back; this bounds them.
-MAP_SPAN_BYTES = 16 << 20
 # Blocks kept that were read whole for a part of them; bounds their memory to 16 MiB.
 KEPT_BLOCKS = 16
-
-
-@dataclass
-class ReadCount:
-    """What has been read.
-
-    Attributes:
-        bytes_read: Bytes of tensors copied out of files.
-        bytes_verified: Bytes of these that were compared with their checksum (whole blocks).
-        bytes_extra: Bytes of these that no target needed: the rest of blocks that were read whole to be verified.
-        reads: Number of ``pread`` calls and mapped copies.
-        files: Names of the files opened.
-    """
-
-    bytes_read: int = 0
-    bytes_verified: int = 0
-    bytes_extra: int = 0
-    reads: int = 0
-    files: set[str] = field(default_factory=set)
-
-
-@dataclass
-class _KeptBlock:
-    """A whole, verified block.
-
-    Attributes:
-        memory: uint8, as long as the longest block.
-        length: Bytes of the block.
-        unused: Bytes of it that no target has needed so far.
-    """
-
-    memory: np.ndarray
-    length: int
-    unused: int
+# Blocks that are hashed at once while as many are read: handing them to a thread costs about as much as hashing one.
+HASHED_AT_ONCE = 8
 
 
 class FileReader:
     """Reads items of one checkpoint. Opens each file when first needed and keeps it open until closed."""
 
-    def __init__(self, directory: str, manifest: Manifest, verify: bool | VerifyMode = "read") -> None:
+    def __init__(
+        self,
+        directory: Location,
+        manifest: Manifest,
+        verify: bool | VerifyMode = "read",
+        use_replicas: bool = True,
+    ) -> None:
         """Opens nothing yet.
 
         Args:
             directory: Where the files are.
             manifest: What they hold.
             verify: Which bytes are compared with their checksums; see :func:`verify_mode`.
+            use_replicas: Whether a replica in another file serves where one is damaged.
 
         Raises:
             ValidationError: There is no such mode, or there are no checksums for it.
         """
-        self._directory = directory
+        self._backend = open_backend(directory)
         self._manifest = manifest
         self._verify = verify_mode(verify)
         if manifest.foreign:
             if self._verify == "full":
                 raise ValidationError(
                     [
-                        f"{directory} is a checkpoint of Paddle's own, without checksums: verify='full' cannot be "
-                        "kept. Remedy: load it with another mode, and save it again"
+                        f"{self._backend.path} is a checkpoint of Paddle's own, without checksums: verify='full' "
+                        "cannot be kept. Remedy: load it with another mode, and save it again"
                     ]
                 )
             self._verify = "off"
         self._byte_length = manifest.catalog.byte_length
-        self._descriptors: dict[int, int] = {}
-        self._maps: dict[int, mmap.mmap] = {}
+        self._files: dict[int, InputFile] = {}
+        self._unusable: dict[int, CorruptCheckpointError | OSError] = {}
+        self._choice = ReplicaChoice(self._backend, manifest, use_replicas)
+        self._maps: dict[int, mmap.mmap | None] = {}
         self._staging = np.empty(manifest.checksums.block_bytes, dtype=np.uint8)
-        self._kept: OrderedDict[tuple[int, int], _KeptBlock] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], KeptBlock] = OrderedDict()
+        self._hashing = HashThread()
         self.count = ReadCount()
 
     def __enter__(self) -> FileReader:
@@ -109,46 +91,83 @@ class FileReader:
 
     def close(self) -> None:
         """Closes all files."""
-        for mapped in self._maps.values():
+        self._hashing.close()
+        for mapped in filter(None, self._maps.values()):
             # The traceback of an error holds views of the map: it is closed with the last of them.
             with contextlib.suppress(BufferError):
                 mapped.close()
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
+        for file in self._files.values():
+            file.close()
         self._maps.clear()
-        self._descriptors.clear()
+        self._files.clear()
         self._kept.clear()
 
     def check_files(self, items: np.ndarray) -> None:
         """Opens the files of the given items and checks their size and save token, before any target is touched.
 
+        Items of a file that is not as it was will be read from their replicas, if all of them have one.
+
         Raises:
             CorruptCheckpointError: A file is missing, of another size, or of another save.
         """
-        for file in np.unique(self._manifest.catalog.file[items]):
-            self._open(int(file))
+        items = np.unique(items)
+        files = np.unique(self._manifest.catalog.file[items]).tolist()
 
-    def _open(self, file: int) -> int:
-        if file in self._descriptors:
-            return self._descriptors[file]
-        name = self._manifest.catalog.files[file]
-        path = os.path.join(self._directory, name)
-        remedy = "Remedy: restore the file or load another checkpoint"
-        try:
-            descriptor = open_inside(self._directory, name)
-        except FileNotFoundError as error:
-            raise CorruptCheckpointError(f"{path} is missing; the manifest names it. {remedy}") from error
-        self._descriptors[file] = descriptor
-        size, expected = os.fstat(descriptor).st_size, int(self._manifest.file_bytes[file])
-        if size != expected:
-            raise CorruptCheckpointError(f"{path} has {size} bytes; expected {expected} (truncated?). {remedy}")
-        token = self._manifest.save_token.encode()
-        if not self._manifest.foreign and token not in os.pread(descriptor, TOKEN_WINDOW, 0):
-            raise CorruptCheckpointError(
-                f"{path} belongs to another save: its save token is not the manifest's. {remedy}"
-            )
-        self.count.files.add(name)
-        return descriptor
+        def is_usable(file: int) -> bool:
+            try:
+                self._open(file)
+            except (CorruptCheckpointError, OSError):
+                return False
+            return True
+
+        for file, usable in zip(files, self._backend.each(is_usable, files)):
+            if not usable:
+                for item in items[self._manifest.catalog.file[items] == file].tolist():
+                    self._resolve(item)
+
+    @property
+    def replicas_used(self) -> dict[str, str]:
+        """By key, what was damaged and which file served instead."""
+        return self._choice.used
+
+    def _open(self, file: int) -> InputFile:
+        if file in self._unusable:
+            raise self._unusable[file].with_traceback(None)  # which would grow with each raise
+        if file not in self._files:
+            name, size = self._manifest.catalog.files[file], int(self._manifest.file_bytes[file])
+            try:
+                self._files[file] = check_data_file(self._backend, self._manifest, name, size)
+            except (CorruptCheckpointError, OSError) as error:
+                self._unusable[file] = error
+                raise
+            self.count.files.add(name)
+        return self._files[file]
+
+    def _resolve(self, item: int) -> int:
+        """The row to read an item from: itself, or a replica where its file is not as it was."""
+        row, failures = self._choice.serving(item), list[tuple[int, Exception]]()
+        if int(self._manifest.catalog.file[row]) in self._files:
+            return row
+        for row in self._choice.candidates(item):
+            try:
+                self._open(int(self._manifest.catalog.file[row]))
+            except (CorruptCheckpointError, OSError) as error:
+                failures.append((row, error))
+                continue
+            self._choice.serve(item, row, failures)
+            return row
+        raise self._choice.error(failures, touched=False)
+
+    def _map(self, file: int) -> mmap.mmap | None:
+        if file not in self._maps:
+            self._maps[file] = self._open(file).memory_map()
+        return self._maps[file]
+
+    def _least_run_bytes(self, item: int) -> int:
+        """A run of an item that is at least this long is worth a read of its own."""
+        # What has no memory map is remote: a request takes as long as some MiB of its answer.
+        is_mapped = self._map(int(self._manifest.catalog.file[item])) is not None
+        return MIN_PREAD_BYTES if is_mapped else self._manifest.checksums.block_bytes
 
     def read(self, item: int, copy: StridedCopy, target: np.ndarray) -> None:
         """Carries out one strided copy from an item to memory.
@@ -164,14 +183,15 @@ class FileReader:
         """
         if copy.size == 0:
             return
+        row = self._resolve(item)
         dtype = dtype_of(self._manifest.catalog.dtype_name(item)).numpy
         outer = len(copy.extents) - copy.source_tail()
         run_bytes = math.prod(copy.extents[outer:]) * dtype.itemsize
-        if outer and run_bytes < MIN_PREAD_BYTES:
-            if self._verify == "full":
+        if outer and run_bytes < self._least_run_bytes(row):
+            if self._whole_blocks_only(row) or self._map(int(self._manifest.catalog.file[row])) is None:
                 self._read_in_blocks(item, copy.simplified(), target, dtype)
             else:
-                self._read_mapped(item, copy, target, dtype)
+                self._read_mapped(row, copy, target, dtype)
             return
         run = copy.size * dtype.itemsize // run_bytes
         per_run = run_bytes // dtype.itemsize
@@ -189,6 +209,12 @@ class FileReader:
         shift = copy.target_base * dtype.itemsize - begin
         position = begin
         while position < end:
+            whole_blocks = 0 if position % block_bytes else (end - position) // block_bytes
+            if raw_target is not None and self._verify != "off" and whole_blocks > HASHED_AT_ONCE:
+                stop = position + whole_blocks * block_bytes
+                self._read_whole_blocks(item, position // block_bytes, raw_target[position + shift : stop + shift])
+                position = stop
+                continue
             stop = min(end, (position // block_bytes + 1) * block_bytes)
             if raw_target is not None:
                 buffer = raw_target[position + shift : stop + shift]
@@ -230,13 +256,83 @@ class FileReader:
         The bytes are all of one block.
         """
         block, start = divmod(position, self._manifest.checksums.block_bytes)
-        whole = len(buffer) == self._block_length(item, block)
-        if self._verify == "full" and not whole:
-            buffer[:] = self._whole_block(item, block, len(buffer))[start : start + len(buffer)]
+        if len(buffer) == self._block_length(item, block):
+            self._read_block(item, block, buffer)
             return
-        self._pread(item, position, buffer)
-        if whole and self._verify != "off":
-            self._check_block(item, block, buffer)
+        row, before = self._resolve(item), self.count.bytes_read
+        if not self._whole_blocks_only(row):
+            try:
+                self._pread(row, position, buffer)
+                return
+            except (DamagedCopy, OSError):
+                self.count.bytes_extra += self.count.bytes_read - before
+                self._choice.note_damage(row)
+        buffer[:] = self._whole_block(item, block, len(buffer))[start : start + len(buffer)]
+
+    def _whole_blocks_only(self, row: int) -> bool:
+        """Whether nothing of a row may be read unverified; where there is damage, it is believed block by block."""
+        return self._verify == "full" or self._choice.is_damaged(row)
+
+    def _read_block(
+        self, item: int, block: int, buffer: np.ndarray, failures: Sequence[tuple[int, Exception]] = ()
+    ) -> None:
+        """Fills a buffer with a block of an item or of a replica, the first that is as it was written.
+
+        Rows in ``failures`` have been tried.
+        """
+        failures = list(failures)
+        tried = [row for row, _ in failures]
+        for row in self._choice.candidates(item):
+            if row in tried:
+                continue
+            before = self.count.bytes_read
+            try:
+                self._pread(row, block * self._manifest.checksums.block_bytes, buffer)
+                if self._verify != "off":
+                    self._compare(row, block, len(buffer), hash_block(buffer))
+            except (CorruptCheckpointError, DamagedCopy, OSError) as error:
+                self.count.bytes_extra += self.count.bytes_read - before
+                self._choice.note_damage(row)
+                failures.append((row, error))
+                continue
+            self._choice.serve(item, row, failures)
+            return
+        raise self._choice.error(failures, touched=True)
+
+    def _read_whole_blocks(self, item: int, first: int, buffer: np.ndarray) -> None:
+        """Fills a buffer with full blocks of an item; each few of them are hashed while the next are read."""
+        size = self._manifest.checksums.block_bytes
+        buffers = [buffer[start : start + size] for start in range(0, len(buffer), size)]
+        before: HashedBlocks | None = None
+        for start in range(0, len(buffers), HASHED_AT_ONCE):
+            several = buffers[start : start + HASHED_AT_ONCE]
+            row, counted = self._resolve(item), self.count.bytes_read
+            hashed = None
+            if not self._choice.is_damaged(row):
+                try:
+                    for number, each in enumerate(several):
+                        self._pread(row, (first + start + number) * size, each)
+                    hashed = self._hashing.hash(row, first + start, several)
+                except (DamagedCopy, OSError):
+                    self.count.bytes_extra += self.count.bytes_read - counted
+            self._settle(item, before)
+            before = hashed
+            if hashed is None:  # one by one, each with the replicas there are
+                for number, each in enumerate(several):
+                    self._read_block(item, first + start + number, each)
+        self._settle(item, before)
+
+    def _settle(self, item: int, hashed: HashedBlocks | None) -> None:
+        """Compares blocks with their checksums; one that is damaged is read again, from a replica if there is one."""
+        if hashed is None:
+            return
+        for number, (buffer, got) in enumerate(zip(hashed.buffers, hashed.hashes.result()), hashed.first):
+            try:
+                self._compare(hashed.row, number, len(buffer), got)
+            except DamagedCopy as error:
+                self.count.bytes_extra += len(buffer)
+                self._choice.note_damage(hashed.row)
+                self._read_block(item, number, buffer, [(hashed.row, error)])
 
     def _block_length(self, item: int, block: int) -> int:
         block_bytes = self._manifest.checksums.block_bytes
@@ -251,9 +347,8 @@ class FileReader:
                 memory = np.empty(self._manifest.checksums.block_bytes, dtype=np.uint8)
             else:
                 memory = self._kept.popitem(last=False)[1].memory
-            self._pread(item, block * self._manifest.checksums.block_bytes, memory[:length])
-            self._check_block(item, block, memory[:length])
-            kept = _KeptBlock(memory, length, length)
+            self._read_block(item, block, memory[:length])
+            kept = KeptBlock(memory, length, length)
             self.count.bytes_extra += length
         self._kept[item, block] = kept
         # What several targets want was needed once.
@@ -262,66 +357,40 @@ class FileReader:
         self.count.bytes_extra -= needed
         return kept.memory[: kept.length]
 
-    def _pread(self, item: int, position: int, buffer: np.ndarray) -> None:
-        """Fills a buffer from byte ``position`` of an item."""
+    def _pread(self, row: int, position: int, buffer: np.ndarray) -> None:
+        """Fills a buffer from byte ``position`` of a row."""
         catalog = self._manifest.catalog
-        descriptor = self._open(int(catalog.file[item]))
-        offset = int(catalog.byte_offset[item]) + position
+        file = self._open(int(catalog.file[row]))
+        offset = int(catalog.byte_offset[row]) + position
         view = memoryview(buffer)
         while len(view):
-            got = os.preadv(descriptor, [view], offset)
+            got = file.read_into(view, offset)
             self.count.reads += 1
             if got == 0:
-                raise CorruptCheckpointError(f"{self._where(item)}: the file ends at byte {offset}")
+                raise DamagedCopy(f"the file ends at byte {offset}")
             self.count.bytes_read += got
             offset += got
             view = view[got:]
 
-    def _check_block(self, item: int, block: int, buffer: np.ndarray) -> None:
-        """Compares a whole block with its checksum."""
+    def _compare(self, row: int, block: int, length: int, got: int) -> None:
+        """Compares the checksum of a whole block with what it should be."""
         checksums = self._manifest.checksums
         position = block * checksums.block_bytes
-        expected, got = checksums.of_block(item, block), hash_block(buffer)
+        expected = checksums.of_block(row, block)
         if expected != got:
-            raise CorruptCheckpointError(
-                f"{self._where(item)}: bytes {position} to {position + len(buffer)} of the shard (byte "
-                f"{int(self._manifest.catalog.byte_offset[item]) + position} of the file) are damaged: expected "
-                f"xxh3 {expected:016x}, got {got:016x}. Targets are partly overwritten. Remedy: load another checkpoint"
+            raise DamagedCopy(
+                f"bytes {position} to {position + length} of the shard (byte "
+                f"{int(self._manifest.catalog.byte_offset[row]) + position} of the file) are damaged: expected "
+                f"xxh3 {expected:016x}, got {got:016x}"
             )
-        self.count.bytes_verified += len(buffer)
+        self.count.bytes_verified += length
 
-    def _read_mapped(self, item: int, copy: StridedCopy, target: np.ndarray, dtype: np.dtype) -> None:
-        """Copies short scattered runs out of a memory map, a bounded span of the file at a time."""
+    def _read_mapped(self, row: int, copy: StridedCopy, target: np.ndarray, dtype: np.dtype) -> None:
+        """Copies short scattered runs out of a memory map."""
         catalog = self._manifest.catalog
-        file = int(catalog.file[item])
-        descriptor = self._open(file)
-        if file not in self._maps:
-            self._maps[file] = mmap.mmap(descriptor, 0, prot=mmap.PROT_READ)
-        mapped = self._maps[file]
-        start = int(catalog.byte_offset[item])
-        length = int(self._byte_length[item])
-        storage = np.frombuffer(mapped, dtype=np.uint8, count=length, offset=start).view(dtype)
-        # Steps along the outermost axis keep the mapped span bounded; that axis has the largest stride of the file.
-        step = max(1, MAP_SPAN_BYTES // max(1, copy.source_strides[0] * dtype.itemsize))
-        inner = copy.size // copy.extents[0]
-        for first in range(0, copy.extents[0], step):
-            last = min(copy.extents[0], first + step)
-            for part in copy.part(first * inner, last * inner):
-                part.scatter_into(target)[...] = part.gather_from(storage)
-            self.count.bytes_read += (last - first) * inner * dtype.itemsize
-            self.count.reads += 1
-            self._give_back(
-                mapped,
-                start + (copy.source_base + first * copy.source_strides[0]) * dtype.itemsize,
-                start + (copy.source_base + last * copy.source_strides[0]) * dtype.itemsize,
-            )
-
-    @staticmethod
-    def _give_back(mapped: mmap.mmap, begin: int, end: int) -> None:
-        begin -= begin % mmap.PAGESIZE
-        mapped.madvise(mmap.MADV_DONTNEED, begin, min(end, len(mapped)) - begin)
-
-    def _where(self, item: int) -> str:
-        catalog = self._manifest.catalog
-        path = os.path.join(self._directory, catalog.file_name(item) or "")
-        return f"file {path!r}, key {catalog.key_name(item)!r}, saved by rank {int(catalog.rank[item])}"
+        mapped = self._map(int(catalog.file[row]))
+        if mapped is None:
+            raise ValueError(f"{self._choice.where(row)} cannot be mapped")
+        begin, length = int(catalog.byte_offset[row]), int(self._byte_length[row])
+        self.count.reads += copy_mapped(mapped, begin, length, copy, target, dtype)
+        self.count.bytes_read += copy.size * dtype.itemsize

@@ -5,7 +5,6 @@ What a manifest has and headers have not is the checksums: they are computed ane
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
     validate_shards,
 )
+from paddle_flexckpt.storage.backend import fill
 from paddle_flexckpt.storage.checksums import BLOCK_BYTES, Checksums, hash_block
 from paddle_flexckpt.storage.data_file import TOKEN_WINDOW
 from paddle_flexckpt.storage.directory import CheckpointDirectory
@@ -89,7 +89,7 @@ def rebuild_manifest(
     """
     context = f"cannot rebuild the manifest of id {unique_id} in {directory.path!r}"
     manifest_file = directory.manifest_file(unique_id)
-    if os.path.exists(manifest_file) and not overwrite:
+    if unique_id in directory.list_ids() and not overwrite:
         problem = Problem("there is a manifest", file=manifest_file, remedy="overwrite=True replaces it")
         raise ValidationError([problem], context)
     names = directory.data_files(unique_id)
@@ -123,18 +123,16 @@ def _read_headers(
 ) -> tuple[list[_DataFile], list[Problem]]:
     files, problems = [], []
     for rank, name in names:
-        path = os.path.join(directory.path, name)
-        descriptor = os.open(path, os.O_RDONLY)
+        path = directory.backend.where(name)
         try:
-            if save_token is not None and save_token.encode() not in os.pread(descriptor, TOKEN_WINDOW, 0):
-                continue  # another save's: whether it is whole does not matter
-            data = read_header(descriptor)
-            files.append(_DataFile(rank, name, os.fstat(descriptor).st_size, len(data), DataFileHeader.decode(data)))
+            with directory.backend.open(name) as file:
+                if save_token is not None and save_token.encode() not in file.read(0, TOKEN_WINDOW):
+                    continue  # another save's: whether it is whole does not matter
+                data = read_header(file)
+                files.append(_DataFile(rank, name, file.size, len(data), DataFileHeader.decode(data)))
         except ValueError as error:
             remedy = "restore the file; if it belongs to another save, choose this one by its save_token"
             problems.append(Problem("the header is damaged", rank=rank, file=path, got=str(error), remedy=remedy))
-        finally:
-            os.close(descriptor)
     return files, problems
 
 
@@ -169,7 +167,7 @@ def _disagreements(
     }
     problems = []
     for file in files:
-        info, path = file.header.info, os.path.join(directory.path, file.name)
+        info, path = file.header.info, directory.backend.where(file.name)
         for name, value in wanted.items():
             if value is None or info.get(name) != value:
                 problems.append(Problem(f"a file has another {name}", None, file.rank, path, value, info.get(name)))
@@ -198,7 +196,7 @@ def _catalogs(directory: CheckpointDirectory, files: list[_DataFile]) -> tuple[l
     """The items of each file, with byte offsets from the start of the file."""
     parts, problems = [], []
     for file in files:
-        path = os.path.join(directory.path, file.name)
+        path = directory.backend.where(file.name)
         try:
             items = _items(file)
         except (KeyError, TypeError, ValueError, OverflowError, IndexError) as error:
@@ -260,19 +258,15 @@ def _items(file: _DataFile) -> Catalog:
 
 def _part(directory: CheckpointDirectory, file: _DataFile, items: Catalog) -> Manifest:
     """The file's part of the manifest; reads the file."""
-    path = os.path.join(directory.path, file.name)
+    path = directory.backend.where(file.name)
     sums: list[int] = []
     buffer = np.empty(BLOCK_BYTES, dtype=np.uint8)
-    with open(path, "rb", buffering=0) as stream:
+    with directory.backend.open(file.name) as stream:
         for begin, length in zip(items.byte_offset.tolist(), items.byte_length.tolist()):
             for first in range(0, length, BLOCK_BYTES):
                 view = memoryview(buffer)[: min(BLOCK_BYTES, length - first)]
-                count = 0
-                while count < len(view):
-                    got = os.preadv(stream.fileno(), [view[count:]], begin + first + count)
-                    if got == 0:
-                        raise CorruptCheckpointError(f"{path} became shorter while it was read")
-                    count += got
+                if fill(stream, view, begin + first) < len(view):
+                    raise CorruptCheckpointError(f"{path} became shorter while it was read")
                 sums.append(hash_block(view))
     info = file.header.info
     return Manifest(

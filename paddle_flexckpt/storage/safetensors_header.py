@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.storage.json_cursor import JsonCursor
 
 # safetensors' own limit (MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 100_000_000
@@ -28,6 +28,9 @@ class StoredTensor:
         begin: Its first byte, counted from the start of the file.
         end: The first byte beyond it.
     """
+
+    # A header can have very many.
+    __slots__ = ("begin", "code", "end", "shape")
 
     code: str
     shape: tuple[int, ...]
@@ -48,20 +51,20 @@ class Header:
     metadata: Mapping[str, str]
 
 
-def header_bytes(start: bytes, file_bytes: int, file: str) -> int:
+def header_bytes(start: bytes, file_bytes: int, file: str, most: int = MAX_HEADER_BYTES) -> int:
     """Length of the header from the first 8 bytes of a file.
 
     Raises:
-        CorruptCheckpointError: It is longer than the file or than safetensors allows.
+        CorruptCheckpointError: It is longer than the file, or than ``most`` bytes.
     """
     length = int.from_bytes(start[:8], "little")
-    if len(start) < 8 or length > min(MAX_HEADER_BYTES, file_bytes - 8):
+    if len(start) < 8 or length > min(most, file_bytes - 8):
         raise _damaged(file, f"its header has {length} bytes by its first 8 bytes; the file has {file_bytes}")
     return length
 
 
 def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
-    """Reads a header.
+    """Reads a header, entry by entry: what is not an entry of a header is refused before anything is made of it.
 
     Args:
         text: The JSON text, without the 8 bytes before it.
@@ -71,22 +74,31 @@ def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
     Raises:
         CorruptCheckpointError: It is not a header, or tensors overlap, leave gaps or leave the file.
     """
-    try:
-        entries = json.loads(text, object_pairs_hook=without_duplicates, parse_int=parse_int)
-    except (ValueError, RecursionError) as error:
-        raise _damaged(file, f"its header is not JSON: {str(error)[:200]}") from error
-    if not isinstance(entries, dict):
-        raise _damaged(file, "its header is not a JSON object")
-    metadata = entries.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise _damaged(file, "its __metadata__ is not a table of texts")
+    # JSON allows other whitespace; the padding of the format is spaces, at the end.
+    if text[:1] != b"{" or text[len(text.rstrip(b" ")) - 1 :][:1] != b"}":
+        raise _damaged(file, "its header is not a JSON object that is padded with spaces")
     start = 8 + len(text)
-    tensors = {name: _tensor(name, entry, start, file) for name, entry in entries.items()}
-    position = start
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if tensor.begin != position:
-            raise _damaged(file, f"tensor {name!r} begins at byte {tensor.begin}; expected {position}")
-        position = tensor.end
+    tensors: dict[str, StoredTensor] = {}
+    metadata: dict[str, str] = {}
+    position, in_order = start, True
+    cursor = JsonCursor(text)
+    try:
+        for name in cursor.entries():
+            if name == "__metadata__":
+                metadata = cursor.texts()
+                continue
+            tensor = tensors[name] = _tensor(name, cursor.value(), start, file)
+            in_order = in_order and tensor.begin == position
+            position = tensor.end
+        cursor.end()
+    except ValueError as error:
+        raise _damaged(file, f"its header is not that of a safetensors file: {error}") from error
+    if not in_order:
+        position = start
+        for name in sorted(tensors, key=lambda name: (tensors[name].begin, tensors[name].end)):
+            if tensors[name].begin != position:
+                raise _damaged(file, f"tensor {name!r} begins at byte {tensors[name].begin}; expected {position}")
+            position = tensors[name].end
     if position != file_bytes:
         raise _damaged(file, f"its tensors end at byte {position}; the file has {file_bytes} bytes")
     return Header(tensors, metadata)
@@ -111,32 +123,6 @@ def _tensor(name: str, entry: Any, start: int, file: str) -> StoredTensor:
 
 def _are_extents(value: Any) -> bool:
     return isinstance(value, list) and all(type(x) is int and 0 <= x < _MAX_EXTENT for x in value)
-
-
-def parse_int(text: str) -> int:
-    """A number of a JSON text.
-
-    Raises:
-        ValueError: It has more digits than any number of a header.
-    """
-    # The time of int() rises with the square of the number of digits.
-    if len(text) > 32:
-        raise ValueError(f"a number of {len(text)} digits")
-    return int(text)
-
-
-def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        ValueError: A name stands in it twice.
-    """
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"{twice[:80]!r} stands in it twice")
-    return table
 
 
 def _damaged(file: str, what: str) -> CorruptCheckpointError:

@@ -33,19 +33,25 @@ HEADERS = {
     "empty file": (b"", "its header has 0 bytes"),
     "giant header": (((1 << 64) - 1).to_bytes(8, "little") + b"{}", "its header has 18446744073709551615 bytes"),
     "header longer than the file": ((100).to_bytes(8, "little") + b"{}", "the file has 10"),
-    "no JSON": (container(b"\x80\x04."), "not JSON"),
-    "not UTF-8": (container(b'{"\xff": 1}'), "not JSON"),
+    "no JSON": (container(b"\x80\x04."), "not a JSON object"),
+    "not UTF-8": (container(b'{"\xff": 1}'), "can't decode byte 0xff"),
     "a list": (container(b"[]"), "not a JSON object"),
-    "deep lists": (container(b"[" * 200_000), "not JSON"),
-    "deep objects": (container(b'{"a":' * 200_000), "not JSON"),
-    "long number": (container(b'{"w": ' + b"9" * 1_000_000 + b"}"), "a number of 1000000 digits"),
+    "deep lists": (container(b'{"a":' + b"[" * 200_000 + b"}"), "its header is not that of a safetensors file"),
+    "deep objects": (container(b'{"a":' * 200_000 + b"}"), "its header is not that of a safetensors file"),
+    "padded with tabs": (container(json.dumps(entry()).encode() + b" \t"), "padded with spaces"),
+    "space in front": (container(b" " + json.dumps(entry()).encode()), "padded with spaces"),
+    "long number": (container(b'{"w": ' + b"9" * 1_000_000 + b"}"), "a number of 16384 digits"),
     "duplicate tensor": (
         container(b'{"w": %s, "w": %s}' % ((json.dumps(ENTRY).encode(),) * 2)),
         "'w' stands in it twice",
     ),
     "duplicate field": (container(b'{"w": {"dtype": "F32", "dtype": "U8"}}'), "'dtype' stands in it twice"),
     "duplicate metadata": (container(b'{"__metadata__": {}, "__metadata__": {}}'), "stands in it twice"),
-    "metadata of numbers": (container({"__metadata__": {"a": 1}, **entry()}), "not a table of texts"),
+    "metadata of numbers": (container({"__metadata__": {"a": 1}, **entry()}), "where a text stands"),
+    "endless metadata": (
+        container({"__metadata__": dict.fromkeys(map(str, range(5000)), ""), **entry()}),
+        "more than 4096 texts",
+    ),
     "offsets beyond the file": (container(entry(shape=[2, 3], data_offsets=[0, 24])), "its tensors end at byte"),
     "offsets before the data": (container(entry(data_offsets=[-16, 0])), "offsets that are not two positions"),
     "offsets reversed": (container(entry(data_offsets=[16, 0])), "has -16 bytes; expected 16"),
@@ -59,7 +65,15 @@ HEADERS = {
     "huge shape": (container(entry(shape=[1 << 59, 1 << 59])), "has 16 bytes; expected"),
     "overflowing shape": (container(entry(shape=[1 << 32, 1 << 32, 4])), "has 16 bytes; expected"),
     "extent beyond all files": (container(entry(shape=[1 << 62])), "not a list of extents"),
-    "fractional shape": (container(entry(shape=[2.0, 2])), "not a list of extents"),
+    "fractional shape": (container(entry(shape=[2.0, 2])), "2.0 where only whole numbers stand"),
+    "long extent": (container(entry(shape=[int("9" * 40)])), "a number of 40 digits"),
+    "not a number": (container(entry(shape=[float("nan"), 2])), "NaN where only whole numbers stand"),
+    "long entry": (container(entry(shape=[1] * 20_000)), "its header is not that of"),
+    "bytes in an entry": (container(b'{"w": {"dtype": "\xff", "shape": [], "data_offsets": [0, 0]}}'), "surrogates"),
+    "two objects": (container(b'{"__metadata__": {}} {}'), "more than one JSON value"),
+    "no end of a text": (container(b'{"w\\"}'), "a text without an end"),
+    "no comma": (container(b'{"__metadata__": {} "w": {}}'), "where one of ',}' stands"),
+    "control character": (container(b'{"w\x01": {}}'), "a text without an end"),
     "boolean shape": (container(entry(shape=[True, 4])), "not a list of extents"),
     "many axes": (container(entry(shape=[1] * 1000)), "not a list of extents"),
     "unknown type": (container(entry(dtype="F" * 1000)), "unknown element type"),
@@ -183,6 +197,13 @@ COLUMNS = {
     "ndim": [2, 3],
     "flat_stop": [0, 1 << 60],
 }
+
+
+@pytest.mark.parametrize("size", [0, -1, (1 << 26) + 1, 1 << 63, 1 << 80])
+def test_blocks_are_of_a_size_that_there_is_memory_for(stored, size):
+    manifest = replace(stored.manifest, checksums=replace(stored.manifest.checksums, block_bytes=size))
+    with pytest.raises(CorruptCheckpointError, match=f"blocks of {size} bytes"):
+        Manifest.decode(manifest.encode(), "0.manifest")
 
 
 @pytest.mark.parametrize("column", COLUMNS)

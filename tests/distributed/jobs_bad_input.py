@@ -16,7 +16,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.storage import data_file
+from paddle_flexckpt.storage import local
 from paddle_flexckpt.storage.directory import CheckpointDirectory
 from tests.distributed import jobs_common as common
 
@@ -330,7 +330,7 @@ SOURCES = (
 )
 SAVES = (
     *SOURCES,
-    "async_save",
+    "async_save_is_no_writer",
     "ranks_save_under_different_ids",
     "id_is_negative",
     "disk_full_on_one_rank",
@@ -372,8 +372,8 @@ def source_of(case):
     elif case == "dist_tensor":
         mesh = dist.ProcessMesh([0, 1], dim_names=["x"])
         state["b"] = dist.shard_tensor(paddle.zeros([6]), mesh, [dist.Shard(0)])
-    elif case == "async_save":
-        extra["async_save"] = True
+    elif case == "async_save_is_no_writer":
+        extra["async_save"] = "yes"
     elif case == "ranks_save_under_different_ids":
         extra["unique_id"] = 4 + rank
     elif case == "id_is_negative":
@@ -385,11 +385,11 @@ def source_of(case):
 def broken_disk(case):
     """Makes a step of writing fail: on rank 1, or in the commit."""
     if case == "disk_full_on_one_rank" and dist.get_rank() == 1:
-        owner, name, error = data_file, "write_all", OSError(28, "No space left on device")
+        owner, name, error = local, "write_all", OSError(28, "No space left on device")
     elif case == "part_cannot_be_written" and dist.get_rank() == 1:
         owner, name, error = CheckpointDirectory, "write_part", OSError(28, "No space left on device")
     elif case == "commit_fails" and dist.get_rank() == 0:
-        owner, name, error = os, "rename", OSError(5, "Input/output error")
+        owner, name, error = local.LocalBackend, "publish", OSError(5, "Input/output error")
     else:
         yield
         return

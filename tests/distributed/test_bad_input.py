@@ -74,7 +74,7 @@ SOURCES = {
 }
 SAVES = {
     **SOURCES,
-    "async_save": ["async_save=True is not available", "Remedy: save synchronously"],
+    "async_save_is_no_writer": ["async_save has to be a bool or a BackgroundWriter; got 'yes'"],
     "ranks_save_under_different_ids": ["ranks disagree", '"unique_id": 4', '"unique_id": 5', "Remedy"],
     "id_is_negative": ["unique_id must be None or an integer >= 0; got -1"],
     "disk_full_on_one_rank": ["[rank 1]", "No space left on device"],

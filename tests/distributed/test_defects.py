@@ -258,9 +258,16 @@ def test_B17_amsgrad_and_named_optimizers(installed, tmp_path, kwargs):
             assert (fresh._accumulators[name][parameter].numpy() == tensor.numpy()).all()
 
 
-def test_B18_async_save_says_that_it_is_not_there(tmp_path):
-    with pytest.raises(fc.ValidationError, match=r"async_save=True is not available.*Remedy: save synchronously"):
-        fc.save_state_dict(filled([4]), tmp_path, async_save=True)
+def test_B18_async_saves_report_what_became_of_them(tmp_path):
+    path = tmp_path / "d"
+    handle = fc.save_state_dict(filled([4], 3.0), path, async_save=True)
+    assert handle.result().unique_id == 0
+    target = filled([4])
+    fc.load_state_dict(target, path)
+    assert target["w"].tolist() == [3.0] * 4
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(fc.ValidationError, match="is not a directory"):
+        fc.save_state_dict(filled([4]), tmp_path / "file", async_save=True)
 
 
 def test_B19_resharding_on_a_cpu_calls_no_cuda(world2, tmp_path):

@@ -69,8 +69,8 @@ def test_ids_count_up_and_an_explicit_one_replaces(world2, tmp_path):
 
 def test_the_coordinator_commits_and_logs(world2, tmp_path):
     first, second = world2.run(jobs.coordinator, directory=str(tmp_path))
-    assert first == {"renames": 0, "lines": []}
-    assert second == {"renames": 1, "lines": ["saved", "loaded", "resharded"]}
+    assert first == {"commits": 0, "lines": []}
+    assert second == {"commits": 1, "lines": ["saved", "loaded", "resharded"]}
 
 
 def test_replicas_share_the_writing(world2, tmp_path):

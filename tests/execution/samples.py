@@ -26,23 +26,28 @@ def values_of(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, np.
     return values
 
 
-def save(path, values: Mapping[str, np.ndarray], world: int = 3, **options) -> None:
-    """Saves tensors: of two axes in columns, of more as flattened ranges, of one and none whole."""
+def cut(values: Mapping[str, np.ndarray], position: int, world: int) -> dict:
+    """What one of some ranks holds: tensors of two axes in columns, of more as flattened ranges, others whole."""
+    state = {}
+    for key, value in values.items():
+        edges = [(value.shape[-1] if value.ndim == 2 else value.size) * i // world for i in range(world + 1)]
+        low, high = edges[position : position + 2]
+        if value.ndim == 2 and value.size:
+            part = value[:, low:high].copy()
+            state[key] = ShardedWeight(key, part, part.shape, value.shape, (0, low))
+        elif value.ndim > 2:
+            part = value.reshape(-1)[low:high].copy()
+            zeros = (0,) * value.ndim
+            state[key] = ShardedWeight(key, part, value.shape, value.shape, zeros, True, slice(low, high))
+        else:
+            state[key] = value.copy()
+    return state
+
+
+def save(path, values: Mapping[str, np.ndarray], world: int = 3, replicas: int = 1, **options) -> None:
+    """Saves tensors, cut among so many ranks, and all of it so many times."""
 
     def job(comm):
-        state = {}
-        for key, value in values.items():
-            edges = [(value.shape[-1] if value.ndim == 2 else value.size) * i // world for i in range(world + 1)]
-            low, high = edges[comm.position : comm.position + 2]
-            if value.ndim == 2 and value.size:
-                part = value[:, low:high].copy()
-                state[key] = ShardedWeight(key, part, part.shape, value.shape, (0, low))
-            elif value.ndim > 2:
-                part = value.reshape(-1)[low:high].copy()
-                zeros = (0,) * value.ndim
-                state[key] = ShardedWeight(key, part, value.shape, value.shape, zeros, True, slice(low, high))
-            else:
-                state[key] = value
-        save_state_dict(state, path, comm, **options)
+        save_state_dict(cut(values, comm.position % world, world), path, comm, **options)
 
-    SimulatedWorld(world).run(job)
+    SimulatedWorld(world * replicas).run(job)

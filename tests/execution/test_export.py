@@ -13,8 +13,10 @@ from safetensors.numpy import load_file
 from paddle_flexckpt import export_safetensors
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.execution import export
+from paddle_flexckpt.execution.whole_tensors import iterate_tensors
+from paddle_flexckpt.storage import CheckpointDirectory, local
 from tests.execution.samples import SHAPES, save, values_of
+from tests.storage.samples import flip
 
 # complex128 has no code in safetensors.
 KINDS = {f"m.{name}": (name, SHAPES[i % 4]) for i, name in enumerate(DTYPES) if name != "complex128"}
@@ -157,7 +159,7 @@ def test_what_cannot_be_written_is_an_error_before_anything_is(checkpoint, tmp_p
     used.mkdir()
     (used / "mine").write_text("mine")
     refused("is not empty. Remedy", checkpoint, used)
-    refused("is not a directory. Remedy", checkpoint, used / "mine")
+    refused("is not a directory, so nothing can be saved there. Remedy", checkpoint, used / "mine")
     refused("does not exist", tmp_path / "nowhere", out)
     refused("nothing to export; got no key that starts with 'x.' among", checkpoint, out, prefix="x")
     refused("nothing to export; got optimizer states.*states=True", checkpoint, out, prefix="extra_state")
@@ -198,7 +200,7 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path):
 def test_a_file_system_that_fails_leaves_nothing_behind(checkpoint, tmp_path, monkeypatch, fails):
     calls = []
     name = "rename" if fails == "rename" else "write_all"
-    original = getattr(os if fails == "rename" else export, name)
+    original = getattr(os if fails == "rename" else local, name)
 
     def failing(*args):
         calls.append(args)
@@ -207,8 +209,34 @@ def test_a_file_system_that_fails_leaves_nothing_behind(checkpoint, tmp_path, mo
             raise OSError(28, "No space left on device")
         return original(*args)
 
-    monkeypatch.setattr(os if fails == "rename" else export, name, failing)
+    monkeypatch.setattr(os if fails == "rename" else local, name, failing)
     refused("No space left", checkpoint, tmp_path / "out", kind=OSError, max_file_bytes=100)
     assert len(calls) > 1
     monkeypatch.undo()
     export_safetensors(checkpoint, tmp_path / "out", max_file_bytes=100)
+
+
+def test_replicas_are_exported_where_a_copy_is_damaged(values, tmp_path, caplog):
+    path = tmp_path / "checkpoint"
+    save(path, values, replicas=2, save_replicas=True)
+    manifest = CheckpointDirectory(path).read_manifest()
+    row = manifest.catalog.keys.index("other")
+    row = int(np.flatnonzero((manifest.catalog.key == row) & (manifest.catalog.rank == 0))[0])
+    flip(path / "0_0.safetensors", int(manifest.catalog.byte_offset[row]))
+    (path / "1_0.safetensors").unlink()
+    with caplog.at_level("WARNING", "paddle_flexckpt"):
+        report = export_safetensors(path, tmp_path / "out")
+    check_tensors(tmp_path / "out" / "model.safetensors", {key: values[key] for key in MODEL})
+    assert "1_0.safetensors is missing" in report.replicas_used["m.bfloat16"]
+    assert "bytes 0 to 6 of the shard" in report.replicas_used["other"]
+    assert f"{len(report.replicas_used)} read from replicas, as copies of them are damaged" in report.summary()
+    assert f"{len(report.replicas_used)} tensors were read from replicas, such as" in caplog.text
+    caplog.clear()
+    tensors = dict(iterate_tensors(path, manifest, names=["other"]))
+    assert tensors["other"].tobytes() == values["other"].tobytes()
+    assert "a tensor was read from replicas, such as 'other'" in caplog.text
+    with pytest.raises(CorruptCheckpointError, match="is missing"):
+        export_safetensors(path, tmp_path / "none", use_replicas=False)
+    with pytest.raises(CorruptCheckpointError, match="is missing"):
+        list(iterate_tensors(path, manifest, names=["other"], use_replicas=False))
+    assert not (tmp_path / "none").exists()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from paddle_flexckpt.runtime.tensors import HostTensor
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.ramdisk import memory_directory
+from tests.storage.foreign import metadata_pickle
 
 paddle = pytest.importorskip("paddle")
 pytestmark = pytest.mark.paddle
@@ -76,3 +79,18 @@ def test_what_is_wrong_is_an_error(path):
     (path / "1_0.safetensors").unlink()
     with pytest.raises(CorruptCheckpointError, match="1_0.safetensors is missing"):
         load_merged_state_dict(path)
+
+
+@pytest.mark.parametrize("aoa", [None, {"aoa_statements": ["w -> v"]}], ids=["plain", "aoa"])
+def test_no_memory_is_taken_for_a_shape_that_is_only_declared(tmp_path, aoa):
+    row = {"key": "w", "dtype": "float32", "shape": (1 << 44,), "offset": (0,), "local": (2,)}
+    (tmp_path / "0.metadata").write_bytes(metadata_pickle({"0_0.distcp": [row, {**row, "key": "b", "shape": (2,)}]}))
+    (tmp_path / "0_0.distcp").write_bytes(pickle.dumps({"w": np.ones(2, np.float32), "b": np.ones(2, np.float32)}))
+    with pytest.raises(ValidationError) as caught:
+        load_merged_state_dict(tmp_path, aoa_config=aoa)
+    assert "the checkpoint does not hold all of a tensor (key 'w'); expected 17592186044416 elements; got 2" in str(
+        caught.value
+    )
+    # What is there can be had.
+    tensors = load_merged_state_dict(tmp_path, aoa_config={"aoa_statements": ["w -> _"]})
+    assert {name: tensor.numpy().tolist() for name, tensor in tensors.items()} == {"b": [1, 1]}

@@ -230,6 +230,7 @@ def test_a_coordinator_outside_the_group_is_refused(move):
         move(state(a=[1]), state(a=[0]), coordinator_rank=1)
 
 
-def test_async_save_is_refused():
-    with memory_directory() as path, pytest.raises(ValidationError, match="async_save=True is not available"):
-        SimulatedWorld(1).run(lambda comm: save_state_dict(state(a=[1]), path, comm, async_save=True))
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_async_save_is_a_bool_or_a_writer(value):
+    with memory_directory() as path, pytest.raises(ValidationError, match="async_save has to be a bool or a Backg"):
+        SimulatedWorld(1).run(lambda comm: save_state_dict(state(a=[1]), path, comm, async_save=value))

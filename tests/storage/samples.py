@@ -66,8 +66,12 @@ def write_file(directory: Path, shards: Sequence[Shard], values: Sequence[np.nda
 
 
 def store(directory: Path, shards: Sequence[Shard], block_bytes: int | None = None, **header) -> Stored:
-    """Data files of shards that are sorted by rank; ``block_bytes`` makes checksums of smaller blocks than written."""
-    values = [values_of(shard, seed) for seed, shard in enumerate(shards)]
+    """Data files of shards that are sorted by rank; ``block_bytes`` makes checksums of smaller blocks than written.
+
+    Replicas have the same values.
+    """
+    seeds: dict[tuple, int] = {}
+    values = [values_of(shard, seeds.setdefault(shard.identity, seed)) for seed, shard in enumerate(shards)]
     parts = []
     for rank in dict.fromkeys(shard.rank for shard in shards):
         rows = [i for i, shard in enumerate(shards) if shard.rank == rank]

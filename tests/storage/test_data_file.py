@@ -13,7 +13,8 @@ import xxhash
 from paddle_flexckpt.catalog import ValidationError, dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.storage import BLOCK_BYTES, DataFileWriter, data_file
-from paddle_flexckpt.storage.data_file import TOKEN_WINDOW, write_all
+from paddle_flexckpt.storage.data_file import TOKEN_WINDOW
+from paddle_flexckpt.storage.local import write_all
 from tests.property.layouts import Shard
 from tests.storage.samples import TOKEN, items_of, store, values_of, whole, write_file
 

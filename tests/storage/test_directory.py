@@ -10,7 +10,8 @@ import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.storage import CheckpointDirectory, DataFileWriter, data_file_name
-from tests.storage.faults import FaultyFiles
+from tests.crash.file_system import FileSystem
+from tests.crash.job import Job
 from tests.storage.samples import items_of, values_of, whole
 
 
@@ -60,7 +61,9 @@ def test_the_next_id_is_above_every_file_that_is_there(tmp_path):
         ("3_7.safetensors", 8), ("0_9.part", 10), ("1_11.2.safetensors", 12), ("20.manifest", 21),
     ):  # fmt: skip
         (tmp_path / name).write_bytes(b"")
-        assert directory.open_save(None).unique_id == expected
+        ticket = directory.open_save(None)
+        assert ticket.unique_id == expected
+        (tmp_path / ticket.marker_file).unlink()
     for name in ("x_99.safetensors", "99.manifest.tmp", "model-00099.safetensors", "99"):
         (tmp_path / name).write_bytes(b"")
     assert directory.open_save(None).unique_id == 21
@@ -72,6 +75,7 @@ def test_a_replaced_id_gets_names_of_its_own(tmp_path):
     for generation in range(3):
         ticket = CheckpointDirectory(tmp_path).open_save(5)
         assert ticket.generation == generation
+        (tmp_path / ticket.marker_file).unlink()
         save(tmp_path, 5, seed=generation)
         suffix = f".{generation}" if generation else ""
         assert names(tmp_path) == ["5.manifest", f"0_5{suffix}.safetensors", f"1_5{suffix}.safetensors"] or names(
@@ -96,31 +100,41 @@ def test_an_id_that_is_no_id_is_refused(tmp_path, unique_id):
 def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
     (tmp_path / "f").write_bytes(b"")
     for path in (tmp_path / "f", tmp_path / "f" / "g"):
-        with pytest.raises(ValidationError, match="is not a directory, so no checkpoint can be saved there"):
+        with pytest.raises(ValidationError, match="is not a directory, so nothing can be saved there"):
             CheckpointDirectory(path).open_save(None)
 
 
-def test_the_order_of_a_commit(tmp_path, monkeypatch):
+def test_the_order_of_a_commit(tmp_path):
     save(tmp_path, 0, seed=5)
-    files = FaultyFiles(monkeypatch)
-    save(tmp_path, 0)
-    monkeypatch.undo()
-    seen = [(call, re.sub(r"\.[0-9a-f]{32}\.tmp", ".tmp", name)) for call, name in files.calls]
-    home = tmp_path.name
+    with FileSystem(str(tmp_path), Job(1)) as files:
+        save(tmp_path, 0)
+    changes = [call for call in files.calls if call.name not in ("close", "flock", "unlock") and not call.refused]
+    # What is there is opened to be read or locked.
+    changes = [call for call in changes if call.name != "open" or call.created or call.path == "."]
+    seen = [(call.name, re.sub(r"\.[0-9a-f]{32}\.tmp", ".tmp", call.target or call.path)) for call in changes]
+    home = "."
     # each rank: its data file is durable before its part is begun
     for rank in (0, 1):
         data, part = f"{rank}_0.1.safetensors", f"{rank}_0.1.part"
-        assert seen.index(("fsync", data)) < seen.index(("open", part)) < seen.index(("fsync", part))
-    last = seen.index(("fsync", "1_0.1.part"))
+        # and the part is durable before it has its name
+        order = [("fsync", data), ("open", f"{part}.tmp"), ("fsync", f"{part}.tmp"), ("rename", part)]
+        assert list(map(seen.index, order)) == sorted(map(seen.index, order))
+    last = seen.index(("rename", "1_0.1.part"))
     assert seen[last + 1 : last + 9] == [
         ("open", home), ("fsync", home),  # the data files' names are durable
         ("open", "0.manifest.tmp"), ("write", "0.manifest.tmp"), ("fsync", "0.manifest.tmp"),
         ("rename", "0.manifest"),
         ("open", home), ("fsync", home),  # and so is the manifest's
     ]  # fmt: skip
-    # only then go the old files
+    # the marker is durable before the first data file
+    marker = [i for i, (_, name) in enumerate(seen) if name == "0.1.saving"]
+    first = seen.index(("open", "0_0.1.safetensors"))
+    assert [seen[i][0] for i in marker] == ["open", "write", "fsync", "unlink"]
+    assert seen[marker[2] + 1 : first] == [("open", home), ("fsync", home)]
+    # only then go the old files, and for good before the marker goes
     rest = seen[last + 9 :]
-    assert sorted(rest) == [
+    assert rest[-3:] == [("open", home), ("fsync", home), ("unlink", "0.1.saving")]
+    assert sorted(call for call in rest[:-3] if call[0] == "unlink") == [
         ("unlink", "0_0.1.part"), ("unlink", "0_0.safetensors"),
         ("unlink", "1_0.1.part"), ("unlink", "1_0.safetensors"),
     ]  # fmt: skip
@@ -142,14 +156,14 @@ def test_nothing_is_removed_but_what_the_replaced_id_left(tmp_path):
 
 def test_leftovers_of_a_dead_save_do_not_disturb(tmp_path):
     save(tmp_path, 0)
-    for name in ("0_1.safetensors", "1_1.part", "1.manifest.0123.tmp", "1_1.1.safetensors"):
+    for name in ("0_1.safetensors", "1_1.part", f"1.manifest.{7:032x}.tmp", "1_1.1.safetensors"):
         (tmp_path / name).write_bytes(b"half")
     directory = CheckpointDirectory(tmp_path)
     assert directory.list_ids() == [0]
     assert directory.read_manifest().unique_id == 0
     assert save(tmp_path).unique_id == 2
     assert save(tmp_path, 1).catalog.files == ("0_1.2.safetensors", "1_1.2.safetensors")
-    assert not {"0_1.safetensors", "1_1.part", "1_1.1.safetensors", "1.manifest.0123.tmp"} & set(names(tmp_path))
+    assert not {"0_1.safetensors", "1_1.part", "1_1.1.safetensors", f"1.manifest.{7:032x}.tmp"} & set(names(tmp_path))
 
 
 def test_a_part_that_is_not_visible_is_named(tmp_path):
@@ -162,7 +176,9 @@ def test_a_part_that_is_not_visible_is_named(tmp_path):
 
 def test_a_part_of_an_earlier_save_is_refused(tmp_path):
     directory = CheckpointDirectory(tmp_path)
-    old, new = directory.open_save(0), directory.open_save(0)
+    old = directory.open_save(0)
+    (tmp_path / old.marker_file).unlink()
+    new = directory.open_save(0)
     for rank, ticket in enumerate((old, new)):
         items = items_of([whole("w", "uint8", (1,), rank)], ticket.data_file(rank))
         writer = DataFileWriter(directory.path, items, save_token=ticket.token, unique_id=0, world_size=2)
@@ -175,12 +191,14 @@ def test_a_part_of_an_earlier_save_is_refused(tmp_path):
 def test_discard_removes_a_ranks_files_and_keeps_a_committed_saves(tmp_path):
     directory = CheckpointDirectory(tmp_path)
     ticket = directory.open_save(0)
-    for name in (ticket.data_file(0), ticket.part_file(0), ticket.data_file(1), f"0.manifest.{ticket.token}.tmp"):
+    for name in (ticket.data_file(0), ticket.part_file(0), ticket.data_file(1)):
         (tmp_path / name).write_bytes(b"")
     directory.discard(ticket, 0)
     directory.discard(ticket, 5)
-    assert names(tmp_path) == ["1_0.safetensors"]
-    (tmp_path / "1_0.safetensors").unlink()
+    # The marker goes with the last file.
+    assert names(tmp_path) == ["0.saving", "1_0.safetensors"]
+    directory.discard(ticket, 1)
+    assert names(tmp_path) == []
 
     (tmp_path / "0_0.safetensors").write_bytes(b"data")
     (tmp_path / "0.manifest").write_bytes(b"..." + ticket.token.encode())

@@ -13,7 +13,7 @@ from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError, ValidationError
 from paddle_flexckpt.execution import export_safetensors
 from paddle_flexckpt.execution.verification import verify_checkpoint
-from paddle_flexckpt.storage import CheckpointDirectory, FileReader, read_paddle_metadata
+from paddle_flexckpt.storage import CheckpointDirectory, FileReader, paddle_checkpoint, read_paddle_metadata
 from tests.storage.foreign import NEW, OLD, metadata_pickle
 
 W = np.arange(24, dtype=np.float32).reshape(6, 4)
@@ -169,3 +169,21 @@ def test_export_reads_them_like_any_other(tmp_path):
     written = safetensors_numpy.load_file(tmp_path / "out" / "model.safetensors")
     assert written["weight"].tobytes() == np.ascontiguousarray(W.T).tobytes()
     assert written["bias"].tobytes() == B.tobytes()
+
+
+@pytest.mark.parametrize("ending", ["distcp", "safetensors"])
+def test_remote_ones(tmp_path, monkeypatch, ending):
+    """Without a memory map a pickle is read as a whole to be looked through, if it is not too long for that."""
+    pytest.importorskip("fsspec")
+    import fsspec
+
+    url = f"memory://flexckpt-paddle/{ending}"
+    fsspec.filesystem("memory").put(str(write(tmp_path, ending)) + "/", url, recursive=True)
+    assert [elements(url, row) for row in range(4)] == [elements(tmp_path, row) for row in range(4)]
+    monkeypatch.setattr(paddle_checkpoint, "MOST_PICKLE_BYTES", 100)
+    if ending == "safetensors":
+        read_paddle_metadata(url)
+        return
+    with pytest.raises(ValidationError, match=f"{url}/0_0.distcp is a pickle of .* it may have 100. Remedy: copy"):
+        read_paddle_metadata(url)
+    read_paddle_metadata(tmp_path)

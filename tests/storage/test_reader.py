@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, dtype_of
 from paddle_flexckpt.planning import ShardMatcher, plan_read
-from paddle_flexckpt.storage import FileReader
+from paddle_flexckpt.storage import FileReader, mapped
 from paddle_flexckpt.storage import reader as reader_module
 from tests.property import examples
 from tests.property.layouts import Pick, Shard, catalog_of, elements, grid
@@ -262,7 +262,7 @@ def test_float8_is_cast_like_ml_dtypes_does(tmp_path):
 
 def test_mapped_pages_are_given_back(tmp_path, monkeypatch):
     stored = store(tmp_path, [whole("w", "uint8", (64, 16 << 10))])
-    monkeypatch.setattr(reader_module, "MAP_SPAN_BYTES", 128 << 10)
+    monkeypatch.setattr(mapped, "MAP_SPAN_BYTES", 128 << 10)
     given = []
 
     class Map(mmap.mmap):

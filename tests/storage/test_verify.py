@@ -124,7 +124,8 @@ def test_every_one_of_3000_random_changes_is_found_and_located(tmp_path):
         else:
             row, first, end = block_at(stored, file, byte)
             problem = only(report)
-            assert (problem.key, problem.rank, problem.offset) == (catalog.key_name(row), catalog.rank[row], first)
+            assert (problem.key, problem.rank) == (catalog.key_name(row), catalog.rank[row])
+            assert (problem.offset, problem.end) == (first, end)
             begin = int(catalog.byte_offset[row])
             assert f"bytes {first - begin} to {end - begin} of the shard are damaged" in problem.what
             assert report.bytes_verified == report.total_bytes - (end - first)
@@ -174,6 +175,7 @@ def test_truncated_files_are_found_and_what_is_left_is_verified(tmp_path):
         stored.file(1).write_bytes(original)
         first, *others = report.problems
         assert (first.what, first.rank, first.offset) == ("a file is shorter than it was", 1, size)
+        assert first.end == len(original)
         assert f"expected {len(original)} bytes; got {size} bytes" in str(first)
         cut = {catalog.key_name(row) for row in rows if ends[row] > size}
         assert {problem.key for problem in others if "are not there" in problem.what} == cut
@@ -238,6 +240,117 @@ def test_another_saves_file_is_one_problem(tmp_path):
     )  # fmt: skip
 
 
+def test_a_manifest_of_another_save_is_named(tmp_path):
+    stored = checkpoint(tmp_path)
+    checksums = replace(stored.manifest.checksums, values=stored.manifest.checksums.values ^ np.uint64(1))
+    theirs = replace(stored.manifest, save_token="f" * 32, checksums=checksums)
+    CheckpointDirectory(str(tmp_path)).write_manifest(theirs)
+    *others, doubt = verify(stored).problems
+    assert [problem.file for problem in others] == [str(stored.file(0)), str(stored.file(1))]
+    assert doubt.what == "no data file is of the save that this manifest belongs to"
+    assert (doubt.file, doubt.expected, doubt.got) == (
+        str(tmp_path / "0.manifest"), stored.manifest.save_token, "f" * 32,
+    )  # fmt: skip
+
+
+def test_a_manifest_of_an_earlier_save_is_named(tmp_path):
+    stored = checkpoint(tmp_path)
+    for index in (0, 1):
+        os.rename(stored.file(index), tmp_path / f"{index}_0.1.safetensors")
+    *others, doubt = verify(stored).problems
+    assert [problem.what for problem in others] == ["a file that the manifest names is missing"] * 2
+    assert "others of its id are there" in doubt.what
+    assert (doubt.file, doubt.got) == (str(tmp_path / "0.manifest"), "0_0.1.safetensors, 1_0.1.safetensors")
+
+
+def test_a_header_that_says_the_same_in_other_bytes_is_damaged(tmp_path):
+    stored = checkpoint(tmp_path)
+    content = stored.file(1).read_bytes()
+    at = content.index(b'\\"key\\": ') + len(b'\\"key\\"')
+    stored.file(1).write_bytes(content[:at] + b" :" + content[at + 2 :])
+    problem = only(verify(stored))
+    assert problem.what == "the header says the same in other bytes"
+    assert (problem.file, problem.rank, problem.offset, problem.end) == (
+        str(stored.file(1)),
+        1,
+        at,
+        data_start(stored, 1),
+    )
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir], ids=["pipe", "directory"])
+def test_what_is_no_file_is_a_problem_and_the_rest_is_verified(tmp_path, make):
+    stored = checkpoint(tmp_path)
+    stored.file(0).unlink()
+    make(stored.file(0))
+    report = verify(stored)
+    assert (only(report).file, only(report).rank) == (str(stored.file(0)), 0)
+    assert "is not a regular file" in str(only(report).got)
+    assert report.bytes_verified == stored.manifest.catalog.byte_length[stored.manifest.catalog.file == 1].sum()
+
+
+REMEDY = "restore the file from a copy, or load another checkpoint"
+
+
+def test_what_has_intact_replicas_is_recoverable(tmp_path):
+    held = [whole("w", "uint8", (40,)), whole("v", "int64", (3,))]
+    stored = checkpoint(tmp_path, [replace(shard, rank=rank) for rank in (0, 1) for shard in held])
+    originals = [stored.file(index).read_bytes() for index in (0, 1)]
+    row = {(shard.key, shard.rank): i for i, shard in enumerate(stored.shards)}
+
+    def damage(key: str, rank: int, byte: int) -> None:
+        flip(stored.file(rank), int(stored.manifest.catalog.byte_offset[row[key, rank]]) + byte)
+
+    def report_after(*changes):
+        for index in (0, 1):
+            stored.file(index).write_bytes(originals[index])
+        for change in changes:
+            change()
+        return verify(stored)
+
+    assert report_after().recoverable
+    until = f"{REMEDY}; until then, a load reads the intact replica in "
+    # A block.
+    report = report_after(lambda: damage("w", 0, 20))
+    assert (only(report).remedy, report.recoverable, report.ok) == (until + "1_0.safetensors", True, False)
+    assert "1 problem, in spite of which everything can be loaded" in report.summary()
+    assert report.as_dict()["recoverable"] is True
+    # Two blocks that follow each other, of which the replica has one.
+    report = report_after(lambda: damage("w", 0, 0), lambda: damage("w", 0, 20), lambda: damage("w", 1, 20))
+    assert ([p.remedy for p in report.problems], report.recoverable) == ([REMEDY, REMEDY], False)
+    assert "in spite of which" not in report.summary()
+    # Different blocks.
+    report = report_after(lambda: damage("w", 0, 0), lambda: damage("w", 1, 20))
+    assert [p.remedy for p in report.problems] == [until + "1_0.safetensors", until + "0_0.safetensors"]
+    assert report.recoverable
+    # A file, with the other whole, and with a block of the other damaged.
+    report = report_after(lambda: stored.file(1).unlink())
+    assert (only(report).remedy, report.recoverable) == (until + "0_0.safetensors", True)
+    report = report_after(lambda: os.truncate(stored.file(1), 300), lambda: damage("v", 0, 4))
+    assert not report.recoverable
+    assert {p.remedy for p in report.problems if p.key in (None, "v")} == {REMEDY}
+    assert {p.remedy for p in report.problems if p.key == "w"} == {until + "0_0.safetensors"}
+    # A header: no load needs it.
+    report = report_after(lambda: flip(stored.file(0), len(originals[0]) // 2))
+    assert (only(report).remedy, report.recoverable) == (REMEDY, True)
+    report = report_after(lambda: flip(tmp_path / "0.manifest", 60))
+    assert not report.recoverable
+
+
+def test_items_with_other_checksums_are_no_replicas(tmp_path):
+    stored = checkpoint(tmp_path, [whole("w", "uint8", (40,), rank) for rank in (0, 1)])
+    checksums = stored.manifest.checksums
+    values = checksums.values.copy()
+    values[checksums.first[1] :] ^= np.uint64(1)
+    CheckpointDirectory(str(tmp_path)).write_manifest(
+        replace(stored.manifest, checksums=replace(checksums, values=values))
+    )
+    stored.file(0).unlink()
+    report = verify(stored)
+    assert not report.recoverable
+    assert {problem.remedy for problem in report.problems} == {REMEDY}
+
+
 def test_a_damaged_token_in_a_file_that_is_right_otherwise_is_one_problem_too(tmp_path):
     stored = checkpoint(tmp_path)
     at = stored.file(0).read_bytes().index(stored.manifest.save_token.encode())
@@ -273,6 +386,7 @@ def test_holes_are_found_though_every_byte_is_as_written(tmp_path):
     report = verify(stored)
     assert only(report).key == "w"
     assert "no rank holds" in only(report).what
+    assert not report.recoverable
     assert report.bytes_verified == 20
 
 

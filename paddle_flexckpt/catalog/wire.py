@@ -1,4 +1,4 @@
-"""Messages: catalogs and lists of parts as bytes, for the collectives; no pickle."""
+"""Messages: catalogs and lists of parts as bytes, for other ranks and other processes; no pickle."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from safetensors import numpy as safetensors_numpy
 
-from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.catalog.table import Catalog
 
 
 def encode_catalog(catalog: Catalog) -> bytes:

@@ -1,0 +1,167 @@
+"""The writer process, seen from the training process: starting it, handing over, what it says, and its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from paddle_flexckpt.background.job import WriteJob
+from paddle_flexckpt.background.protocol import Channel
+from paddle_flexckpt.background.staging import Segment
+from paddle_flexckpt.catalog import CheckpointError
+
+# Signals that end a job are not for the writer: it ends when it has written. Modules are found as multiprocessing's
+# processes find them: where the parent does, whatever the working directory has in it.
+_BOOT = """
+import json, signal, sys
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+options = json.loads(sys.argv[1])
+sys.path[:] = options.pop("path")
+from paddle_flexckpt.background.worker import main
+main(**options)
+"""
+# The writer hashes and writes; threads of numerical libraries would only take memory.
+_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+# A process that has closed its end has nothing left to do.
+_END_SECONDS = 10.0
+_MAX_WORDS_BYTES = 4000
+
+
+class WriterProcess:
+    """One writer process. It outlives this process if it has something to write, and ends by itself.
+
+    Attributes:
+        pid: Its process id.
+        is_finishing: Whether its end is wanted.
+    """
+
+    def __init__(
+        self,
+        nice: int,
+        io_class: str,
+        on_begun: Callable[[int], None],
+        on_outcome: Callable[[int, dict[str, Any]], None],
+        on_end: Callable[[WriterProcess, str], None],
+    ) -> None:
+        """Starts the process; its imports go on in the background.
+
+        Args:
+            nice: See :func:`~paddle_flexckpt.background.priority.lower_priority`.
+            io_class: Likewise.
+            on_begun: Called with the number of a save that the process has taken up, in a thread of this object.
+            on_outcome: Called with the number of a save and what became of it, likewise.
+            on_end: Called once with this object, and how the process ended, likewise.
+
+        Raises:
+            CheckpointError: It could not be started.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        # What it says before it dies; a file without a name, as the descriptors of this process may be somebody's pipe
+        # that is read to its end.
+        self._words = os.memfd_create("paddle_flexckpt-stderr", os.MFD_CLOEXEC)
+        options = {"path": list(map(str, sys.path)), "descriptor": theirs.fileno(), "nice": nice, "io_class": io_class}
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _BOOT, json.dumps(options)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=self._words,
+                    pass_fds=(theirs.fileno(),),
+                    env={**os.environ, **_ONE_THREAD},
+                    # Signals to the job's process group and terminal do not reach it.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                os.close(self._words)
+                raise CheckpointError(f"the background writer could not be started: {error}") from error
+        self.pid = self._process.pid
+        self.is_finishing = False
+        self._channel = Channel(ours)
+        self._known: set[int] = set()
+        self._on_begun, self._on_outcome, self._on_end = on_begun, on_outcome, on_end
+        self._listener = threading.Thread(target=self._listen, name="paddle_flexckpt-writer", daemon=True)
+        self._listener.start()
+
+    def submit(self, number: int, segment: Segment, job: WriteJob, lock: int | None) -> None:
+        """Hands a save over. When this returns, the save no longer depends on this process.
+
+        Args:
+            number: What the process is to call the save.
+            segment: Holds its data, followed by the encoded job.
+            job: The job.
+            lock: Descriptor of the lock that the save holds; the process gets its own.
+
+        Raises:
+            ConnectionError: The process has ended.
+        """
+        descriptors = {}
+        if segment.number not in self._known:
+            descriptors["segment"] = segment.descriptor
+        if lock is not None:
+            descriptors["lock"] = lock
+        message = {
+            "save": number,
+            "segment": segment.number,
+            "data_bytes": job.data_bytes,
+            "job_bytes": segment.filled - job.data_bytes,
+            "descriptors": list(descriptors),
+        }
+        self._channel.send(message, list(descriptors.values()))
+        self._known.add(segment.number)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process is gone; what it had is told to ``on_end`` in a moment, if it was not."""
+        return self._process.poll() is not None
+
+    def finish(self) -> None:
+        """Lets the process end when it has done all that was handed over, and waits for that; not from a callback."""
+        self.is_finishing = True
+        self._channel.end()
+        self._listener.join()
+
+    def forget(self) -> None:
+        """After a fork, in the child: closes what would keep the process waiting for this one."""
+        self._channel.close()
+
+    def _listen(self) -> None:
+        try:
+            while (received := self._channel.receive()) is not None:
+                said = received[0]
+                number = int(said.pop("save"))
+                if "begun" in said:
+                    self._on_begun(number)
+                else:
+                    self._on_outcome(number, said)
+            how = self._end()
+        except Exception as error:  # whoever waits for this process has to be told, whatever it was
+            how = f"cannot be understood ({type(error).__name__}: {error})"
+            self._process.kill()
+            self._process.wait()
+        self._on_end(self, f"the background writer (pid {self.pid}) {how}")
+        self._channel.close()
+        os.close(self._words)
+
+    def _end(self) -> str:
+        """Waits for the process to end; says how it did."""
+        try:
+            status = self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        words = os.pread(self._words, _MAX_WORDS_BYTES, max(0, os.fstat(self._words).st_size - _MAX_WORDS_BYTES))
+        said = words.decode(errors="replace").strip()
+        how = f"ended with status {status}"
+        if status < 0:
+            how = f"was killed by signal {-status} ({signal.strsignal(-status)})"
+        return f"{how}: {said}" if said else how

@@ -1,0 +1,183 @@
+"""Settlement: how the ranks' writers find out together what becomes of a save, through its files alone.
+
+A rank that has written its data leaves a part, one that could not leaves a failure. The coordinator's writer looks for
+both and decides: it commits when all parts are there, and gives the save up when there is a failure or a part does not
+come in time; its own failure file then says so, and says why. The other writers wait for one or the other of these two,
+so the outcome is the same on every rank, to the word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from paddle_flexckpt.background.job import WriteJob
+from paddle_flexckpt.catalog import CheckpointError, LostRankError
+from paddle_flexckpt.catalog.failures import Failure, combine
+from paddle_flexckpt.storage import CheckpointDirectory, SaveTicket
+
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
+# The coordinator gives up at the timeout; the others see that a little later.
+_GRACE_SECONDS = 2 * _LONGEST_PAUSE_SECONDS
+
+
+@dataclass
+class Settlement:
+    """What becomes of one save, seen from one rank.
+
+    Attributes:
+        job: The rank's part of the save.
+        directory: The checkpoint's directory.
+        warnings: What went wrong without harm to the checkpoint.
+    """
+
+    job: WriteJob
+    directory: CheckpointDirectory
+    warnings: list[str] = field(default_factory=list)
+
+    def settle(self, own: Failure | None) -> Failure | None:
+        """Waits for the outcome; on the coordinator, decides it.
+
+        Args:
+            own: Why this rank could not write, or None if its part is in place.
+
+        Returns:
+            Why the save failed, or None if it is committed.
+        """
+        try:
+            return self._decide(own) if self.job.is_coordinator else self._tell_and_learn(own)
+        except Exception as error:  # a save has an outcome, whatever the storage does
+            lost = Failure("CheckpointError", (f"it is not known what became of the save: {error!r}",))
+            return self._give_up(combine([(self.job.rank, lost)]))
+
+    def abandon(self, error: CheckpointError) -> Failure | None:
+        """What becomes of the save when this rank's writer has died; called in the training process.
+
+        Args:
+            error: How it died.
+
+        Returns:
+            Why the save failed, or None if it was, or still is, committed.
+        """
+        if self.directory.is_committed(self.job.ticket):
+            self._committed()
+            return None
+        written, _ = self.directory.progress(self.job.ticket, [self.job.rank])
+        # With its part in place, a rank has done all that it owes the others; but nobody commits for the coordinator.
+        is_done = bool(written) and not self.job.is_coordinator
+        return self.settle(None if is_done else Failure.of(error))
+
+    def _decide(self, own: Failure | None) -> Failure | None:
+        """The coordinator's part: commits, or gives the save up."""
+        job = self.job
+        deadline = time.monotonic() + job.timeout
+        for pause in _pauses():
+            written, failed = self.directory.progress(job.ticket, job.ranks)
+            failures = {rank: Failure.decode(said) for rank, said in failed.items()}
+            if own is not None:
+                failures[job.rank] = own
+            if failures:
+                return self._give_up(combine(sorted(failures.items())))
+            missing = sorted(set(job.ranks) - written)
+            if not missing:
+                return self._commit()
+            if time.monotonic() >= deadline:
+                return self._give_up(combine([(rank, self._nothing_of(rank)) for rank in missing]))
+            time.sleep(pause)
+        raise RuntimeError("pauses end")
+
+    def _commit(self) -> Failure | None:
+        directory, ticket = self.directory, self.job.ticket
+        try:
+            directory.commit(ticket, self.job.ranks)
+        except (OSError, CheckpointError) as error:
+            if not directory.is_committed(ticket):
+                return self._give_up(combine([(self.job.rank, Failure.of(error))]))
+            # The other ranks see the manifest and call it a success; so it is one.
+            self.warnings.append(str(error))
+        return None
+
+    def _give_up(self, failure: Failure) -> Failure:
+        try:
+            self.directory.write_failure(self.job.ticket, self.job.rank, failure.encode())
+        except (OSError, CheckpointError) as error:
+            return _untold(failure, error)
+        return failure
+
+    def _tell_and_learn(self, own: Failure | None) -> Failure | None:
+        """The other ranks' part: says that this rank failed, if it did, and waits for what the coordinator decides."""
+        if own is not None:
+            try:
+                self.directory.write_failure(self.job.ticket, self.job.rank, own.encode())
+            except (OSError, CheckpointError) as error:
+                # The others will miss this rank's part; that is no reason to wait for them.
+                return combine([(self.job.rank, _untold(own, error))])
+        job, patience = self.job, self.job.timeout + _GRACE_SECONDS
+        deadline, has_written = time.monotonic() + patience, False
+        written: set[int] = set()
+        for pause in _pauses():
+            try:
+                if self.directory.is_committed(job.ticket):
+                    self._committed()
+                    return None
+                written, failed = self.directory.progress(job.ticket, job.ranks)
+                if job.coordinator in failed:
+                    return Failure.decode(failed[job.coordinator])
+            except OSError as error:
+                # The outcome is there or not, whether this rank can see it now or not.
+                if time.monotonic() >= deadline:
+                    raise
+                self.warnings.append(f"rank {job.rank} could not see for a while what became of the save: {error}")
+            if not has_written and job.coordinator in written:
+                # The coordinator's own patience begins now.
+                deadline, has_written = time.monotonic() + patience, True
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(pause)
+        missing = sorted({*job.ranks} - written | {job.coordinator})
+        # Should the coordinator live and only be late, it finds that this rank has given up.
+        return self._give_up(combine([(rank, self._nothing_of(rank)) for rank in missing]))
+
+    def _committed(self) -> None:
+        """The save is committed, by the coordinator, who may not have come so far yet as to make that durable."""
+        try:
+            self.directory.backend.sync()
+        except OSError as error:
+            self.warnings.append(f"the checkpoint is complete, but a loss of power now might take it back: {error}")
+
+    def _nothing_of(self, rank: int) -> Failure:
+        job = self.job
+        what = "has not decided about the save" if rank == job.coordinator else "has written nothing"
+        return Failure(
+            LostRankError.__name__,
+            (
+                f"{what} within {job.timeout:g} s after others had written: its processes have ended, or it is "
+                "slower than that. Remedy: look into the log of that rank, or give the BackgroundWriter a longer "
+                "timeout",
+            ),
+        )
+
+
+def tell_writers(
+    directory: CheckpointDirectory, ticket: SaveTicket, rank: int, coordinator: int, error: CheckpointError
+) -> None:
+    """Tells the other ranks' writers that a rank has not handed its share over; failing that, they will miss it."""
+    failure = Failure.of(error)
+    if rank == coordinator:
+        failure = combine([(rank, failure)])
+    with contextlib.suppress(OSError):
+        directory.write_failure(ticket, rank, failure.encode())
+
+
+def _untold(failure: Failure, error: Exception) -> Failure:
+    return Failure(failure.kind, (*failure.problems, f"the other ranks could not be told: {error}"))
+
+
+def _pauses() -> Iterator[float]:
+    """Seconds between looks: short ones while a save may be about to end, longer ones later. Endless."""
+    pause = _FIRST_PAUSE_SECONDS
+    while True:
+        yield pause
+        pause = min(1.5 * pause, _LONGEST_PAUSE_SECONDS)

@@ -1,0 +1,148 @@
+"""Staging: memory that the training process and its writer share, taken once and used by save after save.
+
+A segment is a memfd: it has no name, so nothing is left behind however its processes end, and no size limit of
+``/dev/shm`` applies to it. Its pages are taken from the system when they are first written, which costs several times
+as much as writing them again; so segments are kept, and grow only when a save needs more than they have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+
+import numpy as np
+
+from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.report import format_bytes
+
+_HUGE_PAGE_BYTES = 2 << 20
+
+
+class Segment:
+    """One piece of shared memory, as one of its two processes sees it.
+
+    Attributes:
+        number: What the two processes call it.
+        descriptor: Its memfd.
+        nbytes: How much of it is mapped here, in bytes.
+        filled: Where the text ends that :meth:`fill` has put there.
+    """
+
+    def __init__(self, number: int, descriptor: int) -> None:
+        """Args: number: what to call it. descriptor: its memfd, which is the segment's own from now on."""
+        self.number = number
+        self.descriptor = descriptor
+        self.nbytes = self.filled = 0
+        self._memory = np.zeros(0, dtype=np.uint8)
+
+    @classmethod
+    def create(cls, number: int) -> Segment:
+        """A new, empty segment."""
+        return cls(number, os.memfd_create(f"paddle_flexckpt-{number}", os.MFD_CLOEXEC))
+
+    def grow(self, nbytes: int) -> None:
+        """Makes the segment at least so large; what was in it may not be there any more.
+
+        Raises:
+            CheckpointError: The machine has not so much memory left.
+        """
+        if nbytes <= self.nbytes:
+            return
+        # Whole huge pages, for the kernels that have them for shared memory.
+        nbytes = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        _check_memory(nbytes - self.nbytes)
+        os.ftruncate(self.descriptor, nbytes)
+        self.attach(nbytes)
+
+    def attach(self, nbytes: int) -> None:
+        """Maps the first so many bytes, which the other process has made."""
+        if nbytes <= self.nbytes:
+            return
+        mapped = mmap.mmap(self.descriptor, nbytes)
+        # A hint; kernels without huge pages in shared memory refuse it, and nothing depends on it.
+        with contextlib.suppress(OSError, AttributeError):
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+        self._memory, self.nbytes = np.frombuffer(mapped, dtype=np.uint8), nbytes
+
+    def view(self, start: int, stop: int) -> np.ndarray:
+        """uint8 ``[stop - start]``, the segment's own memory.
+
+        Raises:
+            ValueError: The segment is smaller.
+        """
+        if not 0 <= start <= stop <= self.nbytes:
+            raise ValueError(f"bytes {start} to {stop} of segment {self.number}, which has {self.nbytes}")
+        return self._memory[start:stop]
+
+    def fill(self, start: int, text: bytes) -> None:
+        """Puts a text into the segment, as the last thing that it holds."""
+        self.filled = start + len(text)
+        self.view(start, self.filled)[:] = np.frombuffer(text, dtype=np.uint8)
+
+    def touch(self) -> None:
+        """Takes all pages from the system now, so that the first save does not have to. Their content is lost."""
+        self._memory[:: mmap.PAGESIZE] = 0
+
+    def close(self) -> None:
+        """Gives the memory back, here; views that are still in use keep it."""
+        os.close(self.descriptor)
+        self._memory, self.nbytes = np.zeros(0, dtype=np.uint8), 0
+
+
+def _check_memory(more: int) -> None:
+    """Raises CheckpointError where the machine has less memory: the kernel would not say no, but kill a process."""
+    with open("/proc/meminfo", encoding="ascii") as stream:
+        available = next(int(line.split()[1]) << 10 for line in stream if line.startswith("MemAvailable:"))
+    if more > available:
+        raise CheckpointError(
+            f"an asynchronous save needs {format_bytes(more)} more of memory for its copy of the state, and "
+            f"{format_bytes(available)} are available. Remedy: save synchronously, or give the job more memory"
+        )
+
+
+class StagingPool:
+    """The segments of one training process."""
+
+    def __init__(self) -> None:
+        """An empty pool."""
+        self._lock = threading.Lock()
+        self._segments: list[Segment] = []
+        self._free: list[Segment] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all segments together."""
+        return sum(segment.nbytes for segment in self._segments)
+
+    def take(self, nbytes: int) -> Segment:
+        """A segment of at least so many bytes: the smallest free one that has them, or else the largest, grown.
+
+        Raises:
+            CheckpointError: The machine has not so much memory left.
+        """
+        with self._lock:
+            self._free.sort(key=lambda segment: segment.nbytes)
+            fitting = next((segment for segment in self._free if segment.nbytes >= nbytes), None)
+            if fitting is None and self._free:
+                fitting = self._free[-1]
+            if fitting is None:
+                fitting = Segment.create(len(self._segments))
+                self._segments.append(fitting)
+                self._free.append(fitting)
+            fitting.grow(nbytes)
+            self._free.remove(fitting)
+            return fitting
+
+    def give_back(self, segment: Segment) -> None:
+        """Takes a segment back that nobody reads any more."""
+        with self._lock:
+            self._free.append(segment)
+
+    def close(self) -> None:
+        """Gives all memory back; the pool is not used any more."""
+        with self._lock:
+            for segment in self._segments:
+                segment.close()
+            self._segments, self._free = [], []

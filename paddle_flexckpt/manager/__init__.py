@@ -1,0 +1,31 @@
+"""CheckpointManager: the checkpoints of a run, one directory for each step; when to save and what to keep."""
+
+from paddle_flexckpt.manager.manager import CheckpointManager
+from paddle_flexckpt.manager.policies import (
+    KeepBest,
+    KeepEvery,
+    KeepInterval,
+    KeepLatest,
+    KeepPolicy,
+    SaveEvery,
+    SaveInterval,
+    SavePolicy,
+    StepRecord,
+    steps_to_remove,
+)
+from paddle_flexckpt.manager.restore import RestoreReport
+
+__all__ = [
+    "CheckpointManager",
+    "KeepBest",
+    "KeepEvery",
+    "KeepInterval",
+    "KeepLatest",
+    "KeepPolicy",
+    "RestoreReport",
+    "SaveEvery",
+    "SaveInterval",
+    "SavePolicy",
+    "StepRecord",
+    "steps_to_remove",
+]

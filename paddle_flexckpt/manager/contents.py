@@ -1,0 +1,180 @@
+"""What a checkpoint of the manager holds: the shards of model, optimizer and caller, the run's extra state, its record.
+
+The record is one small tensor among those of the extra state, ``extra_state.manager``: step, time and metrics, as JSON.
+It is all that retention and the choice of the best checkpoint have to read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import EXTRA_STATE, CorruptCheckpointError, Problem, ValidationError
+from paddle_flexckpt.manager.policies import StepRecord
+from paddle_flexckpt.runtime.loader import check_heads
+from paddle_flexckpt.runtime.portable import decode, encode
+from paddle_flexckpt.runtime.state import flatten
+
+RECORD = f"{EXTRA_STATE}manager"
+_VERSION = 1
+_TAKEN = ("lr_scheduler", "scaler", "step", "rng", "dataloader")
+
+
+def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The shards of this rank, one level deep.
+
+    Args:
+        model: Has ``sharded_state_dict()``.
+        optimizer: Has ``sharded_state_dict(model's)``.
+        state: What else there is: names to ShardedWeights or tensors, possibly nested.
+
+    Raises:
+        ValidationError: There is nothing, a method is missing, or a name stands twice.
+    """
+    if model is None and state is None:
+        raise ValidationError(["there is nothing to do: give model=, state=, or both"])
+    if optimizer is not None and model is None:
+        raise ValidationError(
+            ["an optimizer's state is named after the model's parameters. Remedy: give model= as well"]
+        )
+    shards: dict[str, Any] = {}
+    if model is not None:
+        shards.update(_describe(model, "model"))
+    if optimizer is not None:
+        # The model's shards are what it looks parameters up in; some optimizers give them back as well.
+        shards.update(_describe(optimizer, "optimizer", dict(shards)))
+    for key, value in flatten(state or {}).items():
+        if key in shards or key.startswith(EXTRA_STATE):
+            raise ValidationError(
+                [
+                    Problem(
+                        "state= has a name of the model's, the optimizer's or the run's extra state",
+                        key=key,
+                        remedy="rename it, or leave it out: the manager saves all of these itself",
+                    )
+                ]
+            )
+        shards[key] = value
+    return shards
+
+
+def _describe(owner: Any, name: str, *arguments: Any) -> Mapping[str, Any]:
+    method = getattr(owner, "sharded_state_dict", None)
+    if not callable(method):
+        raise ValidationError(
+            [
+                f"{name}= has no sharded_state_dict(); got a {type(owner).__name__}. Remedy: call "
+                "paddle_flexckpt.install() at the start of the program, or describe the shards yourself and give state="
+            ]
+        )
+    found: Mapping[str, Any] = method(*arguments)
+    return found
+
+
+def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The caller's own values, checked for names that the extra state has another use for.
+
+    Raises:
+        ValidationError: It is not a dict, or a name is taken or no text.
+    """
+    if extra is None:
+        return {}
+    if not isinstance(extra, Mapping):
+        raise ValidationError([f"extra has to be a dict of portable values; got a {type(extra).__name__}"])
+    bad = [name for name in extra if not isinstance(name, str) or name in _TAKEN]
+    if bad:
+        raise ValidationError([f"extra: {name!r} is not a free name. Remedy: rename it" for name in bad])
+    return dict(extra)
+
+
+def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
+    """Metrics as plain numbers.
+
+    Raises:
+        ValidationError: It is not a dict of names to numbers.
+    """
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise ValidationError([f"metrics has to be a dict of names to numbers; got a {type(metrics).__name__}"])
+    found, problems = {}, []
+    for name, value in metrics.items():
+        try:
+            # Of tensors and arrays that have one element.
+            number = value.item() if hasattr(value, "item") else value
+            if not isinstance(name, str) or isinstance(number, (str, bytes, bool)):
+                raise TypeError("not a name and a number")
+            found[name] = float(number)
+        except (TypeError, ValueError, RuntimeError) as error:
+            problems.append(f"metrics: {name!r} has the value {value!r}: {error}. Remedy: give a number")
+    if problems:
+        raise ValidationError(problems)
+    return found
+
+
+def check_same_metrics(ranks: Sequence[int], metrics: Sequence[Mapping[str, str]], context: str) -> None:
+    """Checks that all ranks were given the same metrics.
+
+    Args:
+        ranks: Numbers of the ranks.
+        metrics: Of each of them, in exact text.
+        context: What is being done, for the error.
+
+    Raises:
+        ValidationError: They differ; the same on every rank.
+    """
+    problems = []
+    for name in sorted({name for each in metrics for name in each}):
+        seen = [each.get(name, "none") for each in metrics]
+        if len(set(seen)) > 1:
+            where = ", ".join(f"rank {rank}: {value}" for rank, value in zip(ranks, seen))
+            problems.append(
+                f"metrics: {name!r} differs between ranks ({where}). Remedy: make it one number first, with all_reduce"
+            )
+    if problems:
+        raise ValidationError(problems, context)
+
+
+def check_step(step: object) -> None:
+    """Raises ValidationError where this is not the number of a step."""
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValidationError([f"step has to be an integer >= 0; got {step!r}"])
+
+
+def said_by_all(answers: list[bytes], context: str) -> list[Any]:
+    """What each rank said, from messages of a head that has to be the same on every rank and a JSON text.
+
+    Raises:
+        ValidationError: Heads differ; the same on every rank.
+    """
+    return [json.loads(text) for text in check_heads(answers, context)[0]]
+
+
+def encode_record(record: StepRecord) -> np.ndarray:
+    """The record as it is saved: uint8 ``[bytes]``, the same on every rank."""
+    text = encode(
+        {"version": _VERSION, "step": record.step, "time": record.time, "metrics": dict(record.metrics)}, RECORD
+    )
+    return np.frombuffer(text, dtype=np.uint8).copy()
+
+
+def decode_record(array: np.ndarray) -> StepRecord:
+    """The record of :func:`encode_record`.
+
+    Raises:
+        CorruptCheckpointError: It is not one.
+        ValidationError: It is one of a newer version.
+    """
+    fields = decode(array.tobytes(), RECORD)
+    try:
+        if fields["version"] != _VERSION:
+            raise ValidationError(
+                [f"{RECORD} is of version {fields['version']!r}; this library reads {_VERSION}. Remedy: update it"]
+            )
+        metrics = {str(name): float(value) for name, value in fields["metrics"].items()}
+        return StepRecord(int(fields["step"]), float(fields["time"]), metrics)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(f"{RECORD} is damaged: {error!r}") from error

@@ -1,0 +1,399 @@
+"""CheckpointManager: when to save, where, what to keep, and how to go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from paddle_flexckpt.background import BackgroundWriter, SaveHandle
+from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.catalog.wire import join
+from paddle_flexckpt.manager.contents import (
+    RECORD,
+    check_extra,
+    check_metrics,
+    check_same_metrics,
+    check_step,
+    collect_shards,
+    encode_record,
+    said_by_all,
+)
+from paddle_flexckpt.manager.pending import PendingSaves
+from paddle_flexckpt.manager.policies import (
+    KeepBest,
+    KeepPolicy,
+    Mode,
+    SaveEvery,
+    SavePolicy,
+    StepRecord,
+    check_policies,
+)
+from paddle_flexckpt.manager.preemption import PreemptionSignals
+from paddle_flexckpt.manager.restore import RestoreReport, Targets, restore_first
+from paddle_flexckpt.manager.schedule import SaveSchedule
+from paddle_flexckpt.manager.steps import UNIQUE_ID, StepDirectories, Which
+from paddle_flexckpt.report import SaveReport
+from paddle_flexckpt.runtime.communicator import check_same, communicator_for
+from paddle_flexckpt.runtime.extra_state import collect_extra_state
+from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.runtime.targets import Strict
+from paddle_flexckpt.storage import CheckpointInfo, Location, VerifyMode
+
+EVERY_STEP = SaveEvery(1)
+
+
+class CheckpointManager:
+    """The checkpoints of a run, each in a directory of its own, ``{root}/step_{step:08d}``.
+
+    ::
+
+        keep = (fc.KeepLatest(3), fc.KeepEvery(1000), fc.KeepBest(1, metric="loss"))
+        with fc.CheckpointManager("run", save_when=fc.SaveEvery(100), keep=keep) as manager:
+            start = 0
+            if manager.latest_step() is not None:
+                start = manager.restore(model=model, optimizer=optimizer, lr_scheduler=scheduler).step
+            for step in range(start + 1, steps + 1):
+                loss = train(step)
+                if manager.should_save(step):
+                    manager.save(
+                        step, model=model, optimizer=optimizer, lr_scheduler=scheduler, metrics={"loss": loss}
+                    )
+                if manager.should_stop:  # a rank has been told that it will be ended, and that is saved
+                    break
+
+    Every rank of the group makes a manager and calls the same methods with the same arguments: all of them, and making
+    it, communicate, unless they say that they do not. Errors are raised on every rank with the same text.
+
+    Layers and optimizers need ``fc.install()``.
+
+    Attributes:
+        path: The root, as it was given.
+    """
+
+    def __init__(
+        self,
+        root: Location,
+        *,
+        save_when: SavePolicy | Sequence[SavePolicy] = EVERY_STEP,
+        keep: KeepPolicy | Sequence[KeepPolicy] = (),
+        process_group: Any = None,
+        async_save: bool | BackgroundWriter = False,
+        preemption_signals: Iterable[int] = (signal.SIGTERM,),
+    ) -> None:
+        """Makes no directory yet.
+
+        Args:
+            root: The directory of the run, on storage that all ranks share.
+            save_when: The steps at which :meth:`should_save` says so: where any of the policies wants it.
+            keep: After a save, checkpoints that none of the policies keeps are removed (see
+                :func:`~paddle_flexckpt.manager.policies.steps_to_remove`). Without policies nothing ever is.
+            process_group: The ranks that take part, as in :func:`save_state_dict`.
+            async_save: Whether saves run in the background, as in :func:`save_state_dict`.
+            preemption_signals: Signals that say that this process will soon be ended. They are caught, until
+                :meth:`close`: the loop saves at its next step and stops. That needs the main thread.
+
+        Raises:
+            ValidationError: An argument is not usable, or ranks differ in theirs.
+        """
+        self._comm = communicator_for(process_group)
+        self._async_save = async_save
+        self._pending = PendingSaves(self._comm)
+        self._closed = False
+        # Steps that a restore has found damaged: a save may replace them.
+        self._damaged: set[int] = set()
+        self._signals = PreemptionSignals(())
+
+        def open_root() -> tuple[None, bytes]:
+            if not isinstance(async_save, (bool, BackgroundWriter)):
+                raise ValidationError([f"async_save has to be a bool or a BackgroundWriter; got {async_save!r}"])
+            self._steps = StepDirectories(root)
+            self.path = self._steps.path
+            self._keep = check_policies("keep", keep, KeepPolicy)
+            policies = check_policies("save_when", save_when, SavePolicy)
+            numbers = tuple(preemption_signals)
+            self._signals = PreemptionSignals(numbers)
+            self._schedule = SaveSchedule(self._comm, policies, self._signals)
+            head = {
+                "root": self.path,
+                "save_when": repr(policies),
+                "keep": repr(self._keep),
+                "async_save": bool(async_save),
+                "preemption_signals": sorted(map(int, numbers)),
+            }
+            return None, json.dumps(head).encode()
+
+        context = "cannot make a CheckpointManager"
+        try:
+            _, heads = self._comm.together(open_root, context)
+            check_same(heads, context)
+        except CheckpointError:
+            self._signals.close()
+            raise
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            # The other ranks may be anywhere: waiting for them could be for ever. Background saves go on.
+            self._closed = True
+            self._signals.close()
+
+    @property
+    def preempted(self) -> bool:
+        """Whether this rank has got one of the preemption signals. Other ranks may not have; communicates nothing."""
+        return self._signals.received
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether a rank had got a preemption signal at the last :meth:`should_save`.
+
+        The same on every rank; communicates nothing.
+        """
+        return self._schedule.should_stop
+
+    def should_save(self, step: int) -> bool:
+        """Whether to save now: a policy wants it, or a rank has got a preemption signal and nothing was saved since.
+
+        The step that was saved or restored last is not saved again. One small collective; none with
+        ``preemption_signals=()`` and policies that need no clock.
+
+        Args:
+            step: The step that has just ended.
+
+        Raises:
+            ValidationError: Ranks are at different steps.
+        """
+        self._check_open()
+        return self._schedule.should_save(step, f"cannot decide about saving in {self.path!r}")
+
+    def save(
+        self,
+        step: int,
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        scaler: Any = None,
+        state: Mapping[str, Any] | None = None,
+        dataloader: Any = None,
+        extra: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        rng: bool = True,
+        blocking: bool | None = None,
+        overwrite: bool = False,
+        save_replicas: bool = False,
+        check_replicas: bool = True,
+    ) -> SaveReport | SaveHandle:
+        """Saves a step, and removes what need not be kept any longer.
+
+        Args:
+            step: Training step.
+            model: Its ``sharded_state_dict()`` is saved, and so is that of ``optimizer``.
+            lr_scheduler: Saved with the run's extra state, as by :func:`collect_extra_state`; so are ``scaler``,
+                ``dataloader`` and, with ``rng``, the random number generators.
+            state: Shards or tensors besides, or instead of, those of model and optimizer.
+            extra: Portable values, the same on every rank.
+            metrics: Numbers by which the best checkpoint is chosen, the same on every rank.
+            blocking: Whether the checkpoint exists when this returns; None: unless the manager has ``async_save``.
+            overwrite: Whether a checkpoint of this step may be replaced; it stays until the new one is complete. One
+                that a restore has found damaged may be replaced in any case.
+            save_replicas: As in :func:`save_state_dict`, like ``check_replicas``.
+
+        Returns:
+            A SaveReport; without ``blocking`` a SaveHandle.
+
+        Raises:
+            ValidationError: What is to be saved is not sound, the step is there already, or metrics differ between
+                ranks; nothing was written.
+            CheckpointError: A rank could not write: what was there is still there. Or an earlier save in the background
+                has failed; then this one has not begun. Or something old could not be removed; then the new checkpoint
+                is complete, or on its way, and the text says so.
+        """
+        context = f"cannot save a step in {self.path!r}"
+        background = bool(self._async_save) if blocking is None else not blocking
+
+        def prepare() -> tuple[tuple[dict[str, Any], dict[str, float]], bytes]:
+            self._check_open()
+            check_step(step)
+            numbers = check_metrics(metrics)
+            contents = collect_shards(model, optimizer, state)
+            contents.update(collect_extra_state(lr_scheduler, scaler, step, rng, dataloader, **check_extra(extra)))
+            if self._comm.position == 0:
+                self._steps.prepare(step, overwrite or step in self._damaged)
+            head = {"step": step, "background": background, "overwrite": overwrite}
+            said = {"time": time.time(), "metrics": {name: repr(number) for name, number in numbers.items()}}
+            return (contents, numbers), join((json.dumps(head).encode(), json.dumps(said).encode()))
+
+        self._pending.settle(context, wait_for=step)
+        (contents, numbers), answers = self._comm.together(prepare, context)
+        said = said_by_all(answers, context)
+        check_same_metrics(self._comm.ranks, [each["metrics"] for each in said], context)
+        contents[RECORD] = encode_record(StepRecord(step, said[0]["time"], numbers))
+        report = save_state_dict(
+            contents,
+            self._steps.directory(step),
+            self._comm,
+            unique_id=UNIQUE_ID,
+            step=step,
+            save_replicas=save_replicas,
+            check_replicas=check_replicas,
+            async_save=(self._async_save or True) if background else False,
+        )
+        if isinstance(report, SaveHandle):
+            self._pending.add(step, report)
+        else:
+            self._damaged.discard(step)
+        self._schedule.note(step, saved=True)
+        state_of_new = "on its way" if background else "complete"
+        self._retain(f"the checkpoint of step {step} is {state_of_new}", None if background else step)
+        return report
+
+    def wait(self) -> None:
+        """Waits for the saves in the background, and removes what need not be kept any longer.
+
+        Raises:
+            CheckpointError: One of them has failed, or something old could not be removed.
+        """
+        self._check_open()
+        if self._pending.steps:
+            self._pending.settle(f"cannot finish the saves in {self.path!r}", wait_for="all")
+            self._retain("all saves in the background are complete", None)
+
+    def close(self) -> None:
+        """As :meth:`wait`; and puts the old signal handlers back. A second call does nothing.
+
+        Raises:
+            CheckpointError: As in :meth:`wait`; the manager is closed all the same.
+        """
+        if self._closed:
+            return
+        try:
+            self.wait()
+        finally:
+            self._closed = True
+            self._signals.close()
+
+    def _retain(self, done: str, newest: int | None) -> None:
+        """Removes what may go; ``done`` is what has gone well, for the error."""
+
+        def work() -> tuple[None, bytes]:
+            if self._comm.position == 0:
+                self._steps.retain(self._keep, newest, self._pending.steps)
+            return None, b""
+
+        self._comm.together(work, f"{done}, but what need not be kept in {self.path!r} could not be removed")
+
+    def restore(
+        self,
+        step: Which = "latest",
+        *,
+        model: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        scaler: Any = None,
+        state: Mapping[str, Any] | None = None,
+        rng: bool = True,
+        fallback: bool = False,
+        aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        strict: Strict = "missing",
+        dtype: Literal["raise", "cast"] = "raise",
+        tied_names: bool = True,
+        master_weights: Literal["exact", "convert"] = "exact",
+        verify: bool | VerifyMode = "read",
+        use_replicas: bool = True,
+    ) -> RestoreReport:
+        """Puts model, optimizer and the run's extra state back to what they were at a step, in place.
+
+        Args:
+            step: A step, ``"latest"``, or ``"best"`` by the manager's first KeepBest.
+            model: As in :meth:`save`; so are ``optimizer``, ``lr_scheduler`` and ``scaler``.
+            state: As in :meth:`save`; its tensors are written.
+            rng: Whether to restore the random number generators, where the layout is the same.
+            fallback: Whether, where that checkpoint is damaged, to go on to the next lower step that is not (for
+                ``"best"``, to the next best). Damage that only reading finds leaves targets partly overwritten; the
+                next checkpoint overwrites all of them, and a target that it lacks is an error whatever ``strict``
+                says. What is no damage (names, shapes, dtypes) is raised: an older checkpoint would not be better.
+            aoa_config: As in :func:`load_state_dict`; so are the arguments that follow.
+
+        Returns:
+            What was restored, and which steps were skipped and why.
+
+        Raises:
+            ValidationError: There is no such checkpoint, or it does not fit; nothing was changed.
+            CorruptCheckpointError: It is damaged, or with ``fallback`` all are; targets may be partly overwritten.
+            CheckpointError: A save in the background has failed; nothing was changed.
+        """
+        context = f"cannot restore a step from {self.path!r}"
+
+        def prepare() -> tuple[Targets, bytes]:
+            self._check_open()
+            if step not in ("latest", "best"):
+                check_step(step)
+            targets = Targets(collect_shards(model, optimizer, state), lr_scheduler, scaler, rng)
+            order, damaged = self._steps.order(step, self._best(), fallback) if self._comm.position == 0 else ([], {})
+            head = {"step": step, "fallback": fallback}
+            return targets, join((json.dumps(head).encode(), json.dumps([order, list(damaged.items())]).encode()))
+
+        self._pending.settle(context, wait_for="all")
+        targets, answers = self._comm.together(prepare, context)
+        order, damaged = said_by_all(answers, context)[0]
+        candidates = [(chosen, self._steps.directory(chosen)) for chosen in order]
+        loading: dict[str, Any] = {"aoa_config": aoa_config, "strict": strict, "dtype": dtype, "verify": verify}
+        loading.update(tied_names=tied_names, master_weights=master_weights, use_replicas=use_replicas)
+        report = restore_first(candidates, dict(damaged), self._comm, targets, fallback, context, **loading)
+        self._damaged |= set(report.skipped)
+        self._schedule.note(report.step, saved=False)
+        return report
+
+    def all_steps(self) -> list[int]:
+        """Steps that have a checkpoint, in rising order. One that is on its way is not there yet."""
+        steps: list[int] = self._look(self._steps.steps)
+        return steps
+
+    def latest_step(self) -> int | None:
+        """The highest of :meth:`all_steps`; None without one."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self, metric: str | None = None, mode: Mode = "min") -> int | None:
+        """The step whose checkpoint is the best by a metric; None if none has it.
+
+        Args:
+            metric: Its name; None: that of the manager's first KeepBest, and its mode.
+            mode: Whether the smallest or the largest is the best.
+
+        Raises:
+            ValidationError: No metric is given, and there is no KeepBest.
+            CorruptCheckpointError: The metrics of a checkpoint cannot be read.
+        """
+        order: list[int] = self._look(
+            lambda: self._steps.best(self._best() if metric is None else KeepBest(1, metric, mode))[0]
+        )
+        return order[0] if order else None
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """What there is of :meth:`all_steps`, and whether it is complete, as :func:`list_checkpoints` says it."""
+        return [CheckpointInfo(**each) for each in self._look(lambda: [c.as_dict() for c in self._steps.checkpoints()])]
+
+    def _best(self) -> KeepBest | None:
+        return next((policy for policy in self._keep if isinstance(policy, KeepBest)), None)
+
+    def _look(self, work: Callable[[], Any]) -> Any:
+        """What the coordinator sees, on every rank."""
+
+        def look() -> tuple[None, bytes]:
+            self._check_open()
+            return None, json.dumps(work() if self._comm.position == 0 else None).encode()
+
+        _, answers = self._comm.together(look, f"cannot look at the checkpoints in {self.path!r}")
+        return json.loads(answers[0])
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValidationError(["this manager has been closed. Remedy: make another one"])

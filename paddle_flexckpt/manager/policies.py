@@ -1,0 +1,217 @@
+"""When to save, and what to keep: pure functions of steps, times and metrics.
+
+Retention is a function of the records of the checkpoints that there are. A policy says which of them it keeps; what no
+policy keeps may be removed. So nothing has to be remembered between runs, and a run that was interrupted goes on as if
+it had not been.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+from paddle_flexckpt.catalog import ValidationError
+
+Mode = Literal["min", "max"]
+Policy = TypeVar("Policy")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What is known about the checkpoint of one step without reading its tensors.
+
+    Attributes:
+        step: Training step.
+        time: When it was saved, in seconds since the epoch, by the coordinator's clock.
+        metrics: What it was saved with.
+    """
+
+    step: int
+    time: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class SavePolicy(ABC):
+    """Says at which steps to save."""
+
+    #: Whether the answer depends on a clock, so that ranks have to agree on it.
+    uses_clock = False
+
+    @abstractmethod
+    def wants(self, step: int, seconds: float) -> bool:
+        """Whether to save now.
+
+        Args:
+            step: The step that has just ended.
+            seconds: Time since the last save, restore or start of the manager.
+        """
+
+
+@dataclass(frozen=True)
+class SaveEvery(SavePolicy):
+    """At every step that is a multiple of ``steps``."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        """Raises ValidationError where ``steps`` is not a positive integer."""
+        _check_count(self, "steps", self.steps)
+
+    def wants(self, step: int, seconds: float) -> bool:
+        """Whether the step is a multiple."""
+        return step % self.steps == 0
+
+
+@dataclass(frozen=True)
+class SaveInterval(SavePolicy):
+    """At the first step that ends ``seconds`` or more after the last save, by the coordinator's clock."""
+
+    seconds: float
+    uses_clock = True
+
+    def __post_init__(self) -> None:
+        """Raises ValidationError where ``seconds`` is not a positive number."""
+        _check_seconds(self, self.seconds)
+
+    def wants(self, step: int, seconds: float) -> bool:
+        """Whether the time has come."""
+        return seconds >= self.seconds
+
+
+class KeepPolicy(ABC):
+    """Says which checkpoints to keep."""
+
+    @abstractmethod
+    def kept(self, records: Sequence[StepRecord]) -> Collection[int]:
+        """The steps that this policy keeps.
+
+        Args:
+            records: Of all checkpoints that there are, each step once, in rising order.
+        """
+
+
+@dataclass(frozen=True)
+class KeepLatest(KeepPolicy):
+    """The ``count`` highest steps."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        """Raises ValidationError where ``count`` is not a positive integer."""
+        _check_count(self, "count", self.count)
+
+    def kept(self, records: Sequence[StepRecord]) -> Collection[int]:
+        """The last ones."""
+        return sorted(record.step for record in records)[-self.count :]
+
+
+@dataclass(frozen=True)
+class KeepEvery(KeepPolicy):
+    """Every step that is a multiple of ``steps``, for ever."""
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        """Raises ValidationError where ``steps`` is not a positive integer."""
+        _check_count(self, "steps", self.steps)
+
+    def kept(self, records: Sequence[StepRecord]) -> Collection[int]:
+        """The multiples."""
+        return [record.step for record in records if record.step % self.steps == 0]
+
+
+@dataclass(frozen=True)
+class KeepBest(KeepPolicy):
+    """The ``count`` best by a metric; of equally good ones the later. Those without it, or with NaN, do not count."""
+
+    count: int
+    metric: str = "loss"
+    mode: Mode = "min"
+
+    def __post_init__(self) -> None:
+        """Raises ValidationError where ``count`` is not a positive integer or there is no such mode."""
+        _check_count(self, "count", self.count)
+        if self.mode not in ("min", "max"):
+            raise ValidationError([f"KeepBest: mode has to be 'min' or 'max'; got {self.mode!r}"])
+
+    def kept(self, records: Sequence[StepRecord]) -> Collection[int]:
+        """The best ones."""
+        return best_first(records, self.metric, self.mode)[: self.count]
+
+
+@dataclass(frozen=True)
+class KeepInterval(KeepPolicy):
+    """The oldest, and from each one kept so the next that was saved ``seconds`` or more after it, for ever."""
+
+    seconds: float
+
+    def __post_init__(self) -> None:
+        """Raises ValidationError where ``seconds`` is not a positive number."""
+        _check_seconds(self, self.seconds)
+
+    def kept(self, records: Sequence[StepRecord]) -> Collection[int]:
+        """One for each interval."""
+        kept: list[StepRecord] = []
+        for record in sorted(records, key=lambda record: (record.time, record.step)):
+            if not kept or record.time >= kept[-1].time + self.seconds:
+                kept.append(record)
+        return [record.step for record in kept]
+
+
+def steps_to_remove(
+    records: Sequence[StepRecord], policies: Sequence[KeepPolicy], newest: int | None = None
+) -> list[int]:
+    """The steps that may go, in rising order: those that no policy keeps.
+
+    Never among them: the highest step, and the one that was saved last. Without policies nothing goes.
+
+    Args:
+        records: Of all checkpoints that there are, each step once.
+        policies: Each keeps what it keeps, whatever the others say.
+        newest: The step that was saved last, where that is known better than from the times: clocks may go back.
+    """
+    if not policies or not records:
+        return []
+    ordered = sorted(records, key=lambda record: record.step)
+    kept = {ordered[-1].step, max(ordered, key=lambda record: (record.time, record.step)).step, newest}
+    for policy in policies:
+        kept.update(policy.kept(ordered))
+    return [record.step for record in ordered if record.step not in kept]
+
+
+def best_first(records: Sequence[StepRecord], metric: str, mode: Mode) -> list[int]:
+    """Steps that have the metric, the best one first; of equally good ones the later first."""
+    sign = 1.0 if mode == "min" else -1.0
+    known = [record for record in records if not math.isnan(record.metrics.get(metric, math.nan))]
+    return [record.step for record in sorted(known, key=lambda r: (sign * r.metrics[metric], -r.step))]
+
+
+def check_policies(name: str, given: Policy | Sequence[Policy], kind: type) -> tuple[Policy, ...]:
+    """One policy or several, as a tuple.
+
+    Args:
+        name: What they are called, for the error.
+        given: What the caller has given.
+        kind: SavePolicy or KeepPolicy.
+
+    Raises:
+        ValidationError: Something else is among them.
+    """
+    policies: tuple[Policy, ...] = tuple(given) if isinstance(given, (list, tuple)) else (given,)  # type: ignore[assignment]
+    for policy in policies:
+        if not isinstance(policy, kind):
+            raise ValidationError([f"{name} has to be a {kind.__name__} or several; got {policy!r}"])
+    return policies
+
+
+def _check_count(policy: object, name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValidationError([f"{type(policy).__name__}: {name} has to be an integer >= 1; got {value!r}"])
+
+
+def _check_seconds(policy: object, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise ValidationError([f"{type(policy).__name__}: seconds has to be a positive number; got {value!r}"])

@@ -1,0 +1,171 @@
+"""Restoring the checkpoint of one step, and the report of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.manager.steps import UNIQUE_ID, save_token_in
+from paddle_flexckpt.report import LoadReport
+from paddle_flexckpt.runtime.communicator import Communicator
+from paddle_flexckpt.runtime.extra_state import ExtraStateReport, load_extra_state, restore_extra_state
+from paddle_flexckpt.runtime.loader import load_state_dict
+from paddle_flexckpt.runtime.targets import Strict
+from paddle_flexckpt.storage import Backend, CheckpointDirectory, HeldManifest
+
+logger = logging.getLogger("paddle_flexckpt")
+
+
+@dataclass(frozen=True)
+class RestoreReport:
+    """What a restore did on this rank.
+
+    Attributes:
+        step: The step that was restored.
+        path: Its directory.
+        load: What was loaded into model, optimizer and ``state``.
+        extra: Schedule, scaler, random numbers and the caller's own values; what of them could not be restored.
+        skipped: Steps that were to be restored rather than this one and are damaged, with what is wrong.
+    """
+
+    step: int
+    path: str
+    load: LoadReport
+    extra: ExtraStateReport
+    skipped: dict[int, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields but the caller's own values and positions in the data, JSON-safe."""
+        return {
+            "step": self.step,
+            "path": self.path,
+            "load": self.load.as_dict(),
+            "restored": self.extra.restored,
+            "not_restored": self.extra.not_restored,
+            "skipped": {str(step): why for step, why in self.skipped.items()},
+        }
+
+    def summary(self) -> str:
+        """One line."""
+        text = f"restored step {self.step}: {self.load.summary()}"
+        if self.extra.not_restored:
+            text += f", not restored: {', '.join(sorted(self.extra.not_restored))}"
+        if self.skipped:
+            text += f", damaged and skipped: {', '.join(f'step {step}' for step in sorted(self.skipped))}"
+        return text
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """What is to be put back on this rank.
+
+    Attributes:
+        shards: Names to ShardedWeights or tensors.
+        lr_scheduler: If there is one.
+        scaler: If there is one.
+        rng: Whether the random number generators are.
+    """
+
+    shards: Mapping[str, Any]
+    lr_scheduler: Any
+    scaler: Any
+    rng: bool
+
+
+def restore_checkpoint(
+    directory: Backend, step: int, comm: Communicator, targets: Targets, **options: Any
+) -> RestoreReport:
+    """Restores the checkpoint in a step's directory; first its extra state, which is small and touches nothing.
+
+    Args:
+        directory: The step's directory.
+        step: The step.
+        comm: The ranks that take part.
+        targets: What is to be put back.
+        **options: Of :func:`load_state_dict`.
+
+    Raises:
+        ValidationError: It does not fit; nothing was changed.
+        CorruptCheckpointError: It is damaged; targets may be partly overwritten.
+        CheckpointError: Another process has replaced it meanwhile.
+    """
+    context = f"cannot restore step {step} from {directory.path!r}"
+    with contextlib.ExitStack() as stack:
+
+        def hold() -> tuple[str, bytes]:
+            manifest = stack.enter_context(HeldManifest(CheckpointDirectory(directory), UNIQUE_ID))
+            if manifest.step != step:
+                raise ValidationError(
+                    [
+                        f"the checkpoint in {directory.path} is of step {manifest.step}: the directory has been "
+                        "renamed. Remedy: give it its own name back, or load it with load_state_dict"
+                    ]
+                )
+            return manifest.save_token, b""
+
+        token, _ = comm.together(hold, context)
+        state = load_extra_state(directory, UNIQUE_ID, comm)
+        load = load_state_dict(targets.shards, directory, comm, unique_id=UNIQUE_ID, **options)
+
+        def put_back() -> tuple[ExtraStateReport, bytes]:
+            if save_token_in(directory) != token:
+                raise CheckpointError(
+                    "another process has saved the same step meanwhile: targets come from both. Remedy: restore again"
+                )
+            return restore_extra_state(state, targets.lr_scheduler, targets.scaler, targets.rng), b""
+
+        extra, _ = comm.together(put_back, context)
+    return RestoreReport(step, directory.path, load, extra)
+
+
+def restore_first(
+    candidates: Sequence[tuple[int, Backend]],
+    skipped: Mapping[int, str],
+    comm: Communicator,
+    targets: Targets,
+    fallback: bool,
+    context: str,
+    *,
+    strict: Strict,
+    **options: Any,
+) -> RestoreReport:
+    """Restores the first of some checkpoints, or with ``fallback`` the first that is not damaged.
+
+    Args:
+        candidates: Steps and their directories.
+        skipped: Steps that are out of the question already, with what is wrong.
+        comm: The ranks that take part.
+        targets: What is to be put back.
+        fallback: Whether damage is a reason to go on.
+        context: What is being done, for the error.
+        strict: Of :func:`load_state_dict`.
+        **options: Likewise.
+
+    Raises:
+        CheckpointError: As of :func:`restore_checkpoint`.
+    """
+    skipped = dict(skipped)
+    for step, directory in candidates:
+        try:
+            asked = _strict_after_damage(strict) if skipped else strict
+            report = restore_checkpoint(directory, step, comm, targets, strict=asked, **options)
+            return replace(report, skipped=skipped)
+        except CorruptCheckpointError as error:
+            if not fallback:
+                raise
+            if comm.position == 0:
+                logger.warning(f"step {step} is damaged, and is skipped: {error}")
+            skipped[step] = str(error)
+    found = "; ".join(f"step {step}: {why}" for step, why in skipped.items())
+    raise CorruptCheckpointError(f"{context}: all that could be restored is damaged: {found}")
+
+
+def _strict_after_damage(strict: Strict) -> Strict:
+    """What a fall-back asks for: a target that it lacks would keep what a damaged checkpoint has left there."""
+    if strict is False:
+        return "missing"
+    return True if strict == "unexpected" else strict

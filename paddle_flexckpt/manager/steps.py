@@ -1,0 +1,338 @@
+"""The root directory: one directory for each step, what is known of it, and its removal.
+
+A removal is carried through whatever happens in between. First a file of the root, ``step_{step:08d}.removing``, says
+which files are to go; then the manifest goes, and with it the checkpoint; then the files, the directory, and last the
+file that told of them. What is found without its manifest but with that file is removed by whoever comes next. Nothing
+else is ever removed: not what is being saved or read, and no file that the checkpoint does not consist of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, Union
+
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.execution import iterate_tensors
+from paddle_flexckpt.manager.contents import RECORD, decode_record
+from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, StepRecord, best_first, steps_to_remove
+from paddle_flexckpt.storage import (
+    Backend,
+    CheckpointDirectory,
+    CheckpointInfo,
+    HeldManifest,
+    Location,
+    list_checkpoints,
+    open_backend,
+)
+from paddle_flexckpt.storage.file_names import check_file_name
+from paddle_flexckpt.storage.manifest import read_save_token
+
+logger = logging.getLogger("paddle_flexckpt")
+
+Which = Union[int, Literal["latest", "best"]]
+UNIQUE_ID = 0
+_MANIFEST = f"{UNIQUE_ID}.manifest"
+_STEP = re.compile(r"step_(\d{8,})", re.ASCII)
+_REMOVING = re.compile(r"step_(\d{8,})\.removing", re.ASCII)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What has been read of one checkpoint.
+
+    Attributes:
+        token: Of its save: another save of the same step is another checkpoint.
+        record: None if no manager saved it, or it is damaged.
+        problem: What is wrong with it, if something is.
+    """
+
+    token: str
+    record: StepRecord | None
+    problem: str = ""
+
+
+class StepDirectories:
+    """The directories of a root. One process uses it at a time: the coordinator's."""
+
+    def __init__(self, root: Location) -> None:
+        """Args: root: the directory; it need not exist."""
+        self._root = open_backend(root)
+        self.path = self._root.path
+        self._known: dict[int, _Known] = {}
+
+    def directory(self, step: int) -> Backend:
+        """The directory of a step, whether it exists or not."""
+        return self._root.child(name_of(step))
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, damaged or not, in rising order."""
+        steps = self._directories()
+        there = self._root.each(lambda step: _MANIFEST in self.directory(step).names(), steps)
+        return [step for step, is_there in zip(steps, there) if is_there]
+
+    def _directories(self) -> list[int]:
+        matches = [(name, _STEP.fullmatch(name)) for name in self._root.directories()]
+        return sorted(int(match[1]) for name, match in matches if match and name_of(int(match[1])) == name)
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """What there is, and whether it is complete, in rising order of steps."""
+        found = []
+        for step in self.steps():
+            directory = self.directory(step)
+            infos = list_checkpoints(directory)
+            found += [info for info in infos if (info.path, info.unique_id) == (directory.path, UNIQUE_ID)]
+        return found
+
+    def records(self) -> tuple[list[StepRecord], dict[int, str]]:
+        """What is known of the checkpoints that a manager saved, and what is wrong with those that are damaged.
+
+        Read are the first bytes of the manifests, and the records of those that are new.
+        """
+        known: dict[int, _Known] = {}
+        for step in self.steps():
+            try:
+                known[step] = self._look(step)
+            except FileNotFoundError:
+                continue  # it has just been removed
+        self._known = known
+        records = [each.record for each in known.values() if each.record is not None]
+        return records, {step: each.problem for step, each in known.items() if each.problem}
+
+    def _look(self, step: int) -> _Known:
+        directory = self.directory(step)
+        try:
+            token = save_token_in(directory)
+        except CorruptCheckpointError as error:
+            return _Known("", None, str(error))
+        known = self._known.get(step)
+        if known is not None and known.token == token:
+            return known
+        try:
+            with HeldManifest(CheckpointDirectory(directory), UNIQUE_ID) as manifest:
+                record = None
+                if RECORD in manifest.catalog.keys:
+                    ((_, array),) = iterate_tensors(directory, manifest, names=[RECORD])
+                    record = decode_record(array)
+                    if record.step != step:
+                        raise CorruptCheckpointError(f"{directory.path} is the checkpoint of step {record.step}")
+                return _Known(manifest.save_token, record)
+        except (CorruptCheckpointError, ValidationError) as error:
+            logger.warning(f"the checkpoint of step {step} is damaged, and is left alone: {error}")
+            return _Known(token, None, str(error))
+
+    def order(self, which: Which, best: KeepBest | None, fallback: bool) -> tuple[list[int], dict[int, str]]:
+        """The steps to restore, in the order in which they are tried.
+
+        Args:
+            which: The first of them.
+            best: What is best.
+            fallback: Whether there may be others: the next lower ones, for ``"best"`` the next best.
+
+        Returns:
+            The steps, and those that are out of the question because they are damaged, with what is wrong.
+
+        Raises:
+            ValidationError: There is no such checkpoint.
+            CorruptCheckpointError: The best cannot be told, as one is damaged, and there may be no other.
+        """
+        steps = self.steps()
+        damaged: dict[int, str] = {}
+        if not steps:
+            raise ValidationError(
+                [f"there is no complete checkpoint in {self.path}. Remedy: correct the path; ask latest_step() first"]
+            )
+        if which == "latest":
+            order = steps[::-1]
+        elif which == "best":
+            order, damaged = self.best(best, fallback)
+            if not order:
+                raise ValidationError(
+                    [f"no checkpoint in {self.path} has what {best} asks for; there are the steps {steps}"]
+                )
+        elif which in steps:
+            order = [step for step in reversed(steps) if step <= which]
+        else:
+            raise ValidationError(
+                [f"there is no complete checkpoint of step {which} in {self.path}; there are {steps}"]
+            )
+        return order if fallback else order[:1], damaged
+
+    def best(self, best: KeepBest | None, fallback: bool = False) -> tuple[list[int], dict[int, str]]:
+        """Steps by a metric, the best one first, and those that are damaged; errors as of :meth:`order`."""
+        if best is None:
+            raise ValidationError(
+                ["which checkpoint is the best is not said. Remedy: give the manager a KeepBest, or name the metric"]
+            )
+        records, damaged = self.records()
+        if damaged and not fallback:
+            raise CorruptCheckpointError(
+                "the best checkpoint cannot be told, as some are damaged: "
+                + "; ".join(f"step {step}: {why}" for step, why in damaged.items())
+                + ". Remedy: name a step, or remove the damaged directories"
+            )
+        return best_first(records, best.metric, best.mode), damaged
+
+    def prepare(self, step: int, replace: bool) -> None:
+        """Makes way for a save.
+
+        Raises:
+            ValidationError: There is a checkpoint of this step, and it is not to be replaced.
+            OSError: What an interrupted removal left could not be removed.
+        """
+        if step in self._interrupted():
+            self._finish_removal(step)
+        directory = self.directory(step)
+        if not replace and _MANIFEST in directory.names():
+            raise ValidationError(
+                [
+                    f"there is a checkpoint of step {step} in {directory.path}. Remedy: overwrite=True replaces it, as "
+                    "soon as the new one is complete"
+                ]
+            )
+
+    def retain(self, policies: Sequence[KeepPolicy], newest: int | None, busy: Collection[int]) -> list[int]:
+        """Removes what no policy keeps, and what dead saves and interrupted removals left behind.
+
+        A checkpoint that is being read, or that no manager saved, or that is damaged, is left alone.
+
+        Args:
+            policies: See :func:`steps_to_remove`.
+            newest: Likewise.
+            busy: Steps that are being saved in the background.
+
+        Returns:
+            The steps removed.
+
+        Raises:
+            CheckpointError: Something could not be removed; all that could be has been.
+        """
+        problems: list[str] = []
+
+        def attempt(work: Callable[[int], bool], step: int) -> bool:
+            try:
+                return work(step)
+            except OSError as error:
+                problems.append(f"{type(error).__name__}: {error}")
+                return False
+
+        for step in self._interrupted():
+            attempt(self._finish_removal, step)
+        for step in self._directories():
+            if step not in busy:
+                attempt(self._remove_dead_save, step)
+        records, _ = self.records()
+        removed = [step for step in steps_to_remove(records, policies, newest) if attempt(self._remove, step)]
+        if problems:
+            raise CheckpointError("; ".join(dict.fromkeys(problems)))
+        return removed
+
+    def _interrupted(self) -> list[int]:
+        """Steps whose removal has begun."""
+        return sorted(int(match[1]) for match in map(_REMOVING.fullmatch, self._root.names()) if match)
+
+    def _remove(self, step: int) -> bool:
+        """Removes a checkpoint; returns whether that could be done now."""
+        backend = self.directory(step)
+        directory = CheckpointDirectory(backend)
+        with contextlib.ExitStack() as stack:
+            if not _lock(backend, stack):
+                return False
+            claim = backend.claim(_MANIFEST)
+            if claim is None:
+                return False
+            stack.callback(claim.release)
+            try:
+                manifest = directory.read_manifest(UNIQUE_ID)
+            except (CorruptCheckpointError, ValidationError) as error:
+                logger.warning(f"the checkpoint of step {step} is left alone: {error}")
+                return False
+            if manifest.save_token != self._known[step].token:
+                return False  # another process has saved this step again
+            directory.remove_dead_saves()
+            files = directory.files_of(manifest)
+            self._root.write(_marker_of(step), json.dumps({"files": files}).encode())
+            self._root.sync()
+            backend.remove(_MANIFEST)
+            backend.sync()
+            _remove_files(backend, files)
+        self._end_removal(step)
+        logger.info(f"removed the checkpoint of step {step}, {backend.path}")
+        return True
+
+    def _finish_removal(self, step: int) -> bool:
+        """Carries an interrupted removal through; returns whether that could be done now."""
+        backend = self.directory(step)
+        with contextlib.ExitStack() as stack:
+            if backend.exists():
+                if not _lock(backend, stack):
+                    return False
+                # With a manifest it had not come so far as to remove anything, or the step has been saved again.
+                if _MANIFEST not in backend.names():
+                    try:
+                        said = json.loads(self._root.read(_marker_of(step)))
+                        files = [check_file_name(name) for name in said["files"]]
+                    except (ValueError, KeyError, TypeError) as error:
+                        note = self._root.where(_marker_of(step))
+                        logger.warning(f"{note} cannot be understood, and is left alone: {error}")
+                        return False
+                    _remove_files(backend, files)
+        self._end_removal(step)
+        return True
+
+    def _end_removal(self, step: int) -> None:
+        """Removes the directory, unless something is in it, and then the note; the lock, too, may be a file in it."""
+        self.directory(step).remove_directory()
+        self._root.sync()
+        self._root.remove(_marker_of(step))
+
+    def _remove_dead_save(self, step: int) -> bool:
+        """Removes what saves that died left behind, and the directory if nothing else is in it.
+
+        Files of unknown origin stay: their manifest may have been lost. Returns whether there was something.
+        """
+        backend = self.directory(step)
+        names = backend.names()
+        if not any(name.endswith(".saving") for name in names) and (names or backend.directories()):
+            return False
+        with contextlib.ExitStack() as stack:
+            if not _lock(backend, stack):
+                return False
+            removed = CheckpointDirectory(backend).remove_dead_saves()
+        backend.remove_directory()
+        return bool(removed)
+
+
+def name_of(step: int) -> str:
+    """Name of a step's directory."""
+    return f"step_{step:08d}"
+
+
+def save_token_in(directory: Backend) -> str:
+    """What tells this checkpoint of a step from others; errors of :func:`read_save_token`, FileNotFoundError."""
+    with directory.open(_MANIFEST) as file:
+        return read_save_token(file, directory.where(_MANIFEST))
+
+
+def _marker_of(step: int) -> str:
+    return f"{name_of(step)}.removing"
+
+
+def _remove_files(directory: Backend, files: Sequence[str]) -> None:
+    """Removes data files; they are gone for good when this returns."""
+    directory.each(directory.remove, files)
+    directory.sync()
+
+
+def _lock(directory: Backend, stack: contextlib.ExitStack) -> bool:
+    """Takes the right to save there for the time of a context; returns whether nobody else has it."""
+    try:
+        lock = directory.lock()
+    except (CheckpointError, FileNotFoundError):
+        return False
+    stack.callback(lock.release)
+    return True

@@ -1,0 +1,64 @@
+"""Names of the files of a save."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# What each rank writes, and has not finished: rank, id, generation (none: 0), and what it is.
+OF_RANK = re.compile(r"(\d+)_(\d+)(?:\.(\d+))?\.(safetensors|(?:part|failed)(?:\.[0-9a-f]{32}\.tmp)?)", re.ASCII)
+
+
+def data_file_name(rank: int, unique_id: int, generation: int) -> str:
+    """``{rank}_{id}.safetensors``; a save that replaces an id gets a generation, as the old files still serve."""
+    return f"{rank}_{unique_id}{_suffix(generation)}.safetensors"
+
+
+def _suffix(generation: int) -> str:
+    return f".{generation}" if generation else ""
+
+
+@dataclass(frozen=True)
+class SaveTicket:
+    """What one save calls its files.
+
+    Attributes:
+        unique_id: The checkpoint's id.
+        generation: 0, or a number that no file of this id has yet.
+        token: Random text that marks this save's files.
+    """
+
+    unique_id: int
+    generation: int
+    token: str
+
+    def data_file(self, rank: int) -> str:
+        """Name of a rank's data file."""
+        return data_file_name(rank, self.unique_id, self.generation)
+
+    def part_file(self, rank: int) -> str:
+        """Name of a rank's part."""
+        return f"{rank}_{self._stem}.part"
+
+    def failure_file(self, rank: int) -> str:
+        """Name of what a rank says if it cannot write."""
+        return f"{rank}_{self._stem}.failed"
+
+    @property
+    def marker_file(self) -> str:
+        """Name of the file that says that this save has begun."""
+        return f"{self._stem}.saving"
+
+    @property
+    def _stem(self) -> str:
+        return f"{self.unique_id}{_suffix(self.generation)}"
+
+    def owns(self, name: str) -> bool:
+        """Whether a file is a rank's of this save, by its name."""
+        return save_of(name) == (self.unique_id, self.generation)
+
+
+def save_of(name: str) -> tuple[int, int] | None:
+    """Id and generation of the save that a rank's file is of; None for other files."""
+    match = OF_RANK.fullmatch(name)
+    return (int(match[2]), int(match[3] or 0)) if match else None

@@ -1,0 +1,103 @@
+"""Locations: which of them are URLs, and what of a URL and its options is secret."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+from paddle_flexckpt.catalog import ValidationError
+
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::")
+# What pathlib makes of a URL.
+_FOLDED = re.compile(r"(s3a?|gc?s|abfss?|az|hdfs|webhdfs|memory|oss|obs|sftp|ssh|ftp|smb|https?|file|local):/(?!/)")
+# User and password in front of the host. A password may have slashes in it, as AWS's do; a number up to a slash is a
+# port.
+_PASSWORD = re.compile(r"([^/@:?#]*):(?!\d+(?:/|$))(.*)@", re.DOTALL)
+_SECRET_OPTION = re.compile(r"secret|token|passw|key|credential|sas|signature|auth", re.IGNORECASE)
+# By its name, S3's "key" is an identity.
+_NO_SECRET = frozenset({"key"})
+_LOCAL = frozenset({"file", "local"})
+HIDDEN = "***"
+# Shorter values would blot out words of the text itself.
+_SHORTEST_SECRET = 4
+
+
+def split_url(location: str) -> tuple[str | None, str]:
+    """Scheme and rest of a URL; for paths and URLs of local files no scheme and the path.
+
+    Raises:
+        ValidationError: It is a URL of a kind that is not taken.
+    """
+    match = _URL.match(location)
+    if match is None:
+        if _CHAIN.match(location) and "://" in location:
+            raise ValidationError(
+                [f"{redacted(location)!r} is a chain of file systems. Remedy: give the last one's URL"]
+            )
+        if _FOLDED.match(location):
+            raise ValidationError(
+                [f"{location!r} is a URL that has lost a slash, as in pathlib. Remedy: pass URLs as text"]
+            )
+        return None, location
+    scheme, rest = match[1].lower(), match[2]
+    if scheme not in _LOCAL:
+        return scheme, rest
+    if not rest.startswith("/"):
+        raise ValidationError([f"{location!r} is a URL of a local file without an absolute path, as in file:///a/b"])
+    return None, rest
+
+
+def redacted(url: str) -> str:
+    """A URL without its password and query, for errors and reports."""
+    match = _URL.match(url)
+    if match is None:
+        return url
+    rest = match[2]
+    password = _PASSWORD.match(rest)
+    if password:
+        rest = f"{password[1]}:{HIDDEN}@{rest[password.end() :]}"
+    return f"{match[1]}://" + re.sub(r"\?.*", f"?{HIDDEN}", rest, count=1, flags=re.DOTALL)
+
+
+def has_password(url: str) -> bool:
+    """Whether a URL has user and password in it."""
+    match = _URL.match(url)
+    return match is not None and _PASSWORD.match(match[2]) is not None
+
+
+class Secrets:
+    """What errors and reports must not show."""
+
+    def __init__(self, url: str, options: Mapping[str, Any]) -> None:
+        """Args: url: of a storage. options: how it is reached."""
+        found = set(_secret_values(options))
+        match = _URL.match(url)
+        password = _PASSWORD.match(match[2]) if match else None
+        if password:
+            found |= {password[2], unquote(password[2])}
+        if match and "?" in match[2]:
+            found.add(match[2].partition("?")[2])
+        # Longest first: one may be a part of another.
+        self._texts = sorted((text for text in found if len(text) >= _SHORTEST_SECRET), key=len, reverse=True)
+
+    def hide(self, text: str) -> str:
+        """A text without them."""
+        for secret in self._texts:
+            text = text.replace(secret, HIDDEN)
+        return text
+
+
+def _secret_values(options: Any, inside: bool = False) -> Iterator[str]:
+    """Texts in options whose names, or names of what they are in, sound like secrets."""
+    if isinstance(options, Mapping):
+        for name, value in options.items():
+            secret = name not in _NO_SECRET and bool(_SECRET_OPTION.search(str(name)))
+            yield from _secret_values(value, inside or secret)
+    elif isinstance(options, (list, tuple)):
+        for value in options:
+            yield from _secret_values(value, inside)
+    elif inside and isinstance(options, (str, bytes)):
+        yield options if isinstance(options, str) else options.decode(errors="replace")

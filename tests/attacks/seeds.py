@@ -1,0 +1,144 @@
+"""Bytes to begin a search with: good files of every kind, and the words that they are made of."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+from safetensors import numpy as safetensors_numpy
+
+from paddle_flexckpt.storage.manifest import _digest
+from tests.attacks.opcodes import DTYPE, array, named, short
+from tests.property.layouts import Shard
+from tests.ramdisk import memory_directory
+from tests.storage.foreign import NEW, OLD, metadata_pickle
+from tests.storage.samples import store, whole
+
+ROW = {"key": "w", "dtype": "float32", "shape": (4, 4), "offset": (0, 0), "local": (4, 4), "flat": (1, 7)}
+BOX = {"key": "v", "dtype": "int64", "shape": (3,), "offset": (0,), "local": (3,)}
+
+
+def container(header: dict, data: bytes) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def seal(data: bytes) -> bytes:
+    """The bytes with the digest that a manifest of that content has, if they are a container at all."""
+    try:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        arrays = safetensors_numpy.load(data)
+        info = {name: text for name, text in header["__metadata__"].items() if name != "digest"}
+        header["__metadata__"] = {**info, "digest": _digest(arrays, info)}
+    except Exception:  # whatever is wrong with it, it is for the reader to tell
+        return data
+    return container(header, data[8 + length :])
+
+
+def headers() -> list[bytes]:
+    entry = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+    return [
+        container({}, b""),
+        container({"w": entry}, bytes(16)),
+        container({"v": {**entry, "data_offsets": [16, 32]}, "w": entry, "__metadata__": {"a": "b\\n"}}, bytes(32)),
+        container({"e": {"dtype": "BF16", "shape": [0, 3], "data_offsets": [0, 0]}}, b""),
+    ]
+
+
+def _shards() -> list[Shard]:
+    return [
+        whole("w", "float32", (4, 4)),
+        Shard("f", "bfloat16", (3, 5), (0, 0), (3, 5), (2, 9), 0),
+        whole("s", "int64", ()),
+        whole("none", "uint8", (0, 3)),
+    ]
+
+
+@cache
+def _native() -> dict[str, bytes]:
+    """A checkpoint of one file with a flattened shard, a scalar and an empty tensor, and its manifest."""
+    with memory_directory() as path:
+        shards = [shard for shard in _shards() if shard.key != "f"]
+        shards.insert(1, Shard("f", "bfloat16", (3, 5), (0, 0), (3, 5), (0, 15), 0))
+        stored = store(path, shards, step=7)
+        return {"0.manifest": stored.manifest.encode(), "0_0.safetensors": stored.file().read_bytes()}
+
+
+@cache
+def manifests() -> list[bytes]:
+    with memory_directory() as path:
+        more = store(path, [*_shards(), *(whole("w", "float32", (4, 4), rank) for rank in (1, 2))], block_bytes=16)
+        return [_native()["0.manifest"], more.manifest.encode()]
+
+
+def data_files() -> list[bytes]:
+    return [_native()["0_0.safetensors"]]
+
+
+def pickles() -> list[bytes]:
+    state = {"w": np.arange(6.0).reshape(2, 3), "s": np.int64(3), "names": {"w": "linear_0.w_0"}}
+    return [
+        *(pickle.dumps(state, protocol) for protocol in (2, 3, 4, 5)),
+        pickle.dumps([1, -1, 1 << 70, 1.5, "text", (), (1, 2, 3, 4), [True, None], {"a": (1,), 2: []}], 4),
+        *metadata(),
+    ]
+
+
+def metadata() -> list[bytes]:
+    return [
+        metadata_pickle({"0_0.distcp": [ROW, BOX]}),
+        metadata_pickle({"0_0.distcp": [ROW]}, protocol=2),
+        metadata_pickle({"0_0.distcp": [{**ROW, "flat": None}]}, OLD, ("global_shape", "flattened_range")),
+        metadata_pickle({"0_0.safetensors": [{**ROW, "flat": None}]}),
+    ]  # fmt: skip
+
+
+def distcp() -> list[bytes]:
+    arrays = {"w": np.arange(6, dtype=np.float32), "v": np.arange(3)}
+    return [pickle.dumps(arrays, protocol) for protocol in (2, 4, 5)] + [
+        pickle.dumps({**arrays, "StructuredToParameterName@@": {"w": "linear_0.w_0"}}, 4)
+    ]
+
+
+def foreign() -> list[bytes]:
+    entry = {"dtype": "F32", "shape": [4, 4], "data_offsets": [0, 64]}
+    return [container({"w": entry, "__metadata__": {"format": "np"}}, bytes(range(64))), *headers()]
+
+
+# The directories of the targets that read one file among others.
+FILES: dict[str, Callable[[], dict[str, bytes]]] = {
+    "data": _native,
+    "metadata": lambda: {"0_0.distcp": distcp()[1], "0_0.safetensors": foreign()[0]},
+    "distcp": lambda: {"0.metadata": metadata()[0]},
+    "foreign": lambda: {"0.metadata": metadata()[3]},
+}
+
+HEADER_WORDS = (
+    b'"__metadata__":{}', b'"w":', b'{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}', b'"dtype"', b'"shape"',
+    b'"data_offsets"', b'"BF16"', b'"F8_E4M3"', b'"BOOL"', b"[", b"]", b"{", b"}", b",", b":", b'"', b"\\", b"\\ud800",
+    b"null", b"true", b"-1", b"1e9", b"0.5", b"NaN", b"9223372036854775808", b"1152921504606846975", b" ", b"\t",
+    b"\xf0\x9f\x92\xbe", b"\xff",
+)  # fmt: skip
+MANIFEST_WORDS = (
+    *HEADER_WORDS, b'"catalog.keys"', b'"catalog.flat_start"', b'"checksums"', b'"file_bytes"', b'"block_bytes":"0"',
+    b'"block_bytes":"-1"', b'"world_size":"', b'"I8"', b'"U8"', b'"I64"', b'"F64"', b"\x7f" * 8, b"\xff" * 8, b"\x80",
+    (1 << 40).to_bytes(8, "little"), (1 << 62).to_bytes(8, "little"), b'["w"]', b'["../a"]', b'["complex128"]',
+)  # fmt: skip
+DATA_FILE_WORDS = (
+    *HEADER_WORDS, b'"shards":"', b'\\"flattened_range\\": ', b'\\"global_shape\\": [', b"null", b'"unique_id":"1"',
+    b'"world_size":"', b'"step":"', b'"format_version":"2"', b"[1, 1]",
+)  # fmt: skip
+PICKLE_WORDS = (
+    *(bytes([code]) for code in b"(N])}.tbaesuR\x81\x85\x86\x87\x88\x89\x93\x94KJMGhjqr"),
+    named(NEW, "Metadata") + b")\x81", named(NEW, "LocalTensorMetadata") + b")\x81",
+    named(OLD, "LocalTensorIndex") + b")\x81", named("numpy._core.multiarray", "scalar"),
+    named("numpy._core.numeric", "_frombuffer"), named("_codecs", "encode"), named("os", "system"), DTYPE,
+    array(b"K\x01\x85"), short("w"), short("global_offset"), short("flattened_range"), short("0_0.distcp"),
+    b"C\x04\0\0\0\0", b"]\x94", b"}\x94", b"h\x00", b"K\xff", b"J\xff\xff\xff\xff", b"\x8a\x10" + b"\x7f" * 16,
+    b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x95\0\0\0\0\0\0\0\0", b"X\xff\xff\xff\x7f", b"B\xff\xff\xff\xff",
+)  # fmt: skip

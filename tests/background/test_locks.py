@@ -1,0 +1,71 @@
+"""The right to save is the writer's from the moment a save is handed over, and is free when it is over, however."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.storage import open_backend
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.background.helpers import SOLO, Watch, kill, load, save, shards, stopped
+
+
+def assert_locked(path):
+    with pytest.raises(CheckpointError, match="another save is writing to"):
+        open_backend(path).lock()
+
+
+def assert_free(path):
+    open_backend(path).lock().release()
+
+
+def test_saves_that_wait_for_the_writer_have_their_locks(tmp_path, writers):
+    writer = writers(max_pending=2)
+    with stopped(writer):
+        handles = [save(tmp_path / name, 1, writer) for name in "ab"]
+        for name in "ab":
+            assert_locked(tmp_path / name)
+    for handle in handles:
+        handle.result()
+    for name in "ab":
+        assert_free(tmp_path / name)
+
+
+def test_a_lock_that_the_writer_did_not_live_to_take_over_is_free(tmp_path, writers):
+    writer = writers()
+    with stopped(writer) as pid:
+        handle = save(tmp_path, 1, writer)
+        kill(pid)
+    with pytest.raises(CheckpointError, match="was killed by signal 9"):
+        handle.result()
+    assert_free(tmp_path)
+
+
+def test_a_lock_that_the_writer_dies_with_is_free(tmp_path, writers):
+    """The writer of the coordinator has it while it waits for another rank, which never comes."""
+    pair = [writers(), writers()]
+    with stopped(pair[1]), Watch(tmp_path, Watch.MOVED_TO) as watch:
+        handles = SimulatedWorld(2).run(
+            lambda comm: save_state_dict(shards(comm.position, 2, 1), tmp_path, comm, async_save=pair[comm.position])
+        )
+        watch.wait_for("0_0.part")
+        assert_locked(tmp_path)
+        kill(pair[0].pid)
+    for handle in handles:
+        with pytest.raises(CheckpointError, match="was killed by signal 9"):
+            handle.result()
+    assert_free(tmp_path)
+
+
+def test_a_save_that_is_refused_before_it_is_handed_over_leaves_no_lock(tmp_path, writers):
+    # A hole: rows 0 and 1 of 4. That is found out after the lock was taken.
+    part = np.zeros((2, 3), dtype=np.float32)
+    state = {"w": ShardedWeight("w", part, (2, 3), (4, 3), (0, 0))}
+    with pytest.raises(CheckpointError, match="no rank holds"):
+        save_state_dict(state, tmp_path, SOLO, async_save=writers())
+    assert_free(tmp_path)
+    save(tmp_path, 1)
+    assert load(tmp_path) == 1

@@ -1,0 +1,145 @@
+"""The writer process itself, without a BackgroundWriter: what it says, and what it does when the storage fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from paddle_flexckpt.background import priority
+from paddle_flexckpt.background.job import WriteJob
+from paddle_flexckpt.background.protocol import Channel
+from paddle_flexckpt.background.settlement import Settlement
+from paddle_flexckpt.background.staging import Segment
+from paddle_flexckpt.background.worker import carry_out
+from paddle_flexckpt.catalog.failures import Failure
+from paddle_flexckpt.storage import CheckpointDirectory
+from paddle_flexckpt.storage.local import LocalBackend
+from tests.background.helpers import PATIENCE_SECONDS, load, state
+from tests.storage.samples import items_of, whole
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def job_of(path, version=1, rank=0, ranks=(0,), timeout=5.0, backend=None):
+    """A rank's job, its directory, and its data."""
+    directory = CheckpointDirectory(backend or str(path))
+    ticket = directory.open_save(None, len(ranks))
+    arrays = state(version)
+    items = items_of([whole(key, str(a.dtype), a.shape, rank) for key, a in arrays.items()], ticket.data_file(rank))
+    data = b"".join(arrays[items.key_name(row)].tobytes() for row in range(len(items)))
+    storage = LocalBackend(str(path)).describe()
+    job = WriteJob(str(path), storage, None, ticket, items, rank, tuple(ranks), min(ranks), 7, timeout)
+    return job, directory, data
+
+
+def test_a_job_survives_its_way(tmp_path):
+    job, _, _ = job_of(tmp_path, rank=3, ranks=(3, 5))
+    back = WriteJob.decode(job.encode())
+    assert {**vars(back), "items": None} == {**vars(job), "items": None}
+    for name, column in job.items.to_arrays().items():
+        assert (back.items.to_arrays()[name] == column).all(), name
+
+
+def serve(code, jobs):
+    """What a writer process says about jobs, one after the other, and its exit status."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, str(theirs.fileno())], cwd=ROOT, pass_fds=(theirs.fileno(),)
+        )
+    channel = Channel(ours)
+    segment = Segment.create(0)
+    said = []
+    for number, (job, data) in enumerate(jobs):
+        text = job.encode()
+        segment.grow(len(data) + len(text))
+        segment.fill(0, data)
+        segment.fill(len(data), text)
+        descriptors = {"segment": segment.descriptor} if number == 0 else {}
+        message = {"save": number, "segment": 0, "data_bytes": len(data), "job_bytes": len(text)}
+        channel.send({**message, "descriptors": list(descriptors)}, list(descriptors.values()))
+        assert channel.receive()[0] == {"save": number, "begun": True}
+        said.append(channel.receive()[0])
+    channel.end()
+    status = process.wait(PATIENCE_SECONDS)
+    channel.close()
+    segment.close()
+    return said, status
+
+
+def test_the_first_outcome_says_which_priority_was_refused(tmp_path):
+    code = """
+import platform, sys
+platform.machine = lambda: "abacus"
+from paddle_flexckpt.background.worker import main
+main(int(sys.argv[1]), 1, "idle")
+assert not {"paddle", "torch"} & set(sys.modules)
+"""
+    (first, second), status = serve(code, [job_of(tmp_path / str(i), i)[::2] for i in (1, 2)])
+    assert status == 0
+    assert first["warnings"] == [
+        "the background writer keeps its I/O priority: 'idle' was refused (not known how on abacus)"
+    ]
+    assert second["warnings"] == []
+    assert (first["failure"], second["failure"], first["save"], second["save"]) == (None, None, 0, 1)
+    assert [load(tmp_path / str(i)) for i in (1, 2)] == [1, 2]
+
+
+def test_a_priority_that_the_kernel_refuses_is_told(monkeypatch):
+    def refuse(_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "nice", refuse)
+    monkeypatch.setattr(priority, "_IOPRIO", {"idle": 7 << 13})  # no such class
+    assert priority.lower_priority(10, "idle") == [
+        "the background writer keeps its CPU priority: nice(10) was refused ([Errno 1] Operation not permitted)",
+        "the background writer keeps its I/O priority: 'idle' was refused (Invalid argument)",
+    ]
+
+
+def test_leftovers_that_cannot_be_removed_are_a_warning_on_a_checkpoint_that_is_there(tmp_path):
+    class Sticky(LocalBackend):
+        def remove(self, name):
+            raise OSError(errno.EPERM, "sticky", name)
+
+    job, directory, data = job_of(tmp_path, backend=Sticky(str(tmp_path)))
+    outcome = carry_out(job, directory, np.frombuffer(data, dtype=np.uint8))
+    assert outcome["failure"] is None
+    (warning,) = outcome["warnings"]
+    assert "is complete, but files that it does not need could not be removed: [Errno 1] sticky" in warning
+    assert load(tmp_path) == 1
+
+
+def test_a_commit_that_fails_is_the_outcome_on_every_rank(tmp_path):
+    class Unpublished(LocalBackend):
+        def publish(self, name, data):
+            raise OSError(errno.EIO, "injected", name)
+
+    job, directory, data = job_of(tmp_path, backend=Unpublished(str(tmp_path)))
+    failure = Failure.from_dict(carry_out(job, directory, np.frombuffer(data, dtype=np.uint8))["failure"])
+    assert failure.problems == ("[rank 0] OSError: [Errno 5] injected: '0.manifest'",)
+    # And that is what another rank would find.
+    other = Settlement(WriteJob(**{**vars(job), "rank": 1, "ranks": (0, 1)}), CheckpointDirectory(str(tmp_path)))
+    assert other.settle(None) == failure
+    assert directory.list_ids() == []
+
+
+def test_storage_that_cannot_be_looked_at_is_an_outcome_too(tmp_path):
+    class Blind(LocalBackend):
+        def names(self):
+            raise OSError(errno.ESTALE, "Stale file handle")
+
+    job, directory, _ = job_of(tmp_path)
+    blind = CheckpointDirectory(Blind(str(tmp_path)))
+    for rank, coordinator in ((0, 0), (1, 0)):
+        mine = WriteJob(**{**vars(job), "rank": rank, "ranks": (0, 1), "coordinator": coordinator})
+        failure = Settlement(mine, blind).settle(None)
+        assert failure is not None
+        assert failure.problems[0].startswith(f"[rank {rank}] it is not known what became of the save: OSError(")
+    assert set(directory.progress(job.ticket, (0, 1))[1]) == {0, 1}, "each has told the others"

@@ -1,0 +1,69 @@
+"""Failures: an error keeps its class and text on its way to another rank or process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paddle_flexckpt.aoa import AoaError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Problem, UnsafePickleError, ValidationError
+from paddle_flexckpt.catalog.failures import Failure, combine
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        CheckpointError("it failed"),
+        CorruptCheckpointError("damaged"),
+        UnsafePickleError("os.system"),
+        ValidationError(["one", Problem("two", key="w", rank=1)]),
+        AoaError(["column 3"]),
+    ],
+)
+def test_an_error_of_this_library_keeps_class_and_text(error):
+    back = Failure.decode(Failure.of(error).encode()).error()
+    assert (type(back), str(back)) == (type(error), str(error))
+
+
+def test_another_error_becomes_a_checkpoint_error_that_names_its_class():
+    back = Failure.decode(Failure.of(OSError(28, "No space left on device")).encode()).error("cannot save")
+    assert type(back) is CheckpointError
+    assert str(back) == "cannot save: OSError: [Errno 28] No space left on device"
+
+
+def test_a_class_that_others_do_not_know_travels_as_the_nearest_that_they_do():
+    class OwnError(CorruptCheckpointError):
+        pass
+
+    class OwnProblem(ValidationError):
+        pass
+
+    assert Failure.of(OwnError("x")).kind == "CorruptCheckpointError"
+    assert Failure.of(OwnProblem(["x", "y"])) == Failure("ValidationError", ("x", "y"))
+    assert type(Failure("NoSuchError", ("x",)).error()) is CheckpointError
+
+
+def test_other_entries_of_the_json_do_not_matter():
+    text = json.dumps({"rank": 3, **Failure("ValidationError", ("x",)).as_dict()})
+    assert Failure.from_dict(json.loads(text)) == Failure("ValidationError", ("x",))
+    with pytest.raises(KeyError):
+        Failure.from_dict({"rank": 3})
+
+
+def test_the_failures_of_ranks_are_told_once_each_with_their_ranks():
+    same, other = Failure("ValidationError", ("same",)), Failure("ValidationError", ("same", "other"))
+    assert combine([(0, same), (4, other)]) == Failure("ValidationError", ("[rank 0, 4] same", "[rank 4] other"))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "combined"),
+    [
+        (["AoaError", "AoaError"], "AoaError"),
+        (["AoaError", "ValidationError"], "ValidationError"),
+        (["ValidationError", "CorruptCheckpointError"], "CorruptCheckpointError"),
+        (["CorruptCheckpointError", "CheckpointError"], "CheckpointError"),
+    ],
+)
+def test_kinds_are_combined(kinds, combined):
+    assert combine([(rank, Failure(kind, ("x",))) for rank, kind in enumerate(kinds)]).kind == combined

@@ -1,0 +1,237 @@
+"""Takes a scenario to a point, looks at what is there, and saves again."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paddle_flexckpt.runtime.communicator import Communicator
+from paddle_flexckpt.storage import CheckpointDirectory
+from tests.crash.file_system import Call, Fault, FileSystem
+from tests.crash.job import Job
+from tests.crash.scenario import Scenario, State, read_version, run
+
+# Contents of a file, or None for a directory, by path below the root.
+Tree = dict[str, "bytes | None"]
+AGAIN = 1000
+
+
+class Violation(AssertionError):
+    """A reader found what it must not, or a later save did not go well."""
+
+
+def read_tree(root: str) -> Tree:
+    """All that is beneath a directory."""
+    tree: Tree = {}
+    for folder, folders, files in os.walk(root):
+        below = os.path.relpath(folder, root)
+        for name in folders:
+            tree[os.path.normpath(os.path.join(below, name))] = None
+        for name in files:
+            with open(os.path.join(folder, name), "rb") as stream:
+                tree[os.path.normpath(os.path.join(below, name))] = stream.read()
+    return tree
+
+
+def write_tree(root: str, tree: Tree) -> None:
+    """Makes a directory hold just that."""
+    shutil.rmtree(root, ignore_errors=True)
+    os.makedirs(root)
+    for path, content in sorted(tree.items()):
+        if content is None:
+            os.makedirs(os.path.join(root, path), exist_ok=True)
+        else:
+            with open(os.path.join(root, path), "wb") as stream:
+                stream.write(content)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What became of a scenario's steps.
+
+    Attributes:
+        outcomes: What each rank returned or raised.
+        calls: All calls that were made.
+        returns: For each acknowledged step, the number of calls until then.
+        struck: The call that met the fault.
+        failed: Calls that failed by the fault.
+        open_files: What living ranks left open.
+        warnings: What the library logged as warnings.
+    """
+
+    outcomes: list[Any]
+    calls: list[Call]
+    returns: list[int]
+    struck: Call | None
+    failed: list[Call]
+    open_files: list[str]
+    warnings: list[str]
+
+    @property
+    def errors(self) -> list[BaseException | None]:
+        """What each rank raised."""
+        return [outcome if isinstance(outcome, BaseException) else None for outcome in self.outcomes]
+
+
+class Bench:
+    """One scenario on one disk, taken to many points.
+
+    Attributes:
+        scenario: What is done.
+        root: The disk.
+        before: What is on it before.
+        orphans: Files that no marker and no manifest speaks of: a repair may need them, so saves leave them alone.
+    """
+
+    def __init__(self, scenario: Scenario, root: str) -> None:
+        """Args: scenario: what is done. root: a directory for it, which is emptied."""
+        self.scenario = scenario
+        self.root = os.path.realpath(root)
+        write_tree(self.root, {})
+        scenario.prepare(self.root)
+        self.before = read_tree(self.root)
+        self.orphans = set() if any(name.endswith(".saving") for name in self.before) else self.unused()
+
+    def act(self, fault: Fault | None = None, seed: int | None = None, salt: int = 0) -> Run:
+        """The scenario's steps, from its disk before."""
+        write_tree(self.root, self.before)
+        job = Job(self.scenario.ranks, seed)
+        with FileSystem(self.root, job, fault, salt) as files, _warnings() as warnings:
+            outcomes = job.run(lambda comm: self.scenario.act(files.acknowledge, self.root, comm))
+        return Run(outcomes, files.calls, files.returns, files.struck, files.failed, files.open_files(), warnings)
+
+    def record(self, seed: int | None = None) -> Run:
+        """The steps without a fault.
+
+        Raises:
+            Violation: They do not do what the scenario says.
+        """
+        done = self.act(seed=seed)
+        if any(done.errors):
+            raise Violation(f"{self.scenario.name}: without a fault: {done.errors}")
+        self.check(len(self.scenario.steps), 0, "without a fault")
+        return done
+
+    def observe(self) -> dict[str, int]:
+        """Every checkpoint that a reader finds.
+
+        Raises:
+            Violation: One is not whole.
+        """
+        found = {}
+        for folder, _, _ in os.walk(self.root):
+            directory = CheckpointDirectory(folder)
+            for unique_id in directory.list_ids():
+                name = os.path.normpath(f"{os.path.relpath(folder, self.root)}/{unique_id}")
+                found[name] = self._read(folder, unique_id)
+            if directory.list_ids() and directory.read_manifest().unique_id != directory.list_ids()[-1]:
+                raise Violation(f"the id that is read without being given is not the highest of {found}")
+        return found
+
+    def _read(self, folder: str, unique_id: int) -> int:
+        try:
+            return read_version(folder, unique_id, self.scenario.large)
+        except (AssertionError, Exception) as error:
+            raise Violation(f"{folder} id {unique_id} is not whole: {error!r}: {sorted(read_tree(folder))}") from error
+
+    def check(self, done: int, turn: int, where: str) -> dict[str, int]:
+        """Looks at the disk as it is, then saves again.
+
+        Args:
+            done: Steps that have been acknowledged.
+            turn: Which kind of save follows.
+            where: For errors.
+
+        Returns:
+            What was there.
+
+        Raises:
+            Violation: Something is not as it must be.
+        """
+        try:
+            found = self.observe()
+            allowed = self.scenario.allowed(done)
+            if found not in allowed:
+                raise Violation(f"a reader finds {found}; allowed are {allowed}")
+            self._save_again(found, turn)
+        except Violation as error:
+            raise Violation(f"{self.scenario.name}, {where}: {error}") from error
+        return found
+
+    def _save_again(self, found: State, turn: int) -> None:
+        again = self.scenario.again[turn % len(self.scenario.again)]
+        before = sorted(read_tree(self.root))
+
+        def save(comm: Communicator) -> str:
+            return again(self.root, comm, AGAIN)
+
+        try:
+            names = run(self.scenario.ranks, save)
+        except Exception as error:
+            raise Violation(f"the next save: {error!r}, among {before}") from error
+        expected = {**found, names[0]: AGAIN}
+        now = self.observe()
+        if now != expected:
+            raise Violation(f"after the next save there is {now}; expected {expected}")
+        self._check_tidy(before)
+
+    def _check_tidy(self, before: list[str]) -> None:
+        """What no manifest names has gone with the next save."""
+        left = self.unused() - self.orphans
+        if left:
+            raise Violation(f"the next save left {sorted(left)} there, of {before}")
+
+    def unused(self) -> set[str]:
+        """Paths of files that no manifest names, besides the manifests, and of empty directories."""
+        found = set()
+        for folder, folders, names in os.walk(self.root):
+            directory = CheckpointDirectory(folder)
+            used = set()
+            for unique_id in directory.list_ids():
+                used |= {f"{unique_id}.manifest", *directory.read_manifest(unique_id).catalog.files}
+            below = os.path.relpath(folder, self.root)
+            left = set(names) - used if names or folders else {"."}
+            found |= {os.path.normpath(os.path.join(below, name)) for name in left}
+        return found
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """Texts of the library's warnings, which are not shown."""
+    texts: list[str] = []
+    logger = logging.getLogger("paddle_flexckpt")
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    propagate, logger.propagate = logger.propagate, False
+    try:
+        yield texts
+    finally:
+        logger.propagate = propagate
+        logger.removeHandler(handler)
+
+
+def after_dead(base: Scenario, at: int, root: str) -> Scenario:
+    """A scenario of one step, after an earlier attempt at it died before call ``at``.
+
+    Raises:
+        Violation: The second attempt does not go well.
+    """
+    bench = Bench(base, root)
+    died = bench.act(Fault(at, "job"), salt=1)
+    tree, found = read_tree(bench.root), bench.observe()
+    name = f"{base.name}, after one that died at call {at} ({died.struck})"
+    second = Bench(replace(base, name=name, prepare=lambda root: write_tree(root, tree)), root)
+    errors = second.act().errors
+    after = second.observe()
+    # An id that the dead save took is not taken again where the id is chosen.
+    (version,) = set(base.states[1].values()) - set(base.states[0].values())
+    expected = [base.states[1], *({**found, name: version} for name in after.keys() - found.keys())]
+    if any(errors) or after not in expected:
+        raise Violation(f"{name}: {errors}; before {found}, after {after}")
+    return replace(second.scenario, states=(found, after))

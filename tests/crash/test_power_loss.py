@@ -1,0 +1,175 @@
+"""Power that goes: a seeded part of the disks that it may leave, and the model of what those are."""
+
+from __future__ import annotations
+
+import os
+from random import Random
+
+import pytest
+
+from paddle_flexckpt.background.settlement import Settlement
+from paddle_flexckpt.storage import local
+from paddle_flexckpt.storage.local import LocalBackend, LocalOutputFile
+from tests.crash import explore
+from tests.crash.explore import losses, power_losses
+from tests.crash.file_system import FileSystem
+from tests.crash.harness import read_tree, write_tree
+from tests.crash.job import Job
+from tests.crash.power_loss import Disk
+from tests.crash.scenarios import SCENARIOS, find
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.name)
+def test_old_or_new_and_a_next_save(bench, scenario):
+    found = losses(bench(scenario), seed=1, limit=4 if scenario.large else 8, count=2 if scenario.large else 4)
+    assert not found.violations, "\n".join(found.violations)
+    assert found.points >= 1
+
+
+def test_a_checkpoint_that_was_reported_stays(bench):
+    """Right after the save has returned all that may be lost is of no use to a reader."""
+    bench = bench(find("fresh, 2 ranks"))
+    count = 0
+    for _, done, tree in power_losses(bench, None, 64):
+        if done == 1:
+            write_tree(bench.root, tree)
+            assert bench.observe() == bench.scenario.states[1]
+            count += 1
+    assert count >= 1
+
+
+def _no_data(monkeypatch):
+    monkeypatch.setattr(LocalOutputFile, "finish", _finish_without_fsync)
+
+
+def _finish_without_fsync(file):
+    file._close()
+    if file._path != file._final:
+        os.rename(file._path, file._final)
+
+
+def _no_directory(monkeypatch):
+    monkeypatch.setattr(local, "sync_directory", lambda path: None)
+
+
+def _no_directory_above(monkeypatch):
+    monkeypatch.setattr(LocalBackend, "prepare", lambda self: os.makedirs(self.path, exist_ok=True))
+
+
+def _directory_once(monkeypatch):
+    """Data files' names are made durable together with the manifest's."""
+    publish = LocalBackend.publish
+
+    def once(self, name, data):
+        with monkeypatch.context() as patch:
+            calls = []
+            sync = self.sync
+            patch.setattr(self, "sync", lambda: calls.append(0) if not calls else sync())
+            publish(self, name, data)
+
+    monkeypatch.setattr(LocalBackend, "publish", once)
+
+
+def test_a_writer_that_takes_the_manifest_for_durable_is_found_out(bench, monkeypatch):
+    """A rank that sees the manifest of an asynchronous save says so at once: before the coordinator's fsync, maybe."""
+    monkeypatch.setattr(explore, "ENOUGH", 1)
+    monkeypatch.setattr(Settlement, "_committed", lambda self: None)
+    assert losses(bench(find("asynchronous: overwrite, 2 ranks")), seed=1, limit=8).violations
+
+
+@pytest.mark.parametrize("fault", [_no_data, _no_directory, _no_directory_above, _directory_once])
+def test_a_save_without_its_precautions_is_found_out(bench, monkeypatch, fault):
+    monkeypatch.setattr(explore, "ENOUGH", 1)
+    bench = bench(find("fresh, 2 ranks"))
+    fault(monkeypatch)
+    assert losses(bench, limit=8).violations
+
+
+class Recorded:
+    """A few calls on files, and the disks after a loss of power."""
+
+    def __init__(self, root: str, tree: dict, work) -> None:
+        write_tree(root, tree)
+        with FileSystem(root, Job(1)) as files:
+            work(root)
+        self.disk = Disk(tree)
+        for call in files.calls:
+            self.disk.apply(call)
+        assert self.disk.tree() == read_tree(root)
+
+    def states(self) -> list[dict]:
+        found = []
+        for tree in self.disk.states(Random(0), 1000):
+            if tree not in found:
+                found.append(tree)
+        return found
+
+
+def write(path: str, data: bytes, *, sync: bool, flags: int = os.O_CREAT | os.O_EXCL) -> None:
+    descriptor = os.open(path, os.O_WRONLY | flags)
+    assert os.write(descriptor, data) == len(data)
+    if sync:
+        os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def test_a_synced_file_without_its_name_may_be_lost(tmp_path):
+    root = str(tmp_path / "r")
+    states = Recorded(root, {}, lambda root: write(f"{root}/a", b"new", sync=True)).states()
+    assert states == [{}, {"a": b"new"}]
+
+
+def test_a_synced_name_may_be_of_an_empty_file_or_a_part(tmp_path):
+    def work(root):
+        write(f"{root}/a", bytes(range(256)) * 4, sync=False)
+        local.sync_directory(root)
+
+    states = Recorded(str(tmp_path / "r"), {}, work).states()
+    contents = [tree["a"] for tree in states]
+    assert {b"", bytes(1024), bytes(range(256)) * 4} < set(contents)
+    assert len(contents) >= 4
+    assert any(0 < len(content) < 1024 for content in contents)
+
+
+def test_a_rename_is_atomic_and_may_come_before_what_was_done_earlier(tmp_path):
+    def work(root):
+        write(f"{root}/a.tmp", b"new", sync=True, flags=os.O_CREAT)
+        os.rename(f"{root}/a.tmp", f"{root}/a")
+        os.unlink(f"{root}/b")
+
+    states = Recorded(str(tmp_path / "r"), {"a": b"old", "b": b"b"}, work).states()
+    old, new = ({"a": content} for content in (b"old", b"new"))
+    b, left = {"b": b"b"}, {"a.tmp": b"new"}
+    expected = [{**a, **x} for a in (old, new) for x in ({}, b)] + [{**old, **left, **x} for x in ({}, b)]
+    assert sorted(map(sorted, map(dict.items, states))) == sorted(map(sorted, map(dict.items, expected)))
+
+
+def test_all_is_kept_that_was_synced(tmp_path):
+    def work(root):
+        os.mkdir(f"{root}/d")
+        local.sync_directory(root)
+        write(f"{root}/d/a", b"new", sync=True)
+        local.sync_directory(f"{root}/d")
+
+    assert Recorded(str(tmp_path / "r"), {}, work).states() == [{"d": None, "d/a": b"new"}]
+
+
+def test_a_directory_may_be_lost_with_all_that_was_synced_in_it(tmp_path):
+    def work(root):
+        os.mkdir(f"{root}/d")
+        write(f"{root}/d/a", b"new", sync=True)
+        local.sync_directory(f"{root}/d")
+
+    assert Recorded(str(tmp_path / "r"), {}, work).states() == [{}, {"d": None, "d/a": b"new"}]
+
+
+def test_bytes_of_a_file_in_place_are_old_or_new_by_sector(tmp_path):
+    old, new = b"o" * 2048, b"n" * 1024
+
+    def work(root):
+        write(f"{root}/a", new, sync=False, flags=0)
+
+    contents = [tree["a"] for tree in Recorded(str(tmp_path / "r"), {"a": old}, work).states()]
+    assert contents[0] == old
+    assert new + old[1024:] in contents
+    assert all(content[1024:] == old[1024:] or len(content) < 2048 for content in contents)

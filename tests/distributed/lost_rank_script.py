@@ -1,0 +1,41 @@
+"""One rank of a job in which a rank is killed while it saves. Started by test_lost_rank."""
+
+import os
+import signal
+import sys
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+
+import paddle_flexckpt as fc
+
+directory, transport, victim, point = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+if transport == "mesh":
+    from paddle_flexckpt.testing import cpu_world
+
+    cpu_world.install()
+dist.init_parallel_env()
+rank, size = dist.get_rank(), dist.get_world_size()
+
+
+def state(version):
+    rows = np.arange(40, dtype="float32").reshape(4, 10) + 100 * version + 1000 * rank
+    return {"w": fc.ShardedWeight("w", paddle.to_tensor(rows), (4, 10), (4 * size, 10), (4 * rank, 0))}
+
+
+fc.save_state_dict(state(1), directory, unique_id=0)
+if rank == victim:
+    real = getattr(os, point)
+
+    def die(*args, **kwargs):
+        os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    setattr(os, point, die)
+try:
+    fc.save_state_dict(state(2), directory, unique_id=0)
+except fc.CheckpointError as error:
+    print(f"{type(error).__name__} {error}", flush=True)
+    os._exit(3)  # an ordinary end would wait for the lost rank
+print("saved", flush=True)

@@ -1,0 +1,93 @@
+"""A rank that is killed while it saves: the others say which, and the checkpoint that was there is still there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("paddle")
+import paddle
+
+import paddle_flexckpt as fc
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).with_name("lost_rank_script.py")
+
+
+def run(tmp_path, transport: str, size: int, victim: int, point: str = "fsync") -> list[tuple[int, str]]:
+    """Exit code and last line of every rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ports = [port + 1 + rank for rank in range(size)]
+    base = {name: value for name, value in os.environ.items() if not name.startswith("PADDLE_")}
+    base.update(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", PADDLE_MASTER=f"127.0.0.1:{port}")
+    base.update(PADDLE_TRAINERS_NUM=str(size), PADDLE_DISTRI_BACKEND="gloo", MASTER_ADDR="127.0.0.1")
+    base.update(MASTER_PORT=str(port), PADDLE_TRAINER_ENDPOINTS=",".join(f"127.0.0.1:{p}" for p in ports))
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "c"), transport, str(victim), point]
+    started = [
+        subprocess.Popen(
+            command,
+            env={**base, "PADDLE_TRAINER_ID": str(rank), "PADDLE_CURRENT_ENDPOINT": f"127.0.0.1:{ports[rank]}"},
+            stdout=subprocess.PIPE,
+            stderr=(tmp_path / f"stderr.{rank}").open("w"),
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=90)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, (output.splitlines() or [""])[-1]) for process, output in zip(started, outputs)]
+
+
+def values(path, size: int) -> paddle.Tensor:
+    whole = fc.load_merged_state_dict(path)["w"].numpy()
+    return [int(whole[4 * rank, 0]) for rank in range(size)]
+
+
+@pytest.mark.parametrize(
+    ("transport", "size", "victim"),
+    [("gloo", 2, 1), ("mesh", 3, 2), ("gloo", 2, 0)],
+    ids=["gloo", "three ranks", "the rank with the store"],
+)
+def test_a_killed_rank_is_named_by_all_others(tmp_path, transport, size, victim):
+    begin = time.monotonic()
+    ended = run(tmp_path, transport, size, victim)
+    assert ended[victim][0] == -signal.SIGKILL
+    survivors = [each for rank, each in enumerate(ended) if rank != victim]
+    assert {code for code, _ in survivors} == {3}, ended
+    texts = {line for _, line in survivors}
+    assert len(texts) == 1, texts
+    (text,) = texts
+    assert text.startswith(f"LostRankError cannot save to {str(tmp_path / 'c')!r}: rank {victim}")
+    assert "is lost" in text
+    assert "Remedy" in text
+    # A process that has gone is known at once, a lost store after 30 s; the start of the job is in this too.
+    assert time.monotonic() - begin < 60
+    assert values(tmp_path / "c", size) == [100 + 1000 * rank for rank in range(size)]
+    # The next job saves, and what the dead save left is gone.
+    assert [code for code, _ in run(tmp_path, transport, size, victim=-1)] == [0] * size
+    assert values(tmp_path / "c", size) == [200 + 1000 * rank for rank in range(size)]
+    assert sorted(name.partition(".")[0] for name in os.listdir(tmp_path / "c")) == sorted(
+        ["0", *(f"{rank}_0" for rank in range(size))]
+    )
+
+
+def test_a_coordinator_killed_right_after_its_commit_has_committed(tmp_path):
+    ended = run(tmp_path, "gloo", 2, 0, point="unlink")
+    assert ended[0][0] == -signal.SIGKILL
+    assert ended[1][1].startswith("LostRankError")
+    assert values(tmp_path / "c", 2) == [200, 1200]
+    assert [code for code, _ in run(tmp_path, "gloo", 2, victim=-1)] == [0, 0]

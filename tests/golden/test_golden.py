@@ -1,0 +1,104 @@
+"""Checkpoints of every released version of the format load, for ever, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.execution.verification import repair_manifest, verify_checkpoint
+from paddle_flexckpt.execution.whole_tensors import iterate_tensors
+from paddle_flexckpt.runtime.loader import load_state_dict
+from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.storage import CheckpointDirectory, list_checkpoints
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.golden.make import DTYPES_AND_SHAPES, HERE, SHARDED, value_of
+
+VERSIONS = ["v1"]
+CHECKPOINTS = {"sharded": (4, None, 2), "replaced": (0, 2, 2), "replicas": (0, 9, 2), "dtypes": (0, None, 1)}
+
+
+def tensors_of(name: str):
+    return DTYPES_AND_SHAPES if name == "dtypes" else SHARDED
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_every_tensor_is_what_it_was(version, name):
+    directory = CheckpointDirectory(HERE / version / name)
+    manifest = directory.read_manifest()
+    assert (manifest.unique_id, manifest.step, manifest.world_size) == CHECKPOINTS[name]
+    digests = json.loads((HERE / version / "expected.json").read_text())
+    found = dict(iterate_tensors(directory.backend, manifest, verify="full"))
+    assert found.keys() == tensors_of(name).keys()
+    for key, array in found.items():
+        dtype, shape = tensors_of(name)[key]
+        assert array.shape == shape
+        assert array.tobytes() == value_of(key, dtype, shape).tobytes()
+        assert hashlib.sha256(array.tobytes()).hexdigest() == digests[key]
+    report = verify_checkpoint(directory.backend)
+    assert report.ok, report.problems
+    assert report.bytes_verified == report.total_bytes > 0
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", ["sharded", "replaced", "replicas"])
+def test_another_layout(version, name):
+    """Three ranks, cut by rows where the save cut by columns, and the other way round."""
+    cuts = {"model.embed.weight": 1, "model.out.weight": 0}
+
+    def job(comm):
+        state = {}
+        for key, (dtype, shape) in SHARDED.items():
+            axis = cuts.get(key)
+            box, offset = list(shape), [0] * len(shape)
+            if axis is not None:
+                box[axis] = shape[axis] // 3 + (comm.position < shape[axis] % 3)
+                offset[axis] = comm.position * (shape[axis] // 3) + min(comm.position, shape[axis] % 3)
+            part = value_of(key, dtype, shape)[tuple(slice(o, o + n) for o, n in zip(offset, box))]
+            target = np.zeros(box, dtype=part.dtype)
+            state[key] = (ShardedWeight("", target, tuple(box), shape, tuple(offset)), part)
+        load_state_dict({key: shard for key, (shard, _) in state.items()}, HERE / version / name, comm, strict=True)
+        return all(shard.local_tensor.tobytes() == part.tobytes() for shard, part in state.values())
+
+    assert SimulatedWorld(3).run(job) == [True] * 3
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_list(version):
+    found = {os.path.basename(info.path): info for info in list_checkpoints(HERE / version)}
+    expected = {**CHECKPOINTS, "extra_state": (0, 3, 1)}
+    assert {name: (i.unique_id, i.step, i.world_size) for name, i in found.items()} == expected
+    assert all(info.complete for info in found.values())
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_lost_manifest_is_rebuilt(version, tmp_path):
+    source = HERE / version / "sharded"
+    for file in source.iterdir():
+        if file.suffix != ".manifest":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    repair_manifest(tmp_path, 4)
+    assert verify_checkpoint(tmp_path).ok
+    again, was = (CheckpointDirectory(path).read_manifest(4) for path in (tmp_path, source))
+    assert again.checksums.values.tolist() == was.checksums.values.tolist()
+    assert again.save_token == was.save_token
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_extra_state(version):
+    paddle = pytest.importorskip("paddle")
+    from paddle_flexckpt import load_extra_state, restore_extra_state
+
+    scheduler = paddle.optimizer.lr.StepDecay(0.5, step_size=2, gamma=0.25)
+    state = load_extra_state(HERE / version / "extra_state")
+    report = restore_extra_state(state, scheduler, rng=False)
+    assert (report.step, report.dataloader) == (3, {"epoch": 1, "seen": [4, 5]})
+    assert report.more["ema"].tolist() == [0, 1, 2]
+    assert (report.more["tokens"], report.more["note"]) == (10**12, "é")
+    assert (scheduler.last_epoch, scheduler.last_lr) == (3, 0.125)
+    assert report.not_restored == {}
+    assert sorted(report.restored) == ["dataloader", "lr_scheduler"]

@@ -1,0 +1,173 @@
+"""The manager's saves in the background: when they are complete, and who is told that one has failed.
+
+The writer process is stopped where a save must not be complete yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+
+pytest.importorskip("paddle")
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.runtime.communicator import SoloCommunicator
+from tests.manager.samples import directory_of, empty, files_of, manager_of, restore, save, tree
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory):
+    with fc.BackgroundWriter(nice=0) as made:
+        # Its process is there from now on.
+        path = tmp_path_factory.mktemp("first")
+        fc.save_state_dict({"w": np.zeros(1)}, path, SoloCommunicator(), async_save=made).result(60)
+        yield made
+
+
+@pytest.fixture
+def stopped(writer):
+    """A context in which the writer process does nothing."""
+
+    @contextlib.contextmanager
+    def stop():
+        os.kill(writer.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(writer.pid, signal.SIGCONT)
+
+    return stop
+
+
+def fail(root, stopped, manager, step: int) -> fc.SaveHandle:
+    """A save in the background that fails: its directory goes away."""
+    with stopped():
+        handle = save(manager, step)
+        shutil.rmtree(directory_of(root, step))
+    assert handle.wait(60)
+    return handle
+
+
+def test_a_checkpoint_is_there_when_its_save_is_complete(tmp_path, writer, stopped):
+    manager = manager_of(tmp_path, async_save=writer, keep=fc.KeepLatest(1))
+    save(manager, 1, blocking=True)
+    with stopped():
+        handle = save(manager, 2)
+        assert isinstance(handle, fc.SaveHandle)
+        assert not manager.should_save(2)
+        assert manager.all_steps() == [1]
+    report = handle.result(60)
+    assert (report.path, report.unique_id) == (str(directory_of(tmp_path, 2)), 0)
+    assert manager.all_steps() == [1, 2]
+    manager.wait()
+    assert tree(tmp_path) == files_of(2)
+    assert restore(manager)[:2] == (2, 2)
+
+
+def test_what_was_kept_for_a_save_goes_at_the_next_save(tmp_path, writer):
+    manager = manager_of(tmp_path, async_save=writer, keep=fc.KeepLatest(1))
+    for step in (1, 2, 3):
+        save(manager, step).wait(60)
+    assert manager.all_steps()[-2:] == [2, 3]
+    save(manager, 4, blocking=True)
+    assert tree(tmp_path) == files_of(4)
+
+
+def test_blocking_is_a_matter_of_each_save(tmp_path, writer):
+    manager = manager_of(tmp_path)
+    assert isinstance(save(manager, 1), fc.SaveReport)
+    handle = save(manager, 2, blocking=False)
+    assert isinstance(handle, fc.SaveHandle)
+    manager.close()
+    assert handle.done()
+    manager = manager_of(tmp_path, async_save=writer)
+    assert isinstance(save(manager, 3, blocking=True), fc.SaveReport)
+    assert manager.all_steps() == [1, 2, 3]
+
+
+def test_leaving_the_context_waits(tmp_path, writer):
+    with manager_of(tmp_path, async_save=writer) as manager:
+        handle = save(manager, 1)
+    assert handle.done()
+    assert restore(manager_of(tmp_path))[:2] == (1, 1)
+
+
+def test_an_error_in_the_loop_does_not_stop_the_save(tmp_path, writer, stopped):
+    with stopped():
+        with pytest.raises(ZeroDivisionError), manager_of(tmp_path, async_save=writer) as manager:
+            handle = save(manager, 1)
+            1 / 0  # noqa: B018
+        assert not handle.done()
+    assert handle.result(60).keys == 4
+    assert restore(manager_of(tmp_path))[:2] == (1, 1)
+
+
+def test_restoring_waits_for_the_save(tmp_path, writer):
+    manager = manager_of(tmp_path, async_save=writer)
+    save(manager, 1)
+    assert restore(manager)[:2] == (1, 1)
+
+
+def test_a_step_that_is_being_saved(tmp_path, writer):
+    manager = manager_of(tmp_path, async_save=writer)
+    save(manager, 1, 10)
+    with pytest.raises(fc.ValidationError, match="there is a checkpoint of step 1"):
+        save(manager, 1, 11)
+    save(manager, 1, 12, overwrite=True)
+    save(manager, 1, 13, overwrite=True)
+    assert restore(manager, 1)[:2] == (1, 13)
+
+
+@pytest.mark.parametrize("call", ["save", "blocking save", "wait", "restore", "close"])
+def test_a_failure_is_an_error_of_the_next_call_and_only_of_that(tmp_path, writer, stopped, call):
+    manager = manager_of(tmp_path, async_save=writer)
+    save(manager, 1, blocking=True)
+    handle = fail(tmp_path, stopped, manager, 2)
+    calls = {
+        "save": lambda: save(manager, 3),
+        "blocking save": lambda: save(manager, 3, blocking=True),
+        "wait": manager.wait,
+        "restore": lambda: manager.restore(state=empty()),
+        "close": manager.close,
+    }
+    with pytest.raises(fc.CheckpointError, match="an earlier save failed: .*step_00000002"):
+        calls[call]()
+    assert handle.seen
+    if call == "close":
+        with pytest.raises(fc.ValidationError, match="has been closed"):
+            manager.wait()
+        manager = manager_of(tmp_path, async_save=writer)
+    assert manager.all_steps() == [1]
+    calls[call]()
+    save(manager, 2)
+    manager.wait()
+    assert restore(manager, 2)[:2] == (2, 2)
+
+
+def test_a_failure_that_was_seen_is_not_told_again(tmp_path, writer, stopped):
+    manager = manager_of(tmp_path, async_save=writer)
+    with pytest.raises(fc.CheckpointError):
+        fail(tmp_path, stopped, manager, 1).result()
+    save(manager, 2)
+    manager.close()
+    assert restore(manager_of(tmp_path))[:2] == (2, 2)
+
+
+def test_no_removal_that_fails_hides_a_save_on_its_way(tmp_path, writer, monkeypatch):
+    manager = manager_of(tmp_path, async_save=writer)
+    save(manager, 1, blocking=True)
+
+    def remove(self, step):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("paddle_flexckpt.manager.steps.StepDirectories._remove_dead_save", remove)
+    with pytest.raises(fc.CheckpointError, match="the checkpoint of step 2 is on its way, but .*Permission denied"):
+        save(manager, 2)
+    monkeypatch.undo()
+    manager.wait()
+    assert restore(manager)[:2] == (2, 2)

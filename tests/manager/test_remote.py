@@ -1,0 +1,77 @@
+"""The manager on stores without locks, directories and power losses, but with answers that do not come."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+pytest.importorskip("paddle")
+pytest.importorskip("fsspec")
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.manager.steps import StepDirectories
+from tests.manager.samples import files_of, manager_of, restore, save
+from tests.storage.test_remote import clock, disk_of, kind, location
+
+__all__ = ["clock", "kind"]  # fixtures: nobody waits, and a store of each kind
+
+
+def tree(backend) -> list[str]:
+    return sorted(path.partition("d/run/")[2] for path in disk_of(backend).files)
+
+
+def all_files_of(*steps: int) -> list[str]:
+    return sorted(name for step in steps for name in files_of(step))
+
+
+def test_a_run(kind, clock):
+    backend = location(kind)
+    keep = [fc.KeepLatest(1), fc.KeepBest(1)]
+    with manager_of(backend, keep=keep) as manager:
+        for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
+            save(manager, step, metrics={"loss": loss})
+    assert tree(backend) == all_files_of(2, 3)
+    with manager_of(backend, keep=keep) as manager:
+        assert restore(manager, "best")[:2] == (2, 2)
+        assert restore(manager)[:2] == (3, 3)
+        with pytest.raises(fc.ValidationError, match="there is a checkpoint of step 3"):
+            save(manager, 3)
+        save(manager, 4, metrics={"loss": 0.0})
+        assert [(info.step, info.complete) for info in manager.checkpoints()] == [(4, True)]
+    assert tree(backend) == files_of(4)
+
+
+def test_a_removal_that_is_interrupted_anywhere_is_carried_through(kind, clock):
+    backend = location(kind, retries=0)
+    with manager_of(backend) as manager:
+        for step in (1, 2, 3):
+            save(manager, step)
+    disk = disk_of(backend)
+    kept = copy.deepcopy(disk.files)
+    before = len(disk.calls)
+    StepDirectories(location(kind)).retain([fc.KeepLatest(2)], None, ())
+    count = len(disk.calls) - before
+    assert tree(backend) == all_files_of(2, 3)
+    seen = set()
+    for at in range(count):
+        disk.files.clear()
+        disk.files.update(copy.deepcopy(kept))
+        start = len(disk.calls)
+        disk.fate = lambda number, operation, path, first=start + at: OSError(5, f"injected: {operation} {path}") if (
+            number >= first
+        ) else None  # fmt: skip
+        with pytest.raises((fc.CheckpointError, OSError), match="injected"):
+            StepDirectories(location(kind, retries=0)).retain([fc.KeepLatest(2)], None, ())
+        where = disk.calls[start + at]
+        disk.fate = None
+        manager = manager_of(location(kind))
+        steps = manager.all_steps()
+        seen.add(tuple(steps))
+        assert steps in ([1, 2, 3], [2, 3]), where
+        if 1 in steps:
+            assert restore(manager, 1)[:2] == (1, 1), where
+        assert all(info.complete for info in manager.checkpoints()), where
+        StepDirectories(location(kind)).retain([fc.KeepLatest(2)], None, ())
+        assert tree(backend) == all_files_of(2, 3), where
+    assert seen == {(1, 2, 3), (2, 3)}

@@ -1,0 +1,214 @@
+"""Several ranks: what one of them finds out, all of them know."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("paddle")
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.manager.samples import directory_of
+from tests.storage.samples import flip
+
+ROWS = 12
+
+
+def shards(comm, step: int) -> dict[str, fc.ShardedWeight]:
+    """A tensor cut by rows, and a replicated one."""
+    rows = ROWS // comm.size
+    whole = np.arange(ROWS * 2, dtype="float32").reshape(ROWS, 2) + 1000 * step
+    part = whole[comm.position * rows : (comm.position + 1) * rows].copy()
+    return {
+        "w": fc.ShardedWeight("w", part, part.shape, whole.shape, (comm.position * rows, 0)),
+        "b": fc.ShardedWeight("b", whole[0].copy(), (2,), (2,), (0,)),
+    }
+
+
+def manager_of(comm, root, **options) -> fc.CheckpointManager:
+    return fc.CheckpointManager(root, process_group=comm, preemption_signals=(), **options)
+
+
+def save(manager, comm, step: int, **options):
+    return manager.save(step, state=shards(comm, step), rng=False, **options)
+
+
+def restore(manager, comm, step="latest", **options) -> tuple[int, list[int]]:
+    """The step, and those that were skipped."""
+    state = shards(comm, 0)
+    report = manager.restore(step, state=state, **options)
+    for key, shard in shards(comm, report.step).items():
+        assert (state[key].local_tensor == shard.local_tensor).all()
+    return report.step, sorted(report.skipped)
+
+
+def run(size, job):
+    return SimulatedWorld(size).run(job)
+
+
+def errors(size, job, kind=fc.ValidationError) -> str:
+    """The error that all ranks raise, with the same text."""
+    outcomes = SimulatedWorld(size).run_all(job)
+    assert {type(outcome) for outcome in outcomes} == {kind}, outcomes
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    return str(outcomes[0])
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Steps 1 to 3, saved by 3 ranks."""
+
+    def job(comm):
+        manager = manager_of(comm, tmp_path)
+        for step in (1, 2, 3):
+            save(manager, comm, step, metrics={"loss": abs(step - 2)})
+
+    run(3, job)
+    return tmp_path
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_saved_by_three_and_restored_by_any_number(three, size):
+    def job(comm):
+        manager = manager_of(comm, three, keep=fc.KeepBest(1))
+        found = [manager.all_steps(), manager.latest_step(), manager.best_step(), len(manager.checkpoints())]
+        return [*found, restore(manager, comm), restore(manager, comm, "best"), restore(manager, comm, 1)]
+
+    assert run(size, job) == [[[1, 2, 3], 3, 2, 3, (3, []), (2, []), (1, [])]] * size
+
+
+def test_metrics_that_differ_are_an_error_that_names_the_ranks(tmp_path):
+    def job(comm):
+        save(manager_of(comm, tmp_path), comm, 1, metrics={"loss": 1.5 + (comm.rank == 2), "same": 3})
+
+    text = errors(3, job)
+    assert "metrics: 'loss' differs between ranks (rank 0: 1.5, rank 1: 1.5, rank 2: 2.5). Remedy" in text
+    assert "same" not in text
+    assert os.listdir(tmp_path) == []
+
+
+def test_metrics_that_one_rank_lacks(tmp_path):
+    def job(comm):
+        save(manager_of(comm, tmp_path), comm, 1, metrics={"loss": 1.5} if comm.rank else None)
+
+    assert "(rank 0: none, rank 1: 1.5)" in errors(2, job)
+
+
+def test_ranks_that_disagree_are_told_so(three):
+    def save_another(comm):
+        save(manager_of(comm, three), comm, 4 + comm.rank)
+
+    def restore_another(comm):
+        restore(manager_of(comm, three), comm, 1 + comm.rank)
+
+    def fall_back_alone(comm):
+        restore(manager_of(comm, three), comm, fallback=comm.rank == 0)
+
+    def ask_for_another(comm):
+        manager_of(comm, three, save_when=fc.SaveInterval(1)).should_save(4 + comm.rank)
+
+    def keep_otherwise(comm):
+        manager_of(comm, three, keep=fc.KeepLatest(1 + comm.rank))
+
+    def watch_alone(comm):
+        # The others would not take part in the collective of should_save.
+        manager_of(comm, three, save_when=fc.SaveInterval(1) if comm.rank else fc.SaveEvery(1))
+
+    for job in (save_another, restore_another, fall_back_alone, ask_for_another, keep_otherwise, watch_alone):
+        assert "ranks disagree: " in errors(2, job), job
+    assert sorted(os.listdir(three)) == [directory_of(three, step).name for step in (1, 2, 3)]
+
+
+def test_what_one_rank_finds_wrong(three):
+    def bad_state(comm):
+        state = {"w": 3} if comm.rank == 1 else shards(comm, 4)
+        manager_of(comm, three).save(4, state=state)
+
+    def there_already(comm):
+        save(manager_of(comm, three), comm, 3)
+
+    def no_such_step(comm):
+        restore(manager_of(comm, three), comm, 7)
+
+    assert "[rank 1]" in errors(3, bad_state)
+    assert "[rank 0] there is a checkpoint of step 3" in errors(3, there_already)
+    assert "[rank 0] there is no complete checkpoint of step 7" in errors(3, no_such_step)
+
+
+def test_damage_that_one_rank_reads_makes_all_fall_back(three):
+    path = directory_of(three, 3) / "2_0.safetensors"
+    rows = np.arange(ROWS * 2, dtype="float32")[-ROWS * 2 // 3 :] + 3000
+    flip(path, path.read_bytes().index(rows.tobytes()))
+    outcomes = SimulatedWorld(3).run_all(lambda comm: restore(manager_of(comm, three), comm))
+    assert {type(outcome) for outcome in outcomes} == {fc.CorruptCheckpointError}
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    assert run(3, lambda comm: restore(manager_of(comm, three), comm, fallback=True)) == [(2, [3])] * 3
+
+
+def test_a_removal_that_fails_is_an_error_on_all_ranks(three, monkeypatch):
+    def remove(self, step):
+        raise OSError(5, "Input/output error", str(step))
+
+    monkeypatch.setattr("paddle_flexckpt.manager.steps.StepDirectories._remove", remove)
+    text = errors(2, lambda comm: save(manager_of(comm, three, keep=fc.KeepLatest(1)), comm, 4), fc.CheckpointError)
+    assert "the checkpoint of step 4 is complete, but " in text
+    assert "[rank 0] OSError: [Errno 5] Input/output error: '1'; OSError" in text
+    monkeypatch.undo()
+    assert run(2, lambda comm: restore(manager_of(comm, three), comm)) == [(4, [])] * 2
+
+
+def test_the_coordinators_clock_decides(tmp_path, monkeypatch):
+    clock, real = threading.local(), time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: getattr(clock, "now", None) or real())
+
+    def job(comm):
+        clock.now = 100.0
+        manager = manager_of(comm, tmp_path, save_when=fc.SaveInterval(10))
+        answers = []
+        for step, (first, others) in enumerate([(105.0, 150.0), (110.0, 101.0)]):
+            clock.now = others if comm.rank else first
+            answers.append(manager.should_save(step))
+        return answers
+
+    assert run(3, job) == [[False, True]] * 3
+
+
+class Signals:
+    """In place of handlers, which threads cannot have: rank 1 of 3 gets the signal before step 2."""
+
+    def __init__(self, numbers):
+        self.received, self.closed, self.watches = False, False, bool(numbers)
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_signal_on_one_rank_stops_all_after_the_same_step(tmp_path, monkeypatch):
+    monkeypatch.setattr("paddle_flexckpt.manager.manager.PreemptionSignals", Signals)
+
+    def job(comm):
+        seen = []
+        with fc.CheckpointManager(
+            tmp_path, process_group=comm, save_when=fc.SaveEvery(10), preemption_signals=(15,)
+        ) as manager:
+            for step in range(1, 9):
+                if (comm.rank, step) == (1, 2):
+                    manager._signals.received = True
+                before = comm.collectives
+                wanted = manager.should_save(step)
+                seen.append((step, wanted, comm.collectives - before))
+                if wanted:
+                    save(manager, comm, step)
+                if manager.should_stop:
+                    break
+        assert manager._signals.closed
+        return seen, manager.preempted
+
+    expected = [(1, False, 1), (2, True, 1)]
+    assert run(3, job) == [(expected, False), (expected, True), (expected, False)]
+    assert run(2, lambda comm: restore(manager_of(comm, tmp_path), comm)) == [(2, [])] * 2

@@ -1,0 +1,127 @@
+"""Which ranks are said to be lost, by a store and processes that are not there."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from paddle_flexckpt.runtime import lost_ranks
+from paddle_flexckpt.runtime.lost_ranks import announce, describe_lost_ranks, find_lost_ranks
+
+
+class Store:
+    """A key-value store in memory; ``fails_after`` calls it is gone."""
+
+    def __init__(self, fails_after: int | None = None) -> None:
+        self.counts: dict[str, int] = {}
+        self.values: dict[str, str] = {}
+        self.left = fails_after
+        self.lock = threading.Lock()
+
+    def _called(self) -> None:
+        if self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("connection reset by peer")
+
+    def add(self, key: str, value: int) -> int:
+        with self.lock:
+            self._called()
+            self.counts[key] = self.counts.get(key, 0) + value
+            return self.counts[key]
+
+    def set(self, key: str, value: str) -> None:
+        with self.lock:
+            self._called()
+            self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        with self.lock:
+            self._called()
+            return self.values[key].encode()
+
+
+@pytest.fixture
+def gone() -> str:
+    """An address that nobody listens at."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def present(store: Store, rank: int, address: str) -> None:
+    store.set(f"flexckpt/presence/{rank}", address)
+    store.add(f"flexckpt/present/{rank}", 1)
+
+
+def test_a_rank_whose_process_has_gone_is_lost_and_one_that_is_busy_is_not(gone):
+    store = Store()
+    announce(store, 1)  # this process: it lives
+    present(store, 2, gone)
+    announce(store, 3)
+    assert find_lost_ranks(store, "g", (1, 2, 3), 3) == [2]
+    assert find_lost_ranks(store, "g", (1, 2, 3), 1) == [2]
+
+
+def test_a_rank_that_ended_because_of_the_same_failure_is_not_lost(gone):
+    store = Store()
+    announce(store, 1)
+    assert find_lost_ranks(store, "g", (1, 2), 1) == []
+    present(store, 1, gone)  # rank 1 has said that it failed, and ended
+    announce(store, 2)
+    assert find_lost_ranks(store, "g", (1, 2), 2) == []
+    # At a later failure it has not said so.
+    assert find_lost_ranks(store, "g", (1, 2), 2) == [1]
+    # Neither has it in another group.
+    assert find_lost_ranks(store, "h", (1, 2), 2) == [1]
+
+
+def test_the_rank_with_the_store_stays_until_the_others_know(gone, monkeypatch):
+    store = Store()
+    announce(store, 0)
+    announce(store, 1)
+    present(store, 2, gone)
+    found = {}
+    first = threading.Thread(target=lambda: found.update({0: find_lost_ranks(store, "g", (0, 1, 2), 0)}))
+    first.start()
+    while store.add("flexckpt/g/0/done", 0) == 0:
+        pass
+    assert first.is_alive()
+    assert find_lost_ranks(store, "g", (0, 1, 2), 1) == [2]
+    first.join(10)
+    assert found == {0: [2]}
+    monkeypatch.setattr(lost_ranks, "FAREWELL_SECONDS", 0.2)
+    assert find_lost_ranks(store, "g", (0, 1, 2), 0) == [2]  # rank 1 is alive and says nothing: not for ever
+
+
+@pytest.mark.parametrize("calls", range(7))
+def test_a_store_that_has_gone_means_that_rank_0_has(gone, calls):
+    store = Store()
+    announce(store, 1)
+    present(store, 2, gone)
+    store.left = calls
+    assert find_lost_ranks(store, "g", (1, 2), 1) == ([2] if calls >= 6 else None)
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(lost_ranks, "STORE_SECONDS", 0.2)
+    store = Store()
+    store.lock.acquire()
+    assert find_lost_ranks(store, "g", (0, 1), 1) is None
+    store.lock.release()
+
+
+def test_a_rank_that_never_came_is_not_said_to_have_gone():
+    store = Store()
+    announce(store, 1)
+    assert find_lost_ranks(store, "g", (1, 2), 1) == []
+
+
+def test_what_is_said():
+    error = RuntimeError("TIMEOUT self_rank = 0\nmore")
+    assert describe_lost_ranks(None, error).startswith("rank 0 is lost: the job's key-value store")
+    assert describe_lost_ranks([3, 5], error).startswith("rank 3, 5 is lost: it has gone")
+    assert describe_lost_ranks([], error) == (
+        "an exchange between ranks failed, though all of them are alive: RuntimeError: TIMEOUT self_rank = 0"
+    )
