@@ -40,11 +40,12 @@ class FusedAxis:
     Attributes:
         axis: The axis that is cut.
         statement: Tags and attributes of the AOA statement, e.g. ``"fused_ffn"`` or ``"fused_qkv_old, num_heads=8,
-            num_key_value_groups=2"``; ``axis=`` may be left out.
+            num_key_value_groups=2"``; ``axis=`` may be left out. None: no statement is known, and another degree is
+            an error.
     """
 
     axis: int
-    statement: str
+    statement: str | None
 
 
 class ShardedWeight(_PaddleShardedWeight):

@@ -31,7 +31,7 @@ class OtherCut:
         extent: Extent of the whole tensor along it.
         here: Extent of the target's part.
         there: Extents of the source's parts.
-        statement: Tags and attributes of the statement, the axis among them.
+        statement: Tags and attributes of the statement, the axis among them; None where none is known.
     """
 
     key: str
@@ -41,7 +41,7 @@ class OtherCut:
     extent: int
     here: int
     there: tuple[int, ...]
-    statement: str
+    statement: str | None
 
     def describe(self) -> str:
         """What becomes of it, for the report: ``2 parts -> 4 parts``."""
@@ -51,14 +51,17 @@ class OtherCut:
 
     def problem(self) -> Problem:
         """The problem that it is, where it may not be mended."""
+        remedy = "load under the tensor-parallel degree of the save: no AOA statement is known for this parameter"
+        if self.statement is not None:
+            text = fused_statement(self.found, self.key, self.statement, ())
+            remedy = f'load with fused="convert", or with the AOA statement "{text}"'
         return Problem(
             "the parts of a fused parameter lie side by side on every rank, so another cut would permute them",
             key=self.key,
             rank=self.rank,
             expected=f"parts of {self.here} along axis {self.axis}, as here",
             got=f"parts of {list(self.there)}",
-            remedy='load with fused="convert", or with the AOA statement '
-            f'"{fused_statement(self.found, self.key, self.statement, ())}"',
+            remedy=remedy,
         )
 
 
@@ -81,7 +84,7 @@ def other_cut(target: Catalog, row: int, source: Catalog, source_key: int, fused
     if there == (here,) or here == 0:
         return None
     statement = fused.statement
-    if axis != 1 and not re.search(r"\baxis\s*=", statement):
+    if statement is not None and axis != 1 and not re.search(r"\baxis\s*=", statement):
         statement = f"{statement}, axis={axis}"
     return OtherCut(
         key=target.key_name(row),
@@ -104,7 +107,8 @@ def completion(cuts: Iterable[OtherCut], keys: Collection[str]) -> tuple[str, ..
         cuts: Parameters and states that need it.
         keys: The keys of both sides, which tell states from parameters.
     """
-    return tuple(sorted({fused_statement(cut.found, cut.key, cut.statement, keys) for cut in cuts}))
+    known = [(cut.found, cut.key, cut.statement) for cut in cuts if cut.statement is not None]
+    return tuple(sorted({fused_statement(found, key, statement, keys) for found, key, statement in known}))
 
 
 def indivisible_rows(catalog: Catalog, rules: Iterable[FusedAxis | None]) -> np.ndarray:

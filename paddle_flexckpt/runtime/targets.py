@@ -162,7 +162,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
         fused = getattr(weight, "fused", None)
         cut = None if fused is None else other_cut(target, row, source, index[found], fused)
         if problem is None and cut is not None:
-            if policy.fused == "convert":
+            if policy.fused == "convert" and cut.statement is not None:
                 cuts.append(cut)
                 continue
             problem = cut.problem()
