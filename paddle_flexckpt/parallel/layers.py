@@ -86,8 +86,8 @@ def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
         if name not in rules and getattr(tensor, "is_distributed", False):
             kind = type(layer)
             raise ValueError(
-                f"key {prefix + name!r} is marked is_distributed, but no rule says along which axis it is cut; it is of "
-                f"a {kind.__module__}.{kind.__qualname__}. Remedy: give its layer a _get_shard_rules() that returns "
+                f"key {prefix + name!r} is marked is_distributed, but no rule says along which axis it is cut; it is "
+                f"in a {kind.__module__}.{kind.__qualname__}. Remedy: give its layer a _get_shard_rules() that returns "
                 "{name: axis}; for a class that is not yours, use paddle_flexckpt.trainer.model_rules."
                 "register_model_rule()"
             )

@@ -1,0 +1,1 @@
+"""FlexCheckpoint in the trainers of PaddleNLP and PaddleFormers."""

@@ -1,0 +1,19 @@
+"""Rules for the models of PaddleNLP and PaddleFormers: what is cut, fused and shared, and Hugging Face's names."""
+
+from paddle_flexckpt.trainer.model_rules.install import (
+    describe_model,
+    install_model_rules,
+    uninstall_model_rules,
+)
+from paddle_flexckpt.trainer.model_rules.pipeline import register_shared_attribute
+from paddle_flexckpt.trainer.model_rules.registry import ModelRule, register_model_rule, unregister_model_rule
+
+__all__ = [
+    "ModelRule",
+    "describe_model",
+    "install_model_rules",
+    "register_model_rule",
+    "register_shared_attribute",
+    "uninstall_model_rules",
+    "unregister_model_rule",
+]
