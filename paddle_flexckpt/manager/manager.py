@@ -355,8 +355,7 @@ class CheckpointManager:
 
     def all_steps(self) -> list[int]:
         """Steps that have a checkpoint, in rising order. One that is on its way is not there yet."""
-        steps: list[int] = self._look(self._steps.steps)
-        return steps
+        return list(self._look(self._steps.steps))
 
     def latest_step(self) -> int | None:
         """The highest of :meth:`all_steps`; None without one."""

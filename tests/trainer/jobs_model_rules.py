@@ -210,6 +210,7 @@ def unknown_heads():
             layer_class = getattr(importlib.import_module(name), head)
             layer = layer_class.__new__(layer_class)
             paddle.nn.Layer.__init__(layer)
+            layer.config = _config("gemma-tied")
             cut = "tensor_parallel_degree" in text or "mpu." in text or "meta_parallel" in text
             if cut and registered_axes(layer, paddle.nn.Layer) is None:
                 unknown.append(f"{name}.{head}")
@@ -275,3 +276,113 @@ def uninstalled():
     uninstall_model_rules("paddlenlp")
     after = [dict(vars(owner)) for owner in owners]
     return after == before != changed
+
+
+def hf_mappings(family):
+    """PaddleNLP's own table of Hugging Face's names."""
+    cls, config = model_class(family), _config(family)
+    config.architectures = [cls.__name__]
+    mappings = cls._get_name_mappings(config)
+    kept = [m for m in mappings if not m.target_name.endswith("inv_freq")]
+    return [m for m in kept if not (getattr(config, "tie_word_embeddings", False) and "lm_head" in m.target_name)]
+
+
+def hf_weights(family):
+    """A Hugging Face checkpoint: names and layouts of it, values that follow from the names."""
+    plain = _config(family)
+    for flag in _FUSED:
+        setattr(plain, flag, False)
+    shapes = {key: tuple(tensor.shape) for key, tensor in model_class(family)(plain).state_dict().items()}
+    weights = {}
+    for mapping in hf_mappings(family):
+        shape = shapes[mapping.target_name]
+        if mapping.action == "transpose":
+            shape = shape[::-1]
+        elif mapping.action == "split":
+            shape = (*shape[:-1], 3 * shape[-1])
+        weights[mapping.source_name] = values_of(mapping.source_name, shape)
+    return weights
+
+
+def converted(family, config):
+    """What PaddleNLP makes of that for a rank: renamed and transposed, fused, cut."""
+    cls = model_class(family)
+    state = hf_weights(family)
+    for mapping in hf_mappings(family):
+        state[mapping.target_name] = np.ascontiguousarray(mapping.run(state, mapping.source_name))
+    if hasattr(cls, "_get_fuse_or_split_param_mappings"):
+        try:
+            fusions = cls._get_fuse_or_split_param_mappings(config, is_fuse=True)
+        except NotImplementedError:
+            fusions = {}
+        for names_, action in fusions.items():
+            *singles, whole = (f"{cls.base_model_prefix}.{name}" for name in names_)
+            state[whole] = action([state.pop(single) for single in singles])
+    if config.tensor_parallel_degree > 1:
+        actions = cls.get_tensor_parallel_convert_actions(config, list(state), ignore_error=True)
+        state.update({key: actions[key](value) for key, value in state.items() if key in actions})
+    return state
+
+
+def _wrong(sharded, parts):
+    """The keys that do not hold what they should; a tied parameter is under one of its names."""
+    wrong = []
+    for key, weight in sharded.items():
+        name = next((name for name in (key, *weight.aliases) if name in parts), None)
+        got = weight.local_tensor.astype("float32").numpy()
+        if name is None or not np.array_equal(got, np.asarray(parts[name], dtype=np.float32)):
+            wrong.append(key)
+    return wrong
+
+
+def load_hf(family, layout, path):
+    """A Hugging Face checkpoint into a model under a layout; what differs from PaddleNLP's own conversion."""
+    from paddle_flexckpt.trainer.model_rules import hf_rules
+
+    install_model_rules("paddlenlp")
+    model, config = build(family, layout)
+    fc.save_state_dict(hf_weights(family), path)
+    sharded = describe_model(model)
+    for weight in sharded.values():
+        weight.local_tensor.set_value(paddle.full_like(weight.local_tensor, -1))
+    fc.load_state_dict(sharded, path, aoa_config=hf_rules(type(model), config)["from_hf"], dtype="cast")
+    return _wrong(sharded, converted(family, config))
+
+
+def export_hf(family, layout, path):
+    """A model's checkpoint as a Hugging Face one; the names that are missing, too many, or differ."""
+    from safetensors.numpy import load_file
+
+    from paddle_flexckpt.trainer.model_rules import hf_rules
+
+    install_model_rules("paddlenlp")
+    model, config = build(family, layout)
+    parts = converted(family, config)
+    sharded = describe_model(model)
+    for key, weight in sharded.items():
+        name = next(name for name in (key, *weight.aliases) if name in parts)
+        weight.local_tensor.set_value(paddle.to_tensor(parts[name]).astype(weight.local_tensor.dtype))
+    fc.save_state_dict(sharded, f"{path}/flex")
+    if dist.get_rank():
+        return []
+    report = fc.export_safetensors(f"{path}/flex", f"{path}/hf", hf_rules(type(model), config)["to_hf"])
+    exported = {}
+    for file in report.files:
+        exported.update(load_file(f"{path}/hf/{file}"))
+    expected = hf_weights(family)
+    return sorted(
+        key
+        for key in {*exported, *expected}
+        if key not in exported or key not in expected or not np.array_equal(exported[key], expected[key])
+    )
+
+
+def unknown_names():
+    """The error of a model whose table does not fit."""
+    from paddle_flexckpt.trainer.model_rules import hf_rules
+
+    try:
+        hf_rules(model_class("chatglm_v2"), _config("chatglm_v2"))
+    except fc.ValidationError as error:
+        return str(error)
+    return ""

@@ -1,5 +1,6 @@
 """Rules for the models of PaddleNLP and PaddleFormers: what is cut, fused and shared, and Hugging Face's names."""
 
+from paddle_flexckpt.trainer.model_rules.hf import hf_rules
 from paddle_flexckpt.trainer.model_rules.install import (
     describe_model,
     install_model_rules,
@@ -11,6 +12,7 @@ from paddle_flexckpt.trainer.model_rules.registry import ModelRule, register_mod
 __all__ = [
     "ModelRule",
     "describe_model",
+    "hf_rules",
     "install_model_rules",
     "register_model_rule",
     "register_shared_attribute",

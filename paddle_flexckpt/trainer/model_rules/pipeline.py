@@ -2,7 +2,7 @@
 
 ``add_sequential_layer(layer, name_prefix)`` of PaddleNLP's PipelinePretrainedModel says what the names of each layer
 begin with. A weight that two stages share is known to Paddle under a property of both layers, ``embedding_weight``; a
-stage that has only the second of them has to know how the first calls it.
+stage that has only one of them has to know how the other calls it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# What a property by which stages share a weight stands for, in the layers that are first in their pipelines.
+# What a property by which stages share a weight stands for, by class of layer.
 _SHARED_ATTRIBUTES = {
+    **{
+        (f"{family}LMHeadPipe", "embedding_weight"): "weight"
+        for family in ("DeepseekV2", "GPT", "Gemma", "Llama", "Qwen2", "Qwen2Moe")
+    },
     ("DeepseekV2EmbeddingPipe", "embedding_weight"): "embed_tokens.weight",
     ("GPTEmbeddingPipe", "embedding_weight"): "word_embeddings.weight",
     ("GemmaEmbeddingPipe", "embedding_weight"): "embed_tokens.weight",
@@ -25,7 +29,7 @@ def register_shared_attribute(layer_class: str, attribute: str, name: str) -> No
     """Says what an attribute stands for by which the stages of a pipeline share a weight.
 
     Args:
-        layer_class: Name of the class of the first layer that has it.
+        layer_class: Name of the class of a layer that has it.
         attribute: The ``shared_weight_attr`` of the SharedLayerDesc.
         name: Name of the parameter in that layer.
     """
@@ -58,21 +62,20 @@ class PipelineNames(Mapping[str, str]):
 def pipeline_names(pipeline: Any) -> PipelineNames:
     """The names of a PipelinePretrainedModel's parameters.
 
+    A stage that holds only one of the layers that share a weight has to know how the other calls it.
+
     Raises:
         ValueError: It is not known what a property stands for by which stages share a weight.
     """
     from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SharedLayerDesc
 
     shared: dict[str, str] = {}
-    firsts: dict[str, int] = {}
     for index, desc in enumerate(pipeline._layers_desc):
         if not isinstance(desc, SharedLayerDesc):
             continue
-        first = firsts.setdefault(desc.layer_name, index)
         attributes = desc.shared_weight_attr
         for attribute in [attributes] if isinstance(attributes, str) else attributes:
-            name = _parameter_name(pipeline._layers_desc[first].layer_func, attribute)
-            shared[f"{first}.{attribute}"] = f"{first}.{name}"
+            shared[f"{index}.{attribute}"] = f"{index}.{_parameter_name(desc.layer_func, attribute)}"
     return PipelineNames(pipeline.get_sequential_name_prefixes(), shared)
 
 
