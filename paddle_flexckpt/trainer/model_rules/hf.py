@@ -45,10 +45,9 @@ def hf_rules(model_class: type, config: Any) -> dict[str, AoaConfig]:
     """
     model_class = without_pipeline(model_class)
     if hasattr(model_class, "_gen_aoa_config"):
-        return {
-            "from_hf": model_class._gen_aoa_config(config),
-            "to_hf": model_class._gen_inv_aoa_config(config),  # type: ignore[attr-defined]
-        }
+        given: AoaConfig = model_class._gen_aoa_config(config)
+        back_again = getattr(model_class, "_gen_inv_aoa_config", None)
+        return {"from_hf": given, "to_hf": invert(given) if back_again is None else back_again(config)}
     config = copy.deepcopy(config)
     config.architectures = [_ARCHITECTURES.get(model_class.__name__, model_class.__name__)]
     config.tensor_parallel_degree, config.tensor_parallel_rank = 1, 0
