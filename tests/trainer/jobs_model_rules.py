@@ -67,8 +67,8 @@ FAMILIES = {
     "qwen2-tied": ("qwen2", "Qwen2", _TIED, {}),
     "qwen2-fused": ("qwen2", "Qwen2", _TIED, _FUSED),
     "qwen2_moe": ("qwen2_moe", "Qwen2Moe", {**_EXPERTS, "shared_expert_intermediate_size": 16, **_UNTIED}, {}),
-    "gpt": ("gpt", "GPT", {}, {}),
-    "gpt-fused": ("gpt", "GPT", {}, {"fuse_attention_qkv": True}),
+    "gpt": ("gpt", "GPT", {"num_key_value_heads": 8}, {}),
+    "gpt-fused": ("gpt", "GPT", {"num_key_value_heads": 8}, {"fuse_attention_qkv": True}),
     "qwen": ("qwen", "QWen", {"kv_channels": 4}, {}),
     "chatglm_v2": ("chatglm_v2", "ChatGLMv2", _CHATGLM, {}),
     "deepseek_v2": ("deepseek_v2", "DeepseekV2", {**_DEEPSEEK, **_UNTIED}, {}),
@@ -125,7 +125,7 @@ def wholes(family):
 
 def values_of(key, shape):
     """Values that follow from a name."""
-    first = zlib.crc32(key.encode()) % 100_000
+    first = np.float32(zlib.crc32(key.encode()) % 100_000)
     return (first + np.arange(int(np.prod(shape)), dtype=np.float32)).reshape(shape)
 
 
@@ -295,6 +295,8 @@ def hf_weights(family):
     shapes = {key: tuple(tensor.shape) for key, tensor in model_class(family)(plain).state_dict().items()}
     weights = {}
     for mapping in hf_mappings(family):
+        if mapping.target_name not in shapes:
+            continue  # DeepSeek's table has the names of every configuration
         shape = shapes[mapping.target_name]
         if mapping.action == "transpose":
             shape = shape[::-1]
@@ -309,6 +311,8 @@ def converted(family, config):
     cls = model_class(family)
     state = hf_weights(family)
     for mapping in hf_mappings(family):
+        if mapping.source_name not in state:
+            continue
         state[mapping.target_name] = np.ascontiguousarray(mapping.run(state, mapping.source_name))
     if hasattr(cls, "_get_fuse_or_split_param_mappings"):
         try:

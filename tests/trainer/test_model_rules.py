@@ -108,7 +108,8 @@ def test_uninstalling_leaves_the_library_as_it_was(world2):
     assert all(world2.run(jobs.uninstalled))
 
 
-HF = [name for name in jobs.FAMILIES if name != "chatglm_v2"]
+# The heads of these have no counterpart in their tables: ChatGLM2 has no names in front, OPT none for its own head.
+HF = [name for name in jobs.FAMILIES if name not in ("chatglm_v2", "opt")]
 
 
 @pytest.mark.parametrize("family", HF)

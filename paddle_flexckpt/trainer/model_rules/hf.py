@@ -95,7 +95,8 @@ def _renames(model_class: Any, config: Any, tied: bool) -> Iterable[_Statement]:
             continue
         if action not in (None, "transpose"):
             raise _unknown(model_class, f"{source!r} becomes {target!r} by {action!r}, which is no AOA statement")
-        tags = _tags(fused, target)
+        # Tables list what some configurations do not have; a target that nothing feeds is the load's error.
+        tags = f"{_tags(fused, target)}, optional"
         yield (source, target), f"{{0}}{'^T' if action else ''} -> {{1}}{tags}"
     for source, targets in splits.items():
         if sorted(targets) != list(range(len(targets))):
