@@ -390,3 +390,46 @@ def unknown_names():
     except fc.ValidationError as error:
         return str(error)
     return ""
+
+
+_FACTORS = {"moment1_0": 2, "moment2_0": 3}
+
+
+def _with_optimizer(family, layout):
+    """A model's and its AdamW's shards, and what a rank should hold of each: multiples of the parameters' values."""
+    model, config = build(family, layout)
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+    sharded = describe_model(model)
+    parts = expected_parts(family, config)
+    expected = {key: parts[key] for key in sharded}
+    states = fc.init_optimizer_state(optimizer, sharded)
+    for key in states:
+        parameter, _, state = key.rpartition(".")
+        expected[key] = _FACTORS[state] * parts[parameter] if state in _FACTORS else None
+    return {**sharded, **states}, expected
+
+
+def save_training(family, layout, path):
+    """Saves model and optimizer under a layout."""
+    install_model_rules("paddlenlp")
+    shards, expected = _with_optimizer(family, layout)
+    for key, weight in shards.items():
+        values = np.full(list(weight.local_tensor.shape), 0.5) if expected[key] is None else expected[key]
+        weight.local_tensor.set_value(paddle.to_tensor(values).astype(weight.local_tensor.dtype))
+    fc.save_state_dict(shards, path)
+
+
+def load_training(family, layout, path):
+    """Loads model and optimizer under a layout; the keys that are not as the oracle says."""
+    install_model_rules("paddlenlp")
+    shards, expected = _with_optimizer(family, layout)
+    for weight in shards.values():
+        weight.local_tensor.set_value(paddle.full_like(weight.local_tensor, -1))
+    fc.load_state_dict(shards, path)
+    wrong = []
+    for key, weight in shards.items():
+        got = weight.local_tensor.astype("float32").numpy()
+        values = np.full_like(got, 0.5) if expected[key] is None else expected[key]
+        if not np.array_equal(got, values.astype(np.float32)):
+            wrong.append(key)
+    return wrong
