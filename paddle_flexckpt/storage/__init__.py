@@ -23,6 +23,7 @@ from paddle_flexckpt.storage.paddle_checkpoint import read_paddle_metadata
 from paddle_flexckpt.storage.reader import FileReader
 from paddle_flexckpt.storage.safe_pickle import load_pickle
 from paddle_flexckpt.storage.ticket import SaveTicket, data_file_name
+from paddle_flexckpt.storage.trainer_files import read_plain_file
 
 __all__ = [
     "BLOCK_BYTES",
@@ -54,5 +55,6 @@ __all__ = [
     "open_described",
     "open_storage",
     "read_paddle_metadata",
+    "read_plain_file",
     "verify_mode",
 ]
