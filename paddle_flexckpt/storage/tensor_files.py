@@ -28,13 +28,17 @@ from paddle_flexckpt.storage.checksums import Checksums
 from paddle_flexckpt.storage.file_names import check_file_name
 from paddle_flexckpt.storage.json_cursor import JsonCursor
 from paddle_flexckpt.storage.manifest import Manifest, Origin
-from paddle_flexckpt.storage.safetensors_header import MAX_HEADER_BYTES, StoredTensor, header_bytes, parse_header
+from paddle_flexckpt.storage.safetensors_header import StoredTensor, header_bytes, parse_header
 
 TENSOR_FILE, INDEX_FILE = ".safetensors", ".safetensors.index.json"
 # What a safetensors header calls an element type; complex128 has no code of its own.
 _NAMES = {dtype.safetensors: dtype.name for dtype in DTYPES.values() if dtype.trailing == 1}
 # Paddle's arrays in numpy: bfloat16 is numpy's uint16 there, and is written as that.
 _NUMPY_NAMES = {**_NAMES, "U16": "bfloat16"}
+# That of a model of 100,000 tensors has about 10 MB.
+MAX_INDEX_BYTES = 64 << 20
+# Long enough for every name of a file, in JSON's longest spelling.
+_MAX_NAME_BYTES = 6 * 255
 _FORMAT = "format"
 PADDLE_FORMAT = "np"
 
@@ -152,15 +156,15 @@ def read_tensor_index(backend: Backend, name: str) -> TensorIndex:
     """Reads an index.
 
     Raises:
-        CorruptCheckpointError: It is missing, no such JSON, names a file elsewhere, or is larger than the header of a
-            safetensors file may be.
+        CorruptCheckpointError: It is missing, no such JSON, names a file elsewhere, or is larger than
+            :data:`MAX_INDEX_BYTES`.
     """
     path = backend.where(name)
     try:
         with backend.open(name) as file:
-            if file.size > MAX_HEADER_BYTES:
+            if file.size > MAX_INDEX_BYTES:
                 raise CorruptCheckpointError(
-                    f"{path} has {file.size} bytes; an index has no more than {MAX_HEADER_BYTES}. Remedy: restore it"
+                    f"{path} has {file.size} bytes; an index has no more than {MAX_INDEX_BYTES}. Remedy: restore it"
                 )
             text = file.read(0, file.size)
     except FileNotFoundError as error:
@@ -176,7 +180,7 @@ def read_tensor_index(backend: Backend, name: str) -> TensorIndex:
             files = {}
             seen: dict[str, str] = {}
             for tensor in cursor.entries():
-                file_name = cursor.string(MAX_NAME_BYTES)
+                file_name = cursor.string(_MAX_NAME_BYTES)
                 # One object for each file's name, however many tensors are in it.
                 files[tensor] = seen.setdefault(file_name, file_name)
             for file_name in seen:
@@ -187,10 +191,6 @@ def read_tensor_index(backend: Backend, name: str) -> TensorIndex:
             error
         )
     return TensorIndex(name, files, settings, xxhash.xxh3_128_digest(text))
-
-
-# Long enough for every name of a file, in JSON's longest spelling.
-MAX_NAME_BYTES = 6 * 255
 
 
 def read_weights(backend: Backend, source: str) -> Weights:
