@@ -15,6 +15,7 @@ from paddle_flexckpt.execution.whole_tensors import WholeTensors
 from paddle_flexckpt.storage import CheckpointDirectory, FileReader, detect_format
 from tests.storage.foreign import metadata_pickle
 
+STATE_DIRECTORIES = ("model_state", "optimizer_state", "master_weight")
 W = np.arange(24, dtype=np.float32).reshape(6, 4)
 HELD = {
     "model_state": {"w": W},
