@@ -1,7 +1,7 @@
 """Makes patches and their index. For the maintainers: nothing of the package needs it.
 
-A patch is ``patches/NAME.patch``: a head of ``Key: text`` lines (a line that begins with a space goes on), an empty line,
-and a unified diff against the released files. The index is made from the heads and the released files.
+A patch is ``patches/NAME.patch``: a head of ``Key: text`` lines (a line that begins with a space goes on), an empty
+line, and a unified diff against the released files. The index is made from the heads and the released files.
 
     # from a tree of the released package and an edited copy of it
     python patches/make.py diff NAME --released wheels/paddle-3.3.1 --edited work/paddle-3.3.1 [--head HEAD.txt]
@@ -14,8 +14,8 @@ and a unified diff against the released files. The index is made from the heads 
     python patches/make.py check --released wheels/*
 
 A tree is an unpacked wheel (``unzip``), or a ``site-packages``: the directory that the package is in, with its
-``.dist-info``, which says what release it is. Several trees of the same files (other versions of Paddle, builds for other
-Pythons) may be given to ``index``: a patch is for all releases that have the files that it was made from.
+``.dist-info``, which says what release it is. Several trees of the same files (other versions of Paddle, builds for
+other Pythons) may be given to ``index``: a patch is for all releases that have the files that it was made from.
 """
 
 from __future__ import annotations
@@ -178,7 +178,9 @@ def main() -> int:
         if command == "diff":
             sub.add_argument("name")
             sub.add_argument("--edited", type=Path, required=True, metavar="TREE")
-            sub.add_argument("--head", type=Path, help="a file with the head; by default that of the patch that is there")
+            sub.add_argument(
+                "--head", type=Path, help="a file with the head; by default that of the patch that is there"
+            )
         elif command == "edit":
             sub.add_argument("script", type=Path)
     options = parser.parse_args()
