@@ -1,8 +1,8 @@
 """What the block checksums cost: saves and loads with and without them, in turns.
 
 A save without checksums is the same save with a hash function that returns 0; a load without is ``verify="off"``.
-Saves to disk are durable (fsync); on a RAM disk nothing hides the hashing, so that is its price at its highest. Loads
-come from a warm page cache: from a cold disk the share is smaller.
+Saves to disk are durable (fsync), and before a load from disk its files are dropped from the page cache. On a RAM disk
+nothing hides the hashing, so that is its price at its highest.
 
     python benchmarks/checksums.py                        # 512 MiB, 9 turns, here and in /dev/shm
     python benchmarks/checksums.py --mib 256 --turns 5 --json checksums.json
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 import shutil
 import statistics
 import tempfile
@@ -76,6 +77,11 @@ def measure(medium: str, directory: Path, nbytes: int, tensors: int, turns: int)
     def clean() -> None:
         shutil.rmtree(path)
 
+    def forget() -> None:
+        for file in path.iterdir():
+            with file.open("rb") as opened:
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
     saves = take_turns((save, save_without), turns, clean)
     save_state_dict(state, path, comm)
     loads = take_turns(
@@ -84,7 +90,7 @@ def measure(medium: str, directory: Path, nbytes: int, tensors: int, turns: int)
             lambda: load_state_dict(targets, path, comm, verify="off"),
         ),
         turns,
-        lambda: None,
+        forget,
     )
     if not all((targets[key] == value).all() for key, value in state.items()):
         raise SystemExit("some loaded values are not those that were saved")

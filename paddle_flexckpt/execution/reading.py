@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Protocol
 
 import numpy as np
@@ -45,19 +46,33 @@ def plan_reads(matcher: ShardMatcher, work: Work, mapping: Mapping | None) -> Re
     return plan
 
 
-def read_pieces(reader: FileReader, pieces: Pieces, memory: RowMemory) -> None:
+def read_pieces(reader: FileReader, pieces: Pieces, memory: RowMemory, computes: bool) -> None:
     """Reads pieces into their rows.
 
     Args:
         reader: Of the files.
         pieces: Sorted by target.
         memory: Of the rows.
+        computes: Whether anything is computed from rows: what that needs has to be verified before.
 
     Raises:
         CorruptCheckpointError: The files are damaged.
     """
+    # Rows of pieces that have been read and are not verified yet, each with what the reader had begun by then.
+    arriving: deque[tuple[int, int]] = deque()
+
+    def arrive() -> None:
+        while arriving and arriving[0][1] <= reader.settled:
+            memory.piece_done(arriving.popleft()[0])
+
     for piece, copy in enumerate(pieces.copies()):
         row = int(pieces.target[piece])
-        memory.advance(row)
+        if computes:
+            reader.settle()
+            arrive()
+            memory.advance(row)
         reader.read(int(pieces.source[piece]), copy, memory.storage(row))
-        memory.piece_done(row)
+        arriving.append((row, reader.begun))
+        arrive()
+    reader.settle()
+    arrive()

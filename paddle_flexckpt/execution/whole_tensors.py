@@ -86,7 +86,7 @@ class WholeTensors:
             ends = [*own[1:].tolist(), len(work.origin)]
             edges = [0, *np.searchsorted(pieces.target, ends).tolist()]
             for i, (row, end) in enumerate(zip(own.tolist(), ends)):
-                read_pieces(reader, pieces.take(np.arange(edges[i], edges[i + 1])), memory)
+                read_pieces(reader, pieces.take(np.arange(edges[i], edges[i + 1])), memory, computes=bool(work.tiles))
                 memory.advance(end)
                 self.peak_scratch_bytes = max(self.peak_scratch_bytes, memory.computation.peak_scratch_bytes)
                 yield part[i], memory.release(row).reshape(self.infos[part[i]].shape)

@@ -198,7 +198,7 @@ class _Prepared:
     def read(self) -> tuple[int, bytes]:
         """Reads every piece into its target and computes what is computed; returns the peak of scratch, in bytes."""
         memory = TargetMemory(self.state, self.wanted, self.work, self.plan.pieces.target)
-        read_pieces(self.reader, self.plan.pieces, memory)
+        read_pieces(self.reader, self.plan.pieces, memory, computes=bool(self.work.tiles))
         memory.finish()
         return memory.peak_scratch_bytes, str(self.plan.needed_bytes).encode()
 

@@ -48,10 +48,10 @@ class KeptBlock:
 
 @dataclass(frozen=True, eq=False)
 class HashedBlocks:
-    """Blocks that have been read and are being hashed.
+    """Blocks that are being hashed.
 
     Attributes:
-        row: The row that they were read from.
+        row: The row that they are of.
         first: Number of the first of them.
         buffers: Their bytes.
         hashes: Their checksums, when they are there.

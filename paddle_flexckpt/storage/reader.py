@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -38,6 +38,8 @@ MIN_PREAD_BYTES = 16 << 10
 KEPT_BLOCKS = 16
 # Blocks that are hashed at once while as many are read: handing them to a thread costs about as much as hashing one.
 HASHED_AT_ONCE = 8
+# Groups of them that may wait for their hashes: reading gets no further ahead, and meets them while they are in cache.
+HASHED_BEHIND = 2
 
 
 class FileReader:
@@ -81,6 +83,9 @@ class FileReader:
         self._staging = np.empty(manifest.checksums.block_bytes, dtype=np.uint8)
         self._kept: OrderedDict[tuple[int, int], KeptBlock] = OrderedDict()
         self._hashing = HashThread()
+        # Items and blocks of theirs that have been read into targets and are being hashed, in order.
+        self._hashed: deque[tuple[int, HashedBlocks]] = deque()
+        self.begun = self.settled = 0
         self.count = ReadCount()
 
     def __enter__(self) -> FileReader:
@@ -171,6 +176,9 @@ class FileReader:
 
     def read(self, item: int, copy: StridedCopy, target: np.ndarray) -> None:
         """Carries out one strided copy from an item to memory.
+
+        Blocks of large copies may still be hashed when this returns, and damage in them be found by a later call or by
+        :meth:`settle`: a copy is as it was written when :attr:`settled` has come up to what :attr:`begun` is now.
 
         Args:
             item: Row of the manifest's catalog.
@@ -303,7 +311,6 @@ class FileReader:
         """Fills a buffer with full blocks of an item; each few of them are hashed while the next are read."""
         size = self._manifest.checksums.block_bytes
         buffers = [buffer[start : start + size] for start in range(0, len(buffer), size)]
-        before: HashedBlocks | None = None
         for start in range(0, len(buffers), HASHED_AT_ONCE):
             several = buffers[start : start + HASHED_AT_ONCE]
             row, counted = self._resolve(item), self.count.bytes_read
@@ -315,17 +322,29 @@ class FileReader:
                     hashed = self._hashing.hash(row, first + start, several)
                 except (DamagedCopy, OSError):
                     self.count.bytes_extra += self.count.bytes_read - counted
-            self._settle(item, before)
-            before = hashed
-            if hashed is None:  # one by one, each with the replicas there are
-                for number, each in enumerate(several):
-                    self._read_block(item, first + start + number, each)
-        self._settle(item, before)
+            self.settle(HASHED_BEHIND)
+            if hashed is not None:
+                self._hashed.append((item, hashed))
+                self.begun += 1
+                continue
+            for number, each in enumerate(several):  # one by one, each with the replicas there are
+                self._read_block(item, first + start + number, each)
 
-    def _settle(self, item: int, hashed: HashedBlocks | None) -> None:
+    def settle(self, behind: int = 0) -> None:
+        """Waits for blocks that are being hashed.
+
+        Args:
+            behind: How many groups of them may still be.
+
+        Raises:
+            CorruptCheckpointError: A block does not have its checksum, and there is no replica.
+        """
+        while len(self._hashed) > behind:
+            self._compare_all(*self._hashed.popleft())
+            self.settled += 1
+
+    def _compare_all(self, item: int, hashed: HashedBlocks) -> None:
         """Compares blocks with their checksums; one that is damaged is read again, from a replica if there is one."""
-        if hashed is None:
-            return
         for number, (buffer, got) in enumerate(zip(hashed.buffers, hashed.hashes.result()), hashed.first):
             try:
                 self._compare(hashed.row, number, len(buffer), got)

@@ -10,6 +10,7 @@ import pytest
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError
+from paddle_flexckpt.execution.reading import read_pieces
 from paddle_flexckpt.storage import FileReader, blocks
 from paddle_flexckpt.storage.reader import HASHED_AT_ONCE
 from tests.storage.samples import flip, store, whole
@@ -28,6 +29,7 @@ def read(stored, copy=ALL, **options):
     target = np.full(copy.size, 0xEE, dtype=np.uint8)
     with FileReader(stored.directory, stored.manifest, **options) as reader:
         reader.read(0, copy, target)
+        reader.settle()
     return target, reader.count
 
 
@@ -97,3 +99,53 @@ def test_an_error_while_the_thread_is_hashing(stored, monkeypatch):
     with pytest.raises(CorruptCheckpointError, match=f"the file ends at byte {begin_of(stored, 0) + 20 * BLOCK}"):
         read(stored, use_replicas=False)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("flexckpt-hash")]
+
+
+class Pieces:
+    """Three large copies of one item, into rows of their own."""
+
+    source = np.zeros(3, dtype=np.int64)
+    target = np.arange(3)
+
+    def copies(self):
+        return [ALL] * 3
+
+
+class Memory:
+    """Counts the rows that have begun and those that have arrived."""
+
+    def __init__(self, reader):
+        self.reader, self.events, self.rows = reader, [], [np.zeros(SIZE, dtype=np.uint8) for _ in range(3)]
+
+    def advance(self, row):
+        self.events.append(("advance", row, self.reader.begun - self.reader.settled))
+
+    def storage(self, row):
+        return self.rows[row]
+
+    def piece_done(self, row):
+        self.events.append(("done", row))
+
+
+def test_a_piece_has_arrived_when_its_last_block_is_verified(stored, monkeypatch):
+    with FileReader(stored.directory, stored.manifest) as reader:
+        memory = Memory(reader)
+        read_pieces(reader, Pieces(), memory, computes=False)
+        assert memory.events == [("done", 0), ("done", 1), ("done", 2)]
+        assert reader.begun == reader.settled == 3 * 5
+    assert all(row.tobytes() == stored.values[0].tobytes() for row in memory.rows)
+    flip(stored.file(0), begin_of(stored, 0) + 7 * BLOCK)
+    with FileReader(stored.directory, stored.manifest, use_replicas=False) as reader:
+        memory = Memory(reader)
+        with pytest.raises(CorruptCheckpointError):
+            read_pieces(reader, Pieces(), memory, computes=False)
+        assert memory.events == []
+
+
+def test_nothing_is_computed_from_what_is_not_verified(stored):
+    with FileReader(stored.directory, stored.manifest) as reader:
+        memory = Memory(reader)
+        read_pieces(reader, Pieces(), memory, computes=True)
+    assert memory.events == [
+        event for row in range(3) for event in ((("done", row - 1),) if row else ()) + (("advance", row, 0),)
+    ] + [("done", 2)]

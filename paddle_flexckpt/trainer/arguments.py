@@ -1,0 +1,223 @@
+"""The flags: fields that training arguments get, and what they mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Optional, get_type_hints
+
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.storage import VerifyMode
+
+FLEX = "flex_checkpoint"
+_STRICT: dict[str, Any] = {"missing": "missing", "unexpected": "unexpected", "both": True, "none": False}
+_VERIFY = ("read", "full", "off")
+# Of these flags PaddleFormers has its own, with its own defaults.
+SHARED = ("save_checkpoint_format", "load_checkpoint_format", "aoa_config")
+
+
+@dataclass
+class FlexTrainingArguments:
+    """The fields, for ``class MyArguments(FlexTrainingArguments, TrainingArguments)``.
+
+    ``install()`` gives them to TrainingArguments itself. The texts are those of ``--help``. Argument parsers evaluate
+    the types, on Python 3.9 too.
+    """
+
+    save_checkpoint_format: Optional[str] = field(  # noqa: UP045
+        default=None,
+        metadata={
+            "help": "flex_checkpoint: checkpoints that resume under any parallel strategy. Unset: the library's."
+        },
+    )
+    load_checkpoint_format: Optional[str] = field(  # noqa: UP045
+        default=None,
+        metadata={
+            "help": "flex_checkpoint: resume from a flex checkpoint, a unified checkpoint, Paddle's own flex "
+            "checkpoint or Hugging Face weights, whatever strategy it was saved under. Unset: the library's."
+        },
+    )
+    aoa_config: Optional[str] = field(  # noqa: UP045
+        default=None,
+        metadata={
+            "help": "AOA statements applied when a checkpoint is loaded: a JSON list of statements, a JSON object with "
+            "aoa_statements, or the path of a JSON or YAML file."
+        },
+    )
+    flex_async_save: bool = field(
+        default=False, metadata={"help": "Write checkpoints in the background; training stops for one copy in memory."}
+    )
+    flex_verify: str = field(
+        default="read",
+        metadata={"help": "Checksums on load. read: of blocks read whole. full: of all blocks. off: none."},
+    )
+    flex_strict: str = field(
+        default="missing",
+        metadata={
+            "help": "What is an error on load. missing: a tensor that the checkpoint lacks. unexpected: one that "
+            "nobody asks for. both. none."
+        },
+    )
+    flex_fallback: bool = field(
+        default=False, metadata={"help": "If the checkpoint is damaged or unfinished, resume from the one before it."}
+    )
+    flex_export_hf: bool = field(
+        default=False, metadata={"help": "Write the weights in Hugging Face format too, into huggingface/ beside each."}
+    )
+    flex_save_replicas: bool = field(
+        default=False, metadata={"help": "Write every replica of every shard; a damaged one is replaced by another."}
+    )
+    flex_check_replicas: bool = field(
+        default=True, metadata={"help": "Whether replicas that differ between ranks are an error of the save."}
+    )
+    flex_cast: bool = field(
+        default=False, metadata={"help": "Convert tensors whose dtype is another than the checkpoint's; else an error."}
+    )
+    flex_convert_master_weights: bool = field(
+        default=False,
+        metadata={
+            "help": "Start master weights that the checkpoint lacks from its parameters, and the other way round."
+        },
+    )
+
+
+@dataclass(frozen=True)
+class TrainerOptions:
+    """What the flags mean.
+
+    Attributes:
+        save: Whether checkpoints are saved by this library.
+        load: Whether they are loaded by it.
+        aoa_config: As of :func:`load_state_dict`.
+        async_save: Whether saves are written in the background.
+        verify: As of :func:`load_state_dict`; so is ``strict``.
+        fallback: Whether an older checkpoint may serve.
+        export_hf: Whether weights are exported after each save.
+        save_replicas: As of :func:`save_state_dict`; so is ``check_replicas``.
+        cast: Whether dtypes may differ on load.
+        convert_master_weights: Whether masters and parameters may replace each other.
+    """
+
+    save: bool = False
+    load: bool = False
+    aoa_config: str | Mapping[str, Any] | None = None
+    async_save: bool = False
+    verify: VerifyMode = "read"
+    strict: bool | Literal["missing", "unexpected"] = "missing"
+    fallback: bool = False
+    export_hf: bool = False
+    save_replicas: bool = False
+    check_replicas: bool = True
+    cast: bool = False
+    convert_master_weights: bool = False
+
+    def loading(self) -> dict[str, Any]:
+        """The options of :func:`load_state_dict`."""
+        return {
+            "aoa_config": self.aoa_config,
+            "strict": self.strict,
+            "verify": self.verify,
+            "dtype": "cast" if self.cast else "raise",
+            "master_weights": "convert" if self.convert_master_weights else "exact",
+        }
+
+
+def flag_types() -> dict[str, Any]:
+    """Types of the flags by name: argument parsers want types, not their names."""
+    return get_type_hints(FlexTrainingArguments)
+
+
+def options_of(args: Any) -> TrainerOptions:
+    """The options in training arguments; those without the fields have none of them set.
+
+    Raises:
+        ValidationError: A flag has a value that it cannot have, or contradicts another.
+    """
+    save = getattr(args, "save_checkpoint_format", None) == FLEX
+    load = getattr(args, "load_checkpoint_format", None) == FLEX
+    problems = []
+    verify: Any = getattr(args, "flex_verify", "read")
+    strict = getattr(args, "flex_strict", "missing")
+    if verify not in _VERIFY:
+        problems.append(f"--flex_verify has to be one of {', '.join(_VERIFY)}; got {verify!r}")
+    if strict not in _STRICT:
+        problems.append(f"--flex_strict has to be one of {', '.join(_STRICT)}; got {strict!r}")
+    if save or load:
+        problems += _contradictions(args, save, load)
+    config: Any = None
+    try:
+        config = _aoa_config(getattr(args, "aoa_config", None))
+    except ValueError as error:
+        problems.append(str(error))
+    if problems:
+        raise ValidationError(problems, "training arguments")
+    return TrainerOptions(
+        save=save,
+        load=load,
+        aoa_config=config,
+        verify=verify,
+        strict=_STRICT[strict],
+        **{
+            name: bool(getattr(args, f"flex_{name}", TrainerOptions.__dataclass_fields__[name].default))
+            for name in _SWITCHES
+        },
+    )
+
+
+_SWITCHES = (
+    "async_save",
+    "fallback",
+    "export_hf",
+    "save_replicas",
+    "check_replicas",
+    "cast",
+    "convert_master_weights",
+)
+
+
+def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
+    """Flags of the library's own formats that cannot be kept together with these."""
+    problems = []
+    flag = f"--{'save' if save else 'load'}_checkpoint_format {FLEX}"
+    # PaddleFormers sets its own flag from the format.
+    if (
+        getattr(args, "unified_checkpoint", False)
+        and getattr(args, "save_checkpoint_format", None) != "unified_checkpoint"
+    ):
+        problems.append(
+            f"{flag} and --unified_checkpoint are two formats. Remedy: leave --unified_checkpoint out; a unified "
+            f"checkpoint loads with --load_checkpoint_format {FLEX}"
+        )
+    if save and getattr(args, "save_sharded_model", False):
+        problems.append(f"{flag} and --save_sharded_model are two formats. Remedy: leave --save_sharded_model out")
+    if load and getattr(args, "load_sharded_model", False):
+        problems.append(f"{flag} and --load_sharded_model are two formats. Remedy: leave --load_sharded_model out")
+    if save and getattr(args, "use_async_save", False):
+        problems.append(f"{flag} has an asynchronous save of its own. Remedy: --flex_async_save, not --use_async_save")
+    if getattr(args, "enable_auto_parallel", False):
+        problems.append(f"{flag} does not serve the semi-automatic trainer (--enable_auto_parallel)")
+    return problems
+
+
+def _aoa_config(value: Any) -> Any:
+    """Statements as :func:`load_state_dict` takes them: a list becomes a config, all else stays.
+
+    Raises:
+        ValueError: It is neither JSON nor the name of a file.
+    """
+    if value is None or value == "":
+        return None
+    if isinstance(value, str):
+        text = value.strip()
+        if not text.startswith("["):
+            return value
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--aoa_config is no JSON: {error}") from error
+    if isinstance(value, (list, tuple)):
+        return {"aoa_statements": [str(statement) for statement in value]}
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise ValueError(f"--aoa_config has to be statements or the path of a file; got a {type(value).__name__}")

@@ -1,0 +1,299 @@
+"""TrainerCheckpointer: what one trainer saves and restores, and when.
+
+A save, on all ranks:
+
+1. Background saves that have ended are settled; the coordinator marks the directory.
+2. The trainer's own ``_save_checkpoint`` writes its small files (configuration, tokenizer, state), and no tensors.
+3. The coordinator makes these durable.
+4. Model, optimizer and extra state are saved as one checkpoint; its manifest is the commit.
+5. What comes after a commit: the export, the signal of the job's scheduler, rotation. For a save in the background this
+   is done when it is settled: at the next save, or at the end of the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from paddle_flexckpt.background import SaveHandle
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.manager.pending import PendingSaves
+from paddle_flexckpt.runtime.communicator import Communicator, check_same, communicator_for
+from paddle_flexckpt.runtime.extra_state import collect_extra_state
+from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.trainer.arguments import TrainerOptions, options_of
+from paddle_flexckpt.trainer.contents import collect_shards, write_small_files
+from paddle_flexckpt.trainer.directories import SUBDIRECTORY, UNIQUE_ID, TrainerDirectories, is_flex, is_usable, step_of
+from paddle_flexckpt.trainer.export import export_weights
+from paddle_flexckpt.trainer.restoring import Restored, restore_from
+
+logger = logging.getLogger("paddle_flexckpt")
+
+# Under this variable the trainer leaves a file that tells the job's scheduler of each checkpoint.
+_SIGNAL = "FLAG_LLM_PDC"
+_DONE = ".checkpoint_done"
+
+
+class TrainerCheckpointer:
+    """The checkpoints of one trainer. All methods communicate, unless they say that they do not."""
+
+    def __init__(self, trainer: Any) -> None:
+        """Args: trainer: the trainer; its distributed environment has to be there."""
+        self._trainer = trainer
+        self._comm: Communicator = communicator_for(None)
+        self._pending = PendingSaves(self._comm)
+        self._restored: Restored | None = None
+        self._saving = False
+
+    @property
+    def options(self) -> TrainerOptions:
+        """What the trainer's arguments ask for."""
+        return options_of(self._trainer.args)
+
+    @property
+    def saving(self) -> bool:
+        """Whether the trainer's own ``_save_checkpoint`` runs for this library; communicates nothing."""
+        return self._saving
+
+    def resolve(self, wanted: Any) -> str | None:
+        """The directory to resume from.
+
+        Args:
+            wanted: A directory; True for the latest that can be resumed from; None or False for none. Where some ranks
+                have none and others a directory, all take it: the storage is shared.
+
+        Raises:
+            ValidationError: There is none, it is not complete, or ranks name different ones.
+        """
+        context = "cannot resume"
+        text = "" if wanted is None or wanted is False else "true" if wanted is True else os.fspath(wanted)
+        said = {each.decode() for each in self._comm.together(lambda: (None, text.encode()), context)[1]} - {""}
+        if not said:
+            return None
+        check_same([each.encode() for each in sorted(said)], context)
+        (asked,) = said
+
+        def choose() -> tuple[None, bytes]:
+            return None, self._choose(asked).encode() if self._comm.position == 0 else b""
+
+        return self._comm.together(choose, context)[1][0].decode()
+
+    def _choose(self, asked: str) -> str:
+        if asked.lower() == "true":
+            directories, below = self._directories(), None
+        elif not Path(asked).is_dir():
+            raise ValidationError([f"there is no directory {asked!r}. Remedy: correct --resume_from_checkpoint"])
+        elif not is_flex(asked) or is_usable(asked):
+            return asked
+        else:
+            directories, below = TrainerDirectories(Path(asked).parent), step_of(asked)
+        usable = [step for step in directories.usable() if below is None or step < below]
+        last = str(directories.directory(usable[-1])) if usable else None
+        if below is not None and not self.options.fallback:
+            remedy = f"resume from {last}, or give --flex_fallback 1" if last else "there is none before it: start anew"
+            raise CorruptCheckpointError(
+                f"{asked} is not complete: its save or its removal was interrupted, or files are missing. "
+                f"Remedy: {remedy}"
+            )
+        if last is None:
+            raise ValidationError(
+                [f"there is no complete checkpoint in {directories.root}. Remedy: train from the start"]
+            )
+        return last
+
+    def save(self, upstream: Callable[..., Any], model: Any, metrics: Any) -> Any:
+        """Saves the trainer's step.
+
+        Args:
+            upstream: The trainer's own ``_save_checkpoint``, bound.
+            model: Its argument; so is ``metrics``.
+
+        Returns:
+            What ``upstream`` does.
+
+        Raises:
+            ValidationError: Something cannot be saved; what was there is still there.
+            CheckpointError: A rank could not write (likewise), or an earlier save in the background has failed.
+        """
+        trainer, options = self._trainer, self.options
+        step = int(trainer.state.global_step)
+        directories = self._directories()
+        path = directories.directory(step)
+        context = f"cannot save {path}"
+        self._settle(context, wait_for=step)
+        everything = not trainer.args.ignore_save_lr_and_optim
+        self._on_coordinator(context, directories.begin, step)
+        with self._upstream_saving():
+            result, _ = self._comm.together(lambda: (upstream(model, metrics), b""), context)
+
+        def contents() -> tuple[dict[str, Any], bytes]:
+            if self._comm.position == 0:
+                directories.make_durable(step)
+            shards = collect_shards(trainer, everything)
+            shards.update(
+                collect_extra_state(
+                    trainer.lr_scheduler if everything else None,
+                    trainer.scaler if everything and trainer.do_grad_scaling else None,
+                    step,
+                )
+            )
+            return shards, b""
+
+        shards, _ = self._comm.together(contents, context)
+        report = save_state_dict(
+            shards,
+            path / SUBDIRECTORY,
+            self._comm,
+            unique_id=UNIQUE_ID,
+            step=step,
+            async_save=options.async_save,
+            save_replicas=options.save_replicas,
+            check_replicas=options.check_replicas,
+        )
+        if isinstance(report, SaveHandle):
+            self._pending.add(step, report)
+        else:
+            self._committed([step])
+        return result
+
+    def _settle(self, context: str, wait_for: Any = None) -> None:
+        """Finishes the background saves that have ended, or all that are waited for."""
+        before = self._pending.steps
+        if before:
+            self._pending.settle(context, wait_for)
+            self._committed(sorted(before - self._pending.steps))
+
+    def _committed(self, steps: list[int]) -> None:
+        """What comes after commits."""
+        directories, args = self._directories(), self._trainer.args
+        for step in steps:
+            path = directories.directory(step)
+            if self.options.export_hf:
+                what = f"{path} is complete, but its weights could not be exported"
+                self._on_coordinator(what, export_weights, self._trainer, path)
+            if _is_set(os.environ.get(_SIGNAL)):
+                what = f"{path} is complete, but its signal could not be left"
+                self._on_coordinator(what, (path / _DONE).write_text, f"{step}\n")
+        if steps and args.save_total_limit:
+            what = f"step {steps[-1]} is saved, but what need not be kept in {directories.root} could not be removed"
+            self._on_coordinator(what, self._rotate, directories)
+
+    def _rotate(self, directories: TrainerDirectories) -> None:
+        best = getattr(self._trainer.state, "best_model_checkpoint", None)
+        directories.rotate(self._trainer.args.save_total_limit, best, self._pending.steps)
+
+    def _on_coordinator(self, context: str, work: Callable[..., Any], *arguments: Any) -> None:
+        """Does something on the coordinator; an error of it is one on every rank."""
+
+        def alone() -> tuple[None, bytes]:
+            if self._comm.position == 0:
+                work(*arguments)
+            return None, b""
+
+        self._comm.together(alone, context)
+
+    def write_small_files(self, output_dir: str | os.PathLike[str]) -> None:
+        """What the trainer's ``save_model`` writes during a save of this library; communicates nothing."""
+        if self._comm.position == 0:
+            write_small_files(self._trainer, Path(output_dir))
+
+    @contextlib.contextmanager
+    def _upstream_saving(self) -> Iterator[None]:
+        """The trainer's own ``_save_checkpoint`` writes no optimizer, removes nothing and signals nothing in here."""
+        args = self._trainer.args
+        ignored, signal = args.ignore_save_lr_and_optim, os.environ.pop(_SIGNAL, None)
+        args.ignore_save_lr_and_optim, self._saving = True, True
+        try:
+            yield
+        finally:
+            args.ignore_save_lr_and_optim, self._saving = ignored, False
+            if signal is not None:
+                os.environ[_SIGNAL] = signal
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Fills model, optimizer, scheduler and scaler, after the trainer has wrapped them.
+
+        Args:
+            path: Of :meth:`resolve`.
+
+        Raises:
+            ValidationError: It does not fit; nothing was changed.
+            CorruptCheckpointError: It is damaged; tensors may be partly overwritten.
+        """
+        args, options = self._trainer.args, self.options
+        everything = not args.ignore_load_lr_and_optim
+        candidate: str | None = os.fspath(path)
+        while candidate is not None:
+            try:
+                self._restored = restore_from(self._trainer, candidate, everything, options, self._comm)
+                break
+            except CorruptCheckpointError as error:
+                # All ranks have the same error, and so go the same way.
+                earlier = self._earlier(candidate) if options.fallback else None
+                if earlier is None:
+                    raise
+                logger.warning(f"{candidate} is damaged, and {earlier} is tried instead: {error}")
+                candidate = earlier
+        self._log(self._restored)
+
+    def _earlier(self, path: str) -> str | None:
+        """The complete checkpoint before one; None if there is none."""
+
+        def look() -> tuple[None, bytes]:
+            if self._comm.position != 0:
+                return None, b""
+            directories, step = TrainerDirectories(Path(path).parent), step_of(path)
+            below = [each for each in directories.usable() if step is not None and each < step]
+            return None, os.fsencode(directories.directory(below[-1])) if below else b""
+
+        return os.fsdecode(self._comm.together(look, "cannot look for an earlier checkpoint")[1][0]) or None
+
+    @property
+    def restored_from(self) -> str | None:
+        """The directory that was restored, which a fall-back may have changed; communicates nothing."""
+        return None if self._restored is None else self._restored.path
+
+    def restore_random_state(self) -> bool:
+        """Puts the random number generators back, once; communicates nothing.
+
+        Returns:
+            Whether that was for this library to do: the checkpoint is one of its own.
+        """
+        restored = self._restored
+        if restored is None or not restored.native:
+            return False
+        missing = restored.restore_random_state()
+        if missing and self._comm.position == 0:
+            for name, why in sorted(missing.items()):
+                logger.warning(f"not restored: {name}: {why}")
+        return True
+
+    def load_model(self, path: str | os.PathLike[str]) -> None:
+        """Fills the model alone, for the best checkpoint at the end and for evaluation; errors of :meth:`restore`."""
+        restore_from(self._trainer, os.fspath(path), False, self.options, self._comm)
+
+    def finish(self) -> None:
+        """Waits for the saves in the background, and does what comes after them.
+
+        Raises:
+            CheckpointError: One of them has failed.
+        """
+        self._settle("cannot finish the saves of this training", wait_for="all")
+
+    def _directories(self) -> TrainerDirectories:
+        return TrainerDirectories(self._trainer.args.output_dir)
+
+    def _log(self, restored: Restored | None) -> None:
+        if restored is None or self._comm.position != 0:
+            return
+        logger.info(f"resumed from {restored.path}: {restored.load.summary()}")
+        for name, why in sorted(restored.not_restored.items()):
+            logger.warning(f"not restored: {name}: {why}")
+
+
+def _is_set(value: str | None) -> bool:
+    return value is not None and value.strip().lower() in ("1", "true", "t", "yes", "y", "on")

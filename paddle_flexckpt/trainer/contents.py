@@ -1,0 +1,107 @@
+"""What a trainer's checkpoint holds: the shards of model and optimizer, and the trainer's own small files."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+from paddle_flexckpt.catalog import Problem, ValidationError
+from paddle_flexckpt.parallel import optimizer_sharded_state_dict
+from paddle_flexckpt.sharded_weight import ShardedStateDict
+from paddle_flexckpt.trainer.model_rules import describe_model
+
+logger = logging.getLogger("paddle_flexckpt")
+
+# Wrappers that train a few parameters beside a model that stays as it is.
+_PEFT_CLASSES = frozenset({"LoRAModel", "PrefixModelForCausalLM", "VeRAModel", "LoKrModel", "ReFTModel"})
+# What such a wrapper saves of what has no gradient: scales of quantized layers.
+_PEFT_BUFFERS = ("activation_quanter", "weight_quanter")
+
+
+def is_peft(model: Any) -> bool:
+    """Whether a model trains a few parameters beside a model that is not saved again."""
+    return any(cls.__name__ in _PEFT_CLASSES for cls in type(model).__mro__)
+
+
+def model_shards(trainer: Any) -> ShardedStateDict:
+    """The shards of the trainer's model: all, or those that a parameter-efficient wrapper trains.
+
+    Raises:
+        ValueError: A layer cannot be described.
+        ValidationError: Such a wrapper trains nothing.
+    """
+    shards = describe_model(trainer.model)
+    if not is_peft(trainer.model):
+        return shards
+    trained = {
+        key: weight
+        for key, weight in shards.items()
+        if not weight.local_tensor.stop_gradient or any(name in key for name in _PEFT_BUFFERS)
+    }
+    if not trained:
+        raise ValidationError(
+            [
+                Problem(
+                    f"a {type(trainer.model).__name__} without parameters that are trained has nothing to save",
+                    got=f"{len(shards)} frozen tensors",
+                    remedy="call its mark_only_..._as_trainable() before the training",
+                )
+            ]
+        )
+    return trained
+
+
+def collect_shards(trainer: Any, with_optimizer: bool) -> dict[str, Any]:
+    """The shards of model and, if asked for, optimizer; errors of :func:`model_shards`."""
+    model = model_shards(trainer)
+    shards: dict[str, Any] = dict(model)
+    if with_optimizer and trainer.optimizer is not None:
+        shards.update(optimizer_sharded_state_dict(trainer.optimizer, dict(model)))
+    return shards
+
+
+def write_small_files(trainer: Any, directory: Path) -> None:
+    """Writes what is not a tensor: configurations, tokenizer, training arguments.
+
+    Args:
+        trainer: The trainer.
+        directory: Where; it is made.
+    """
+    import paddle
+
+    directory.mkdir(parents=True, exist_ok=True)
+    model = trainer.model
+    for name in ("tokenizer", "processing_class"):
+        tokenizer: Any = getattr(trainer, name, None)
+        if callable(getattr(tokenizer, "save_pretrained", None)):
+            tokenizer.save_pretrained(str(directory))
+            break
+    if is_peft(model):
+        for name in ("lora_config", "prefix_config", "vera_config", "lokr_config", "reft_config"):
+            config = getattr(model, name, None)
+            if config is not None:
+                config.save_pretrained(str(directory))
+    inner = getattr(model, "model", model) if is_peft(model) else model
+    if callable(getattr(getattr(inner, "config", None), "save_pretrained", None)):
+        _write_config(inner, directory)
+    # The library's own file for who wants to look at it; nothing here reads it.
+    paddle.save(trainer.args, str(directory / "training_args.bin"))
+
+
+def _write_config(model: Any, directory: Path) -> None:
+    """Writes a model's configuration as that of the whole model: the checkpoint is of no degree of parallelism."""
+    config = copy.deepcopy(model.config)
+    parameters = [parameter for parameter in model.parameters() if "float" in str(parameter.dtype)]
+    if parameters:
+        config.dtype = str(parameters[0].dtype).split(".")[-1]
+    config.architectures = [type(model).__name__.removesuffix("Pipe")]
+    for name, value in (("tensor_parallel_degree", 1), ("tensor_parallel_rank", 0)):
+        if hasattr(config, name):
+            setattr(config, name, value)
+    config.save_pretrained(str(directory))
+    if callable(getattr(model, "can_generate", None)) and model.can_generate():
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(str(directory))

@@ -1,0 +1,201 @@
+"""The checkpoints in a trainer's output directory: which are whole, which is the last, which may go.
+
+``{output_dir}/checkpoint-{step}/`` holds the trainer's own small files and, in ``flex_checkpoint/``, one checkpoint of
+this library with the id 0. What tells such a directory from one of the trainer's own format is the file
+``flex_checkpoint.json``, which is written first. The checkpoint exists when the manifest does, and that is written last:
+a directory with the file and without the manifest is what a save left that was interrupted, or a removal.
+
+A removal writes ``flex_checkpoint.removing`` first; then the manifest goes, then the rest. So nothing that is half
+removed is ever taken for a checkpoint, and whoever comes next carries it through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.storage import is_complete, open_backend
+
+logger = logging.getLogger("paddle_flexckpt")
+
+SUBDIRECTORY = "flex_checkpoint"
+UNIQUE_ID = 0
+_MANIFEST = f"{UNIQUE_ID}.manifest"
+_MARKER = "flex_checkpoint.json"
+_REMOVING = "flex_checkpoint.removing"
+_NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
+
+
+class TrainerDirectories:
+    """The checkpoint directories of one run. One process changes them at a time: the coordinator's."""
+
+    def __init__(self, output_dir: str | os.PathLike[str]) -> None:
+        """Args: output_dir: the trainer's output directory; it need not exist."""
+        self.root = Path(output_dir)
+
+    def directory(self, step: int) -> Path:
+        """The directory of a step, whether it exists or not."""
+        return self.root / f"checkpoint-{step}"
+
+    def steps(self) -> list[int]:
+        """Steps that have a directory, whatever is in it, in rising order."""
+        if not self.root.is_dir():
+            return []
+        matches = [_NAME.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir()]
+        return sorted(int(match[1]) for match in matches if match)
+
+    def usable(self) -> list[int]:
+        """Steps that can be resumed from, as far as their files show, in rising order."""
+        return [step for step in self.steps() if is_usable(self.directory(step))]
+
+    def begin(self, step: int) -> None:
+        """Makes the directory of a save, and marks it as one of this library.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        directory = self.directory(step)
+        if (directory / _REMOVING).exists():
+            self._remove(step)
+        directory.mkdir(parents=True, exist_ok=True)
+        marker = directory / _MARKER
+        marker.write_text(json.dumps({"version": 1, "step": step}) + "\n", encoding="utf-8")
+
+    def make_durable(self, step: int) -> None:
+        """Makes the small files of a directory durable, so that a checkpoint that survives a crash has them."""
+        directory = self.directory(step)
+        for path in (*(path for path in directory.iterdir() if path.is_file()), directory, self.root):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+    def rotate(self, limit: int | None, best: str | os.PathLike[str] | None, busy: Collection[int] = ()) -> list[int]:
+        """Removes all but the newest checkpoints, and what interrupted saves and removals have left.
+
+        Kept besides: the best one, one that is being read or saved, and one whose manifest has been lost.
+
+        Args:
+            limit: How many stay, the best one among them; None or 0: all.
+            best: Directory of the best one, if that is known.
+            busy: Steps that are being saved in the background.
+
+        Returns:
+            The steps removed.
+
+        Raises:
+            CheckpointError: Something could not be removed; all that could be has been.
+        """
+        steps = [step for step in self.steps() if step not in busy]
+        whole = [step for step in steps if is_usable(self.directory(step))]
+        doomed = [step for step in steps if step not in whole and _is_leftover(self.directory(step))]
+        doomed += to_rotate(whole, limit, step_of(best))
+        removed, problems = [], []
+        for step in sorted(doomed):
+            try:
+                if self._remove(step):
+                    removed.append(step)
+            except OSError as error:
+                problems.append(f"{type(error).__name__}: {error}")
+        if problems:
+            raise CheckpointError("; ".join(dict.fromkeys(problems)))
+        return removed
+
+    def _remove(self, step: int) -> bool:
+        """Removes a directory, the checkpoint in it first; returns whether that could be done now."""
+        directory = self.directory(step)
+        backend = open_backend(directory / SUBDIRECTORY)
+        with contextlib.ExitStack() as stack:
+            if backend.exists():
+                try:
+                    stack.callback(backend.lock().release)
+                except CheckpointError:
+                    return False  # it is being saved
+                if _MANIFEST in backend.names():
+                    claim = backend.claim(_MANIFEST)
+                    if claim is None:
+                        return False  # it is being read
+                    stack.callback(claim.release)
+                    (directory / _REMOVING).touch()
+                    open_backend(directory).sync()
+                    backend.remove(_MANIFEST)
+                    backend.sync()
+        shutil.rmtree(directory)
+        logger.info(f"removed {directory}")
+        return True
+
+
+def is_flex(directory: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint directory is of this library, complete or not."""
+    path = Path(directory)
+    return (path / _MARKER).exists() or (path / SUBDIRECTORY).is_dir()
+
+
+def is_usable(directory: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint directory can be resumed from, as far as names and sizes of its files show.
+
+    Of the trainer's own formats there is no telling whether they are complete; one with its state is believed.
+    """
+    path = Path(directory)
+    if is_flex(path):
+        return not (path / _REMOVING).exists() and is_complete(path / SUBDIRECTORY, UNIQUE_ID)
+    return any((path / name).is_file() for name in ("trainer_state.json", "trainer_state.bin"))
+
+
+def _is_leftover(directory: Path) -> bool:
+    """Whether nothing in a directory without a checkpoint is worth keeping: it is of a dead save or a removal."""
+    if not is_flex(directory):
+        return False
+    if (directory / _REMOVING).exists():
+        return True
+    inside = directory / SUBDIRECTORY
+    if not inside.is_dir():
+        return True
+    names = os.listdir(inside)
+    if _MANIFEST in names:
+        return False  # damaged, and somebody may want to look at it
+    if not any(name.endswith(".safetensors") for name in names) or any(name.endswith(".saving") for name in names):
+        return True
+    logger.warning(f"{inside} has data files and no manifest, and is left alone. `flexckpt repair` may rebuild it")
+    return False
+
+
+def to_rotate(steps: Sequence[int], limit: int | None, best: int | None) -> list[int]:
+    """The steps that have to go so that the newest ``limit`` stay, the best among them.
+
+    With a limit of one and another best, two stay: the newest is never removed.
+    """
+    if limit is None or limit <= 0 or len(steps) <= limit:
+        return []
+    keep = {max(steps)}
+    if best is not None and best in steps:
+        keep.add(best)
+    for step in sorted(steps, reverse=True):
+        if len(keep) >= limit:
+            break
+        keep.add(step)
+    return [step for step in sorted(steps) if step not in keep]
+
+
+def step_of(directory: str | os.PathLike[str] | None) -> int | None:
+    """The step in the name of a checkpoint's directory; None if it has another name."""
+    match = None if directory is None else _NAME.fullmatch(Path(directory).name)
+    return int(match[1]) if match else None
+
+
+def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """The directory of the highest step that can be resumed from; None if there is none.
+
+    What interrupted saves have left is passed over.
+    """
+    directories = TrainerDirectories(output_dir)
+    usable = directories.usable()
+    return str(directories.directory(usable[-1])) if usable else None

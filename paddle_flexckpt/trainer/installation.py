@@ -1,0 +1,199 @@
+"""install() and uninstall(): the mixin's methods and the flags, given to a library's own classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+from paddle_flexckpt.parallel import install as install_parallel
+from paddle_flexckpt.trainer.arguments import SHARED, FlexTrainingArguments, flag_types, options_of
+from paddle_flexckpt.trainer.directories import is_flex, is_usable, latest_checkpoint
+from paddle_flexckpt.trainer.mixin import KEPT, FlexTrainerMixin
+from paddle_flexckpt.trainer.model_rules import install_model_rules, uninstall_model_rules
+
+LIBRARIES = ("paddlenlp", "paddleformers")
+_UNDO = "_flexckpt_undo"
+# Methods that a version of a library may lack.
+_OPTIONAL = frozenset({"_load_best_model_from_peft_checkpoint"})
+
+
+@dataclass
+class _Undo:
+    """What uninstall() has to put back.
+
+    Attributes:
+        steps: In the order in which they were done.
+    """
+
+    steps: list[Callable[[], None]] = field(default_factory=list)
+
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """Sets an attribute, and notes what was there."""
+        if name in vars(owner):
+            before = vars(owner)[name]
+            self.steps.append(lambda: setattr(owner, name, before))
+        else:
+            self.steps.append(lambda: delattr(owner, name))
+        setattr(owner, name, value)
+
+    def keep_all(self, owner: Any) -> None:
+        """Notes all attributes of a class."""
+        before = dict(vars(owner))
+
+        def put_back() -> None:
+            for name in [name for name in vars(owner) if name not in before]:
+                delattr(owner, name)
+            for name, value in before.items():
+                if vars(owner)[name] is not value:
+                    setattr(owner, name, value)
+
+        self.steps.append(put_back)
+
+
+def install(library: str = "paddlenlp") -> None:
+    """Gives a library's Trainer FlexCheckpoint, and its TrainingArguments the flags. Calling it again does nothing.
+
+    Every trainer and every arguments class derived from them has them too. Without the flags nothing changes.
+
+    Args:
+        library: ``"paddlenlp"`` or ``"paddleformers"``.
+
+    Raises:
+        ValueError: There is no such library.
+        ImportError: It is not installed.
+        RuntimeError: Its trainer lacks a method that has to be wrapped: the version is not supported.
+    """
+    if library not in LIBRARIES:
+        raise ValueError(f"library has to be one of {', '.join(LIBRARIES)}; got {library!r}")
+    trainers = importlib.import_module(f"{library}.trainer.trainer")
+    arguments = importlib.import_module(f"{library}.trainer.training_args")
+    trainer, args = trainers.Trainer, arguments.TrainingArguments
+    if _UNDO in vars(trainer):
+        return
+    methods = {
+        name: method
+        for name, method in vars(FlexTrainerMixin).items()
+        if isinstance(method, FunctionType) and not (name in _OPTIONAL and not hasattr(trainer, name))
+    }
+    missing = sorted(name for name in methods if not hasattr(trainer, name))
+    if missing:
+        raise RuntimeError(
+            f"{library} {getattr(importlib.import_module(library), '__version__', '')}: its Trainer has no "
+            f"{', '.join(missing)}: this version is not supported. Remedy: use PaddleNLP 3.0.0b4 or PaddleFormers 1.2.0"
+        )
+    install_parallel()
+    install_model_rules(library)
+    undo = _Undo()
+    for name, method in methods.items():
+        undo.set(trainer, KEPT + name, getattr(trainer, name))
+        undo.set(trainer, name, method)
+    for name in ("_flex_instance", "_flex_resuming"):
+        undo.set(trainer, name, None)
+    _add_fields(args, undo)
+    _wrap_check(args, undo)
+    _wrap_last_checkpoint(library, undo)
+    setattr(trainer, _UNDO, undo)
+
+
+def uninstall(library: str = "paddlenlp") -> None:
+    """Takes back what :func:`install` gave; the library is as before. Without it, does nothing."""
+    module = sys.modules.get(f"{library}.trainer.trainer")
+    if module is None or _UNDO not in vars(module.Trainer):
+        return
+    undo: _Undo = vars(module.Trainer)[_UNDO]
+    delattr(module.Trainer, _UNDO)
+    for step in reversed(undo.steps):
+        step()
+    uninstall_model_rules(library)
+
+
+def is_installed(library: str = "paddlenlp") -> bool:
+    """Whether :func:`install` is in effect for a library."""
+    module = sys.modules.get(f"{library}.trainer.trainer")
+    return module is not None and _UNDO in vars(module.Trainer)
+
+
+def _add_fields(arguments: Any, undo: _Undo) -> None:
+    """Adds the flags to a dataclass and to all derived from it that exist already.
+
+    A dataclass collects its bases' fields when it is made, so each of them is made anew, bases first.
+    """
+    added = [each for each in dataclasses.fields(FlexTrainingArguments) if each.name not in SHARED]
+    added += [
+        each
+        for each in dataclasses.fields(FlexTrainingArguments)
+        if each.name in SHARED and each.name not in arguments.__dataclass_fields__
+    ]
+    types = flag_types()
+    undo.set(arguments, "__annotations__", {**arguments.__annotations__, **{f.name: types[f.name] for f in added}})
+    for each in added:
+        undo.set(arguments, each.name, dataclasses.field(default=each.default, metadata=each.metadata))
+    for cls in _with_derived(arguments):
+        _remake(cls, undo)
+
+
+def _with_derived(cls: type) -> Iterator[type]:
+    """A class and all dataclasses derived from it, bases first."""
+    found: list[type] = [cls]
+    for each in found:
+        below: list[type] = each.__subclasses__()
+        found.extend(derived for derived in below if derived not in found)
+    own = [each for each in found if "__dataclass_fields__" in vars(each)]
+    yield from sorted(own, key=lambda each: len(each.__mro__))
+
+
+def _remake(cls: Any, undo: _Undo) -> None:
+    """Makes a dataclass anew, with the fields that its bases have got."""
+    undo.keep_all(cls)
+    parameters = cls.__dataclass_params__
+    own = vars(cls).get("__annotations__", {})
+    # What was a field on the class is the default of the field since the class was made.
+    for name, each in cls.__dataclass_fields__.items():
+        if name in own and not isinstance(vars(cls).get(name), dataclasses.Field):
+            setattr(cls, name, each)
+    written = vars(cls).get("__repr__")
+    for name in ("__init__", "__eq__"):  # generated; they would not be again
+        if name in vars(cls):
+            delattr(cls, name)
+    dataclasses.dataclass(
+        init=parameters.init, repr=parameters.repr, eq=parameters.eq, order=parameters.order,
+        unsafe_hash=parameters.unsafe_hash, frozen=parameters.frozen,
+    )(cls)  # fmt: skip
+    if written is not None:
+        cls.__repr__ = written
+
+
+def _wrap_check(arguments: Any, undo: _Undo) -> None:
+    """Flags that contradict each other are an error when the arguments are made, not at the first save."""
+    before = arguments.__post_init__
+
+    def __post_init__(self: Any) -> None:
+        before(self)
+        options_of(self)
+
+    undo.set(arguments, "__post_init__", __post_init__)
+
+
+def _wrap_last_checkpoint(library: str, undo: _Undo) -> None:
+    """Scripts that look for the last checkpoint themselves do not find what a dead save has left."""
+    name = "get_last_checkpoint"
+    before = getattr(importlib.import_module(f"{library}.trainer.trainer_utils"), name)
+
+    def get_last_checkpoint(folder: Any, *args: Any, **kwargs: Any) -> Any:
+        """The library's own, but for directories of a save of paddle_flexckpt that was interrupted."""
+        found = before(folder, *args, **kwargs)
+        return latest_checkpoint(folder) if found is not None and not _is_whole(found) else found
+
+    for module_name in [each for each in sys.modules if each.partition(".")[0] == library]:
+        module = sys.modules.get(module_name)
+        if module is not None and vars(module).get(name) is before:
+            undo.set(module, name, get_last_checkpoint)
+
+
+def _is_whole(directory: Any) -> bool:
+    return not is_flex(directory) or is_usable(directory)

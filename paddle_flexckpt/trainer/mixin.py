@@ -1,0 +1,142 @@
+"""FlexTrainerMixin: the methods of a trainer that save and resume."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from paddle_flexckpt.parallel import install as install_parallel
+from paddle_flexckpt.parallel import is_installed as is_parallel_installed
+from paddle_flexckpt.trainer.best_model import keep_best_model
+from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
+from paddle_flexckpt.trainer.directories import is_flex
+from paddle_flexckpt.trainer.model_rules import install_model_rules
+
+KEPT = "_flexckpt_upstream_"
+
+
+class FlexTrainerMixin:
+    """Saves and resumes through FlexCheckpoint where the flags say so, and is the trainer as it was where they do not.
+
+    ``class MyTrainer(FlexTrainerMixin, Trainer)``, or ``install()``, which gives the same methods to Trainer itself.
+    """
+
+    # Made when it is first needed: there is no distributed environment before.
+    _flex_instance: TrainerCheckpointer | None = None
+    # The directory that train() resumes from, between its begin and its end.
+    _flex_resuming: str | None = None
+
+    def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's, after choosing the checkpoint to resume from; at its end saves in the background are done.
+
+        Args:
+            resume_from_checkpoint: A directory; True for the latest that is complete; None or False.
+            *args: Of the trainer's own.
+            **kwargs: Likewise.
+
+        Raises:
+            ValidationError: There is no such checkpoint, or it does not fit.
+            CorruptCheckpointError: It is damaged or not complete.
+            CheckpointError: A save failed.
+        """
+        flex = _checkpointer(self)
+        upstream = _upstream(self, "train")
+        if not (flex.options.save or flex.options.load):
+            return upstream(resume_from_checkpoint, *args, **kwargs)
+        if flex.options.load:
+            resume_from_checkpoint = flex.resolve(resume_from_checkpoint)
+        self._flex_resuming = resume_from_checkpoint if flex.options.load else None
+        try:
+            with keep_best_model(self, flex):
+                result = upstream(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._flex_resuming = None
+        flex.finish()
+        return result
+
+    def _inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        upstream = _upstream(self, "_inner_training_loop")
+        restored = _checkpointer(self).restored_from if self._flex_resuming is not None else None
+        if restored is None:
+            return upstream(*args, **kwargs)
+        bound = inspect.signature(upstream).bind(*args, **kwargs)
+        # A fall-back has gone to another one: the trainer state has to be of the same.
+        bound.arguments["resume_from_checkpoint"] = restored
+        return upstream(*bound.args, **bound.kwargs)
+
+    def save_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's; within a save of this library the small files alone."""
+        flex = _checkpointer(self)
+        if not flex.saving:
+            return _upstream(self, "save_model")(*args, **kwargs)
+        output_dir = args[0] if args else kwargs["output_dir"]
+        return flex.write_small_files(output_dir)
+
+    def _save_checkpoint(self: Any, model: Any, metrics: Any = None, **kwargs: Any) -> Any:
+        flex = _checkpointer(self)
+        upstream = _upstream(self, "_save_checkpoint")
+        if not flex.options.save:
+            return upstream(model, metrics, **kwargs)
+        return flex.save(lambda *arguments: upstream(*arguments, **kwargs), model, metrics)
+
+    def _rotate_checkpoints(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # Within a save of this library it comes too early: nothing goes before the new checkpoint is there.
+        if not _checkpointer(self).saving:
+            return _upstream(self, "_rotate_checkpoints")(*args, **kwargs)
+        return None
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: Any = None) -> Any:
+        flex = _checkpointer(self)
+        if not flex.options.load or not resume_from_checkpoint:
+            return _upstream(self, "_load_from_checkpoint")(resume_from_checkpoint)
+        if self._flex_resuming is None:  # not within train(): for evaluation
+            path = flex.resolve(resume_from_checkpoint)
+            if path is not None:
+                flex.load_model(path)
+        return None  # once model and optimizer are wrapped, with the optimizer
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: Any) -> Any:
+        flex = _checkpointer(self)
+        if not flex.options.load or not checkpoint:
+            return _upstream(self, "_load_optimizer_and_scheduler")(checkpoint)
+        flex.restore(checkpoint)
+        return None
+
+    def _load_rng_state(self: Any, checkpoint: Any) -> Any:
+        flex = _checkpointer(self)
+        if flex.options.load and checkpoint and (flex.restore_random_state() or is_flex(checkpoint)):
+            return None
+        return _upstream(self, "_load_rng_state")(checkpoint)
+
+    def _load_best_model_from_peft_checkpoint(self: Any) -> Any:
+        best = self.state.best_model_checkpoint
+        if _checkpointer(self).options.save and best is not None and is_flex(best):
+            return None  # keep_best_model() does
+        return _upstream(self, "_load_best_model_from_peft_checkpoint")()
+
+
+def _checkpointer(trainer: Any) -> TrainerCheckpointer:
+    if trainer._flex_instance is None:
+        if not is_parallel_installed():
+            install_parallel()
+        install_model_rules(library_of(trainer))
+        trainer._flex_instance = TrainerCheckpointer(trainer)
+    found: TrainerCheckpointer = trainer._flex_instance
+    return found
+
+
+def library_of(trainer: Any) -> str:
+    """Which library a trainer is of: the first of its classes that is one's own says so."""
+    for cls in type(trainer).__mro__:
+        package = cls.__module__.partition(".")[0]
+        if package in ("paddlenlp", "paddleformers"):
+            return package
+    return "paddlenlp"
+
+
+def _upstream(trainer: Any, name: str) -> Callable[..., Any]:
+    """The trainer's own method: kept by ``install()``, or that of the class behind the mixin."""
+    kept = getattr(trainer, KEPT + name, None)
+    found: Callable[..., Any] = kept if kept is not None else getattr(super(FlexTrainerMixin, trainer), name)
+    return found

@@ -1,0 +1,113 @@
+"""Restoring a trainer from a checkpoint directory, of this library or of another format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.report import LoadReport
+from paddle_flexckpt.runtime.communicator import Communicator
+from paddle_flexckpt.runtime.extra_state import load_extra_state, restore_extra_state
+from paddle_flexckpt.runtime.loader import load_state_dict
+from paddle_flexckpt.runtime.scheduler_state import restore_scaler, restore_scheduler
+from paddle_flexckpt.storage import load_pickle
+from paddle_flexckpt.trainer.arguments import TrainerOptions
+from paddle_flexckpt.trainer.contents import collect_shards
+from paddle_flexckpt.trainer.directories import SUBDIRECTORY, is_flex
+
+# What the libraries write beside their own formats: pickles of plain values.
+_SCHEDULER, _SCALER = "scheduler.pdparams", "scaler.pdparams"
+
+
+@dataclass
+class Restored:
+    """What was restored.
+
+    Attributes:
+        path: The directory.
+        native: Whether it is of this library.
+        load: What was loaded into model and optimizer.
+        state: The extra state, for the generators.
+        not_restored: What is not as it was, and why.
+    """
+
+    path: str
+    native: bool
+    load: LoadReport
+    state: Mapping[str, Any] = field(default_factory=dict)
+    not_restored: dict[str, str] = field(default_factory=dict)
+
+    def restore_random_state(self) -> dict[str, str]:
+        """Puts the generators back, the first time; returns what could not be, and why."""
+        state, self.state = self.state, {}
+        if not state:
+            return {}
+        report = restore_extra_state(state)
+        return {name: why for name, why in report.not_restored.items() if name.split(".")[0] == "rng"}
+
+
+def restore_from(trainer: Any, path: str, everything: bool, options: TrainerOptions, comm: Communicator) -> Restored:
+    """Fills the trainer's tensors and puts scheduler and scaler back, on all ranks.
+
+    Args:
+        trainer: The trainer, after it has wrapped model and optimizer.
+        path: The checkpoint's directory.
+        everything: Whether optimizer, scheduler and scaler are restored too, or the model alone.
+        options: How to load.
+        comm: All ranks.
+
+    Raises:
+        ValidationError: It does not fit; nothing was changed.
+        CorruptCheckpointError: It is damaged; tensors may be partly overwritten.
+    """
+    context = f"cannot resume from {path}"
+    shards, _ = comm.together(lambda: (collect_shards(trainer, everything), b""), context)
+    if is_flex(path):
+        return _restore_native(trainer, path, shards, everything, options, comm)
+    load = load_state_dict(shards, path, comm, **options.loading())
+    missing, _ = comm.together(lambda: (_restore_foreign(trainer, Path(path)) if everything else {}, b""), context)
+    return Restored(path, False, load, not_restored=missing)
+
+
+def _restore_native(
+    trainer: Any, path: str, shards: dict[str, Any], everything: bool, options: TrainerOptions, comm: Communicator
+) -> Restored:
+    inside = os.path.join(path, SUBDIRECTORY)
+    # First of all: it is small, and touches nothing.
+    state = load_extra_state(inside, process_group=comm)
+    load = load_state_dict(shards, inside, comm, **options.loading())
+    if not everything:
+        return Restored(path, True, load)
+    scaler = trainer.scaler if trainer.do_grad_scaling else None
+
+    def put_back() -> tuple[dict[str, str], bytes]:
+        return restore_extra_state(state, trainer.lr_scheduler, scaler, rng=False).not_restored, b""
+
+    missing, _ = comm.together(put_back, f"cannot resume from {path}")
+    return Restored(path, True, load, state, missing)
+
+
+def _restore_foreign(trainer: Any, path: Path) -> dict[str, str]:
+    """Scheduler and scaler of another format; returns what could not be restored, and why."""
+    missing = {"rng": "the checkpoint is not of this library; generators are left to the trainer"}
+    scaler = trainer.scaler if trainer.do_grad_scaling else None
+    for name, file, target, restore in (
+        ("lr_scheduler", _SCHEDULER, trainer.lr_scheduler, restore_scheduler),
+        ("scaler", _SCALER, scaler, restore_scaler),
+    ):
+        if target is None:
+            continue
+        if not (path / file).is_file():
+            missing[name] = f"there is no {file}"
+            continue
+        state = load_pickle((path / file).read_bytes())
+        if not isinstance(state, Mapping):
+            raise ValidationError([f"{path / file} holds a {type(state).__name__}; expected a dict"])
+        problem = restore(target, dict(state))
+        if problem is not None:
+            missing[name] = problem
+    return missing

@@ -1,0 +1,84 @@
+"""Runs a training script that knows nothing of this library, with its flags.
+
+    python -m paddle_flexckpt.trainer.run script.py --save_checkpoint_format flex_checkpoint ...
+    python -m paddle_flexckpt.trainer.run -m package.module ...
+
+For many ranks, ``python -m paddle_flexckpt.trainer.launch`` takes the place of ``python -m paddle.distributed.launch``.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+_LIBRARIES = ("paddlenlp", "paddleformers")
+
+
+class _InstallingLoader(importlib.abc.Loader):
+    """Loads a module as its own loader does, and then installs this library."""
+
+    def __init__(self, loader: importlib.abc.Loader, library: str) -> None:
+        self._loader = loader
+        self._library = library
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        from paddle_flexckpt.trainer.installation import install
+
+        install(self._library)
+
+
+class InstallOnImport(importlib.abc.MetaPathFinder):
+    """Installs this library for PaddleNLP or PaddleFormers as soon as a script imports that library's trainer."""
+
+    def __init__(self) -> None:
+        """Finds nothing until it stands in ``sys.meta_path``."""
+        self._searching = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Finds the trainer packages, as the other finders do."""
+        library, _, rest = fullname.partition(".")
+        if library not in _LIBRARIES or rest != "trainer" or self._searching:
+            return None
+        self._searching = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._searching = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _InstallingLoader(spec.loader, library)
+        return spec
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the script or the module with the rest of the command line."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if not given or given[0] in ("-h", "--help") or given == ["-m"]:
+        raise SystemExit(__doc__)
+    sys.meta_path.insert(0, InstallOnImport())
+    if given[0] == "-m":
+        sys.argv = given[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(given[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = given
+        # As for `python script.py`: imports are looked up beside the script. A launcher puts this file's place there.
+        here = os.path.dirname(os.path.abspath(__file__))
+        sys.path[:] = [path for path in sys.path if os.path.abspath(path or ".") != here]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(given[0])))
+        runpy.run_path(given[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
