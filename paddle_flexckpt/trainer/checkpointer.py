@@ -26,9 +26,10 @@ from paddle_flexckpt.runtime.communicator import Communicator, check_same, commu
 from paddle_flexckpt.runtime.extra_state import collect_extra_state
 from paddle_flexckpt.runtime.saver import save_state_dict
 from paddle_flexckpt.trainer.arguments import TrainerOptions, options_of
-from paddle_flexckpt.trainer.contents import collect_shards, write_small_files
+from paddle_flexckpt.trainer.contents import collect_shards, is_peft, write_small_files
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY, UNIQUE_ID, TrainerDirectories, is_flex, is_usable, step_of
 from paddle_flexckpt.trainer.export import export_weights
+from paddle_flexckpt.trainer.model_rules import hf_rules
 from paddle_flexckpt.trainer.restoring import Restored, restore_from
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -81,6 +82,12 @@ class TrainerCheckpointer:
             return None, self._choose(asked).encode() if self._comm.position == 0 else b""
 
         return self._comm.together(choose, context)[1][0].decode()
+
+    def check_export(self) -> None:
+        """Raises ValidationError where weights are to be exported and there are no rules for the model."""
+        model = self._trainer.model
+        if self.options.export_hf and not is_peft(model):
+            self._comm.together(lambda: (hf_rules(type(model), model.config), b""), "cannot export the weights")
 
     def _choose(self, asked: str) -> str:
         if asked.lower() == "true":
