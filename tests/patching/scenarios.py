@@ -188,23 +188,6 @@ def async_save_on_cpu(path):
     np.testing.assert_array_equal(target.numpy(), numbers(4).numpy())
 
 
-def unscale(path):
-    """A gradient that is defined and has no memory, as on ranks that a pipeline stage's parameter is not on."""
-    mesh, elsewhere = dist.ProcessMesh([0], dim_names=["dp"]), dist.ProcessMesh([1], dim_names=["dp"])
-    here, there = paddle.nn.Linear(4, 3), paddle.nn.Linear(4, 3)
-    dist.shard_layer(here, mesh)
-    dist.shard_layer(there, elsewhere)
-    parameters = [*here.parameters(), *there.parameters()]
-    optimizer = dist.shard_optimizer(paddle.optimizer.AdamW(0.1, parameters=parameters))
-    for parameter in parameters:
-        parameter.grad = paddle.zeros_like(parameter)
-    scaler = paddle.amp.GradScaler(init_loss_scaling=8.0)
-    scaler._enable = True
-    scaler = dist.shard_scaler(scaler)
-    scaler._scale = paddle.to_tensor([8.0])
-    scaler._unscale(optimizer)
-
-
 def cpu_communication(path):
     from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
@@ -250,7 +233,6 @@ SCENARIOS = {
     "optimizer-state": optimizer_state,
     "numpy-2.4": numpy_2_4,
     "async-save-on-cpu": async_save_on_cpu,
-    "unscale": unscale,
 }
 TWO_RANKS = {"cpu-communication": cpu_communication, "dist-tensor-offsets": dist_tensor_offsets}
 
