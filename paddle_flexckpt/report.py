@@ -100,6 +100,7 @@ class LoadReport:
         aliases: Keys that were found under another name (tied parameters).
         cast: Keys whose values were cast, with the dtypes.
         masters: Master weights that started from their parameters, and parameters taken from their master weights.
+        fused: Fused parameters and states that were saved under another degree, with the numbers of parts.
         kept: Targets of which something keeps what it had, as AOA statements say.
         computed: Targets of which something was computed, as AOA statements say.
         bytes_needed: Bytes of the pieces that fill this rank's targets.
@@ -125,6 +126,7 @@ class LoadReport:
     aliases: dict[str, str]
     cast: dict[str, str]
     masters: dict[str, str] = field(default_factory=dict)
+    fused: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     computed: list[str] = field(default_factory=list)
     bytes_needed: int = 0
@@ -159,6 +161,7 @@ class LoadReport:
             ("under another name", len(self.aliases)),
             ("cast", len(self.cast)),
             ("between parameter and master weight", len(self.masters)),
+            ("fused under another degree", len(self.fused)),
             ("computed", len(self.computed)),
             ("kept in part or whole", len(self.kept)),
             ("read from replicas on this rank, as copies of them are damaged", len(self.replicas_used)),
@@ -243,6 +246,7 @@ class VerifyReport:
         recoverable: Whether a load gives everything as it was saved nonetheless, with ``verify="full"``: what is
             damaged has intact replicas, or no load needs it.
         seconds: Wall time; ``total`` is all of it.
+        has_checksums: Whether there are checksums to compare; other programs write none.
     """
 
     path: str
@@ -256,6 +260,7 @@ class VerifyReport:
     problems: list[Problem]
     recoverable: bool
     seconds: dict[str, float] = field(default_factory=dict)
+    has_checksums: bool = True
 
     @property
     def ok(self) -> bool:
@@ -273,6 +278,12 @@ class VerifyReport:
         found = "nothing is wrong" if self.ok else "1 problem" if count == 1 else f"{count} problems"
         if count and self.recoverable:
             found += ", in spite of which everything can be loaded"
+        if not self.has_checksums:
+            found += " with headers and sizes" if self.ok else ""
+            return (
+                f"looked through {self.path}: {found}; {self.keys} tensors, {self.items} items, {self.files} files; "
+                f"{format_bytes(self.total_bytes)} have no checksums and were not read, {total:.2f} s"
+            )
         return (
             f"verified {self.path} (id {self.unique_id}): {found}; {self.keys} tensors, {self.items} items, "
             f"{self.files} files, {format_bytes(self.bytes_verified)} of {format_bytes(self.total_bytes)} as written, "
