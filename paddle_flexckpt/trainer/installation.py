@@ -14,9 +14,14 @@ from paddle_flexckpt.parallel import install as install_parallel
 from paddle_flexckpt.trainer.arguments import SHARED, FlexTrainingArguments, flag_types, options_of
 from paddle_flexckpt.trainer.directories import is_flex, is_usable, latest_checkpoint
 from paddle_flexckpt.trainer.mixin import KEPT, FlexTrainerMixin
+from paddle_flexckpt.trainer.paddleformers_mixin import PaddleFormersMixin
 from paddle_flexckpt.trainer.model_rules import install_model_rules, uninstall_model_rules
 
 LIBRARIES = ("paddlenlp", "paddleformers")
+_MIXINS: dict[str, tuple[type, ...]] = {
+    "paddlenlp": (FlexTrainerMixin,),
+    "paddleformers": (FlexTrainerMixin, PaddleFormersMixin),
+}
 _UNDO = "_flexckpt_undo"
 # Methods that a version of a library may lack.
 _OPTIONAL = frozenset({"_load_best_model_from_peft_checkpoint"})
@@ -77,7 +82,8 @@ def install(library: str = "paddlenlp") -> None:
         return
     methods = {
         name: method
-        for name, method in vars(FlexTrainerMixin).items()
+        for mixin in _MIXINS[library]
+        for name, method in vars(mixin).items()
         if isinstance(method, FunctionType) and not (name in _OPTIONAL and not hasattr(trainer, name))
     }
     missing = sorted(name for name in methods if not hasattr(trainer, name))
