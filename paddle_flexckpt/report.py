@@ -100,6 +100,7 @@ class LoadReport:
         aliases: Keys that were found under another name (tied parameters).
         cast: Keys whose values were cast, with the dtypes.
         masters: Master weights that started from their parameters, and parameters taken from their master weights.
+        fused: Fused parameters and states that were saved under another degree, with the numbers of parts.
         kept: Targets of which something keeps what it had, as AOA statements say.
         computed: Targets of which something was computed, as AOA statements say.
         bytes_needed: Bytes of the pieces that fill this rank's targets.
@@ -125,6 +126,7 @@ class LoadReport:
     aliases: dict[str, str]
     cast: dict[str, str]
     masters: dict[str, str] = field(default_factory=dict)
+    fused: dict[str, str] = field(default_factory=dict)
     kept: list[str] = field(default_factory=list)
     computed: list[str] = field(default_factory=list)
     bytes_needed: int = 0
@@ -159,6 +161,7 @@ class LoadReport:
             ("under another name", len(self.aliases)),
             ("cast", len(self.cast)),
             ("between parameter and master weight", len(self.masters)),
+            ("fused under another degree", len(self.fused)),
             ("computed", len(self.computed)),
             ("kept in part or whole", len(self.kept)),
             ("read from replicas on this rank, as copies of them are damaged", len(self.replicas_used)),

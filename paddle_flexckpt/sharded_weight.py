@@ -33,17 +33,19 @@ class FusedAxis:
     """A shard rule for a parameter that fuses several (q, k and v; gate and up) along the axis that is cut.
 
     Every rank holds its parts of all of them side by side, so the whole tensor in rank order is another permutation for
-    every degree of tensor parallelism. Such a parameter loads under the degree that it was saved under; under any other
-    it is refused, with the AOA statement that would put its parts right.
+    every degree of tensor parallelism. Under the degree that it was saved under such a parameter loads as it is; under
+    any other the AOA statement ``"{key} -> {key}, {statement}"`` is applied to it and its states (or it is refused,
+    with ``fused="exact"``).
 
     Attributes:
         axis: The axis that is cut.
         statement: Tags and attributes of the AOA statement, e.g. ``"fused_ffn"`` or ``"fused_qkv_old, num_heads=8,
-            num_key_value_groups=2"``.
+            num_key_value_groups=2"``; ``axis=`` may be left out. None: no statement is known, and another degree is
+            an error.
     """
 
     axis: int
-    statement: str
+    statement: str | None
 
 
 class ShardedWeight(_PaddleShardedWeight):

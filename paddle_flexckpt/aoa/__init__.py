@@ -7,6 +7,7 @@ from paddle_flexckpt.aoa.compile import compile_program
 from paddle_flexckpt.aoa.config import AoaConfig, read_config
 from paddle_flexckpt.aoa.errors import AoaError
 from paddle_flexckpt.aoa.explain import Expanded, expand_program, explain, unused_sources
+from paddle_flexckpt.aoa.fused import fused_statement
 from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.mapping import Mapping, Node, Region, Step, TensorInfo
 
@@ -22,6 +23,7 @@ __all__ = [
     "compile_program",
     "expand_program",
     "explain",
+    "fused_statement",
     "invert",
     "read_config",
     "unused_sources",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingType
 from typing import Literal
 
@@ -33,6 +33,7 @@ def compile_program(
     target: Catalog | None,
     *,
     master_weights: Literal["exact", "convert"] = "exact",
+    completion: Sequence[str] = (),
 ) -> Mapping:
     """Compiles AOA statements for a source and a destination.
 
@@ -43,6 +44,7 @@ def compile_program(
             up, and the source keys that they do not mention.
         master_weights: ``"convert"`` lets a master weight whose source has none start from the parameter, and takes a
             float32 parameter from the master weights of half-precision sources.
+        completion: Statements that follow those of the configuration, and are never inverted.
 
     Returns:
         Where every element of every target comes from.
@@ -51,7 +53,7 @@ def compile_program(
         AoaError: The statements are malformed or do not fit the tensors; all problems are listed.
     """
     with _without_collector():
-        program = run_program(aoa_config, source, target)
+        program = run_program(aoa_config, source, target, completion=completion)
         return _Compilation(program, master_weights).run()
 
 
@@ -70,7 +72,13 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def run_program(aoa_config: AoaConfig, source: Catalog, target: Catalog | None, keeps_history: bool = False) -> Program:
+def run_program(
+    aoa_config: AoaConfig,
+    source: Catalog,
+    target: Catalog | None,
+    keeps_history: bool = False,
+    completion: Sequence[str] = (),
+) -> Program:
     """Carries out the statements on names and shapes.
 
     Args:
@@ -78,6 +86,7 @@ def run_program(aoa_config: AoaConfig, source: Catalog, target: Catalog | None, 
         source: All source shards.
         target: All target shards, or None.
         keeps_history: Whether the program remembers what it met on the way.
+        completion: Statements that follow, as in :func:`compile_program`.
 
     Raises:
         AoaError: They are malformed or do not fit the tensors.
@@ -89,6 +98,7 @@ def run_program(aoa_config: AoaConfig, source: Catalog, target: Catalog | None, 
         from paddle_flexckpt.aoa.invert import inverted
 
         statements = inverted(statements, False, target, source)
+    statements = [*statements, *parse_program(completion, len(config.statements) + 1)]
     names: set[str] = set() if target is None else set(target.keys)
     destination = None if target is None else Side(target, source.keys)
     program = Program(Side(source, names), destination, keeps_history)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from paddle_flexckpt.aoa.errors import StatementError
 from paddle_flexckpt.aoa.lexer import quoted
 from paddle_flexckpt.aoa.parser import Statement
+from paddle_flexckpt.aoa.sides import split_state
 
 FUSED = ("fused_qkv", "fused_qkv_old", "fused_ffn")
 FUSED_ATTRIBUTES = frozenset({*FUSED, "axis", "num_heads", "num_key_value_groups", "optional", "states"})
@@ -42,6 +43,19 @@ def expand_fused(statement: Statement, tag: str, source_parts: int, target_parts
     names = [variable.name for variable in statement.left], [variable.name for variable in statement.right]
     expand = {"fused_qkv": _qkv, "fused_qkv_old": _qkv_old, "fused_ffn": _ffn}[tag]
     return expand(statement, names[0], names[1], source_parts, target_parts)
+
+
+def fused_statement(source: str, target: str, tags: str, keys: Collection[str]) -> str:
+    """The statement that moves a fused parameter and its states to another number of parts.
+
+    Args:
+        source: Key of the parameter, or of one of its states, in the source.
+        target: Its key in the destination.
+        tags: Tags and attributes.
+        keys: The keys of both sides, which tell states from parameters.
+    """
+    known = set(keys)
+    return f"{quoted(split_state(source, known)[0])} -> {quoted(split_state(target, known)[0])}, {tags}"
 
 
 def _axis(statement: Statement) -> object:

@@ -112,15 +112,15 @@ def written(attribute: Attribute) -> str:
     return f'{attribute.key}="{value}"' if isinstance(value, str) else f"{attribute.key}={value}"
 
 
-def parse_program(texts: Sequence[str]) -> list[Statement]:
-    """All statements of a program.
+def parse_program(texts: Sequence[str], first: int = 1) -> list[Statement]:
+    """All statements of a program; ``first`` is the number of the first text.
 
     Raises:
         AoaError: Some are malformed; all of them are listed.
     """
     statements: list[Statement] = []
     problems = []
-    for number, text in enumerate(texts, start=1):
+    for number, text in enumerate(texts, start=first):
         try:
             statements += parse(text, number)
         except StatementError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,21 +16,26 @@ from paddle_flexckpt.aoa.config import read_config
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
 
 
-def compile_mapping(aoa_config: Any, source: Catalog, target: Catalog | None, master_weights: Any) -> Mapping:
+def compile_mapping(
+    aoa_config: Any, source: Catalog, target: Catalog | None, master_weights: Any, completion: Sequence[str] = ()
+) -> Mapping:
     """The statements as a mapping.
 
     Args:
-        aoa_config: A dict, a JSON text or the path of a JSON or YAML file; or what is compiled already.
+        aoa_config: A dict, a JSON text or the path of a JSON or YAML file; or what is compiled already; None for no
+            statements.
         source: The shards of all sources.
         target: The targets of all ranks; None: they follow from the statements.
         master_weights: As in ``load_state_dict``.
+        completion: Statements that follow those of the configuration.
 
     Raises:
         ValidationError: The statements do not fit, or ranks want one key in different dtypes.
     """
     if isinstance(aoa_config, Mapping):
         return aoa_config
-    mapping = aoa.compile_program(aoa_config, source, target, master_weights=master_weights)
+    statements = [] if aoa_config is None else aoa_config
+    mapping = aoa.compile_program(statements, source, target, master_weights=master_weights, completion=completion)
     if target is not None:
         _check_dtypes(mapping, target)
     return mapping

@@ -306,6 +306,7 @@ class CheckpointManager:
         dtype: Literal["raise", "cast"] = "raise",
         tied_names: bool = True,
         master_weights: Literal["exact", "convert"] = "exact",
+        fused: Literal["convert", "exact"] = "convert",
         verify: bool | VerifyMode = "read",
         use_replicas: bool = True,
     ) -> RestoreReport:
@@ -344,9 +345,9 @@ class CheckpointManager:
         self._pending.settle(context, wait_for="all")
         targets, answers = self._comm.together(prepare, context)
         order, damaged = said_by_all(answers, context)[0]
-        candidates = [(chosen, self._steps.directory(chosen)) for chosen in order]
+        candidates = [(each, self._steps.directory(each)) for each in order]
         loading: dict[str, Any] = {"aoa_config": aoa_config, "strict": strict, "dtype": dtype, "verify": verify}
-        loading.update(tied_names=tied_names, master_weights=master_weights, use_replicas=use_replicas)
+        loading.update(tied_names=tied_names, master_weights=master_weights, fused=fused, use_replicas=use_replicas)
         report = restore_first(candidates, dict(damaged), self._comm, targets, fallback, context, **loading)
         self._damaged |= set(report.skipped)
         self._schedule.note(report.step, saved=False)
@@ -354,8 +355,7 @@ class CheckpointManager:
 
     def all_steps(self) -> list[int]:
         """Steps that have a checkpoint, in rising order. One that is on its way is not there yet."""
-        steps: list[int] = self._look(self._steps.steps)
-        return steps
+        return list(self._look(self._steps.steps))
 
     def latest_step(self) -> int | None:
         """The highest of :meth:`all_steps`; None without one."""

@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from paddle_flexckpt.parallel.layers import LayerMixin, note_tied, own_state
+from paddle_flexckpt.parallel.layers import LayerMixin, note_tied, own_state, shard_rules
 from paddle_flexckpt.sharded_weight import ShardedStateDict, is_sharded_weight
 
 _GROUP_NAMES = ("moe_group", "expert_parallel_group", "ep_group")
@@ -154,7 +154,7 @@ def _whole_but_marked(layer: Any, prefix: str, lists: list[str], ranks: frozense
     found = []
     for path, owner in layer.named_sublayers(include_self=True):
         in_expert = path.split(".", 1)[0] in lists
-        rules = owner._get_shard_rules() or {}
+        rules = shard_rules(owner)
         for name, tensor in own_state(owner).items():
             if name in rules or not getattr(tensor, "is_distributed", False):
                 continue

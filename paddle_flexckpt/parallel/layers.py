@@ -13,6 +13,9 @@ from paddle_flexckpt.sharded_weight import (
     is_sharded_weight,
 )
 
+# Name of the method of paddle.nn.Layer, if there is one, that completes the rules of a layer's class.
+COMPLETE_RULES = "_complete_shard_rules"
+
 
 class LayerMixin:
     """What ``install()`` gives to ``paddle.nn.Layer``.
@@ -59,15 +62,37 @@ class LayerMixin:
         return getattr(self, "model_parallel_group", None)
 
 
+def shard_rules(layer: Any) -> dict[str, int | FusedAxis]:
+    """The rules in effect for a layer's own parameters.
+
+    They are the layer's own, unless :data:`COMPLETE_RULES` is there: that knows rules for classes of other libraries.
+    """
+    rules = dict(layer._get_shard_rules() or {})
+    complete = getattr(layer, COMPLETE_RULES, None)
+    if complete is not None:
+        rules = complete(rules)
+    # A layer without bias keeps its rule for one.
+    return {name: axis for name, axis in rules.items() if not _is_absent(layer, name)}
+
+
 def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
-    """A layer's own parameters and persistable buffers as its rules say, without its sub-layers'."""
-    rules = {
-        name: axis
-        for name, axis in (layer._get_shard_rules() or {}).items()
-        if not _is_absent(layer, name)  # a layer without bias keeps its rule for one
-    }
+    """A layer's own parameters and persistable buffers as its rules say, without its sub-layers'.
+
+    Raises:
+        ValueError: A cut parameter has no rule, or a rule has no parameter.
+    """
+    rules, state = shard_rules(layer), own_state(layer)
+    for name, tensor in state.items():
+        if name not in rules and getattr(tensor, "is_distributed", False):
+            kind = type(layer)
+            raise ValueError(
+                f"key {prefix + name!r} is marked is_distributed, but no rule says along which axis it is cut; it is "
+                f"in a {kind.__module__}.{kind.__qualname__}. Remedy: give its layer a _get_shard_rules() that returns "
+                "{name: axis}; for a class that is not yours, use paddle_flexckpt.trainer.model_rules."
+                "register_model_rule()"
+            )
     group = layer._get_shard_group() if rules else None
-    whole = build_sharded_state_dict(own_state(layer), rules, prefix, group)
+    whole = build_sharded_state_dict(state, rules, prefix, group)
     # By their shapes so far: a parameter that stage 3 has released has no memory of its own.
     return {key: describe_sliced(layer, weight) for key, weight in whole.items()}
 

@@ -54,6 +54,7 @@ def plan_write(
     save_replicas: bool = False,
     min_split_bytes: int = MIN_SPLIT_BYTES,
     groups: ReplicaGroups | None = None,
+    indivisible: np.ndarray | None = None,
 ) -> WritePlan:
     """Plans who writes which shard.
 
@@ -63,6 +64,7 @@ def plan_write(
         save_replicas: Write every shard that every rank holds, replicas included.
         min_split_bytes: Smallest shard that may be split among its replicas, in bytes.
         groups: The catalog's replica groups, where the caller has them already.
+        indivisible: bool ``[n]``, rows of shards that one rank has to write whole.
     """
     ranks = np.unique(catalog.rank)
     rank_index = np.searchsorted(ranks, catalog.rank)
@@ -72,17 +74,25 @@ def plan_write(
         start, stop = np.zeros(len(row), dtype=np.int64), catalog.size[row]
     else:
         groups = group_replicas(catalog) if groups is None else groups
-        row, writer, start, stop = _assign(catalog, groups, rank_index, len(ranks), min_split_bytes)
+        row, writer, start, stop = _assign(catalog, groups, rank_index, len(ranks), min_split_bytes, indivisible)
     return _lay_out(catalog, ranks, row, writer, start, stop, file_name)
 
 
 def _assign(
-    catalog: Catalog, groups: ReplicaGroups, rank_index: np.ndarray, world: int, min_split_bytes: int
+    catalog: Catalog,
+    groups: ReplicaGroups,
+    rank_index: np.ndarray,
+    world: int,
+    min_split_bytes: int,
+    indivisible: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Gives every group's elements to its holders; returns (row, writer, start, stop) per item."""
     first_rows = groups.first
     distinct = catalog.take(first_rows)
     group_size, itemsize, unit = distinct.size, distinct.itemsize, _row_elements(distinct)
+    if indivisible is not None and len(groups):
+        # The smallest unit is all of it where any replica says so.
+        unit = np.where(np.logical_or.reduceat(indivisible[groups.order], groups.start[:-1]), group_size, unit)
     load = np.zeros(world, dtype=np.int64)
     parts = []
     for members, holders in _holder_sets(groups, rank_index):

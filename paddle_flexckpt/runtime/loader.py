@@ -17,15 +17,16 @@ import numpy as np
 from paddle_flexckpt.aoa import Mapping as AoaMapping
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError, concat, validate_shards
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
-from paddle_flexckpt.execution.mapping import compile_mapping, config_digest, source_names
+from paddle_flexckpt.execution.mapping import config_digest, source_names
 from paddle_flexckpt.execution.reading import plan_reads, read_pieces
 from paddle_flexckpt.execution.work import Work, plan_work
 from paddle_flexckpt.planning import ReadPlan, ShardMatcher
 from paddle_flexckpt.report import LoadReport, replica_warning
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
+from paddle_flexckpt.runtime.completion import complete, match
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
-from paddle_flexckpt.runtime.targets import MASTER, Policy, Strict, Wanted, resolve
+from paddle_flexckpt.runtime.targets import MASTER, Policy, Strict, Wanted
 from paddle_flexckpt.storage import (
     CheckpointDirectory,
     FileReader,
@@ -56,6 +57,7 @@ def load_state_dict(
     dtype: Literal["raise", "cast"] = "raise",
     tied_names: bool = True,
     master_weights: Literal["exact", "convert"] = "exact",
+    fused: Literal["convert", "exact"] = "convert",
     verify: bool | VerifyMode = "read",
     use_replicas: bool = True,
 ) -> LoadReport:
@@ -87,6 +89,10 @@ def load_state_dict(
         master_weights: ``"convert"`` lets a master weight (``.w_0``) that the checkpoint lacks start from its
             parameter, and takes a float32 parameter from its master weight where the checkpoint has one; the report
             lists those. ``"exact"`` does neither.
+        fused: ``"convert"``: a fused parameter (one with a :class:`FusedAxis` rule) that the source holds in another
+            number of tensor-parallel parts is put right, its states with it, by the AOA statement of its rule; the
+            report lists those. Keys that statements of ``aoa_config`` make are their business. ``"exact"`` makes
+            another number of parts an error.
         verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` reads those blocks whole
             too of which only a part is needed, so that every byte that reaches a target is verified; the report says
             how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
@@ -118,16 +124,19 @@ def load_state_dict(
             "coordinator_rank": coordinator_rank,
             "strict": strict,
             "dtype": dtype,
+            "fused": fused,
             "aoa_config": config_digest(aoa_config, master_weights),
         }
         return _Described(manifest, state, json.dumps(head).encode())
 
     def prepare() -> tuple[_Prepared, bytes]:
         manifest, state, head = describe()
-        mapping = None
-        if aoa_config is not None:
-            mapping = compile_mapping(aoa_config, manifest.catalog, all_targets, master_weights)
-        wanted = resolve(state, manifest.catalog, Policy(strict, dtype, tied_names, master_weights), mapping)
+        policy = Policy(strict, dtype, tied_names, master_weights, fused)
+        mapping, wanted = match(state, manifest.catalog, policy, aoa_config, all_targets)
+        if wanted.cuts:
+            targets = state.catalog if all_targets is None else all_targets
+            statements = wanted.completion(manifest.catalog)
+            mapping, wanted = complete(wanted, statements, state, manifest.catalog, policy, aoa_config, targets)
         work = plan_work(wanted.catalog, wanted.rows, mapping)
         plan = plan_reads(ShardMatcher(manifest.catalog), work, mapping)
         reader = stack.enter_context(FileReader(directory.backend, manifest, verify, use_replicas))
@@ -156,6 +165,7 @@ def load_state_dict(
         aliases=ready.wanted.aliases,
         cast=ready.wanted.cast,
         masters=ready.wanted.masters,
+        fused=ready.wanted.fused,
         kept=ready.work.kept_keys(ready.state.catalog),
         computed=ready.work.computed_keys(ready.state.catalog),
         bytes_needed=ready.plan.needed_bytes,

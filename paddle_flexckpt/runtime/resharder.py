@@ -19,17 +19,17 @@ from typing import Any, Literal
 import numpy as np
 
 from paddle_flexckpt.aoa import Mapping as AoaMapping
-from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, concat, dtype_of
-from paddle_flexckpt.catalog.metadata import catalog_from_metadata
+from paddle_flexckpt.catalog import Catalog, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
-from paddle_flexckpt.execution.mapping import compile_mapping, config_digest, moved_keys
+from paddle_flexckpt.execution.mapping import config_digest, moved_keys
 from paddle_flexckpt.execution.transfer import copy_pieces, pack, unpack
 from paddle_flexckpt.execution.work import Work, plan_work
 from paddle_flexckpt.planning import ExchangePlan, ShardMatcher, plan_exchange
 from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.runtime.carrier import Carrier
-from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, communicator_for
+from paddle_flexckpt.runtime.communicator import check_coordinator, communicator_for
+from paddle_flexckpt.runtime.completion import complete, match
 from paddle_flexckpt.runtime.loader import (
     check_heads,
     check_unexpected,
@@ -42,9 +42,9 @@ from paddle_flexckpt.runtime.shared_memory import refuse_shared_memory
 from paddle_flexckpt.runtime.sources import CheckedSources, check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
-from paddle_flexckpt.runtime.targets import Policy, Strict, Wanted, resolve
-from paddle_flexckpt.runtime.tensors import HostTensor, dtype_name, element_count
-from paddle_flexckpt.sharded_weight import is_sharded_weight
+from paddle_flexckpt.runtime.targets import Policy, Strict, Wanted
+from paddle_flexckpt.runtime.tensors import HostTensor
+from paddle_flexckpt.runtime.virtual_files import gather_virtual_files, held_tensors
 
 logger = logging.getLogger("paddle_flexckpt")
 _CONTEXT = "cannot reshard"
@@ -67,6 +67,7 @@ def reshard_sharded_state_dict(
     dtype: Literal["raise", "cast"] = "raise",
     tied_names: bool = True,
     master_weights: Literal["exact", "convert"] = "exact",
+    fused: Literal["convert", "exact"] = "convert",
     check_replicas: bool = True,
 ) -> LoadReport:
     """Moves live state from one layout to another, in memory.
@@ -88,6 +89,7 @@ def reshard_sharded_state_dict(
         dtype: As in :func:`load_state_dict`.
         tied_names: As in :func:`load_state_dict`.
         master_weights: As in :func:`load_state_dict`.
+        fused: As in :func:`load_state_dict`.
         check_replicas: Whether replicas of one source shard have to be equal, byte for byte. Without the check, a rank
             is given its own replica's values, or any other's.
 
@@ -120,6 +122,7 @@ def reshard_sharded_state_dict(
         dtype=dtype,
         tied_names=tied_names,
         master_weights=master_weights,
+        fused=fused,
         check_replicas=check_replicas,
         aoa_config=aoa_config,
     )
@@ -139,6 +142,7 @@ def _load_state_dict(
     dtype: Literal["raise", "cast"] = "raise",
     tied_names: bool = True,
     master_weights: Literal["exact", "convert"] = "exact",
+    fused: Literal["convert", "exact"] = "convert",
     check_replicas: bool = True,
     aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> LoadReport:
@@ -158,6 +162,7 @@ def _load_state_dict(
         dtype: As in :func:`load_state_dict`.
         tied_names: As in :func:`load_state_dict`.
         master_weights: As in :func:`load_state_dict`.
+        fused: As in :func:`load_state_dict`.
         check_replicas: Whether replicas of one source shard have to be equal, byte for byte. Without the check, a rank
             is given its own replica's values, or any other's.
         aoa_config: As in :func:`load_state_dict`.
@@ -171,14 +176,15 @@ def _load_state_dict(
     """
     begin = time.perf_counter()
     comm = communicator_for(process_group)
-    source = _gather_source(comm, source_state_dict, metadata_list)
-    held = _held_tensors(source, source_state_dict, comm.rank)
+    source = gather_virtual_files(comm, source_state_dict, metadata_list, _CONTEXT)
+    held = held_tensors(source, source_state_dict, comm.rank, _CONTEXT)
     checked = check_sources(comm, held, source, _CONTEXT)
     options = {
         "strict": strict,
         "dtype": dtype,
         "coordinator_rank": coordinator_rank,
         "check_replicas": check_replicas,
+        "fused": fused,
     }
 
     @functools.cache
@@ -187,19 +193,26 @@ def _load_state_dict(
         return open_state(target_state_dict, comm.rank), json.dumps({**options, "aoa_config": digest}).encode()
 
     all_targets = None if aoa_config is None else gather_targets(comm, describe, _CONTEXT)
+    statements: list[str] = []
     with contextlib.closing(comm.open_carrier()) as carrier:
+
+        @functools.cache
+        def digests_of_replicas() -> bytes:
+            return replica_digests(held, checked.groups) if check_replicas else b""
 
         def prepare() -> tuple[_Prepared, bytes]:
             state, head = describe()
-            mapping = None
-            if aoa_config is not None:
-                mapping = compile_mapping(aoa_config, source, all_targets, master_weights)
-            wanted = resolve(state, source, Policy(strict, dtype, tied_names, master_weights), mapping)
+            policy = Policy(strict, dtype, tied_names, master_weights, fused)
+            mapping, wanted = match(state, source, policy, aoa_config, None if aoa_config is None else all_targets)
+            needs = wanted.completion(source)
+            if statements and all_targets is not None:
+                mapping, wanted = complete(wanted, statements, state, source, policy, aoa_config, all_targets)
             refuse_shared_memory(source, held, _in_place(state, wanted, mapping))
             work = plan_work(wanted.catalog, wanted.rows, mapping)
             parts = (
                 head,
-                replica_digests(held, checked.groups) if check_replicas else b"",
+                json.dumps(needs).encode(),
+                digests_of_replicas(),
                 carrier.address(),
                 np.packbits(used_keys(source, wanted, mapping)).tobytes(),
                 encode_catalog(work.catalog),
@@ -207,7 +220,14 @@ def _load_state_dict(
             return _Prepared(state, wanted, mapping, work), join(parts)
 
         ready, answers = comm.together(prepare, _CONTEXT)
-        digests, addresses, bits, encoded = check_heads(answers, _CONTEXT)
+        needed, digests, addresses, bits, encoded = check_heads(answers, _CONTEXT)
+        statements = sorted({statement for texts in needed for statement in json.loads(texts)})
+        if statements:
+            # Whoever sends has to know them too.
+            if all_targets is None:
+                all_targets = gather_targets(comm, describe, _CONTEXT)
+            ready, answers = comm.together(prepare, _CONTEXT)
+            _, digests, addresses, bits, encoded = check_heads(answers, _CONTEXT)
         problems = differing_replicas(digests, source, checked.groups)
         if problems:
             raise ValidationError(problems, _CONTEXT)
@@ -231,6 +251,7 @@ def _load_state_dict(
         aliases=ready.wanted.aliases,
         cast=ready.wanted.cast,
         masters=ready.wanted.masters,
+        fused=ready.wanted.fused,
         kept=ready.work.kept_keys(ready.state.catalog),
         computed=ready.work.computed_keys(ready.state.catalog),
         bytes_needed=counts["copied"] + counts["received"],
@@ -244,55 +265,6 @@ def _load_state_dict(
     if comm.position == coordinator_rank:
         logger.info(report.summary())
     return report
-
-
-def _gather_source(
-    comm: Communicator, source_state_dict: Mapping[str, Mapping[str, Any]], metadata_list: Iterable[Any]
-) -> Catalog:
-    """The catalog of all ranks' files, each row with the rank that holds its file."""
-    metadata = list(metadata_list)
-    if all(isinstance(entry, Catalog) for entry in metadata):
-        return concat(metadata)
-
-    _, answers = comm.together(lambda: (None, json.dumps(sorted(source_state_dict)).encode()), _CONTEXT)
-    holders = {file: rank for rank, answer in zip(comm.ranks, answers) for file in json.loads(answer)}
-
-    def build() -> tuple[Catalog, bytes]:
-        files = {file for entry in metadata for file in entry.storage_metadata.values()}
-        lost = sorted(files - set(holders))
-        if lost:
-            raise ValidationError([Problem("no rank holds a file that the metadata names", file=file) for file in lost])
-        source = catalog_from_metadata(metadata, holders.__getitem__)
-        _held_tensors(source, source_state_dict, comm.rank)  # what is wrong here has to be every rank's error
-        return source, b""
-
-    return comm.together(build, _CONTEXT)[0]
-
-
-def _held_tensors(source: Catalog, source_state_dict: Mapping[str, Mapping[str, Any]], rank: int) -> dict[int, Any]:
-    """This rank's source tensors by row of the source catalog."""
-    held = {}
-    size = source.size
-    for row in np.flatnonzero(source.rank == rank).tolist():
-        file, key = source.file_name(row), source.key_name(row)
-        value: Any = source_state_dict.get(file or "", {}).get(key)
-        tensor = value.local_tensor if is_sharded_weight(value) else value
-        problem = None
-        if tensor is None:
-            problem = Problem("the metadata names a tensor that is not there", key=key, rank=rank, file=file)
-        elif element_count(tensor) != size[row] or dtype_name(tensor) != source.dtype_name(row):
-            problem = Problem(
-                "a tensor is not what the metadata says",
-                key=key,
-                rank=rank,
-                file=file,
-                expected=source.describe(row),
-                got=f"{dtype_name(tensor)} {list(tensor.shape)}",
-            )
-        if problem is not None:
-            raise ValidationError([problem], _CONTEXT)
-        held[row] = tensor
-    return held
 
 
 @dataclass(frozen=True, eq=False)

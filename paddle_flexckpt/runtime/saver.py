@@ -26,6 +26,7 @@ from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, s
 from paddle_flexckpt.planning import WritePlan, plan_write
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
+from paddle_flexckpt.runtime.fused import indivisible_rows
 from paddle_flexckpt.runtime.replicas import differing_replicas, replica_digests
 from paddle_flexckpt.runtime.sources import check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
@@ -143,23 +144,29 @@ def save_state_dict(
             ticket = directory.open_save(unique_id, comm.size)
             # If a rank fails that has not even begun, the marker is all there is.
             stack.enter_context(opened).callback(directory.discard, ticket, comm.rank)
-        parts = (json.dumps(head).encode(), json.dumps(ticket and asdict(ticket)).encode())
-        return _Own(state, lock, admission, waited), join((*parts, encode_catalog(state.catalog)))
+        parts: tuple[bytes, ...] = (json.dumps(head).encode(), json.dumps(ticket and asdict(ticket)).encode())
+        whole = indivisible_rows(state.catalog, (getattr(weight, "fused", None) for weight in state.weights))
+        parts = (*parts, np.packbits(whole).tobytes(), encode_catalog(state.catalog))
+        return _Own(state, lock, admission, waited), join(parts)
 
     locked, opened = contextlib.ExitStack(), contextlib.ExitStack()
     with contextlib.ExitStack() as stack:
         own, answers = comm.together(describe, context)
-        heads, tickets, catalogs = zip(*(split(answer) for answer in answers))
+        heads, tickets, wholes, catalogs = zip(*(split(answer) for answer in answers))
         check_same(heads, context)
         ticket = SaveTicket(**json.loads(tickets[coordinator_rank]))
         opened.pop_all()  # from here on every rank removes what it wrote
         try:
-            catalog = concat([decode_catalog(encoded) for encoded in catalogs])
+            decoded = [decode_catalog(encoded) for encoded in catalogs]
+            catalog = concat(decoded)
+            indivisible = np.concatenate([_unpacked(bits, len(rows)) for bits, rows in zip(wholes, decoded)])
             # Ranks' rows follow each other in the common catalog.
             first_row = int(np.argmax(catalog.rank == comm.rank)) if len(own.state.weights) else 0
             held = {first_row + row: weight.local_tensor for row, weight in enumerate(own.state.weights)}
             groups = check_sources(comm, held, catalog, context).groups
-            plan = plan_write(catalog, ticket.data_file, save_replicas=save_replicas, groups=groups)
+            plan = plan_write(
+                catalog, ticket.data_file, save_replicas=save_replicas, groups=groups, indivisible=indivisible
+            )
             share = _Share(directory, ticket, comm, comm.ranks[coordinator_rank], plan, held, step)
             planned = time.perf_counter()
 
@@ -215,6 +222,11 @@ class _Own(NamedTuple):
     lock: SaveLock | None
     admission: Admission | None
     waited: float
+
+
+def _unpacked(bits: bytes, count: int) -> np.ndarray:
+    """Bool per row, from one bit per row."""
+    return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=count).astype(bool)
 
 
 def _background_writer(async_save: bool | BackgroundWriter, directory: CheckpointDirectory) -> BackgroundWriter | None:

@@ -11,9 +11,9 @@ import numpy as np
 from paddle_flexckpt.aoa import Mapping
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of, validate_shards
 from paddle_flexckpt.execution.mapping import made_by
+from paddle_flexckpt.runtime.fused import OtherCut, completion, other_cut
 from paddle_flexckpt.runtime.state import LocalState
 from paddle_flexckpt.runtime.tensors import address_range
-from paddle_flexckpt.sharded_weight import FusedAxis
 
 Strict = Union[bool, Literal["missing", "unexpected"]]
 _FLOATS = frozenset({"float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"})
@@ -33,12 +33,15 @@ class Policy:
         master_weights: ``"exact"``: a parameter and its master weight come from their own keys. ``"convert"``: a
             master weight (``.w_0``) that the source lacks starts from its parameter, and a float32 parameter whose
             source is of lower precision is taken from its master weight.
+        fused: Whether a fused parameter that the source holds under another degree is put right ("convert") or is an
+            error ("exact").
     """
 
     strict: Strict = "missing"
     dtype: Literal["raise", "cast"] = "raise"
     tied_names: bool = True
     master_weights: Literal["exact", "convert"] = "exact"
+    fused: Literal["convert", "exact"] = "convert"
 
     def __post_init__(self) -> None:
         if self.strict not in (True, False, "missing", "unexpected"):
@@ -47,6 +50,8 @@ class Policy:
             raise ValidationError([f"dtype is 'raise' or 'cast'; got {self.dtype!r}"])
         if self.master_weights not in ("exact", "convert"):
             raise ValidationError([f"master_weights is 'exact' or 'convert'; got {self.master_weights!r}"])
+        if self.fused not in ("convert", "exact"):
+            raise ValidationError([f"fused is 'convert' or 'exact'; got {self.fused!r}"])
 
     @property
     def missing_is_an_error(self) -> bool:
@@ -72,6 +77,8 @@ class Wanted:
         aliases: Keys found under another name.
         cast: Keys whose values are cast, with the dtypes.
         masters: Master weights that start from their parameters, and parameters taken from their master weights.
+        cuts: Fused targets that are not among the rows, as their parts have to be put right first.
+        fused: Fused targets whose parts are put right, with the numbers of parts.
     """
 
     catalog: Catalog
@@ -81,6 +88,14 @@ class Wanted:
     aliases: dict[str, str] = field(default_factory=dict)
     cast: dict[str, str] = field(default_factory=dict)
     masters: dict[str, str] = field(default_factory=dict)
+    cuts: list[OtherCut] = field(default_factory=list)
+    fused: dict[str, str] = field(default_factory=dict)
+
+    def completion(self, source: Catalog) -> tuple[str, ...]:
+        """The statements that put the parts of fused targets right."""
+        if not self.cuts:
+            return ()
+        return completion(self.cuts, {*source.keys, *(cut.key for cut in self.cuts), *self.catalog.keys})
 
 
 def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping | None = None) -> Wanted:
@@ -109,6 +124,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
     aliases: dict[str, str] = {}
     cast: dict[str, str] = {}
     masters: dict[str, str] = {}
+    cuts: list[OtherCut] = []
     problems = validate_shards(target)
     rows = []
     for row, weight in enumerate(state.weights):
@@ -143,8 +159,13 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
                 aliases[key] = found
         allowed = policy if master is None else replace(policy, dtype="cast")
         problem = _unfit(target, row, _stored(source, int(first_row[index[found]])), allowed, cast)
-        if problem is None and getattr(weight, "fused", None) is not None:
-            problem = _permuted(target, row, source, index[found], weight.fused)
+        fused = getattr(weight, "fused", None)
+        cut = None if fused is None else other_cut(target, row, source, index[found], fused)
+        if problem is None and cut is not None:
+            if policy.fused == "convert" and cut.statement is not None:
+                cuts.append(cut)
+                continue
+            problem = cut.problem()
         if problem is not None:
             problems.append(problem)
             continue
@@ -153,7 +174,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
         raise ValidationError(problems)
     rows, same_memory = _share_memory(state, names, rows, mapping)
     renamed = replace(target, keys=tuple(names))
-    return Wanted(renamed, np.asarray(rows, dtype=np.int64), same_memory, missing, aliases, cast, masters)
+    return Wanted(renamed, np.asarray(rows, dtype=np.int64), same_memory, missing, aliases, cast, masters, cuts)
 
 
 def _find(key: str, weight: Any, known: Iterable[Collection[str]], policy: Policy) -> str | None:
@@ -185,26 +206,6 @@ def _master(
     if dtype == "float32" and stored in _HALVES and found + MASTER in index:
         return found + MASTER
     return None
-
-
-def _permuted(target: Catalog, row: int, source: Catalog, source_key: int, fused: FusedAxis) -> Problem | None:
-    """The problem of a fused parameter that was cut into parts of another size than the target's."""
-    ndim = int(target.ndim[row])
-    axis = fused.axis % ndim
-    here = int(target.shape[row, target.width - ndim + axis])
-    there = sorted(set(source.shape[source.key == source_key][:, source.width - ndim + axis].tolist()))
-    if there == [here]:
-        return None
-    key = target.key_name(row)
-    return Problem(
-        "the parts of a fused parameter lie side by side on every rank, so another cut would permute them",
-        key=key,
-        rank=int(target.rank[row]),
-        expected=f"parts of {here} along axis {axis}, as here",
-        got=f"parts of {there}",
-        remedy=f"load under the tensor-parallel degree of the save; the AOA statement for another degree is "
-        f'"{key} -> {key}, {fused.statement}"',
-    )
 
 
 def _missing(target: Catalog, row: int, names: tuple[str, ...], mapping: Mapping | None) -> Problem:

@@ -345,7 +345,8 @@ def test_the_same_statements_may_be_given_in_several_forms():
     config, compiled = {"aoa_statements": ["w -> w"]}, []
     lock = threading.Lock()
 
-    def compile_program(aoa_config, source, target, *, master_weights):
+    def compile_program(aoa_config, source, target, *, master_weights, completion):
+        assert not completion
         with lock:
             compiled.append((source.keys, target.keys, len(target), master_weights))
         return renames(w="w").mapping()

@@ -109,7 +109,7 @@ class World:
         mapping = self.program.mapping()
         calls = []
 
-        def compile_program(config, source, target, *, master_weights):
+        def compile_program(config, source, target, *, master_weights, completion):
             calls.append((config, set(source.keys), None if target is None else set(target.keys), len(target)))
             return mapping
 

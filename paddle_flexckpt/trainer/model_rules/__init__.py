@@ -1,26 +1,21 @@
-"""How models of PaddleNLP and PaddleFormers are cut and named."""
+"""Rules for the models of PaddleNLP and PaddleFormers: what is cut, fused and shared, and Hugging Face's names."""
 
-from __future__ import annotations
+from paddle_flexckpt.trainer.model_rules.hf import hf_rules
+from paddle_flexckpt.trainer.model_rules.install import (
+    describe_model,
+    install_model_rules,
+    uninstall_model_rules,
+)
+from paddle_flexckpt.trainer.model_rules.pipeline import register_shared_attribute
+from paddle_flexckpt.trainer.model_rules.registry import ModelRule, register_model_rule, unregister_model_rule
 
-from typing import Any
-
-from paddle_flexckpt.sharded_weight import ShardedStateDict
-
-
-def install_model_rules(library: str) -> None:
-    """Gives the library's layers their shard rules."""
-
-
-def uninstall_model_rules(library: str) -> None:
-    """Takes them back."""
-
-
-def describe_model(model: Any) -> ShardedStateDict:
-    """The shards of a model."""
-    shards: ShardedStateDict = model.sharded_state_dict()
-    return shards
-
-
-def hf_rules(model_class: type, config: Any) -> dict[str, Any]:
-    """The AOA rules between Hugging Face's names and the model's."""
-    raise NotImplementedError
+__all__ = [
+    "ModelRule",
+    "describe_model",
+    "hf_rules",
+    "install_model_rules",
+    "register_model_rule",
+    "register_shared_attribute",
+    "uninstall_model_rules",
+    "unregister_model_rule",
+]

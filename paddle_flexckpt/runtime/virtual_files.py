@@ -1,0 +1,69 @@
+"""Virtual files: tensors in the ranks' memory that stand for the files of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, concat
+from paddle_flexckpt.catalog.metadata import catalog_from_metadata
+from paddle_flexckpt.runtime.communicator import Communicator
+from paddle_flexckpt.runtime.tensors import dtype_name, element_count
+from paddle_flexckpt.sharded_weight import is_sharded_weight
+
+
+def gather_virtual_files(
+    comm: Communicator,
+    source_state_dict: Mapping[str, Mapping[str, Any]],
+    metadata_list: Iterable[Any],
+    context: str,
+) -> Catalog:
+    """The catalog of all ranks' files, each row with the rank that holds its file."""
+    metadata = list(metadata_list)
+    if all(isinstance(entry, Catalog) for entry in metadata):
+        return concat(metadata)
+
+    _, answers = comm.together(lambda: (None, json.dumps(sorted(source_state_dict)).encode()), context)
+    holders = {file: rank for rank, answer in zip(comm.ranks, answers) for file in json.loads(answer)}
+
+    def build() -> tuple[Catalog, bytes]:
+        files = {file for entry in metadata for file in entry.storage_metadata.values()}
+        lost = sorted(files - set(holders))
+        if lost:
+            raise ValidationError([Problem("no rank holds a file that the metadata names", file=file) for file in lost])
+        source = catalog_from_metadata(metadata, holders.__getitem__)
+        held_tensors(source, source_state_dict, comm.rank, context)  # what is wrong here has to be every rank's error
+        return source, b""
+
+    return comm.together(build, context)[0]
+
+
+def held_tensors(
+    source: Catalog, source_state_dict: Mapping[str, Mapping[str, Any]], rank: int, context: str
+) -> dict[int, Any]:
+    """This rank's source tensors by row of the source catalog."""
+    held = {}
+    size = source.size
+    for row in np.flatnonzero(source.rank == rank).tolist():
+        file, key = source.file_name(row), source.key_name(row)
+        value: Any = source_state_dict.get(file or "", {}).get(key)
+        tensor = value.local_tensor if is_sharded_weight(value) else value
+        problem = None
+        if tensor is None:
+            problem = Problem("the metadata names a tensor that is not there", key=key, rank=rank, file=file)
+        elif element_count(tensor) != size[row] or dtype_name(tensor) != source.dtype_name(row):
+            problem = Problem(
+                "a tensor is not what the metadata says",
+                key=key,
+                rank=rank,
+                file=file,
+                expected=source.describe(row),
+                got=f"{dtype_name(tensor)} {list(tensor.shape)}",
+            )
+        if problem is not None:
+            raise ValidationError([problem], context)
+        held[row] = tensor
+    return held

@@ -1,0 +1,108 @@
+"""Parameters that fuse several side by side on every rank: which these are in a model of a library.
+
+``_get_tensor_parallel_mappings`` of PaddleNLP's models says how a whole parameter is cut: ``is_naive_2fuse`` gives
+every rank its parts of two that are fused, ``is_naive_3fuse`` of three. A plain cut (grouped q, k and v among them) is
+the same under every degree. What the mappings do not say, or not by the name that the parameter has, is in a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paddle_flexckpt.sharded_weight import FusedAxis, ShardedStateDict, ShardedWeight
+
+# In which axis the outputs of a linear layer run, by the parameter's name; None: those of its last axis.
+_OUTPUTS: Mapping[str, int | None] = {"weight": None, "bias": 0, "lora_B": None, "quant_weight": 0, "quant_scale": 0}
+_FFN = "fused_ffn"
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """A linear layer whose outputs are fused.
+
+    Attributes:
+        path: Its name, or the end of it.
+        statement: The statement of its :class:`FusedAxis`.
+    """
+
+    path: str
+    statement: str | None
+
+
+def fused_layers(model: Any) -> list[FusedLayer]:
+    """The layers of a model whose outputs every rank holds side by side.
+
+    Args:
+        model: A model of PaddleNLP or PaddleFormers.
+    """
+    config = getattr(model, "config", None)
+    layers = [FusedLayer("gate_up_fused_proj", _FFN), FusedLayer("up_gate_proj", _FFN)]
+    module = type(model).__module__
+    if module.startswith("paddlenlp.transformers.chatglm_v2."):
+        groups = int(config.multi_query_group_num)  # type: ignore[union-attr]
+        layers.append(FusedLayer("self_attention.query_key_value", _qkv(config, groups)))
+        layers.append(FusedLayer("mlp.dense_h_to_4h", _FFN))
+        return layers
+    for name, action in _mappings(model, config).items():
+        flags = getattr(action, "keywords", {})
+        path, _, parameter = name.rpartition(".")
+        if parameter not in _OUTPUTS:
+            continue
+        if flags.get("is_naive_2fuse"):
+            layers.append(FusedLayer(path, _FFN))
+        elif flags.get("is_naive_3fuse"):
+            layers.append(FusedLayer(path, _qkv(config, int(config.num_attention_heads))))  # type: ignore[union-attr]
+        elif flags.get("is_old_qkv"):
+            # One rank keeps q, k and v side by side, several ranks head by head: no statement knows both.
+            layers.append(FusedLayer(path, None))
+        elif flags.get("is_column", True) and not _is_plain(action):
+            layers.append(FusedLayer(path, None))
+    return list(dict.fromkeys(layers))
+
+
+def _qkv(config: Any, groups: int) -> str:
+    return f"fused_qkv_old, num_heads={int(config.num_attention_heads)}, num_key_value_groups={groups}"
+
+
+def _mappings(model: Any, config: Any) -> Mapping[str, Any]:
+    """What the model says of how whole parameters are cut; nothing where it does not."""
+    method = getattr(type(model), "_get_tensor_parallel_mappings", None)
+    if method is None or config is None or not type(model).__module__.startswith("paddlenlp."):
+        return {}
+    try:
+        found: Mapping[str, Any] = method(config, is_split=True)
+    except NotImplementedError:  # a model that knows no tensor parallelism
+        return {}
+    return found
+
+
+def _is_plain(action: Any) -> bool:
+    """Whether a cut is one of the library's own, whose flags are known."""
+    function = getattr(action, "func", action)
+    return getattr(function, "__qualname__", "").startswith(
+        ("get_tensor_parallel_split_func.", "get_tensor_parallel_merge_func.")
+    )
+
+
+def mark_fused(model: Any, sharded: ShardedStateDict) -> None:
+    """Gives the shards of fused parameters their :class:`FusedAxis`.
+
+    Args:
+        model: The model.
+        sharded: Its shards; a shard that has a rule already keeps it.
+    """
+    layers = {layer.path: layer for layer in reversed(fused_layers(model))}
+    longest = max(path.count(".") for path in layers) + 1
+    for key, weight in sharded.items():
+        path, _, parameter = key.rpartition(".")
+        if parameter not in _OUTPUTS or not isinstance(weight, ShardedWeight) or weight.fused is not None:
+            continue
+        parts = path.split(".")
+        ends = (".".join(parts[first:]) for first in range(max(len(parts) - longest, 0), len(parts)))
+        layer = next((layers[end] for end in ends if end in layers), None)
+        if layer is None:
+            continue
+        axis = _OUTPUTS[parameter]
+        weight.fused = FusedAxis(len(weight.global_shape) - 1 if axis is None else axis, layer.statement)

@@ -1,0 +1,155 @@
+"""install_model_rules(): the rules in effect for the models of a library."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from paddle_flexckpt import parallel
+from paddle_flexckpt.parallel import ExpertParallelMixin
+from paddle_flexckpt.parallel.layers import COMPLETE_RULES, LayerMixin, own_state
+from paddle_flexckpt.sharded_weight import ShardedStateDict
+from paddle_flexckpt.trainer.model_rules.fused import mark_fused
+from paddle_flexckpt.trainer.model_rules.layers import complete_rules
+from paddle_flexckpt.trainer.model_rules.pipeline import pipeline_names
+
+LIBRARIES = ("paddlenlp", "paddleformers")
+_MARK = "_flexckpt_model_rules"
+# Wrappers that have nothing of their own: the names are those of the model inside.
+_ADAPTERS = ("LoRAModel", "LoKrModel", "VeRAModel")
+
+
+def install_model_rules(library: str) -> None:
+    """Makes ``sharded_state_dict()`` of a library's models right: cut heads, fused parameters, pipelines, experts.
+
+    Calling it again does nothing. It calls ``paddle_flexckpt.install()`` if nobody has.
+
+    Args:
+        library: ``"paddlenlp"`` or ``"paddleformers"``.
+
+    Raises:
+        ValueError: There is no such library.
+        ImportError: It is not installed.
+    """
+    import paddle
+
+    _check(library)
+    if not parallel.is_installed():
+        parallel.install()
+    libraries = {library, *vars(paddle.nn.Layer).get(_MARK, ())}
+    setattr(paddle.nn.Layer, _MARK, libraries)
+    setattr(paddle.nn.Layer, COMPLETE_RULES, _complete(paddle.nn.Layer))
+    for owner, methods in _assignments(library):
+        if _MARK in vars(owner):
+            continue
+        kept = {name: vars(owner)[name] for name in methods if name in vars(owner)}
+        for name, method in methods.items():
+            setattr(owner, name, method)
+        setattr(owner, _MARK, (tuple(methods), kept))
+
+
+def uninstall_model_rules(library: str) -> None:
+    """Takes back what :func:`install_model_rules` gave; the library's classes are as before.
+
+    Raises:
+        ValueError: There is no such library.
+    """
+    import paddle
+
+    _check(library)
+    for owner, _ in _assignments(library):
+        if _MARK not in vars(owner):
+            continue
+        methods, kept = vars(owner)[_MARK]
+        for name in methods:
+            if name in kept:
+                setattr(owner, name, kept[name])
+            else:
+                delattr(owner, name)
+        delattr(owner, _MARK)
+    left = set(vars(paddle.nn.Layer).get(_MARK, ())) - {library}
+    if left:
+        setattr(paddle.nn.Layer, _MARK, left)
+    elif _MARK in vars(paddle.nn.Layer):
+        delattr(paddle.nn.Layer, _MARK)
+        delattr(paddle.nn.Layer, COMPLETE_RULES)
+
+
+def describe_model(model: Any) -> ShardedStateDict:
+    """Describes a model of a library, whatever is wrapped around it, as shards.
+
+    Args:
+        model: The model, or a wrapper of fleet, DataParallel, group-sharded or LoRA.
+
+    Returns:
+        Names to ShardedWeights; the same names for every layout.
+
+    Raises:
+        ValueError: A cut parameter has no rule, or the model has no state.
+    """
+    sharded: ShardedStateDict = model.sharded_state_dict()
+    if not sharded:
+        raise ValueError(f"{type(model).__name__} has no parameters and no buffers on this rank: nothing to describe")
+    return sharded
+
+
+def _check(library: str) -> None:
+    if library not in LIBRARIES:
+        raise ValueError(f"library has to be one of {', '.join(LIBRARIES)}; got {library!r}")
+
+
+def _complete(layer_class: type) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
+    def _complete_shard_rules(self: Any, own: dict[str, Any]) -> dict[str, Any]:
+        return complete_rules(self, own, layer_class)
+
+    return _complete_shard_rules
+
+
+def _assignments(library: str) -> list[tuple[Any, dict[str, Any]]]:
+    """The library's classes and the methods that each of them gets."""
+    models = importlib.import_module(f"{library}.transformers.model_utils")
+    made: list[tuple[Any, dict[str, Any]]] = [
+        (models.PretrainedModel, {"sharded_state_dict": _marking(models.PretrainedModel)})
+    ]
+    if library == "paddlenlp":
+        made.append((models.PipelinePretrainedModel, {"_get_pipeline_names": pipeline_names}))
+        experts = importlib.import_module("paddlenlp.transformers.moe_layer")
+        made.append((experts.MoELayer, _methods(ExpertParallelMixin, {"_get_expert_count": _expert_count})))
+        adapters = importlib.import_module("paddlenlp.peft")
+        found = (getattr(adapters, name, None) for name in _ADAPTERS)
+        made += [(adapter, {"sharded_state_dict": _of_adapter}) for adapter in found if adapter is not None]
+    return made
+
+
+def _methods(mixin: type, others: dict[str, Any]) -> dict[str, Any]:
+    return {**{name: member for name, member in vars(mixin).items() if isinstance(member, FunctionType)}, **others}
+
+
+def _marking(owner: Any) -> Callable[..., ShardedStateDict]:
+    """The method of PretrainedModel: as that of the class behind it in the order of a model's classes, and marked."""
+
+    def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
+        """Describes the model as shards, with the rules of fused parameters."""
+        sharded: ShardedStateDict = super(owner, self).sharded_state_dict(structured_name_prefix)
+        mark_fused(self, sharded)
+        return sharded
+
+    return sharded_state_dict
+
+
+def _expert_count(self: Any) -> int | None:
+    count = getattr(self, "moe_num_experts", None)
+    return count if isinstance(count, int) else None
+
+
+def _of_adapter(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
+    """Describes the model inside; a wrapper with state of its own is described as any layer."""
+    inside = self._sub_layers.get("model")
+    known = {id(tensor) for layer in inside.sublayers(include_self=True) for tensor in own_state(layer).values()}
+    for layer in self.sublayers(include_self=True):
+        if any(id(tensor) not in known for tensor in own_state(layer).values()):
+            return LayerMixin.sharded_state_dict(self, structured_name_prefix)
+    inner: ShardedStateDict = inside.sharded_state_dict(structured_name_prefix=structured_name_prefix)
+    return inner

@@ -1,0 +1,94 @@
+"""Pipelines of model libraries: the names that their models have without a pipeline.
+
+``add_sequential_layer(layer, name_prefix)`` of PaddleNLP's PipelinePretrainedModel says what the names of each layer
+begin with. A weight that two stages share is known to Paddle under a property of both layers, ``embedding_weight``; a
+stage that has only one of them has to know how the other calls it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+# What a property by which stages share a weight stands for, by class of layer.
+_SHARED_ATTRIBUTES = {
+    **{
+        (f"{family}LMHeadPipe", "embedding_weight"): "weight"
+        for family in ("DeepseekV2", "GPT", "Gemma", "Llama", "Qwen2", "Qwen2Moe")
+    },
+    ("DeepseekV2EmbeddingPipe", "embedding_weight"): "embed_tokens.weight",
+    ("GPTEmbeddingPipe", "embedding_weight"): "word_embeddings.weight",
+    ("GemmaEmbeddingPipe", "embedding_weight"): "embed_tokens.weight",
+    ("LlamaEmbeddingPipe", "embedding_weight"): "embed_tokens.weight",
+    ("Qwen2EmbeddingPipe", "embedding_weight"): "embed_tokens.weight",
+    ("Qwen2MoeEmbeddingPipe", "embedding_weight"): "embed_tokens.weight",
+}
+
+
+def register_shared_attribute(layer_class: str, attribute: str, name: str) -> None:
+    """Says what an attribute stands for by which the stages of a pipeline share a weight.
+
+    Args:
+        layer_class: Name of the class of a layer that has it.
+        attribute: The ``shared_weight_attr`` of the SharedLayerDesc.
+        name: Name of the parameter in that layer.
+    """
+    _SHARED_ATTRIBUTES[layer_class, attribute] = name
+
+
+class PipelineNames(Mapping[str, str]):
+    """Names in the model without a pipeline, by ``{index in the list of LayerDescs}.{name in the layer}``.
+
+    There is one for every name that begins with the index of a layer; which of them are parameters is not known here.
+    """
+
+    def __init__(self, prefixes: Mapping[str, str], shared: Mapping[str, str]) -> None:
+        """Args: prefixes: what names begin with, by index. shared: the names of shared weights, by numbered name."""
+        self._prefixes, self._shared = prefixes, shared
+
+    def __getitem__(self, key: str) -> str:
+        key = self._shared.get(key, key)
+        index, _, name = key.partition(".")
+        prefix = self._prefixes[index]
+        return f"{prefix}.{name}" if prefix else name
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._prefixes)
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+
+def pipeline_names(pipeline: Any) -> PipelineNames:
+    """The names of a PipelinePretrainedModel's parameters.
+
+    A stage that holds only one of the layers that share a weight has to know how the other calls it.
+
+    Raises:
+        ValueError: It is not known what a property stands for by which stages share a weight.
+    """
+    from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SharedLayerDesc
+
+    shared: dict[str, str] = {}
+    for index, desc in enumerate(pipeline._layers_desc):
+        if not isinstance(desc, SharedLayerDesc):
+            continue
+        attributes = desc.shared_weight_attr
+        for attribute in [attributes] if isinstance(attributes, str) else attributes:
+            shared[f"{index}.{attribute}"] = f"{index}.{_parameter_name(desc.layer_func, attribute)}"
+    return PipelineNames(pipeline.get_sequential_name_prefixes(), shared)
+
+
+def _parameter_name(layer_class: Any, attribute: str) -> str:
+    """The name of a parameter in a layer, by the attribute that stages share it by."""
+    for cls in getattr(layer_class, "__mro__", ()):
+        if (cls.__name__, attribute) in _SHARED_ATTRIBUTES:
+            return _SHARED_ATTRIBUTES[cls.__name__, attribute]
+        # A plain attribute is the parameter's own name; a property stands for another.
+        if attribute in vars(cls):
+            raise ValueError(
+                f"stages share {attribute} of {cls.__module__}.{cls.__qualname__}, and it is not known which parameter "
+                "that is. Remedy: paddle_flexckpt.trainer.model_rules.register_shared_attribute("
+                f"{cls.__name__!r}, {attribute!r}, name of the parameter in the layer)"
+            )
+    return attribute

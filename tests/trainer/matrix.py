@@ -1,0 +1,156 @@
+"""The trainer's strategies against each other: saved under each, resumed under every other.
+
+    python -m tests.trainer.matrix [--models llama,gpt] [--strategies tp2,pp2] [--json FILE]
+
+For each strategy one launch trains six steps and saves after three and six; then one launch resumes at step three from
+what every strategy has saved, saves at once what it has loaded, and trains on. Of every pair, all model and optimizer
+tensors have to be equal bit for bit to those that were saved, and the losses of the steps that follow to those of the
+run that resumes under the strategy of the save.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import EXTRA_STATE
+from paddle_flexckpt.execution import iterate_tensors
+from paddle_flexckpt.storage import CheckpointDirectory
+from tests.trainer.launching import launch
+from tests.trainer.models import MODELS
+from tests.trainer.strategies import STRATEGIES
+
+# Losses are sums over other numbers of ranks: float32 rounds them differently.
+TOLERANCE = 1e-5
+SAVED_STEP = 3
+_FUSED = re.compile(r"\.gate_up_fused_proj\.weight(\.|$)")
+
+
+def tensors(directory: Path, tensor_parallel: int) -> dict[str, np.ndarray]:
+    """All model and optimizer tensors of a checkpoint, whole; gate and up of a fused parameter one after the other.
+
+    Args:
+        directory: Of the checkpoint.
+        tensor_parallel: The degree that it was saved under: such a parameter has a gate and an up for each part.
+    """
+    manifest = CheckpointDirectory(directory).read_manifest(None)
+    found = {}
+    for key, array in iterate_tensors(directory, manifest):
+        if key.startswith(EXTRA_STATE):
+            continue
+        if _FUSED.search(key) and array.ndim == 2:
+            rows, columns = array.shape
+            parts = array.reshape(rows, tensor_parallel, 2, columns // tensor_parallel // 2)
+            array = parts.transpose(0, 2, 1, 3).reshape(rows, columns)
+        found[key] = array.copy()
+    return found
+
+
+def degree_of(strategy: str) -> int:
+    """Its degree of tensor parallelism."""
+    return 2 if "tp2" in strategy else 1
+
+
+def differences(saved: dict[str, np.ndarray], loaded: dict[str, np.ndarray]) -> list[str]:
+    """Names of tensors that are not the same, bit for bit, or that only one side has."""
+    names = sorted(saved.keys() | loaded.keys())
+    return [
+        name
+        for name in names
+        if name not in saved
+        or name not in loaded
+        or (saved[name].dtype, saved[name].shape) != (loaded[name].dtype, loaded[name].shape)
+        or saved[name].tobytes() != loaded[name].tobytes()
+    ]
+
+
+def run_matrix(models: Sequence[str], strategies: Sequence[str], root: Path) -> list[dict[str, Any]]:
+    """Runs all pairs of strategies.
+
+    Args:
+        models: Names of MODELS.
+        strategies: Names of STRATEGIES.
+        root: For checkpoints and logs.
+
+    Returns:
+        A dict for each pair and model: what was compared and what is wrong.
+    """
+    place = {model: model.replace(" ", "_") for model in models}
+    for strategy in strategies:
+        jobs = [{"name": m, "model": m, "output_dir": str(root / strategy / place[m])} for m in models]
+        results = launch(strategy, jobs, root / "logs" / strategy)
+        for model, result in results.items():
+            if "error" in result:
+                raise RuntimeError(f"{model} under {strategy}: {result['error']}\n{result['traceback']}")
+    resumed: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for target in strategies:
+        jobs = [
+            {
+                "name": f"{source}/{model}",
+                "model": model,
+                "output_dir": str(root / f"{source}-{target}" / place[model]),
+                "resume": str(root / source / place[model] / f"checkpoint-{SAVED_STEP}"),
+                "loaded": str(root / f"{source}-{target}" / place[model] / "loaded"),
+                "flags": ["--save_strategy", "no"],
+            }
+            for source in strategies
+            for model in models
+        ]
+        for name, result in launch(target, jobs, root / "logs" / f"to {target}").items():
+            source, _, model = name.partition("/")
+            resumed[source, target, model] = result
+    rows = []
+    for (source, target, model), result in resumed.items():
+        row: dict[str, Any] = {"model": model, "saved": source, "resumed": target, "error": result.get("error")}
+        if row["error"] is None:
+            saved = tensors(
+                root / source / place[model] / f"checkpoint-{SAVED_STEP}/flex_checkpoint", degree_of(source)
+            )
+            loaded = tensors(root / f"{source}-{target}" / place[model] / "loaded", degree_of(target))
+            row["tensors"], row["different"] = len(saved), differences(saved, loaded)
+            expected = resumed[source, source, model].get("losses", {})
+            steps = sorted(expected)
+            row["steps"] = steps
+            row["loss difference"] = max(
+                (abs(expected[step] - result["losses"].get(step, np.inf)) for step in steps), default=np.inf
+            )
+        row["ok"] = row["error"] is None and not row["different"] and row["loss difference"] <= TOLERANCE
+        rows.append(row)
+    return rows
+
+
+def main() -> int:
+    """The command line; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--strategies", default=",".join(name for name in STRATEGIES if name != "single"))
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="trainer-matrix-") as directory:
+        rows = run_matrix(options.models.split(","), options.strategies.split(","), Path(directory))
+    bad = [row for row in rows if not row["ok"]]
+    for row in bad:
+        print(f"FAILED {row['model']}: {row['saved']} -> {row['resumed']}: {row}")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    good = [row for row in rows if row["ok"]]
+    print(
+        f"{len(good)} of {len(rows)} pairs ok in {time.perf_counter() - begin:.0f} s: "
+        f"{sum(row['tensors'] for row in good)} tensors equal bit for bit, largest difference of losses "
+        f"{max((row['loss difference'] for row in good), default=0):.1e} (bound {TOLERANCE:.0e})"
+    )
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""The PaddleNLP trainer in one process: what it saves, keeps, resumes from, and refuses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("paddlenlp")
+
+import paddle
+
+import paddle_flexckpt.trainer.paddlenlp
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.storage import is_complete
+from paddle_flexckpt.trainer import latest_checkpoint
+from tests.storage.samples import flip
+from tests.trainer.matrix import differences, tensors
+from tests.trainer.models import Sequences, build
+
+FLAGS = {
+    "device": "cpu",
+    "max_steps": 6,
+    "save_steps": 3,
+    "logging_steps": 1,
+    "learning_rate": 1e-3,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "per_device_train_batch_size": 4,
+    "save_checkpoint_format": "flex_checkpoint",
+    "load_checkpoint_format": "flex_checkpoint",
+}
+
+
+class Run:
+    """One training."""
+
+    def __init__(self, output_dir: Path, *, resume: Any = None, lora: bool = False, until: Any = None, **flags: Any):
+        from paddlenlp.trainer import Trainer, TrainerCallback, TrainingArguments
+
+        self.losses: dict[int, float] = {}
+        run = self
+
+        class Note(TrainerCallback):
+            def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+                if "loss" in logs:
+                    run.losses[state.global_step] = logs["loss"]
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+                if until is not None:
+                    until(state.global_step)
+
+        self.args = TrainingArguments(output_dir=str(output_dir), **{**FLAGS, **flags})
+        model = build("llama", self.args)
+        if lora:
+            from paddlenlp.peft import LoRAConfig, LoRAModel
+
+            model = LoRAModel(model, LoRAConfig(target_modules=[".*q_proj.*"], r=4, lora_alpha=8, dtype="float32"))
+            model.mark_only_lora_as_trainable()
+        self.trainer = Trainer(
+            model=model, args=self.args, train_dataset=Sequences(), eval_dataset=Sequences(8, 1), callbacks=[Note()]
+        )
+        self.trainer.train(resume_from_checkpoint=resume)
+
+    def weights(self) -> dict[str, np.ndarray]:
+        return {key: value.numpy() for key, value in self.trainer.model.state_dict().items()}
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.name.partition("-")[2]) for path in directory.glob("checkpoint-*"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> tuple[Path, Run]:
+    directory = tmp_path_factory.mktemp("whole")
+    return directory, Run(directory)
+
+
+def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(whole, tmp_path):
+    directory, run = whole
+    assert steps_in(directory) == [3, 6]
+    assert not list(directory.glob("checkpoint-*/*.pdparams")), "no tensors outside the checkpoint"
+    resumed = Run(tmp_path, resume=str(directory / "checkpoint-3"))
+    assert resumed.losses == {step: loss for step, loss in run.losses.items() if step > 3}
+    first, second = (tensors(each / "checkpoint-6/flex_checkpoint", 1) for each in (directory, tmp_path))
+    assert len(first) > 80
+    assert differences(first, second) == []
+    assert resumed.trainer.optimizer.get_lr() == run.trainer.optimizer.get_lr()
+
+
+def test_generators_go_on_where_they_were(whole, tmp_path):
+    directory, _ = whole
+    drawn = []
+    for resume in (None, str(directory / "checkpoint-3")):
+        at = {}
+        Run(tmp_path / str(resume is None), resume=resume,
+            until=lambda step, at=at: at.update({step: (float(np.random.rand()), paddle.rand([2]).tolist())}))  # fmt: skip
+        drawn.append(at)
+    # The first run draws after step 3 too, once more than the checkpoint's had: what matters is the state of its save.
+    assert drawn[0].keys() == {1, 2, 3, 4, 5, 6}
+    again: dict[int, Any] = {}
+    Run(tmp_path / "again", resume=str(directory / "checkpoint-3"),
+        until=lambda step: again.update({step: (float(np.random.rand()), paddle.rand([2]).tolist())}))  # fmt: skip
+    assert again == drawn[1]
+
+
+def test_true_resumes_from_the_last_that_is_complete(whole, tmp_path):
+    from paddlenlp.trainer import trainer_utils
+
+    directory, run = whole
+    Run(tmp_path, save_steps=2)
+    assert steps_in(tmp_path) == [2, 4, 6]
+    for step in (4, 6):
+        (tmp_path / f"checkpoint-{step}/flex_checkpoint/0.manifest").unlink()
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    assert trainer_utils.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-2")
+    with pytest.raises(CorruptCheckpointError, match=r"checkpoint-4 is not complete.*resume from .*checkpoint-2"):
+        Run(tmp_path, resume=str(tmp_path / "checkpoint-4"))
+    resumed = Run(tmp_path, resume=True, save_strategy="no")
+    assert resumed.losses == {step: loss for step, loss in run.losses.items() if step > 2}
+    resumed = Run(tmp_path, resume=str(tmp_path / "checkpoint-4"), flex_fallback=True, save_strategy="no")
+    assert sorted(resumed.losses) == [3, 4, 5, 6]
+
+
+def test_a_fall_back_takes_the_trainer_state_of_the_older_checkpoint_too(tmp_path, whole):
+    _, run = whole
+    Run(tmp_path, save_steps=2)
+    (tmp_path / "checkpoint-6/flex_checkpoint/0.manifest").unlink()
+    data = tmp_path / "checkpoint-4/flex_checkpoint/0_0.safetensors"
+    flip(data, data.stat().st_size - 100)
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        Run(tmp_path, resume=True, save_strategy="no")
+    resumed = Run(tmp_path, resume=True, flex_fallback=True, save_strategy="no")
+    assert resumed.losses == {step: loss for step, loss in run.losses.items() if step > 2}
+
+
+@pytest.mark.parametrize("wrong", ["nowhere", True])
+def test_there_is_nothing_to_resume_from(tmp_path, wrong):
+    resume = str(tmp_path / wrong) if isinstance(wrong, str) else wrong
+    with pytest.raises(ValidationError, match="there is no"):
+        Run(tmp_path / "out", resume=resume)
+
+
+def test_rotation_keeps_the_newest_and_the_best(tmp_path):
+    run = Run(tmp_path, max_steps=6, save_steps=1, save_total_limit=2)
+    assert steps_in(tmp_path) == [5, 6]
+    best_dir = tmp_path / "best"
+    worse = Run(
+        best_dir, save_steps=1, eval_steps=1, evaluation_strategy="steps", save_total_limit=2, learning_rate=0.5,
+        load_best_model_at_end=True, metric_for_best_model="loss",
+    )  # fmt: skip
+    best = Path(worse.trainer.state.best_model_checkpoint)
+    assert steps_in(best_dir) == sorted({int(best.name.partition("-")[2]), 6})
+    assert int(best.name.partition("-")[2]) < 6, "the learning rate is too high for the last to be the best"
+    kept = tensors(best / "flex_checkpoint", 1)
+    for key, value in worse.weights().items():
+        assert kept[key].tobytes() == value.tobytes(), key
+    assert worse.args.load_best_model_at_end
+    assert len(run.losses) == 6
+
+
+def test_what_dead_saves_left_is_removed_and_what_lost_its_manifest_is_not(tmp_path):
+    Run(tmp_path, max_steps=4, save_steps=1)
+    (tmp_path / "checkpoint-1/flex_checkpoint/0.manifest").unlink()
+    (tmp_path / "checkpoint-2/flex_checkpoint/0.manifest").unlink()
+    (tmp_path / "checkpoint-2/flex_checkpoint/0.saving").touch()
+    (tmp_path / "checkpoint-3/flex_checkpoint.removing").touch()
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+    Run(tmp_path, resume=True, max_steps=5, save_steps=1, save_total_limit=5)
+    assert steps_in(tmp_path) == [1, 4, 5]
+
+
+def test_saves_in_the_background_are_complete_when_the_training_is(whole, tmp_path):
+    directory, run = whole
+    again = Run(tmp_path, flex_async_save=True, save_steps=1, save_total_limit=2)
+    assert again.losses == run.losses
+    assert steps_in(tmp_path) == [5, 6]
+    assert all(is_complete(tmp_path / f"checkpoint-{step}/flex_checkpoint") for step in (5, 6))
+    first, second = (tensors(each / "checkpoint-6/flex_checkpoint", 1) for each in (directory, tmp_path))
+    assert differences(first, second) == []
+
+
+def test_a_save_that_fails_in_the_background_is_an_error_of_the_training(tmp_path):
+    from paddle_flexckpt.catalog import CheckpointError
+
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3/flex_checkpoint").write_text("a file where a directory has to be")
+    with pytest.raises((CheckpointError, OSError)):
+        Run(tmp_path, flex_async_save=True)
+
+
+def test_optimizer_and_schedule_can_be_left_out(whole, tmp_path):
+    directory, _ = whole
+    Run(tmp_path / "without", ignore_save_lr_and_optim=True, max_steps=3)
+    found = tensors(tmp_path / "without/checkpoint-3/flex_checkpoint", 1)
+    assert not [name for name in found if "moment" in name]
+    full = tensors(directory / "checkpoint-3/flex_checkpoint", 1)
+    assert differences(found, {name: full[name] for name in found}) == []
+    resumed = Run(tmp_path / "model", resume=str(directory / "checkpoint-3"), ignore_load_lr_and_optim=True)
+    assert sorted(resumed.losses) == [1, 2, 3, 4, 5, 6], "it starts anew, from the weights of step 3"
+    with pytest.raises(ValidationError, match="the source has no such key"):
+        Run(tmp_path / "error", resume=str(tmp_path / "without/checkpoint-3"))
+
+
+def test_lora_saves_what_it_trains(tmp_path):
+    run = Run(tmp_path, lora=True)
+    found = tensors(tmp_path / "checkpoint-3/flex_checkpoint", 1)
+    assert {name.rpartition(".")[2] for name in found if "_acc_" not in name and "moment" not in name} == {
+        "lora_A",
+        "lora_B",
+    }
+    assert (tmp_path / "checkpoint-3/lora_config.json").exists()
+    resumed = Run(tmp_path / "resumed", lora=True, resume=str(tmp_path / "checkpoint-3"))
+    assert resumed.losses == {step: loss for step, loss in run.losses.items() if step > 3}
+
+
+def test_without_the_flags_the_trainer_is_as_it_was(tmp_path):
+    run = Run(tmp_path, save_checkpoint_format=None, load_checkpoint_format=None)
+    names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
+    assert {"model_state.pdparams", "optimizer.pdopt", "scheduler.pdparams"} <= names
+    assert not [name for name in names if "flex" in name]
+    resumed = Run(
+        tmp_path / "b", resume=str(tmp_path / "checkpoint-3"), save_checkpoint_format=None, load_checkpoint_format=None
+    )
+    assert resumed.losses == {step: loss for step, loss in run.losses.items() if step > 3}
+
+
+def test_the_scheduler_of_the_job_is_told_after_the_commit(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLAG_LLM_PDC", "true")
+    seen = []
+    write_text = Path.write_text
+
+    def spy(path: Path, *args: Any, **kwargs: Any) -> int:
+        if path.name == ".checkpoint_done":
+            seen.append(is_complete(path.parent / "flex_checkpoint"))
+        return write_text(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", spy)
+    Run(tmp_path)
+    assert seen == [True, True]
+    assert os.environ["FLAG_LLM_PDC"] == "true"
+    assert (tmp_path / "checkpoint-3/.checkpoint_done").read_text() == "3\n"
+
+
+def test_aoa_statements_rename_on_the_way(whole, tmp_path):
+    directory, run = whole
+    swap = '["llama.layers.0.mlp.gate_proj.weight -> llama.layers.0.mlp.up_proj.weight", '
+    swap += '"llama.layers.0.mlp.up_proj.weight -> llama.layers.0.mlp.gate_proj.weight"]'
+    resumed = Run(tmp_path, resume=str(directory / "checkpoint-3"), aoa_config=swap, max_steps=4, save_steps=4)
+    assert resumed.losses[4] != run.losses[4]
+    with pytest.raises(ValidationError, match="aoa"):
+        Run(tmp_path / "b", resume=str(directory / "checkpoint-3"), aoa_config="[no json")

@@ -1,0 +1,110 @@
+"""Trainings under one strategy, one after the other in the processes of one launch; what they did goes to a JSON file.
+
+    python -m paddle.distributed.launch --nproc_per_node 2 train_script.py STRATEGY JOBS.json RESULTS.json
+
+A job is a dict: ``name``, ``model`` (of models.MODELS), ``output_dir``; and optionally ``flags`` (a list), ``resume`` (a
+directory or true), ``loaded`` (where to save what was resumed, before it is trained), ``lora``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+import paddle
+
+from paddle_flexckpt.testing import cpu_world
+
+cpu_world.install()
+
+import paddle.distributed as dist
+from paddle.distributed import fleet
+
+import paddle_flexckpt as fc
+import paddle_flexckpt.trainer.paddlenlp  # the one line that a script needs
+from paddle_flexckpt.trainer.contents import collect_shards
+from tests.trainer.models import Sequences, build
+from tests.trainer.strategies import STRATEGIES, Strategy
+
+COMMON = (
+    "--device cpu --max_steps 6 --save_steps 3 --logging_steps 1 --learning_rate 1e-3 --report_to none "
+    "--disable_tqdm 1 --save_checkpoint_format flex_checkpoint --load_checkpoint_format flex_checkpoint"
+).split()
+
+
+def split_parameters() -> None:
+    """Sharding V2 for float32: the flag asks for half precision, which the CPU cannot compute."""
+    original = fleet.init
+
+    def init(*args: Any, **kwargs: Any) -> Any:
+        strategy = kwargs.get("strategy")
+        if strategy is not None:
+            strategy.hybrid_configs["sharding_configs"].split_param = True
+        return original(*args, **kwargs)
+
+    fleet.init = init
+
+
+def run(job: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
+    from paddlenlp.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainingArguments
+
+    losses: dict[int, float] = {}
+
+    class Note(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if job.get("loaded"):
+                fc.save_state_dict(collect_shards(trainer, True), job["loaded"])
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if "loss" in logs:
+                losses[state.global_step] = logs["loss"]
+
+    flags = [*COMMON, *strategy.flags.split(), "--output_dir", job["output_dir"], *job.get("flags", [])]
+    (args,) = PdArgumentParser((TrainingArguments,)).parse_args_into_dataclasses(flags)
+    paddle.set_device(args.device)
+    model = build(job["model"], args)
+    if job.get("lora"):
+        from paddlenlp.peft import LoRAConfig, LoRAModel
+
+        config = LoRAConfig(target_modules=[".*q_proj.*", ".*o_proj.*"], r=4, lora_alpha=8, dtype="float32",
+                            tensor_parallel_degree=args.tensor_parallel_degree)  # fmt: skip
+        model = LoRAModel(model, config)
+        model.mark_only_lora_as_trainable()
+    trainer = Trainer(
+        model=model, args=args, train_dataset=Sequences(), eval_dataset=Sequences(8, 1), callbacks=[Note()]
+    )
+    result = trainer.train(resume_from_checkpoint=job.get("resume"))
+    return {"losses": losses, "step": trainer.state.global_step, "training_loss": float(result.training_loss)}
+
+
+def main() -> None:
+    name, jobs_file, results_file = sys.argv[1:]
+    strategy = STRATEGIES[name]
+    if strategy.split_param:
+        split_parameters()
+    with open(jobs_file, encoding="utf-8") as file:
+        jobs = json.load(file)
+    results = {}
+    for job in jobs:
+        try:
+            results[job["name"]] = run(job, strategy)
+        except Exception as error:
+            results[job["name"]] = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            if not job.get("may_fail"):
+                print(traceback.format_exc(), flush=True)
+        gc.collect()
+        if int(os.environ.get("PADDLE_TRAINER_ID", "0")) == 0:
+            with open(results_file, "w", encoding="utf-8") as file:
+                json.dump(results, file)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
