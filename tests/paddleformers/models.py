@@ -8,6 +8,8 @@ import numpy as np
 import paddle
 
 VOCABULARY, LENGTH = 64, 16
+# A model makes it itself where it has none; a pipeline does not, and would look ahead.
+CAUSAL = np.tril(np.ones((1, LENGTH, LENGTH), dtype=bool))
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -50,7 +52,7 @@ class Sequences(paddle.io.Dataset):  # type: ignore[misc]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         tokens = self._tokens[index].astype("int64")
-        return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+        return {"input_ids": tokens[:-1], "labels": tokens[1:], "attention_mask": CAUSAL}
 
 
 def build(name: str, args: Any) -> Any:
