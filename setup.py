@@ -73,8 +73,14 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     entry_points={"console_scripts": ["flexckpt=paddle_flexckpt.cli.main:main"]},
-    packages=find_packages(include=["paddle_flexckpt", "paddle_flexckpt.*"]),
-    package_data={"paddle_flexckpt": ["py.typed"], "paddle_flexckpt.aoa": ["rules/*.json"]},
+    # The patches stand at the top of the repository, where they are looked for, and go into the package.
+    packages=[*find_packages(include=["paddle_flexckpt", "paddle_flexckpt.*"]), "paddle_flexckpt.patches"],
+    package_dir={"paddle_flexckpt.patches": "patches"},
+    package_data={
+        "paddle_flexckpt": ["py.typed"],
+        "paddle_flexckpt.aoa": ["rules/*.json"],
+        "paddle_flexckpt.patches": ["*.patch", "index.json", "README.md"],
+    },
     zip_safe=False,
     python_requires=">=3.9,<3.14",
     install_requires=INSTALL_REQUIRES,

@@ -246,6 +246,7 @@ class VerifyReport:
         recoverable: Whether a load gives everything as it was saved nonetheless, with ``verify="full"``: what is
             damaged has intact replicas, or no load needs it.
         seconds: Wall time; ``total`` is all of it.
+        has_checksums: Whether there are checksums to compare; other programs write none.
     """
 
     path: str
@@ -259,6 +260,7 @@ class VerifyReport:
     problems: list[Problem]
     recoverable: bool
     seconds: dict[str, float] = field(default_factory=dict)
+    has_checksums: bool = True
 
     @property
     def ok(self) -> bool:
@@ -276,6 +278,12 @@ class VerifyReport:
         found = "nothing is wrong" if self.ok else "1 problem" if count == 1 else f"{count} problems"
         if count and self.recoverable:
             found += ", in spite of which everything can be loaded"
+        if not self.has_checksums:
+            found += " with headers and sizes" if self.ok else ""
+            return (
+                f"looked through {self.path}: {found}; {self.keys} tensors, {self.items} items, {self.files} files; "
+                f"{format_bytes(self.total_bytes)} have no checksums and were not read, {total:.2f} s"
+            )
         return (
             f"verified {self.path} (id {self.unique_id}): {found}; {self.keys} tensors, {self.items} items, "
             f"{self.files} files, {format_bytes(self.bytes_verified)} of {format_bytes(self.total_bytes)} as written, "

@@ -10,7 +10,7 @@ import numpy as np
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
 from paddle_flexckpt.cli.arguments import add_checkpoint
 from paddle_flexckpt.report import format_bytes
-from paddle_flexckpt.storage import CheckpointDirectory, Manifest
+from paddle_flexckpt.storage import ORIGINS, CheckpointDirectory, Manifest
 
 
 def add_command(commands: Any) -> None:
@@ -37,7 +37,9 @@ def _head(directory: CheckpointDirectory, manifest: Manifest) -> str:
     ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
     return (
         f"{directory.path}, id {manifest.unique_id}: saved by {ranks}, step "
-        f"{'unknown' if manifest.step is None else manifest.step}" + (f"; other ids here: {others}" if others else "")
+        f"{'unknown' if manifest.step is None else manifest.step}"
+        + (f"; {ORIGINS[manifest.origin]}, without checksums" if manifest.foreign else "")
+        + (f"; other ids here: {others}" if others else "")
     )
 
 

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from paddle_flexckpt._version import __version__
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.cli import expand, explain, export, inspect, invert, repair, rules, verify
+from paddle_flexckpt.cli import expand, explain, export, inspect, invert, patch, repair, rules, verify
 from paddle_flexckpt.cli.outcome import Outcome
+from paddle_flexckpt.patching import PatchError
 
-_COMMANDS = (inspect, verify, repair, export, explain, expand, invert, rules)
+_COMMANDS = (inspect, verify, repair, export, explain, expand, invert, rules, patch)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has seen enough (`flexckpt explain ... | head`).
         sys.stderr.close()
         return 0
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, PatchError, OSError) as error:
         print(f"flexckpt {options.command}: {error}", file=sys.stderr)
         return 1
     return outcome.code

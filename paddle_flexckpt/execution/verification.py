@@ -9,7 +9,6 @@ import numpy as np
 from paddle_flexckpt.catalog import (
     CorruptCheckpointError,
     Problem,
-    ValidationError,
     group_replicas,
     validate_coverage,
     validate_shards,
@@ -26,6 +25,9 @@ def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyRep
     Compared with the manifest are the size, save token and header of every data file and the checksum of every block;
     the manifest has a checksum of its own. The shards have to cover their tensors. One block is in memory at a time.
 
+    What another program has written has no checksums: its headers, sizes and indices, and that its shards cover their
+    tensors, are all that can be looked at. ``bytes_verified`` is 0 then, and the report says so.
+
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
         unique_id: The checkpoint's id; None takes the highest.
@@ -35,8 +37,7 @@ def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyRep
         then the only one: without it there is nothing to compare with.
 
     Raises:
-        ValidationError: There is no such checkpoint, it is of a format that this version does not know, or it is
-            Paddle's own.
+        ValidationError: There is no such checkpoint, or it is of a format that this version does not know.
         OSError: The manifest cannot be read.
     """
     begin = time.perf_counter()
@@ -44,7 +45,13 @@ def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyRep
     try:
         held = HeldManifest(directory, unique_id)
     except CorruptCheckpointError as error:
-        chosen = directory.list_ids()[-1] if unique_id is None else unique_id
+        ids = directory.list_ids()
+        if not ids or (unique_id is not None and unique_id not in ids):
+            # Another program's: what is wrong has its file named.
+            seconds = {"total": time.perf_counter() - begin}
+            problem = Problem(str(error))
+            return VerifyReport(directory.path, unique_id or 0, 0, 0, 0, 0, 0, 0, [problem], False, seconds, False)
+        chosen = ids[-1] if unique_id is None else unique_id
         problem = Problem(
             f"the manifest is damaged: {error}",
             file=directory.manifest_file(chosen),
@@ -53,15 +60,9 @@ def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyRep
         seconds = {"total": time.perf_counter() - begin}
         return VerifyReport(directory.path, chosen, 0, 0, 0, 0, 0, 0, [problem], False, seconds)
     with held as manifest:
-        if manifest.foreign:
-            raise ValidationError(
-                [
-                    f"{directory.path} is a checkpoint of Paddle's own: it has no checksums to compare. Remedy: load "
-                    "it, and save it again"
-                ]
-            )
         catalog = manifest.catalog
-        found = verify_files(directory.backend, manifest)
+        # Of another program's, the manifest has been made of its files' headers: they fit, or it would not be there.
+        found = Verification() if manifest.foreign else verify_files(directory.backend, manifest)
     problems = validate_shards(catalog)
     # Shards that are malformed have no boxes to compare.
     problems = problems or validate_coverage(catalog, group_replicas(catalog)).problems
@@ -74,9 +75,10 @@ def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyRep
         total_bytes=int(catalog.byte_length.sum()),
         bytes_read=found.bytes_read,
         bytes_verified=found.bytes_verified,
-        problems=found.problems + _doubts(directory, manifest, found) + problems,
+        problems=found.problems + ([] if manifest.foreign else _doubts(directory, manifest, found)) + problems,
         recoverable=found.recoverable and not problems,
         seconds={"total": time.perf_counter() - begin},
+        has_checksums=not manifest.foreign,
     )
 
 

@@ -69,7 +69,8 @@ def load_state_dict(
     Args:
         state_dict: Names to ShardedWeights (of this library or of Paddle) or tensors (taken as replicated), possibly
             nested. Their memory is written.
-        path: The directory: a path, a URL, or what ``open_storage`` gives.
+        path: The directory: a path, a URL, or what ``open_storage`` gives; of this library, Paddle's own,
+            PaddleFormers, PaddleNLP (unified checkpoint) or Hugging Face. Or a safetensors file or index of these.
         process_group: The ranks that take part; all ranks of the job by default. ``"self"``: this rank alone, which has
             to hold everything (pure data parallelism, where one rank may save for all).
         coordinator_rank: The rank, counted within the group, that writes the log line.

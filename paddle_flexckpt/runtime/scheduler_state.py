@@ -45,6 +45,15 @@ def restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
     return None
 
 
+def restore_plain_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
+    """Sets a scheduler to a state of its own ``state_dict()``, as others save it; or says why it cannot."""
+    own = scheduler.state_dict()
+    if own.keys() != saved.keys():
+        return f"the checkpoint has a scheduler's {sorted(saved)}, this run's {type(scheduler).__name__} {sorted(own)}"
+    scheduler.set_state_dict(saved)
+    return None
+
+
 def _classes(state: dict[str, Any]) -> str:
     inside = ", ".join(f"{name}={_classes(inner)}" for name, inner in state["inside"].items())
     return f"{state['class']}({inside})" if inside else state["class"]

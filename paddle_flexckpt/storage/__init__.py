@@ -17,12 +17,13 @@ from paddle_flexckpt.storage.checksums import BLOCK_BYTES, Checksums, VerifyMode
 from paddle_flexckpt.storage.data_file import DataFileWriter
 from paddle_flexckpt.storage.directory import CheckpointDirectory
 from paddle_flexckpt.storage.held_manifest import HeldManifest
-from paddle_flexckpt.storage.listing import CheckpointInfo, is_complete, latest, list_checkpoints
-from paddle_flexckpt.storage.manifest import FORMAT_VERSION, Manifest, merge_parts
+from paddle_flexckpt.storage.listing import CheckpointInfo, detect_format, is_complete, latest, list_checkpoints
+from paddle_flexckpt.storage.manifest import FORMAT_VERSION, ORIGINS, Manifest, Origin, merge_parts
 from paddle_flexckpt.storage.paddle_checkpoint import read_paddle_metadata
 from paddle_flexckpt.storage.reader import FileReader
 from paddle_flexckpt.storage.safe_pickle import load_pickle
 from paddle_flexckpt.storage.ticket import SaveTicket, data_file_name
+from paddle_flexckpt.storage.trainer_files import read_plain_file
 
 __all__ = [
     "BLOCK_BYTES",
@@ -37,11 +38,14 @@ __all__ = [
     "HeldManifest",
     "Location",
     "Manifest",
+    "ORIGINS",
+    "Origin",
     "ReadCount",
     "SaveLock",
     "SaveTicket",
     "VerifyMode",
     "data_file_name",
+    "detect_format",
     "is_complete",
     "latest",
     "list_checkpoints",
@@ -51,5 +55,6 @@ __all__ = [
     "open_described",
     "open_storage",
     "read_paddle_metadata",
+    "read_plain_file",
     "verify_mode",
 ]

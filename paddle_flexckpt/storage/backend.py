@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, TypeVar, Union
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.storage.file_names import check_file_name
 from paddle_flexckpt.storage.urls import redacted, split_url
 
 Buffer = Union[bytes, memoryview]
@@ -189,6 +190,22 @@ class Backend(ABC):
             CorruptCheckpointError: The name leads out of the directory, or to something that is not a file.
             OSError: The medium failed.
         """
+
+    def inner(self, name: str) -> Backend:
+        """A directory right below this one, which a checkpoint names.
+
+        Raises:
+            CorruptCheckpointError: The name leads elsewhere.
+        """
+        try:
+            return self.child(check_file_name(name))
+        except ValueError as error:
+            raise CorruptCheckpointError(f"in {self.path}: {error}. Remedy: load another checkpoint") from error
+
+    def open_member(self, name: str) -> InputFile:
+        """Opens a file of the directory or, as ``directory/file``, of one right below it; errors of :meth:`open`."""
+        folder, slash, file = name.partition("/")
+        return self.inner(folder).open(file) if slash else self.open(name)
 
     @abstractmethod
     def create(self, name: str, replace: bool = False, size: int | None = None) -> OutputFile:

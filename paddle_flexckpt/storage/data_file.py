@@ -128,7 +128,7 @@ def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) 
     path = backend.where(name)
     remedy = "Remedy: restore the file or load another checkpoint"
     try:
-        file = backend.open(name)
+        file = backend.open_member(name) if manifest.foreign else backend.open(name)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(f"{path} is missing; the manifest names it. {remedy}") from error
     with contextlib.ExitStack() as stack:

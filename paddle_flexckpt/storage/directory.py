@@ -20,16 +20,16 @@ from dataclasses import asdict
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.storage.backend import Location, SaveLock, open_backend
+from paddle_flexckpt.storage.absence import what_is_wrong
+from paddle_flexckpt.storage.backend import Location, SaveLock
 from paddle_flexckpt.storage.data_file import DataFileWriter, check_data_file
-from paddle_flexckpt.storage.local import LocalBackend
-from paddle_flexckpt.storage.manifest import Manifest, merge_parts
-from paddle_flexckpt.storage.paddle_checkpoint import paddle_ids, read_paddle_manifest
-from paddle_flexckpt.storage.ticket import OF_RANK, SaveTicket, save_of
+from paddle_flexckpt.storage.formats import find_foreign, open_source
+from paddle_flexckpt.storage.manifest import Manifest, Origin, merge_parts
+from paddle_flexckpt.storage.paddle_checkpoint import paddle_ids
+from paddle_flexckpt.storage.ticket import MANIFEST, OF_RANK, SaveTicket, save_of
 
 logger = logging.getLogger("paddle_flexckpt")
 
-_MANIFEST = re.compile(r"(\d+)\.manifest", re.ASCII)
 # The marker of a save: id, and generation (none: 0).
 _MARKER = re.compile(r"(\d+)(?:\.(\d+))?\.saving", re.ASCII)
 _TEMPORARY = re.compile(r"(\d+)\.manifest\.[0-9a-f]{32}\.tmp", re.ASCII)
@@ -49,13 +49,15 @@ class CheckpointDirectory:
     """
 
     def __init__(self, location: Location) -> None:
-        """Args: location: the directory; it need not exist."""
-        self.backend = open_backend(location)
-        self.path = self.backend.path
+        """Args: location: the directory, which need not exist; or a safetensors file or index of another program's."""
+        self.backend, self._file = open_source(location)
+        self.path = self.backend.where(self._file) if self._file else self.backend.path
 
     def list_ids(self) -> list[int]:
         """Ids of the checkpoints that have a manifest, in rising order."""
-        return sorted(int(match[1]) for match in map(_MANIFEST.fullmatch, self.backend.names()) if match)
+        if self._file:
+            return []
+        return sorted(int(match[1]) for match in map(MANIFEST.fullmatch, self.backend.names()) if match)
 
     def lock(self) -> SaveLock:
         """The right to save here; makes the directory.
@@ -83,7 +85,7 @@ class CheckpointDirectory:
         used: dict[int, int] = {}
         names = self.backend.names()
         for name in names:
-            manifest, marker = _MANIFEST.fullmatch(name), _MARKER.fullmatch(name)
+            manifest, marker = MANIFEST.fullmatch(name), _MARKER.fullmatch(name)
             save = (int(marker[1]), int(marker[2] or 0)) if marker else save_of(name)
             if manifest:
                 used.setdefault(int(manifest[1]), 0)
@@ -339,7 +341,7 @@ class CheckpointDirectory:
                 self.backend.remove(ticket.marker_file)
 
     def read_manifest(self, unique_id: int | None = None) -> Manifest:
-        """Reads the manifest of a checkpoint, or makes one of the metadata of a checkpoint of Paddle's own.
+        """Reads the manifest of a checkpoint, or makes one of what another program has written.
 
         Args:
             unique_id: Its id; None takes the highest.
@@ -350,11 +352,26 @@ class CheckpointDirectory:
         """
         ids = self.list_ids()
         if not ids or (unique_id is not None and unique_id not in ids):
-            foreign = paddle_ids(self.backend)
-            if foreign and (unique_id is None or unique_id in foreign):
-                return read_paddle_manifest(self.backend, unique_id)
-            raise ValidationError([self._what_is_wrong(ids, unique_id)])
+            # With a manifest there, only ids of Paddle's can be meant that it does not have.
+            foreign = find_foreign(self.backend, self._file) if not ids or paddle_ids(self.backend) else None
+            if foreign is not None and (unique_id is None or foreign.origin != "paddle" or unique_id in foreign.ids):
+                return foreign.read(self.backend, unique_id)
+            raise ValidationError([what_is_wrong(self.backend, ids, unique_id)])
         return self.read_native(ids[-1] if unique_id is None else unique_id)
+
+    def origin(self) -> Origin:
+        """Whose checkpoint is here.
+
+        Raises:
+            ValidationError: There is none, or there are several; the text says what is there instead.
+            CorruptCheckpointError: Safetensors files, whose headers tell whose they are, are damaged.
+        """
+        if self.list_ids():
+            return "native"
+        foreign = find_foreign(self.backend, self._file)
+        if foreign is None:
+            raise ValidationError([what_is_wrong(self.backend, [], None)])
+        return foreign.origin
 
     def read_native(self, unique_id: int) -> Manifest:
         """Reads the manifest of a checkpoint of this library's own; FileNotFoundError if there is none of this id."""
@@ -373,25 +390,3 @@ class CheckpointDirectory:
         """
         sizes = dict(zip(manifest.catalog.files, manifest.file_bytes.tolist()))
         self.backend.each(lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(), sizes)
-
-    def _what_is_wrong(self, ids: list[int], unique_id: int | None) -> str:
-        if not self.backend.exists():
-            if isinstance(self.backend, LocalBackend) and os.path.exists(self.path):
-                return f"{self.path} is not a directory. Remedy: give the checkpoint's directory, not a file in it"
-            return f"{self.path} does not exist. Remedy: correct the path"
-        names = self.backend.names()
-        begun = sorted({save[0] for save in map(save_of, names) if save} - set(ids))
-        wanted = begun if unique_id is None else [unique_id] if unique_id in begun else []
-        if wanted:
-            return (
-                f"{self.path} has an unfinished save (id {', '.join(map(str, wanted))}): its manifest is missing, so "
-                f"it was never committed; complete ids here: {ids or 'none'}. Remedy: load another checkpoint"
-            )
-        if ids:
-            return f"{self.path} has no checkpoint with id {unique_id}; complete ids here: {ids}"
-        if any(name.endswith(".metadata") for name in names):
-            return (
-                f"{self.path} is no checkpoint of Paddle's own save_state_dict that can be read: its .metadata files "
-                f"have the ids {paddle_ids(self.backend) or 'none'}. Remedy: give the path and id of a complete save"
-            )
-        return f"{self.path} is not a checkpoint: there is no *.manifest file in it. Remedy: correct the path"

@@ -24,6 +24,20 @@ def check_file_name(name: str) -> str:
     return name
 
 
+def check_not_elsewhere(directory: str, name: str) -> None:
+    """Refuses a directory of a checkpoint's that is a link out of it.
+
+    Raises:
+        CorruptCheckpointError: It is one.
+    """
+    path = os.path.join(directory, name)
+    real = os.path.realpath(path)
+    if os.path.dirname(real) != os.path.realpath(directory):
+        raise CorruptCheckpointError(
+            f"{path} is a link out of the checkpoint's directory, to {real}. Remedy: put the directory itself there"
+        )
+
+
 def open_inside(directory: str, name: str) -> int:
     """Opens a file of a checkpoint for reading.
 

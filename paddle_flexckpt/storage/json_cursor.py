@@ -76,14 +76,19 @@ class JsonCursor:
                 raise ValueError(f"byte {self._at}: more than {MAX_TEXTS} texts")
         return found
 
-    def value(self) -> Any:
-        """A value of at most :data:`MAX_VALUE_BYTES` bytes: whole numbers, texts, lists and objects of them."""
+    def value(self, with_fractions: bool = False) -> Any:
+        """A value of at most :data:`MAX_VALUE_BYTES` bytes: whole numbers, texts, lists and objects of them.
+
+        Args:
+            with_fractions: Whether other numbers are taken too, as they are.
+        """
+        decoder = _FRACTIONS_TOO if with_fractions else _DECODER
         self._peek()
         for size in (_USUAL_VALUE_BYTES, MAX_VALUE_BYTES):
             window = self._text[self._at : self._at + size].decode("utf-8", "surrogateescape")
             is_last = size == MAX_VALUE_BYTES or len(self._text) - self._at <= size
             try:
-                value, end = _DECODER.raw_decode(window)
+                value, end = decoder.raw_decode(window)
             except (ValueError, RecursionError) as error:
                 if is_last:
                     raise ValueError(f"byte {self._at}: {str(error)[:200]}") from error
@@ -136,3 +141,4 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 _DECODER = json.JSONDecoder(
     object_pairs_hook=_object, parse_int=_parse_int, parse_float=_refuse, parse_constant=_refuse
 )
+_FRACTIONS_TOO = json.JSONDecoder(object_pairs_hook=_object, parse_int=_parse_int)

@@ -10,6 +10,7 @@ import numpy as np
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.storage.backend import Backend, Location, open_backend
 from paddle_flexckpt.storage.directory import CheckpointDirectory
+from paddle_flexckpt.storage.manifest import Origin
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,22 @@ def is_complete(path: Location, unique_id: int | None = None) -> bool:
     ids = directory.list_ids()
     chosen = unique_id if unique_id is not None else ids[-1] if ids else None
     return chosen in ids and _info(directory, chosen or 0).complete
+
+
+def detect_format(path: Location) -> Origin:
+    """Whose checkpoint a directory holds; :mod:`paddle_flexckpt.storage.formats` says how that is told.
+
+    Args:
+        path: The directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file or index.
+
+    Returns:
+        ``"native"``, ``"paddle"``, ``"paddleformers"``, ``"unified_checkpoint"`` or ``"huggingface"``.
+
+    Raises:
+        ValidationError: There is no checkpoint, or there are several of different programs.
+        CorruptCheckpointError: Safetensors files, whose headers tell whose they are, are damaged.
+    """
+    return CheckpointDirectory(path).origin()
 
 
 def _infos(backend: Backend) -> list[CheckpointInfo]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.storage.backend import Backend, Buffer, FileLock, InputFile, NoLock, OutputFile, SaveLock
-from paddle_flexckpt.storage.file_names import open_inside
+from paddle_flexckpt.storage.file_names import check_not_elsewhere, open_inside
 from paddle_flexckpt.storage.lease import LEASE_FILE, LEASE_SECONDS, LeaseLock, check_lease_seconds
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -247,6 +247,11 @@ class LocalBackend(Backend):
     def child(self, name: str) -> LocalBackend:
         """As in the base class."""
         return LocalBackend(os.path.join(self.path, name), self._lock, self._lease_seconds)
+
+    def inner(self, name: str) -> Backend:
+        """As in the base class."""
+        check_not_elsewhere(self.path, name)
+        return super().inner(name)
 
     def exists(self) -> bool:
         """As in the base class."""

@@ -7,8 +7,10 @@ other. It carries a checksum of its own, so that a flipped bit in it cannot send
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 import xxhash
@@ -29,6 +31,18 @@ _MAX_BLOCK_BYTES = 1 << 26
 _CREATOR = "paddle_flexckpt"
 _CATALOG = "catalog."
 
+Origin = Literal["native", "paddle", "paddleformers", "unified_checkpoint", "huggingface"]
+# How errors and reports call them.
+ORIGINS: Mapping[Origin, str] = MappingProxyType(
+    {
+        "native": "a checkpoint of this library's",
+        "paddle": "a checkpoint of Paddle's own",
+        "paddleformers": "a FlexCheckpoint of PaddleFormers",
+        "unified_checkpoint": "a unified checkpoint of PaddleNLP",
+        "huggingface": "a Hugging Face directory",
+    }
+)
+
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
@@ -42,7 +56,8 @@ class Manifest:
         unique_id: The checkpoint's id in its directory.
         world_size: Number of ranks that took part in the save.
         step: Training step, if the caller gave one.
-        foreign: The files are another program's: they have neither checksums nor a save token.
+        origin: Whose files they are. Another program's have neither checksums nor a save token, and may be in a
+            directory right below the checkpoint's.
     """
 
     catalog: Catalog
@@ -52,7 +67,12 @@ class Manifest:
     unique_id: int
     world_size: int
     step: int | None = None
-    foreign: bool = False
+    origin: Origin = "native"
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the files are another program's."""
+        return self.origin != "native"
 
     def encode(self) -> bytes:
         """The container's bytes."""

@@ -117,7 +117,7 @@ def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manife
         save_token=xxhash.xxh3_128_hexdigest(data),
         unique_id=chosen,
         world_size=len({*catalog.rank.tolist()}),
-        foreign=True,
+        origin="paddle",
     )
 
 

@@ -28,7 +28,7 @@ from paddle_flexckpt.storage.backend import InputFile, Location, open_backend
 from paddle_flexckpt.storage.blocks import HashedBlocks, HashThread, KeptBlock, ReadCount
 from paddle_flexckpt.storage.checksums import VerifyMode, hash_block, verify_mode
 from paddle_flexckpt.storage.data_file import check_data_file
-from paddle_flexckpt.storage.manifest import Manifest
+from paddle_flexckpt.storage.manifest import ORIGINS, Manifest
 from paddle_flexckpt.storage.mapped import copy_mapped
 from paddle_flexckpt.storage.replicas import DamagedCopy, ReplicaChoice
 
@@ -70,7 +70,7 @@ class FileReader:
             if self._verify == "full":
                 raise ValidationError(
                     [
-                        f"{self._backend.path} is a checkpoint of Paddle's own, without checksums: verify='full' "
+                        f"{self._backend.path} is {ORIGINS[manifest.origin]}, without checksums: verify='full' "
                         "cannot be kept. Remedy: load it with another mode, and save it again"
                     ]
                 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+# What makes a checkpoint exist.
+MANIFEST = re.compile(r"(\d+)\.manifest", re.ASCII)
 # What each rank writes, and has not finished: rank, id, generation (none: 0), and what it is.
 OF_RANK = re.compile(r"(\d+)_(\d+)(?:\.(\d+))?\.(safetensors|(?:part|failed)(?:\.[0-9a-f]{32}\.tmp)?)", re.ASCII)
 

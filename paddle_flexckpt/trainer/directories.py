@@ -2,8 +2,8 @@
 
 ``{output_dir}/checkpoint-{step}/`` holds the trainer's own small files and, in ``flex_checkpoint/``, one checkpoint of
 this library with the id 0. What tells such a directory from one of the trainer's own format is the file
-``flex_checkpoint.json``, which is written first. The checkpoint exists when the manifest does, and that is written last:
-a directory with the file and without the manifest is what a save left that was interrupted, or a removal.
+``flex_checkpoint.json``, which is written first. The checkpoint exists when the manifest does, and that is written
+last: a directory with the file and without the manifest is what a save left that was interrupted, or a removal.
 
 A removal writes ``flex_checkpoint.removing`` first; then the manifest goes, then the rest. So nothing that is half
 removed is ever taken for a checkpoint, and whoever comes next carries it through.

@@ -13,8 +13,8 @@ from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.runtime.communicator import Communicator
 from paddle_flexckpt.runtime.extra_state import load_extra_state, restore_extra_state
 from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.runtime.scheduler_state import restore_scaler, restore_scheduler
-from paddle_flexckpt.storage import load_pickle
+from paddle_flexckpt.runtime.scheduler_state import restore_plain_scheduler, restore_scaler
+from paddle_flexckpt.storage import read_plain_file
 from paddle_flexckpt.trainer.arguments import TrainerOptions
 from paddle_flexckpt.trainer.contents import collect_shards
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY, is_flex
@@ -96,7 +96,7 @@ def _restore_foreign(trainer: Any, path: Path) -> dict[str, str]:
     missing = {"rng": "the checkpoint is not of this library; generators are left to the trainer"}
     scaler = trainer.scaler if trainer.do_grad_scaling else None
     for name, file, target, restore in (
-        ("lr_scheduler", _SCHEDULER, trainer.lr_scheduler, restore_scheduler),
+        ("lr_scheduler", _SCHEDULER, trainer.lr_scheduler, restore_plain_scheduler),
         ("scaler", _SCALER, scaler, restore_scaler),
     ):
         if target is None:
@@ -104,7 +104,7 @@ def _restore_foreign(trainer: Any, path: Path) -> dict[str, str]:
         if not (path / file).is_file():
             missing[name] = f"there is no {file}"
             continue
-        state = load_pickle((path / file).read_bytes())
+        state = read_plain_file(path, file)
         if not isinstance(state, Mapping):
             raise ValidationError([f"{path / file} holds a {type(state).__name__}; expected a dict"])
         problem = restore(target, dict(state))

@@ -110,14 +110,64 @@ def foreign() -> list[bytes]:
     return [container({"w": entry, "__metadata__": {"format": "np"}}, bytes(range(64))), *headers()]
 
 
+def indices() -> list[bytes]:
+    weight_map = {"w": "model-00001-of-00002.safetensors", "v": "model-00002-of-00002.safetensors"}
+    return [
+        json.dumps({"metadata": {"total_size": 80.5}, "weight_map": weight_map}).encode(),
+        json.dumps({"weight_map": {}, "master_weights": True, "type": "lora"}, indent=2).encode(),
+        json.dumps({"quant_ckpt_resume_times": 0}).encode(),
+    ]
+
+
+def _weights(**tensors: list[int]) -> bytes:
+    header: dict = {"__metadata__": {"format": "np"}}
+    position = 0
+    for name, shape in tensors.items():
+        end = position + 4 * int(np.prod(shape))
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [position, end]}
+        position = end
+    return container(header, bytes(position))
+
+
+def weights() -> list[bytes]:
+    return [_weights(w=[4, 4]), *headers()]
+
+
+def states_of_a_rank() -> list[bytes]:
+    return [_weights(**{"w/moment1_0": [2, 4], "w/beta1_pow_acc_0": [1], "v/moment1_0": [4]}), *headers()]
+
+
+def _indexed() -> dict[str, bytes]:
+    return {"model-00001-of-00002.safetensors": _weights(w=[4, 4]), "model-00002-of-00002.safetensors": _weights(v=[4])}
+
+
+def _unified() -> dict[str, bytes]:
+    """A unified checkpoint, but for the states of one of two ranks."""
+    return {
+        **_indexed(),
+        "model.safetensors.index.json": indices()[0],
+        "optimizer.safetensors.index.json": indices()[2],
+        "optimizer.tp00.safetensors": states_of_a_rank()[0],
+    }
+
+
 # The directories of the targets that read one file among others.
 FILES: dict[str, Callable[[], dict[str, bytes]]] = {
     "data": _native,
     "metadata": lambda: {"0_0.distcp": distcp()[1], "0_0.safetensors": foreign()[0]},
     "distcp": lambda: {"0.metadata": metadata()[0]},
     "foreign": lambda: {"0.metadata": metadata()[3]},
+    "index": _indexed,
+    "weights": dict,
+    "unified": _unified,
 }
 
+INDEX_WORDS = (
+    b'"metadata"', b'"weight_map":{', b'"w":', b'"v":', b'"model-00001-of-00002.safetensors"', b'"ckpt_quant_stage":',
+    b'"../model-00001-of-00002.safetensors"', b'"/etc/passwd"', b'"model.safetensors.index.json"', b'"."', b'""',
+    b'"O1"', b"[", b"]", b"{", b"}", b",", b":", b'"', b"\\", b"\\ud800", b"\\u0000", b"null", b"true", b"-1", b"1e9",
+    b"1e999", b"NaN", b"9223372036854775808", b" ", b"\t", b"\xff",
+)  # fmt: skip
 HEADER_WORDS = (
     b'"__metadata__":{}', b'"w":', b'{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}', b'"dtype"', b'"shape"',
     b'"data_offsets"', b'"BF16"', b'"F8_E4M3"', b'"BOOL"', b"[", b"]", b"{", b"}", b",", b":", b'"', b"\\", b"\\ud800",

@@ -170,6 +170,31 @@ def _read_foreign_safetensors(data: bytes) -> None:
         read_paddle_metadata(path)
 
 
+def _read_manifest_of(path: Path) -> None:
+    """By the names of what is there, as every command does."""
+    directory = CheckpointDirectory(path)
+    assert directory.origin() != "native"
+    catalog = directory.read_manifest().catalog
+    assert not validate_shards(catalog)
+    for name in catalog.files:
+        assert "/" not in name
+
+
+def _read_index(data: bytes) -> None:
+    with _in_place(_directory("index") / "model.safetensors.index.json", data) as path:
+        _read_manifest_of(path)
+
+
+def _read_weights(data: bytes) -> None:
+    with _in_place(_directory("weights") / "model.safetensors", data) as path:
+        _read_manifest_of(path)
+
+
+def _read_states_of_a_rank(data: bytes) -> None:
+    with _in_place(_directory("unified") / "optimizer.tp01.safetensors", data) as path:
+        _read_manifest_of(path)
+
+
 def _read_data_file(data: bytes) -> None:
     """By a verification, which lists what is wrong, and by a repair, which refuses it."""
     with _in_place(_directory("data") / "0_0.safetensors", data) as path:
@@ -191,6 +216,9 @@ TARGETS = {
         Target("pickle", _read_pickle, seeds.pickles, seeds.PICKLE_WORDS),
         Target("metadata", _read_metadata, seeds.metadata, seeds.PICKLE_WORDS),
         Target("distcp", _read_distcp, seeds.distcp, seeds.PICKLE_WORDS),
+        Target("index", _read_index, seeds.indices, seeds.INDEX_WORDS),
+        Target("weights", _read_weights, seeds.weights, seeds.HEADER_WORDS, has_length=True),
+        Target("rank_states", _read_states_of_a_rank, seeds.states_of_a_rank, seeds.HEADER_WORDS, has_length=True),
         Target("foreign_safetensors", _read_foreign_safetensors, seeds.foreign, seeds.HEADER_WORDS, has_length=True),
     )
 }

@@ -325,3 +325,28 @@ def test_replicas_of_a_large_shard_are_not_split_along_the_fused_axis(tmp_path, 
         assert report.fused == {"w": "2 parts -> 1 parts"}
 
     SimulatedWorld(1).run(load)
+
+
+def test_a_rule_without_a_statement_is_for_one_degree(tmp_path):
+    """A layout of which no statement is known: it loads as it was saved, and is refused in other parts."""
+    values = np.arange(24, dtype=np.float32).reshape(ROWS, 8)
+
+    def weight(degree, rank, empty):
+        part = np.ascontiguousarray(np.split(values, degree, axis=1)[rank])
+        part = np.full_like(part, -1) if empty else part
+        return {"w": fc.ShardedWeight("w", part, part.shape, (ROWS, 8), (0, 8 // degree * rank), fused=rule)}
+
+    rule = fc.FusedAxis(1, None)
+    SimulatedWorld(2).run(lambda comm: fc.save_state_dict(weight(2, comm.rank, False), tmp_path, comm))
+
+    def same(comm):
+        target = weight(2, comm.rank, True)
+        fc.load_state_dict(target, tmp_path, comm)
+        np.testing.assert_array_equal(target["w"].local_tensor, weight(2, comm.rank, False)["w"].local_tensor)
+
+    SimulatedWorld(2).run(same)
+    for outcome in SimulatedWorld(4).run_all(
+        lambda comm: fc.load_state_dict(weight(4, comm.rank, True), tmp_path, comm)
+    ):
+        assert isinstance(outcome, fc.ValidationError)
+        assert "no AOA statement is known for this parameter" in str(outcome)

@@ -157,8 +157,14 @@ def test_there_is_nothing_to_verify_them_with(tmp_path):
     manifest = CheckpointDirectory(path).read_manifest()
     with pytest.raises(ValidationError, match="without checksums: verify='full' cannot be kept"):
         FileReader(path, manifest, "full")
-    with pytest.raises(ValidationError, match="it has no checksums to compare"):
-        verify_checkpoint(path)
+    report = verify_checkpoint(path)
+    assert (report.ok, report.bytes_verified, report.has_checksums) == (True, 0, False)
+    assert "have no checksums and were not read" in report.summary()
+    (tmp_path / "1_0.distcp").unlink()
+    report = verify_checkpoint(path)
+    assert not report.ok
+    assert not report.recoverable
+    assert "1_0.distcp is missing" in str(report.problems[0])
 
 
 def test_export_reads_them_like_any_other(tmp_path):

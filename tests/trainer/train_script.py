@@ -2,8 +2,8 @@
 
     python -m paddle.distributed.launch --nproc_per_node 2 train_script.py STRATEGY JOBS.json RESULTS.json
 
-A job is a dict: ``name``, ``model`` (of models.MODELS), ``output_dir``; and optionally ``flags`` (a list), ``resume`` (a
-directory or true), ``loaded`` (where to save what was resumed, before it is trained), ``lora``.
+A job is a dict: ``name``, ``model`` (of models.MODELS), ``output_dir``; and optionally ``flags`` (a list), ``resume``
+(a directory or true), ``loaded`` (where to save what was resumed, before it is trained), ``lora``.
 """
 
 from __future__ import annotations

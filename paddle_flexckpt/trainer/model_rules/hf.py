@@ -45,10 +45,9 @@ def hf_rules(model_class: type, config: Any) -> dict[str, AoaConfig]:
     """
     model_class = without_pipeline(model_class)
     if hasattr(model_class, "_gen_aoa_config"):
-        return {
-            "from_hf": model_class._gen_aoa_config(config),
-            "to_hf": model_class._gen_inv_aoa_config(config),  # type: ignore[attr-defined]
-        }
+        given: AoaConfig = model_class._gen_aoa_config(config)
+        back_again = getattr(model_class, "_gen_inv_aoa_config", None)
+        return {"from_hf": given, "to_hf": invert(given) if back_again is None else back_again(config)}
     config = copy.deepcopy(config)
     config.architectures = [_ARCHITECTURES.get(model_class.__name__, model_class.__name__)]
     config.tensor_parallel_degree, config.tensor_parallel_rank = 1, 0
@@ -96,7 +95,8 @@ def _renames(model_class: Any, config: Any, tied: bool) -> Iterable[_Statement]:
             continue
         if action not in (None, "transpose"):
             raise _unknown(model_class, f"{source!r} becomes {target!r} by {action!r}, which is no AOA statement")
-        tags = _tags(fused, target)
+        # Tables list what some configurations do not have; a target that nothing feeds is the load's error.
+        tags = f"{_tags(fused, target)}, optional"
         yield (source, target), f"{{0}}{'^T' if action else ''} -> {{1}}{tags}"
     for source, targets in splits.items():
         if sorted(targets) != list(range(len(targets))):

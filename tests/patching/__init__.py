@@ -1,0 +1,1 @@
+"""Tests of the patches and of what applies them."""
