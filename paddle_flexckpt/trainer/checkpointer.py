@@ -41,7 +41,7 @@ from paddle_flexckpt.trainer.directories import (
 )
 from paddle_flexckpt.trainer.ema import PREFIX, AverageState
 from paddle_flexckpt.trainer.export import export_weights
-from paddle_flexckpt.trainer.model_rules.paddleformers import from_hugging_face
+from paddle_flexckpt.trainer.model_rules import hf_rules
 from paddle_flexckpt.trainer.restoring import Restored, restore_from
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -300,7 +300,8 @@ class TrainerCheckpointer:
 
     def load_hugging_face(self, path: str | os.PathLike[str]) -> None:
         """Fills the model alone from Hugging Face weights, by the rules of its own class; errors of :meth:`restore`."""
-        options = dataclasses.replace(self.options, aoa_config=from_hugging_face(self._trainer.model))
+        model = self._trainer.model
+        options = dataclasses.replace(self.options, aoa_config=hf_rules(type(model), model.config)["from_hf"])
         restore_from(self._trainer, os.fspath(path), False, options, self._comm)
 
     def save_model(self, output_dir: str | os.PathLike[str]) -> None:

@@ -25,5 +25,12 @@ STRATEGIES = {
 
 def launch(strategy: str, jobs: Any, directory: Path) -> dict[str, Any]:
     """Runs jobs of train_script.py with ``python -m paddle_flexckpt.trainer.launch``, as a user starts a script."""
-    script = Path(__file__).with_name("train_script.py")
-    return launching.launch(strategy, jobs, directory, script, STRATEGIES, "paddle_flexckpt.trainer.launch")
+    return launching.launch(strategy, jobs, directory, _SCRIPT, STRATEGIES, "paddle_flexckpt.trainer.launch")
+
+
+def launch_stock(strategy: str, jobs: Any, directory: Path) -> dict[str, Any]:
+    """The same without paddle_flexckpt, but for its rehearsal world."""
+    return launching.launch(strategy, jobs, directory, _SCRIPT, STRATEGIES)
+
+
+_SCRIPT = Path(__file__).with_name("train_script.py")

@@ -2,8 +2,8 @@
 
     python -m paddle_flexckpt.trainer.launch --nproc_per_node 2 train_script.py STRATEGY JOBS.json RESULTS.json
 
-What a job is, see tests/trainer/train_script.py. In addition, ``in_tree`` leaves the trainer as it is, and has it
-save through Paddle's functions, which are replaced.
+What a job is, see tests/trainer/train_script.py. In addition, ``save_model`` is a directory for the model alone. With
+REPLACE_IN_TREE in the environment Paddle's functions are replaced, and the trainer is not.
 """
 
 from __future__ import annotations
@@ -72,6 +72,10 @@ def run(job: dict[str, Any], flags: str) -> dict[str, Any]:
 
 def main() -> None:
     name, jobs_file, results_file = sys.argv[1:]
+    if "REPLACE_IN_TREE" in os.environ:
+        from paddle_flexckpt.trainer import install
+
+        install("paddleformers", replace_in_tree=True)
     with open(jobs_file, encoding="utf-8") as file:
         jobs = json.load(file)
     results = {}
