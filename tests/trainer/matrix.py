@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +80,16 @@ def _content(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
     return str(array.dtype), array.shape, array.tobytes()
 
 
-def run_matrix(models: Sequence[str], strategies: Sequence[str], root: Path) -> list[dict[str, Any]]:
+def run_matrix(
+    models: Sequence[str], strategies: Sequence[str], root: Path, launch: Callable[..., dict[str, Any]] = launch
+) -> list[dict[str, Any]]:
     """Runs all pairs of strategies.
 
     Args:
         models: Names of MODELS.
         strategies: Names of STRATEGIES.
         root: For checkpoints and logs.
+        launch: What runs the jobs.
 
     Returns:
         A dict for each pair and model: what was compared and what is wrong.
