@@ -274,7 +274,7 @@ def test_a_file_that_is_missing(tmp_path):
     ],
 )
 def test_a_tensor_that_two_stages_of_a_pipeline_share(tmp_path, name, shape, fine):
-    """Both write it, and the index has one of them; experts of several ranks may have one name, and are not the same."""
+    """Both write it, and the index has one of them. Experts of several ranks may have one name, and be others."""
     key = "embed.weight" if name == "other" else name
     save_merged(tmp_path, "model", {key: MODEL["embed.weight"], "v": MODEL["norm.weight"]})
     second = "model-00002-of-00002.safetensors"
