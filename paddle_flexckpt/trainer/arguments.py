@@ -152,17 +152,13 @@ def options_of(args: Any) -> TrainerOptions:
         problems.append(str(error))
     if problems:
         raise ValidationError(problems, "training arguments")
-    return TrainerOptions(
-        save=save,
-        load=load,
-        aoa_config=config,
-        verify=verify,
-        strict=_STRICT[strict],
-        **{
-            name: bool(getattr(args, f"flex_{name}", TrainerOptions.__dataclass_fields__[name].default))
-            for name in _SWITCHES
-        },
-    )
+    switches = {
+        name: bool(getattr(args, f"flex_{name}", TrainerOptions.__dataclass_fields__[name].default))
+        for name in _SWITCHES
+    }
+    # PaddleFormers' own name for the same.
+    switches["save_replicas"] |= bool(getattr(args, "replicate_saved_into_local", False))
+    return TrainerOptions(save=save, load=load, aoa_config=config, verify=verify, strict=_STRICT[strict], **switches)
 
 
 _SWITCHES = (
@@ -195,6 +191,15 @@ def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
         problems.append(f"{flag} and --load_sharded_model are two formats. Remedy: leave --load_sharded_model out")
     if save and getattr(args, "use_async_save", False):
         problems.append(f"{flag} has an asynchronous save of its own. Remedy: --flex_async_save, not --use_async_save")
+    if getattr(args, "enable_zero_cost_checkpoint", False):
+        problems.append(
+            f"{flag} and --enable_zero_cost_checkpoint are two ways of saving in the background. Remedy: "
+            "--flex_async_save, not --enable_zero_cost_checkpoint"
+        )
+    if load and getattr(args, "sharded_model_from_ema", False):
+        problems.append(f"{flag} does not start a model from moving averages (--sharded_model_from_ema)")
+    if load and getattr(args, "load_from_hf", False) and not getattr(args, "ignore_load_lr_and_optim", False):
+        problems.append("--load_from_hf has no optimizer to load. Remedy: give --ignore_load_lr_and_optim as well")
     if getattr(args, "enable_auto_parallel", False):
         problems.append(f"{flag} does not serve the semi-automatic trainer (--enable_auto_parallel)")
     return problems

@@ -13,6 +13,7 @@ A save, on all ranks:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -24,11 +25,23 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.manager.pending import PendingSaves
 from paddle_flexckpt.runtime.communicator import Communicator, check_same, communicator_for
 from paddle_flexckpt.runtime.extra_state import collect_extra_state
+from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.storage import CheckpointDirectory
 from paddle_flexckpt.trainer.arguments import TrainerOptions, options_of
-from paddle_flexckpt.trainer.contents import collect_shards, write_small_files
-from paddle_flexckpt.trainer.directories import SUBDIRECTORY, UNIQUE_ID, TrainerDirectories, is_flex, is_usable, step_of
+from paddle_flexckpt.trainer.contents import collect_shards, is_peft, model_shards, write_small_files
+from paddle_flexckpt.trainer.directories import (
+    SUBDIRECTORY,
+    UNIQUE_ID,
+    TrainerDirectories,
+    is_flex,
+    is_usable,
+    mark_directory,
+    step_of,
+)
+from paddle_flexckpt.trainer.ema import PREFIX, AverageState
 from paddle_flexckpt.trainer.export import export_weights
+from paddle_flexckpt.trainer.model_rules import hf_rules
 from paddle_flexckpt.trainer.restoring import Restored, restore_from
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -48,6 +61,8 @@ class TrainerCheckpointer:
         self._pending = PendingSaves(self._comm)
         self._restored: Restored | None = None
         self._saving = False
+        # Moving averages of the weights, where the trainer keeps some.
+        self.average: AverageState | None = None
 
     @property
     def options(self) -> TrainerOptions:
@@ -81,6 +96,12 @@ class TrainerCheckpointer:
             return None, self._choose(asked).encode() if self._comm.position == 0 else b""
 
         return self._comm.together(choose, context)[1][0].decode()
+
+    def check_export(self) -> None:
+        """Raises ValidationError where weights are to be exported and there are no rules for the model."""
+        model = self._trainer.model
+        if self.options.export_hf and not is_peft(model):
+            self._comm.together(lambda: (hf_rules(type(model), model.config), b""), "cannot export the weights")
 
     def _choose(self, asked: str) -> str:
         if asked.lower() == "true":
@@ -134,6 +155,8 @@ class TrainerCheckpointer:
             if self._comm.position == 0:
                 directories.make_durable(step)
             shards = collect_shards(trainer, everything)
+            if self.average is not None and everything:
+                shards.update(self.average.shards(shards))
             shards.update(
                 collect_extra_state(
                     trainer.lr_scheduler if everything else None,
@@ -253,6 +276,11 @@ class TrainerCheckpointer:
         return os.fsdecode(self._comm.together(look, "cannot look for an earlier checkpoint")[1][0]) or None
 
     @property
+    def restored_native(self) -> bool:
+        """Whether a checkpoint of this library was restored; communicates nothing."""
+        return self._restored is not None and self._restored.native
+
+    @property
     def restored_from(self) -> str | None:
         """The directory that was restored, which a fall-back may have changed; communicates nothing."""
         return None if self._restored is None else self._restored.path
@@ -275,6 +303,65 @@ class TrainerCheckpointer:
     def load_model(self, path: str | os.PathLike[str]) -> None:
         """Fills the model alone, for the best checkpoint at the end and for evaluation; errors of :meth:`restore`."""
         restore_from(self._trainer, os.fspath(path), False, self.options, self._comm)
+
+    def load_hugging_face(self, path: str | os.PathLike[str]) -> None:
+        """Fills the model alone from Hugging Face weights, by the rules of its own class; errors of :meth:`restore`."""
+        model = self._trainer.model
+        options = dataclasses.replace(self.options, aoa_config=hf_rules(type(model), model.config)["from_hf"])
+        restore_from(self._trainer, os.fspath(path), False, options, self._comm)
+
+    def save_model(self, output_dir: str | os.PathLike[str]) -> None:
+        """Saves the model alone, as a checkpoint in a directory of its own: what is loaded for evaluation.
+
+        Raises:
+            ValidationError: It cannot be saved; what was there is still there.
+            CheckpointError: A rank could not write; likewise.
+        """
+        path, options = Path(output_dir), self.options
+        context = f"cannot save the model to {path}"
+        self._on_coordinator(context, mark_directory, path, int(self._trainer.state.global_step))
+        shards, _ = self._comm.together(lambda: (dict(model_shards(self._trainer)), b""), context)
+        save_state_dict(
+            shards,
+            path / SUBDIRECTORY,
+            self._comm,
+            unique_id=UNIQUE_ID,
+            step=int(self._trainer.state.global_step),
+            save_replicas=options.save_replicas,
+            check_replicas=options.check_replicas,
+        )
+        self._on_coordinator(context, write_small_files, self._trainer, path)
+
+    def restore_average(self) -> None:
+        """Fills the moving averages from the checkpoint that was restored, where both have some.
+
+        Raises:
+            ValidationError: They do not fit.
+            CorruptCheckpointError: They are damaged.
+        """
+        restored, average = self._restored, self.average
+        if restored is None or not restored.native or average is None:
+            return
+        context = f"cannot restore the moving averages from {restored.path}"
+        inside = os.path.join(restored.path, SUBDIRECTORY)
+        options = self.options
+
+        def look() -> tuple[dict[str, Any], bytes]:
+            if self._comm.position == 0:
+                found = any(key.startswith(PREFIX) for key in CheckpointDirectory(inside).read_manifest().catalog.keys)
+                if found and options.aoa_config is not None:
+                    remedy = "resume without --aoa_config, or without --zcc_save_ema_coef"
+                    raise ValidationError([f"--aoa_config does not apply to moving averages. Remedy: {remedy}"])
+                return {}, b"found" if found else b""
+            return {}, b""
+
+        if not self._comm.together(look, context)[1][0]:
+            if self._comm.position == 0:
+                logger.warning("not restored: moving averages: the checkpoint has none; they start anew")
+            return
+        targets, _ = self._comm.together(lambda: (average.targets(collect_shards(self._trainer, True)), b""), context)
+        load_state_dict(targets, inside, self._comm, strict="missing", verify=options.verify)
+        average.take(targets)
 
     def finish(self) -> None:
         """Waits for the saves in the background, and does what comes after them.

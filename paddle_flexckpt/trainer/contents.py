@@ -73,11 +73,10 @@ def write_small_files(trainer: Any, directory: Path) -> None:
 
     directory.mkdir(parents=True, exist_ok=True)
     model = trainer.model
-    for name in ("tokenizer", "processing_class"):
+    for name, wanted in (("tokenizer", getattr(trainer.args, "save_tokenizer", True)), ("processing_class", True)):
         tokenizer: Any = getattr(trainer, name, None)
-        if callable(getattr(tokenizer, "save_pretrained", None)):
+        if wanted and callable(getattr(tokenizer, "save_pretrained", None)):
             tokenizer.save_pretrained(str(directory))
-            break
     if is_peft(model):
         for name in ("lora_config", "prefix_config", "vera_config", "lokr_config", "reft_config"):
             config = getattr(model, name, None)
@@ -97,7 +96,11 @@ def _write_config(model: Any, directory: Path) -> None:
     if parameters:
         config.dtype = str(parameters[0].dtype).split(".")[-1]
     config.architectures = [type(model).__name__.removesuffix("Pipe")]
-    for name, value in (("tensor_parallel_degree", 1), ("tensor_parallel_rank", 0)):
+    for name, value in (
+        ("tensor_parallel_degree", 1),
+        ("tensor_model_parallel_size", 1),
+        ("tensor_parallel_rank", 0),
+    ):
         if hasattr(config, name):
             setattr(config, name, value)
     config.save_pretrained(str(directory))

@@ -64,9 +64,7 @@ class TrainerDirectories:
         directory = self.directory(step)
         if (directory / _REMOVING).exists():
             self._remove(step)
-        directory.mkdir(parents=True, exist_ok=True)
-        marker = directory / _MARKER
-        marker.write_text(json.dumps({"version": 1, "step": step}) + "\n", encoding="utf-8")
+        mark_directory(directory, step)
 
     def make_durable(self, step: int) -> None:
         """Makes the small files of a directory durable, so that a checkpoint that survives a crash has them."""
@@ -131,6 +129,16 @@ class TrainerDirectories:
         shutil.rmtree(directory)
         logger.info(f"removed {directory}")
         return True
+
+
+def mark_directory(directory: Path, step: int) -> None:
+    """Makes a directory, and marks it as one of this library.
+
+    Raises:
+        OSError: The file system refused.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / _MARKER).write_text(json.dumps({"version": 1, "step": step}) + "\n", encoding="utf-8")
 
 
 def is_flex(directory: str | os.PathLike[str]) -> bool:

@@ -11,12 +11,18 @@ from types import FunctionType
 from typing import Any
 
 from paddle_flexckpt.parallel import install as install_parallel
+from paddle_flexckpt.trainer import in_tree
 from paddle_flexckpt.trainer.arguments import SHARED, FlexTrainingArguments, flag_types, options_of
 from paddle_flexckpt.trainer.directories import is_flex, is_usable, latest_checkpoint
 from paddle_flexckpt.trainer.mixin import KEPT, FlexTrainerMixin
+from paddle_flexckpt.trainer.paddleformers_mixin import PaddleFormersMixin
 from paddle_flexckpt.trainer.model_rules import install_model_rules, uninstall_model_rules
 
 LIBRARIES = ("paddlenlp", "paddleformers")
+_MIXINS: dict[str, tuple[type, ...]] = {
+    "paddlenlp": (FlexTrainerMixin,),
+    "paddleformers": (FlexTrainerMixin, PaddleFormersMixin),
+}
 _UNDO = "_flexckpt_undo"
 # Methods that a version of a library may lack.
 _OPTIONAL = frozenset({"_load_best_model_from_peft_checkpoint"})
@@ -55,13 +61,15 @@ class _Undo:
         self.steps.append(put_back)
 
 
-def install(library: str = "paddlenlp") -> None:
+def install(library: str = "paddlenlp", replace_in_tree: bool = False) -> None:
     """Gives a library's Trainer FlexCheckpoint, and its TrainingArguments the flags. Calling it again does nothing.
 
     Every trainer and every arguments class derived from them has them too. Without the flags nothing changes.
 
     Args:
         library: ``"paddlenlp"`` or ``"paddleformers"``.
+        replace_in_tree: Leave the library as it is, and replace the functions of Paddle that it saves and loads with
+            (:func:`~paddle_flexckpt.trainer.in_tree.replace_in_tree`).
 
     Raises:
         ValueError: There is no such library.
@@ -70,6 +78,9 @@ def install(library: str = "paddlenlp") -> None:
     """
     if library not in LIBRARIES:
         raise ValueError(f"library has to be one of {', '.join(LIBRARIES)}; got {library!r}")
+    if replace_in_tree:
+        in_tree.replace_in_tree()
+        return
     trainers = importlib.import_module(f"{library}.trainer.trainer")
     arguments = importlib.import_module(f"{library}.trainer.training_args")
     trainer, args = trainers.Trainer, arguments.TrainingArguments
@@ -77,7 +88,8 @@ def install(library: str = "paddlenlp") -> None:
         return
     methods = {
         name: method
-        for name, method in vars(FlexTrainerMixin).items()
+        for mixin in _MIXINS[library]
+        for name, method in vars(mixin).items()
         if isinstance(method, FunctionType) and not (name in _OPTIONAL and not hasattr(trainer, name))
     }
     missing = sorted(name for name in methods if not hasattr(trainer, name))
@@ -102,6 +114,7 @@ def install(library: str = "paddlenlp") -> None:
 
 def uninstall(library: str = "paddlenlp") -> None:
     """Takes back what :func:`install` gave; the library is as before. Without it, does nothing."""
+    in_tree.restore_in_tree()
     module = sys.modules.get(f"{library}.trainer.trainer")
     if module is None or _UNDO not in vars(module.Trainer):
         return

@@ -77,8 +77,8 @@ def _restore_native(
     trainer: Any, path: str, shards: dict[str, Any], everything: bool, options: TrainerOptions, comm: Communicator
 ) -> Restored:
     inside = os.path.join(path, SUBDIRECTORY)
-    # First of all: it is small, and touches nothing.
-    state = load_extra_state(inside, process_group=comm)
+    # First of all: it is small, and touches nothing. A model that was saved alone has none.
+    state = load_extra_state(inside, process_group=comm) if everything else {}
     load = load_state_dict(shards, inside, comm, **options.loading())
     if not everything:
         return Restored(path, True, load)

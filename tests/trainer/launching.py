@@ -6,23 +6,33 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.trainer.strategies import STRATEGIES
+from tests.trainer.strategies import STRATEGIES, Strategy
 
 SCRIPT = Path(__file__).with_name("train_script.py")
 TIMEOUT = 1200
 
 
-def launch(strategy: str, jobs: Sequence[dict[str, Any]], directory: Path) -> dict[str, Any]:
+def launch(
+    strategy: str,
+    jobs: Sequence[dict[str, Any]],
+    directory: Path,
+    script: Path = SCRIPT,
+    strategies: Mapping[str, Strategy] = STRATEGIES,
+    launcher: str = "paddle.distributed.launch",
+) -> dict[str, Any]:
     """Runs jobs under a strategy with ``paddle.distributed.launch``.
 
     Args:
-        strategy: One of STRATEGIES.
+        strategy: One of the strategies.
         jobs: See train_script.py.
         directory: For logs, jobs and results.
+        script: What is started.
+        strategies: By name.
+        launcher: The module that starts it.
 
     Returns:
         What each job did, by its name.
@@ -34,8 +44,8 @@ def launch(strategy: str, jobs: Sequence[dict[str, Any]], directory: Path) -> di
     jobs_file, results_file, logs = directory / "jobs.json", directory / "results.json", directory / "log"
     jobs_file.write_text(json.dumps(list(jobs)), encoding="utf-8")
     command = [
-        sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", str(STRATEGIES[strategy].ranks),
-        "--log_dir", str(logs), str(SCRIPT), strategy, str(jobs_file), str(results_file),
+        sys.executable, "-m", launcher, "--nproc_per_node", str(strategies[strategy].ranks),
+        "--log_dir", str(logs), str(script), strategy, str(jobs_file), str(results_file),
     ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     done = subprocess.run(

@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,8 @@ from tests.trainer.strategies import STRATEGIES
 # Losses are sums over other numbers of ranks: float32 rounds them differently.
 TOLERANCE = 1e-5
 SAVED_STEP = 3
-# With a limit on their norm, gradients are scaled otherwise in a pipeline: Paddle counts a tied parameter on each stage.
+# With a limit on their norm, gradients are scaled otherwise in a pipeline: Paddle counts a tied parameter on each stage
+# that holds it.
 FLAGS = ("--max_grad_norm", "0")
 _FUSED = re.compile(r"\.gate_up_fused_proj\.weight(\.|$)")
 
@@ -79,13 +80,16 @@ def _content(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
     return str(array.dtype), array.shape, array.tobytes()
 
 
-def run_matrix(models: Sequence[str], strategies: Sequence[str], root: Path) -> list[dict[str, Any]]:
+def run_matrix(
+    models: Sequence[str], strategies: Sequence[str], root: Path, launch: Callable[..., dict[str, Any]] = launch
+) -> list[dict[str, Any]]:
     """Runs all pairs of strategies.
 
     Args:
         models: Names of MODELS.
         strategies: Names of STRATEGIES.
         root: For checkpoints and logs.
+        launch: What runs the jobs.
 
     Returns:
         A dict for each pair and model: what was compared and what is wrong.

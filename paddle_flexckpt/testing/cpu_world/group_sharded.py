@@ -88,6 +88,9 @@ def patch_devices(patches: PatchSet) -> None:
     if hasattr(tensor_fusion_helper, "get_current_device_type"):
         _replace_everywhere(patches, tensor_fusion_helper, "get_current_device_type", lambda: "gpu")
 
+    # Refuses the CPU, where there is nothing to wait for. A trainer calls it after every step of a pipeline.
+    patches.set(paddle.device, "synchronize", _synchronize)
+
 
 def broadcast_input_data(hcg: Any, *inputs: Any, **named: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Upstream's function without its device assert: model-parallel peers get the inputs of the first of them."""
@@ -107,6 +110,10 @@ def broadcast_input_data(hcg: Any, *inputs: Any, **named: Any) -> tuple[tuple[An
         return value
 
     return tuple(copy(value) for value in inputs), {key: copy(value) for key, value in named.items()}
+
+
+def _synchronize(device: Any = None) -> None:
+    """Nothing runs in the background of a CPU."""
 
 
 def _set_device(device: str) -> Any:

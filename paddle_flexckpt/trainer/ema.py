@@ -1,0 +1,89 @@
+"""PaddleFormers' moving average of the weights (``--zcc_save_ema_coef``), as a part of the checkpoint.
+
+Its callback keeps the averages on the host and writes them beside the checkpoint, before that is saved. Here they are
+shards of the checkpoint itself, a part of its extra state: there is one commit for both, they come back under any
+strategy, and a run without averages does not see them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
+
+PREFIX = f"{EXTRA_STATE}ema."
+# What is used of its buffer of averages: describing them, and taking what was loaded.
+_NEEDED = ("_build_ema_save_sharded_state_dict", "_fc_to_buffer_format", "save", "ema_accumulate")
+
+
+class AverageState:
+    """The averages of one trainer."""
+
+    def __init__(self, buffer: Any) -> None:
+        """Args: buffer: of the trainer's callback; what it would save itself is left to the checkpoint from now on.
+
+        Raises:
+            ValidationError: It is not of a known kind.
+        """
+        missing = [name for name in _NEEDED if not callable(getattr(buffer, name, None))]
+        if missing:
+            raise ValidationError(
+                [
+                    Problem(
+                        f"the averages of the weights are kept in a {type(buffer).__name__} without {', '.join(missing)}",
+                        expected="that of PaddleFormers 1.2.0",
+                        remedy="leave --zcc_save_ema_coef out",
+                    )
+                ],
+                "cannot save moving averages",
+            )
+        self._buffer = buffer
+        buffer.save = _saved_with_the_checkpoint
+
+    def shards(self, shards: Mapping[str, Any]) -> dict[str, Any]:
+        """The averages as shards of a checkpoint; none before the first has been taken.
+
+        Args:
+            shards: The shards of model and optimizer: they say how the averages are cut.
+        """
+        if not (self._buffer.master_weights or self._buffer.model_params):
+            return {}
+        held = self._buffer._build_ema_save_sharded_state_dict()
+        return {PREFIX + key: _average_of(shards[key], weight.local_tensor) for key, weight in held.items()}
+
+    def targets(self, shards: Mapping[str, Any]) -> dict[str, Any]:
+        """Fresh tensors for the averages of a model and an optimizer.
+
+        Args:
+            shards: The shards of both: there is an average of each master weight and of each float32 parameter.
+        """
+        import paddle
+
+        model, targets = self._buffer.model.state_dict(), {}
+        for key, weight in shards.items():
+            tensor = weight.local_tensor
+            if key.endswith(".w_0") or (key in model and tensor.dtype == paddle.float32):
+                targets[PREFIX + key] = _average_of(weight, paddle.zeros(tensor.shape, dtype="float32"))
+        return targets
+
+    def take(self, targets: Mapping[str, Any]) -> None:
+        """Takes what was loaded as the averages."""
+        self._buffer._fc_to_buffer_format({key[len(PREFIX) :]: weight for key, weight in targets.items()})
+
+
+def average_state(trainer: Any) -> AverageState:
+    """The averages of a trainer whose callback has just been added; errors of :class:`AverageState`."""
+    return AverageState(getattr(trainer.callback_handler.callbacks[-1], "buffer", None))
+
+
+def _average_of(weight: Any, values: Any) -> Any:
+    """The average of a shard, cut as it is."""
+    average = copy.copy(weight)
+    average.key, average.local_tensor, average.aliases = PREFIX + weight.key, values, ()
+    return average
+
+
+def _saved_with_the_checkpoint(global_step: int) -> None:
+    """In place of the buffer's ``save``: the averages are shards of the checkpoint of the same step."""

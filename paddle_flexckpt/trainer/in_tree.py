@@ -1,0 +1,179 @@
+"""Paddle's own checkpoint functions, replaced by those of this library for whoever calls them.
+
+``paddle.distributed.save_state_dict``, ``load_state_dict`` and ``load_merged_state_dict`` keep their signatures, their
+results and their way of choosing an id; what they write and read is the native format (and they read Paddle's as well).
+A library that opens the ``.metadata`` file of a checkpoint itself, as PaddleFormers does to see which keys there are,
+finds one; the files of tensors are not Paddle's, so its own loader cannot take such a checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from paddle_flexckpt.runtime.communicator import communicator_for
+from paddle_flexckpt.runtime.loader import load_state_dict as load
+from paddle_flexckpt.runtime.merged import load_merged_state_dict as load_merged
+from paddle_flexckpt.runtime.saver import save_state_dict as save
+from paddle_flexckpt.storage import CheckpointDirectory, Manifest
+
+_MARK = "_flexckpt_replaced"
+_CLASSES = "paddle.distributed.flex_checkpoint.dcp.metadata"
+
+
+def replace_in_tree() -> None:
+    """Replaces Paddle's functions, in ``paddle.distributed`` and in every module that has imported one by its name.
+
+    Calling it again does nothing. Modules that import them by name afterwards get these, too.
+    """
+    import paddle.distributed as dist
+
+    if _MARK in vars(dist):
+        return
+    replaced: list[tuple[Any, str, Any]] = []
+    for function in (save_state_dict, load_state_dict, load_merged_state_dict):
+        name = function.__name__
+        before = getattr(dist, name, None)
+        if before is None:
+            continue  # Paddle before 3.2 has no load_merged_state_dict
+        for module in list(sys.modules.values()):
+            if isinstance(module, type(sys)) and vars(module).get(name) is before:
+                setattr(module, name, function)
+                replaced.append((module, name, before))
+    setattr(dist, _MARK, replaced)
+
+
+def restore_in_tree() -> None:
+    """Takes back what :func:`replace_in_tree` did; without it, does nothing."""
+    import paddle.distributed as dist
+
+    for module, name, before in vars(dist).get(_MARK, ()):
+        setattr(module, name, before)
+    if _MARK in vars(dist):
+        delattr(dist, _MARK)
+
+
+def is_in_tree_replaced() -> bool:
+    """Whether :func:`replace_in_tree` is in effect."""
+    dist = sys.modules.get("paddle.distributed")
+    return dist is not None and _MARK in vars(dist)
+
+
+def save_state_dict(
+    state_dict: Any,
+    path: str,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    unique_id: int | None = None,
+    async_save: bool = False,
+    safetensors: bool = False,
+    save_replicas: bool = False,
+) -> None:
+    """As Paddle's function of this name, by :func:`paddle_flexckpt.save_state_dict`; errors are those of that.
+
+    Without an id it takes the highest there is, as Paddle does, and replaces that checkpoint once the new one is
+    complete. A save in the background is waited for, and its failure raised, by the next one.
+    """
+    comm = communicator_for(process_group)
+    context = f"cannot save to {path!r}"
+    if unique_id is None:
+
+        def choose() -> tuple[None, bytes]:
+            ids = CheckpointDirectory(path).list_ids() if comm.position == 0 and _is_there(path) else []
+            return None, str(max(ids, default=0)).encode()
+
+        unique_id = int(comm.together(choose, context)[1][0])
+    save(
+        state_dict,
+        path,
+        process_group,
+        coordinator_rank,
+        unique_id,
+        async_save,
+        safetensors,
+        save_replicas,
+    )
+    chosen = unique_id
+
+    def describe() -> tuple[None, bytes]:
+        # A save in the background has no manifest yet.
+        if comm.position == 0 and not async_save and _is_there(path):
+            _write_metadata(Path(path), CheckpointDirectory(path).read_manifest(chosen))
+        return None, b""
+
+    comm.together(describe, f"{path!r} is saved, but its .metadata file could not be written")
+
+
+def load_state_dict(
+    state_dict: Any,
+    path: str,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    unique_id: int | None = None,
+    offload: bool = False,
+    mw_name_compatibility: bool = True,
+    aoa_config: Any = None,
+    safetensors: bool = False,
+    worker_groups: Any = None,
+    comm_method: str = "broadcast",
+) -> None:
+    """As Paddle's function of this name, by :func:`paddle_flexckpt.load_state_dict`; errors are those of that."""
+    load(state_dict, path, process_group, coordinator_rank, unique_id, offload, mw_name_compatibility, aoa_config)
+
+
+def load_merged_state_dict(
+    path: str,
+    prefix: str | None = None,
+    unique_id: int | None = None,
+    offload: bool = False,
+    aoa_config: Any = None,
+    safetensors: bool = False,
+) -> dict[str, Any]:
+    """As Paddle's function of this name, by :func:`paddle_flexckpt.load_merged_state_dict`; errors are those of that.
+
+    Returns:
+        Names to tensors; on the device, unless ``offload`` keeps them on the CPU.
+    """
+    import paddle
+
+    merged = load_merged(path, prefix, unique_id, offload, aoa_config)
+    if offload:
+        return merged
+    return {name: tensor.to(paddle.get_device()) for name, tensor in merged.items()}
+
+
+def _is_there(path: Any) -> bool:
+    """Whether a path is a directory of this machine's file systems; a URL is not."""
+    return "://" not in os.fspath(path) and os.path.isdir(path)
+
+
+def _write_metadata(directory: Path, manifest: Manifest) -> None:
+    """Writes what Paddle's ``.metadata`` file says of shapes and dtypes, in the place of any such file."""
+    import paddle
+
+    try:
+        classes = importlib.import_module(_CLASSES)
+    except ImportError:  # Paddle before 3.2, whose class has other fields; nobody reads the file there
+        return
+    catalog, shards = manifest.catalog, {}
+    for row in range(len(catalog)):
+        flat = None if catalog.flat_start[row] < 0 else (int(catalog.flat_start[row]), int(catalog.flat_stop[row]))
+        described = classes.LocalTensorMetadata(
+            global_offset=catalog.unpadded(row, catalog.offset),
+            local_shape=catalog.unpadded(row, catalog.shape),
+            dtype=catalog.dtype_name(row),
+            global_shape=catalog.unpadded(row, catalog.global_shape),
+            is_flattened=flat is not None,
+            flattened_range=flat,
+        )
+        shards.setdefault(catalog.keys[catalog.key[row]], []).append(described)
+    metadata = classes.Metadata(state_dict_metadata=shards, storage_metadata={}, flat_mapping={})
+    unfinished = directory / ".metadata.unfinished"
+    paddle.save(metadata, str(unfinished))
+    for other in directory.glob("*.metadata"):
+        if other.name != f"{manifest.unique_id}.metadata":
+            other.unlink()
+    os.replace(unfinished, directory / f"{manifest.unique_id}.metadata")

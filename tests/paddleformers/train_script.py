@@ -1,0 +1,98 @@
+"""Trainings under one strategy with PaddleFormers; a script that knows nothing of paddle_flexckpt's trainer package.
+
+    python -m paddle_flexckpt.trainer.launch --nproc_per_node 2 train_script.py STRATEGY JOBS.json RESULTS.json
+
+What a job is, see tests/trainer/train_script.py. In addition, ``save_model`` is a directory for the model alone. With
+REPLACE_IN_TREE in the environment Paddle's functions are replaced, and the trainer is not.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+import paddle
+
+from paddle_flexckpt.testing import cpu_world
+
+cpu_world.install()
+
+import paddle.distributed as dist
+from paddleformers.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainingArguments
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.trainer.contents import collect_shards
+from tests.paddleformers.models import Sequences, build
+from tests.paddleformers.strategies import STRATEGIES
+
+# The flags for checkpoints are the defaults of PaddleFormers; the rest is what a CPU cannot do.
+COMMON = (
+    "--device cpu --max_steps 6 --save_steps 3 --logging_steps 1 --learning_rate 1e-3 --report_to none "
+    "--disable_tqdm 1 --amp_master_grad false --split_param false --max_grad_norm 0 --load_via_cpu false"
+).split()
+
+
+def run(job: dict[str, Any], flags: str) -> dict[str, Any]:
+    losses: dict[int, float] = {}
+
+    class Note(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if job.get("loaded"):
+                fc.save_state_dict(collect_shards(trainer, True), job["loaded"])
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            if "loss" in logs:
+                losses[state.global_step] = logs["loss"]
+
+    line = [*COMMON, *flags.split(), "--output_dir", job["output_dir"], *job.get("flags", [])]
+    (args,) = PdArgumentParser((TrainingArguments,)).parse_args_into_dataclasses(line)
+    paddle.set_device(args.device)
+    model = build(job["model"], args)
+    if job.get("lora"):
+        from paddleformers.peft import LoRAConfig, LoRAModel
+
+        config = LoRAConfig(target_modules=[".*q_proj.*", ".*o_proj.*"], r=4, lora_alpha=8, dtype="float32",
+                            tensor_model_parallel_size=args.tensor_model_parallel_size)  # fmt: skip
+        model = LoRAModel(model, config)
+        model.mark_only_lora_as_trainable()
+    trainer = Trainer(
+        model=model, args=args, train_dataset=Sequences(), eval_dataset=Sequences(8, 1), callbacks=[Note()]
+    )
+    result = trainer.train(resume_from_checkpoint=job.get("resume"))
+    if job.get("save_model"):
+        trainer.save_model(job["save_model"])
+    return {"losses": losses, "step": trainer.state.global_step, "training_loss": float(result.training_loss)}
+
+
+def main() -> None:
+    name, jobs_file, results_file = sys.argv[1:]
+    if "REPLACE_IN_TREE" in os.environ:
+        from paddle_flexckpt.trainer import install
+
+        install("paddleformers", replace_in_tree=True)
+    with open(jobs_file, encoding="utf-8") as file:
+        jobs = json.load(file)
+    results = {}
+    for job in jobs:
+        try:
+            results[job["name"]] = run(job, STRATEGIES[name].flags)
+        except Exception as error:
+            results[job["name"]] = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+            if not job.get("may_fail"):
+                print(traceback.format_exc(), flush=True)
+        gc.collect()
+        if int(os.environ.get("PADDLE_TRAINER_ID", "0")) == 0:
+            with open(results_file, "w", encoding="utf-8") as file:
+                json.dump(results, file)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
