@@ -158,9 +158,7 @@ def options_of(args: Any) -> TrainerOptions:
     }
     # PaddleFormers' own name for the same.
     switches["save_replicas"] |= bool(getattr(args, "replicate_saved_into_local", False))
-    return TrainerOptions(
-        save=save, load=load, aoa_config=config, verify=verify, strict=_STRICT[strict], **switches
-    )
+    return TrainerOptions(save=save, load=load, aoa_config=config, verify=verify, strict=_STRICT[strict], **switches)
 
 
 _SWITCHES = (

@@ -353,9 +353,7 @@ class TrainerCheckpointer:
             if self._comm.position == 0:
                 logger.warning("not restored: moving averages: the checkpoint has none; they start anew")
             return
-        targets, _ = self._comm.together(
-            lambda: (average.targets(collect_shards(self._trainer, True)), b""), context
-        )
+        targets, _ = self._comm.together(lambda: (average.targets(collect_shards(self._trainer, True)), b""), context)
         load_state_dict(targets, inside, self._comm, strict="missing", verify=options.verify)
         average.take(targets)
 
