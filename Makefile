@@ -17,7 +17,11 @@ PIP_INSTALL := $(BIN)/python -m pip install $(INSTALL_FLAGS)
 # What an installation depends on: when one of these changes, the next target installs again.
 METADATA := setup.py pyproject.toml paddle_flexckpt/_version.py
 
+# PaddleNLP needs NumPy 1.26, and many packages besides.
+NLP_VENV ?= .venv-paddlenlp
+
 VENV_STAMP := $(VENV)/.stamp-venv
+NLP_STAMP := $(NLP_VENV)/.stamp
 DEMO_STAMP := $(VENV)/.stamp-demo
 TEST_STAMP := $(VENV)/.stamp-test
 
@@ -44,6 +48,13 @@ test-full: $(TEST_STAMP) ## run all tests with the long searches of the property
 test-matrix: $(TEST_STAMP) ## save under every parallel strategy and load under every other; results in matrix.json
 	@echo "[make] running the matrix of strategies"
 	@$(BIN)/python -m tests.distributed.matrix.table --json matrix.json
+
+.PHONY: test-trainer
+test-trainer: $(NLP_STAMP) ## run the tests and the matrix of strategies through the trainer of PaddleNLP, in an environment of its own
+	@echo "[make] tests of the trainer of PaddleNLP"
+	@$(NLP_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/trainer tests/patching/test_trainers.py
+	@echo "[make] the trainer's strategies against each other"
+	@$(NLP_VENV)/bin/python -m tests.trainer.matrix --json trainer-matrix.json
 
 .PHONY: test-aoa
 test-aoa: $(TEST_STAMP) ## run 100,000 random AOA programs against an oracle on whole arrays
@@ -112,6 +123,12 @@ clean: ## remove outputs, caches and the virtual environment
 $(VENV_STAMP):
 	@echo "[make] creating $(VENV) with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(NLP_STAMP): $(METADATA)
+	@echo "[make] creating $(NLP_VENV) with PaddleNLP"
+	@$(PYTHON) -m venv $(NLP_VENV)
+	@$(NLP_VENV)/bin/python -m pip install $(INSTALL_FLAGS) -e '.[cpu,paddlenlp]' pytest hypothesis
 	@touch $@
 
 $(DEMO_STAMP): $(METADATA) | $(VENV_STAMP)

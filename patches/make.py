@@ -32,7 +32,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from paddle_flexckpt.patching.diff import compose, format_diff, parse_diff  # noqa: E402
 from paddle_flexckpt.patching.errors import PatchError  # noqa: E402
-from paddle_flexckpt.patching.index import FORMAT, Patch, PatchedFile, read_patches, sha256  # noqa: E402
+from paddle_flexckpt.patching.index import FORMAT, Patch, PatchedFile, sha256  # noqa: E402
 
 DISTRIBUTIONS = {
     "paddle": ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu", "paddlepaddle-dcu"),
@@ -121,7 +121,8 @@ def make_entry(name: str, text: bytes, available: dict[str, list[tuple[str, Path
 def make_index(trees: Sequence[Path], keep: bool) -> bytes:
     """The index; with ``keep``, entries of packages that no tree is of stay as they are."""
     available = releases(trees)
-    old = read_patches(HERE) if keep and (HERE / "index.json").exists() else {}
+    index = json.loads((HERE / "index.json").read_text(encoding="utf-8")) if keep else {"patches": []}
+    old = {entry["name"]: Patch.from_dict(entry, b"") for entry in index["patches"]}
     entries = []
     for path in sorted(HERE.glob("*.patch")):
         name, text = path.stem, path.read_bytes()
@@ -160,10 +161,16 @@ def carry_out(script: Path, released: Path) -> tuple[dict[str, str], bytes]:
     for edit in data["edit"]:
         path = edit["file"]
         before, now = contents.get(path) or ((released / path).read_bytes(),) * 2
-        old, new = edit["old"].encode(), edit["new"].encode()
-        if now.count(old) != 1:
-            raise PatchError(f"{script.name}: expected one place in {path!r}; got {now.count(old)} of {edit['old']!r}")
-        contents[path] = (before, now.replace(old, new))
+        if "append" in edit:
+            now += edit["append"].encode()
+        else:
+            old, new = edit["old"].encode(), edit["new"].encode()
+            if now.count(old) != 1:
+                raise PatchError(
+                    f"{script.name}: expected one place in {path!r}; got {now.count(old)} of {edit['old']!r}"
+                )
+            now = now.replace(old, new)
+        contents[path] = (before, now)
     head = {key: " ".join(data[key.lower()].split()) for key in KEYS}
     return head, b"".join(format_diff(path, *contents[path]) for path in sorted(contents))
 

@@ -29,7 +29,7 @@ from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.saver import save_state_dict
 from paddle_flexckpt.storage import CheckpointDirectory
 from paddle_flexckpt.trainer.arguments import TrainerOptions, options_of
-from paddle_flexckpt.trainer.contents import collect_shards, model_shards, write_small_files
+from paddle_flexckpt.trainer.contents import collect_shards, is_peft, model_shards, write_small_files
 from paddle_flexckpt.trainer.directories import (
     SUBDIRECTORY,
     UNIQUE_ID,
@@ -96,6 +96,12 @@ class TrainerCheckpointer:
             return None, self._choose(asked).encode() if self._comm.position == 0 else b""
 
         return self._comm.together(choose, context)[1][0].decode()
+
+    def check_export(self) -> None:
+        """Raises ValidationError where weights are to be exported and there are no rules for the model."""
+        model = self._trainer.model
+        if self.options.export_hf and not is_peft(model):
+            self._comm.together(lambda: (hf_rules(type(model), model.config), b""), "cannot export the weights")
 
     def _choose(self, asked: str) -> str:
         if asked.lower() == "true":

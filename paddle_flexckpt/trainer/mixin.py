@@ -44,6 +44,8 @@ class FlexTrainerMixin:
         upstream = upstream_of(self, "train")
         if not (flex.options.save or flex.options.load):
             return upstream(resume_from_checkpoint, *args, **kwargs)
+        if flex.options.save:
+            flex.check_export()
         if flex.options.load:
             resume_from_checkpoint = flex.resolve(resume_from_checkpoint)
         self._flex_resuming = resume_from_checkpoint if flex.options.load else None

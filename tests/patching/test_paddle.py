@@ -41,7 +41,8 @@ ONE_RANK = [patch for patch in MINE if scenario(patch) not in TWO_RANKS]
 
 def environment(package):
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PADDLE_", "FLAGS_"))}
-    return {**inherited, "PYTHONPATH": str(package.root), "PYTHONDONTWRITEBYTECODE": "1"}
+    path = os.pathsep.join([str(package.root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**inherited, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def run(package, names):

@@ -32,7 +32,8 @@ from tests.trainer.strategies import STRATEGIES
 # Losses are sums over other numbers of ranks: float32 rounds them differently.
 TOLERANCE = 1e-5
 SAVED_STEP = 3
-# With a limit on their norm, gradients are scaled otherwise in a pipeline: Paddle counts a tied parameter on each stage.
+# With a limit on their norm, gradients are scaled otherwise in a pipeline: Paddle counts a tied parameter on each stage
+# that holds it.
 FLAGS = ("--max_grad_norm", "0")
 _FUSED = re.compile(r"\.gate_up_fused_proj\.weight(\.|$)")
 

@@ -88,4 +88,11 @@ def build(name: str, args: Any, **overrides: Any) -> Any:
         mend_gate()
     suffix = "ForCausalLMPipe" if args.pipeline_parallel_degree > 1 else "ForCausalLM"
     paddle.seed(args.seed)
-    return getattr(transformers, f"{family}{suffix}")._from_config(config, dtype="float32")
+    model = getattr(transformers, f"{family}{suffix}")._from_config(config, dtype="float32")
+    # Gates begin as constants, which send all tokens to the same experts. One without tokens has a zero gradient under
+    # some strategies and none under others, and so is or is not stepped.
+    rng = np.random.default_rng(args.seed)
+    for parameter in model.parameters():
+        if getattr(parameter, "is_gate", False):
+            parameter.set_value(rng.standard_normal(parameter.shape).astype(np.float32))
+    return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -254,3 +255,45 @@ def test_aoa_statements_rename_on_the_way(whole, tmp_path):
     assert resumed.losses[4] != run.losses[4]
     with pytest.raises(ValidationError, match="aoa"):
         Run(tmp_path / "b", resume=str(directory / "checkpoint-3"), aoa_config="[no json")
+
+
+def test_the_export_opens_with_safetensors_alone_and_has_the_weights(tmp_path):
+    from safetensors.numpy import load_file
+
+    run = Run(tmp_path, flex_export_hf=True, flex_async_save=True)
+    for step in (3, 6):
+        exported = load_file(tmp_path / f"checkpoint-{step}/huggingface/model.safetensors")
+        weights = tensors(tmp_path / f"checkpoint-{step}/flex_checkpoint", 1)
+        expected = {
+            name.replace("llama.", "model."): value.T if name.split(".")[-2].endswith(("_proj", "lm_head")) else value
+            for name, value in weights.items()
+            if name.endswith("weight")
+        }
+        assert differences(expected, {name: np.ascontiguousarray(value) for name, value in exported.items()}) == []
+    assert len(exported) == len(run.weights()) == 21
+    assert (tmp_path / "checkpoint-3/huggingface/config.json").exists()
+
+
+def test_weights_of_hugging_face_can_be_resumed_from(tmp_path):
+    from paddle_flexckpt.trainer.model_rules import hf_rules
+
+    run = Run(tmp_path, flex_export_hf=True)
+    rules = hf_rules(type(run.trainer.model), run.trainer.model.config)["from_hf"]
+    again = Run(
+        tmp_path / "b", resume=str(tmp_path / "checkpoint-6/huggingface"), ignore_load_lr_and_optim=True,
+        aoa_config=json.dumps(rules), max_steps=1, learning_rate=0.0,
+    )  # fmt: skip
+    weights = run.weights()
+    assert all(value.tobytes() == weights[name].tobytes() for name, value in again.weights().items())
+
+
+def test_an_export_that_cannot_be_is_an_error_before_the_training(tmp_path, monkeypatch):
+    from paddle_flexckpt.trainer import checkpointer
+
+    def no_rules(*args: Any) -> Any:
+        raise ValidationError(["there are no rules for this model"])
+
+    monkeypatch.setattr(checkpointer, "hf_rules", no_rules)
+    with pytest.raises(ValidationError, match="no rules for this model"):
+        Run(tmp_path, flex_export_hf=True)
+    assert steps_in(tmp_path) == []

@@ -3,7 +3,8 @@
     python -m paddle.distributed.launch --nproc_per_node 2 train_script.py STRATEGY JOBS.json RESULTS.json
 
 A job is a dict: ``name``, ``model`` (of models.MODELS), ``output_dir``; and optionally ``flags`` (a list), ``resume``
-(a directory or true), ``loaded`` (where to save what was resumed, before it is trained), ``lora``.
+(a directory or true), ``loaded`` (where to save what was resumed, before it is trained), ``lora``, and ``kill_at`` (the
+step after which rank 1 is killed).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
 import traceback
 from typing import Any
@@ -60,6 +62,10 @@ def run(job: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if job.get("loaded"):
                 fc.save_state_dict(collect_shards(trainer, True), job["loaded"])
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == job.get("kill_at") and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
 
         def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
             if "loss" in logs:
