@@ -22,6 +22,9 @@ NLP_VENV ?= .venv-paddlenlp
 
 VENV_STAMP := $(VENV)/.stamp-venv
 NLP_STAMP := $(NLP_VENV)/.stamp
+# PaddleFormers and PaddleNLP want other versions of the same packages.
+FORMERS_VENV ?= .venv-paddleformers
+FORMERS_STAMP := $(FORMERS_VENV)/.stamp
 DEMO_STAMP := $(VENV)/.stamp-demo
 TEST_STAMP := $(VENV)/.stamp-test
 
@@ -55,6 +58,11 @@ test-trainer: $(NLP_STAMP) ## run the tests and the matrix of strategies through
 	@$(NLP_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/trainer tests/patching/test_trainers.py
 	@echo "[make] the trainer's strategies against each other"
 	@$(NLP_VENV)/bin/python -m tests.trainer.matrix --json trainer-matrix.json
+
+.PHONY: test-paddleformers
+test-paddleformers: $(FORMERS_STAMP) ## run the tests through the trainer of PaddleFormers, in an environment of its own
+	@echo "[make] tests of the trainer of PaddleFormers"
+	@$(FORMERS_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/paddleformers
 
 .PHONY: test-aoa
 test-aoa: $(TEST_STAMP) ## run 100,000 random AOA programs against an oracle on whole arrays
@@ -129,6 +137,12 @@ $(NLP_STAMP): $(METADATA)
 	@echo "[make] creating $(NLP_VENV) with PaddleNLP"
 	@$(PYTHON) -m venv $(NLP_VENV)
 	@$(NLP_VENV)/bin/python -m pip install $(INSTALL_FLAGS) -e '.[cpu,paddlenlp]' pytest hypothesis
+	@touch $@
+
+$(FORMERS_STAMP): $(METADATA)
+	@echo "[make] creating $(FORMERS_VENV) with PaddleFormers"
+	@$(PYTHON) -m venv $(FORMERS_VENV)
+	@$(FORMERS_VENV)/bin/python -m pip install $(INSTALL_FLAGS) -e '.[cpu,paddleformers]' pytest hypothesis
 	@touch $@
 
 $(DEMO_STAMP): $(METADATA) | $(VENV_STAMP)

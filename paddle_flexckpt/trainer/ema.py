@@ -32,7 +32,7 @@ class AverageState:
             raise ValidationError(
                 [
                     Problem(
-                        f"the averages of the weights are kept in a {type(buffer).__name__} without {', '.join(missing)}",
+                        f"the averages of the weights are in a {type(buffer).__name__} without {', '.join(missing)}",
                         expected="that of PaddleFormers 1.2.0",
                         remedy="leave --zcc_save_ema_coef out",
                     )

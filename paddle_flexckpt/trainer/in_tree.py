@@ -158,7 +158,8 @@ def _write_metadata(directory: Path, manifest: Manifest) -> None:
         classes = importlib.import_module(_CLASSES)
     except ImportError:  # Paddle before 3.2, whose class has other fields; nobody reads the file there
         return
-    catalog, shards = manifest.catalog, {}
+    catalog = manifest.catalog
+    shards: dict[str, list[Any]] = {}
     for row in range(len(catalog)):
         flat = None if catalog.flat_start[row] < 0 else (int(catalog.flat_start[row]), int(catalog.flat_stop[row]))
         described = classes.LocalTensorMetadata(

@@ -15,8 +15,8 @@ from paddle_flexckpt.trainer import in_tree
 from paddle_flexckpt.trainer.arguments import SHARED, FlexTrainingArguments, flag_types, options_of
 from paddle_flexckpt.trainer.directories import is_flex, is_usable, latest_checkpoint
 from paddle_flexckpt.trainer.mixin import KEPT, FlexTrainerMixin
-from paddle_flexckpt.trainer.paddleformers_mixin import PaddleFormersMixin
 from paddle_flexckpt.trainer.model_rules import install_model_rules, uninstall_model_rules
+from paddle_flexckpt.trainer.paddleformers_mixin import PaddleFormersMixin
 
 LIBRARIES = ("paddlenlp", "paddleformers")
 _MIXINS: dict[str, tuple[type, ...]] = {

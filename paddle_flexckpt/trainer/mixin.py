@@ -40,8 +40,8 @@ class FlexTrainerMixin:
             CorruptCheckpointError: It is damaged or not complete.
             CheckpointError: A save failed.
         """
-        flex = _checkpointer(self)
-        upstream = _upstream(self, "train")
+        flex = checkpointer_of(self)
+        upstream = upstream_of(self, "train")
         if not (flex.options.save or flex.options.load):
             return upstream(resume_from_checkpoint, *args, **kwargs)
         if flex.options.save:
@@ -58,8 +58,8 @@ class FlexTrainerMixin:
         return result
 
     def _inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        upstream = _upstream(self, "_inner_training_loop")
-        restored = _checkpointer(self).restored_from if self._flex_resuming is not None else None
+        upstream = upstream_of(self, "_inner_training_loop")
+        restored = checkpointer_of(self).restored_from if self._flex_resuming is not None else None
         if restored is None:
             return upstream(*args, **kwargs)
         bound = inspect.signature(upstream).bind(*args, **kwargs)
@@ -69,29 +69,29 @@ class FlexTrainerMixin:
 
     def save_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's; within a save of this library the small files alone."""
-        flex = _checkpointer(self)
+        flex = checkpointer_of(self)
         if not flex.saving:
-            return _upstream(self, "save_model")(*args, **kwargs)
+            return upstream_of(self, "save_model")(*args, **kwargs)
         output_dir = args[0] if args else kwargs["output_dir"]
         return flex.write_small_files(output_dir)
 
     def _save_checkpoint(self: Any, model: Any, metrics: Any = None, **kwargs: Any) -> Any:
-        flex = _checkpointer(self)
-        upstream = _upstream(self, "_save_checkpoint")
+        flex = checkpointer_of(self)
+        upstream = upstream_of(self, "_save_checkpoint")
         if not flex.options.save:
             return upstream(model, metrics, **kwargs)
         return flex.save(lambda *arguments: upstream(*arguments, **kwargs), model, metrics)
 
     def _rotate_checkpoints(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Within a save of this library it comes too early: nothing goes before the new checkpoint is there.
-        if not _checkpointer(self).saving:
-            return _upstream(self, "_rotate_checkpoints")(*args, **kwargs)
+        if not checkpointer_of(self).saving:
+            return upstream_of(self, "_rotate_checkpoints")(*args, **kwargs)
         return None
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: Any = None) -> Any:
-        flex = _checkpointer(self)
+        flex = checkpointer_of(self)
         if not flex.options.load or not resume_from_checkpoint:
-            return _upstream(self, "_load_from_checkpoint")(resume_from_checkpoint)
+            return upstream_of(self, "_load_from_checkpoint")(resume_from_checkpoint)
         if self._flex_resuming is None:  # not within train(): for evaluation
             path = flex.resolve(resume_from_checkpoint)
             if path is not None:
@@ -99,26 +99,27 @@ class FlexTrainerMixin:
         return None  # once model and optimizer are wrapped, with the optimizer
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: Any) -> Any:
-        flex = _checkpointer(self)
+        flex = checkpointer_of(self)
         if not flex.options.load or not checkpoint:
-            return _upstream(self, "_load_optimizer_and_scheduler")(checkpoint)
+            return upstream_of(self, "_load_optimizer_and_scheduler")(checkpoint)
         flex.restore(checkpoint)
         return None
 
     def _load_rng_state(self: Any, checkpoint: Any) -> Any:
-        flex = _checkpointer(self)
+        flex = checkpointer_of(self)
         if flex.options.load and checkpoint and (flex.restore_random_state() or is_flex(checkpoint)):
             return None
-        return _upstream(self, "_load_rng_state")(checkpoint)
+        return upstream_of(self, "_load_rng_state")(checkpoint)
 
     def _load_best_model_from_peft_checkpoint(self: Any) -> Any:
         best = self.state.best_model_checkpoint
-        if _checkpointer(self).options.save and best is not None and is_flex(best):
+        if checkpointer_of(self).options.save and best is not None and is_flex(best):
             return None  # keep_best_model() does
-        return _upstream(self, "_load_best_model_from_peft_checkpoint")()
+        return upstream_of(self, "_load_best_model_from_peft_checkpoint")()
 
 
-def _checkpointer(trainer: Any) -> TrainerCheckpointer:
+def checkpointer_of(trainer: Any) -> TrainerCheckpointer:
+    """What saves and restores a trainer; made when it is first asked for."""
     if trainer._flex_instance is None:
         if not is_parallel_installed():
             install_parallel()
@@ -137,7 +138,7 @@ def library_of(trainer: Any) -> str:
     return "paddlenlp"
 
 
-def _upstream(trainer: Any, name: str) -> Callable[..., Any]:
+def upstream_of(trainer: Any, name: str) -> Callable[..., Any]:
     """The trainer's own method: kept by ``install()``, or that of the class behind the mixin."""
     kept = getattr(trainer, KEPT + name, None)
     found: Callable[..., Any] = kept if kept is not None else getattr(super(FlexTrainerMixin, trainer), name)

@@ -7,7 +7,7 @@ from typing import Any
 
 from paddle_flexckpt.trainer.arguments import FLEX
 from paddle_flexckpt.trainer.ema import average_state
-from paddle_flexckpt.trainer.mixin import FlexTrainerMixin, _checkpointer as checkpointer_of, _upstream as upstream_of
+from paddle_flexckpt.trainer.mixin import FlexTrainerMixin, checkpointer_of, upstream_of
 
 
 class PaddleFormersMixin(FlexTrainerMixin):

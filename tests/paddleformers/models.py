@@ -28,11 +28,9 @@ _SIZES: dict[str, Any] = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama tied": ("Llama", {"tie_word_embeddings": True}),
-    "qwen2 fused": ("Qwen2", {"fuse_attention_qkv": True, "fuse_attention_ffn": True}),
-    "qwen3 moe": (
-        "Qwen3Moe",
-        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 8},
-    ),
+    "ernie": ("Ernie4_5", {}),
+    "phi3": ("Phi3", {}),
+    "gpt oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
 }
 # What has no kernel on a CPU.
 _ON_A_CPU = {"fuse_rms_norm": False, "apply_rope_fusion": False, "_attn_implementation": "eager"}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedStateDict, ShardedWeight
+from paddle_flexckpt.trainer.model_rules.paddleformers import fused_by_statements
 
 # In which axis the outputs of a linear layer run, by the parameter's name; None: those of its last axis.
 _OUTPUTS: Mapping[str, int | None] = {"weight": None, "bias": 0, "lora_B": None, "quant_weight": 0, "quant_scale": 0}
@@ -59,6 +60,7 @@ def fused_layers(model: Any) -> list[FusedLayer]:
             layers.append(FusedLayer(path, None))
         elif flags.get("is_column", True) and not _is_plain(action):
             layers.append(FusedLayer(path, None))
+    layers += [FusedLayer(path, statement) for path, statement in fused_by_statements(model)]
     return list(dict.fromkeys(layers))
 
 
