@@ -112,13 +112,19 @@ def main(arguments: list[str] | None = None) -> int:
     begin = time.perf_counter()
     points, seconds, violations = Counter(), Counter(), []
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        for task, found, took in pool.imap_unordered(carry_out, todo):
+        for number, (task, found, took) in enumerate(pool.imap_unordered(carry_out, todo), 1):
             points[task.kind] += found.points
             points[task.scenario] += found.points
             seconds[task.kind] += took
             violations += found.violations
             for text in found.violations:
                 print(f"VIOLATION {text}", flush=True)
+            passed = time.perf_counter() - begin
+            print(
+                f"[{number}/{len(todo)}, {passed:.0f} s] {found.points} points, {task.kind}, {task.scenario}",
+                file=sys.stderr,
+                flush=True,
+            )
     names = sorted({task.scenario for task in todo})
     for name in names:
         print(f"{points[name]:7} {name}")
