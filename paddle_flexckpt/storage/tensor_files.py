@@ -6,6 +6,7 @@ what the files hold have to be the same; a file that an index names is in the sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ MAX_INDEX_BYTES = 64 << 20
 # Long enough for every name of a file, in JSON's longest spelling.
 _MAX_NAME_BYTES = 6 * 255
 _FORMAT = "format"
+_EXPERT = re.compile(r"\bexperts?\b")
 PADDLE_FORMAT = "np"
 
 
@@ -218,7 +220,7 @@ def read_weights(backend: Backend, source: str) -> Weights:
             problems.append(Problem("a file lacks a tensor that the index has in it", tensor, file=backend.where(name)))
     for name, file in files.items():
         for tensor in file.tensors:
-            if index.files.get(tensor) != name:
+            if index.files.get(tensor) != name and not _is_shared(tensor, file, files.get(index.files.get(tensor, ""))):
                 got = index.files.get(tensor, "no file")
                 what = "a file has a tensor that the index has elsewhere"
                 problems.append(Problem(what, tensor, None, backend.where(name), name, got))
@@ -226,6 +228,17 @@ def read_weights(backend: Backend, source: str) -> Weights:
         error = ValidationError(problems, f"{path} and its files are not of one save. Remedy: restore them")
         raise CorruptCheckpointError(str(error))
     return Weights(source, files, index.files, index.settings, index.digest)
+
+
+def _is_shared(tensor: str, file: TensorFile, other: TensorFile | None) -> bool:
+    """Whether a tensor stands in two files of PaddleNLP's because two stages of a pipeline share it.
+
+    The index has one of them. Experts are no such tensors: those of several ranks may have the same name.
+    """
+    if other is None or not (file.is_of_paddle and other.is_of_paddle) or _EXPERT.search(tensor):
+        return False
+    here, there = file.tensors[tensor], other.tensors.get(tensor)
+    return there is not None and (here.code, here.shape) == (there.code, there.shape)
 
 
 def manifest_of_files(

@@ -264,6 +264,28 @@ def test_a_file_that_is_missing(tmp_path):
         detect_format(tmp_path), CheckpointDirectory(tmp_path).read_manifest()
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "fine"),
+    [
+        ("embed.weight", (6, 4), True),
+        ("embed.weight", (6, 2), False),
+        ("mlp.experts.0.weight", (6, 4), False),
+        ("other", (6, 4), False),
+    ],
+)
+def test_a_tensor_that_two_stages_of_a_pipeline_share(tmp_path, name, shape, fine):
+    """Both write it, and the index has one of them. Experts of several ranks may have one name, and be others."""
+    key = "embed.weight" if name == "other" else name
+    save_merged(tmp_path, "model", {key: MODEL["embed.weight"], "v": MODEL["norm.weight"]})
+    second = "model-00002-of-00002.safetensors"
+    save(tmp_path / second, {"v": MODEL["norm.weight"], name: np.zeros(shape, dtype=np.float32)})
+    if fine:
+        assert_holds(tmp_path, {key: MODEL["embed.weight"], "v": MODEL["norm.weight"]})
+        return
+    with pytest.raises(CorruptCheckpointError, match="a file has a tensor that the index has elsewhere"):
+        CheckpointDirectory(tmp_path).read_manifest()
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_quantised_states_are_refused(tmp_path, split):
     write(tmp_path, split, ckpt_quant_stage="O1")
