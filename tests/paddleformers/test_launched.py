@@ -33,10 +33,10 @@ def check_goes_on(result: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def test_each_strategy_resumes_from_each_other(tmp_path):
-    rows = run_matrix(["llama"], ["tp2", "pp2", "sharding2"], tmp_path, launch)
-    assert len(rows) == 9
+    rows = run_matrix(["llama", "llama tied"], ["tp2", "pp2", "sharding2"], tmp_path, launch)
+    assert len(rows) == 18
     assert all(row["ok"] for row in rows), [row for row in rows if not row["ok"]]
-    assert all(row["tensors"] == 105 for row in rows)
+    assert all(row["tensors"] >= 101 for row in rows)
 
 
 def test_all_ranks_take_part_where_data_parallelism_is_one_of_two(tmp_path):
