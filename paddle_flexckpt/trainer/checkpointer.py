@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -23,13 +24,15 @@ from typing import Any
 from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.manager.pending import PendingSaves
+from paddle_flexckpt.parallel import install as install_parallel
+from paddle_flexckpt.parallel import is_installed as is_parallel_installed
 from paddle_flexckpt.runtime.communicator import Communicator, check_same, communicator_for
 from paddle_flexckpt.runtime.extra_state import collect_extra_state
 from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.saver import save_state_dict
 from paddle_flexckpt.storage import CheckpointDirectory
 from paddle_flexckpt.trainer.arguments import TrainerOptions, options_of
-from paddle_flexckpt.trainer.contents import collect_shards, is_peft, model_shards, write_small_files
+from paddle_flexckpt.trainer.contents import collect_shards, is_peft, library_of, model_shards, write_small_files
 from paddle_flexckpt.trainer.directories import (
     SUBDIRECTORY,
     UNIQUE_ID,
@@ -41,7 +44,7 @@ from paddle_flexckpt.trainer.directories import (
 )
 from paddle_flexckpt.trainer.ema import PREFIX, AverageState
 from paddle_flexckpt.trainer.export import export_weights
-from paddle_flexckpt.trainer.model_rules import hf_rules
+from paddle_flexckpt.trainer.model_rules import hf_rules, install_model_rules
 from paddle_flexckpt.trainer.restoring import Restored, restore_from
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -55,14 +58,28 @@ class TrainerCheckpointer:
     """The checkpoints of one trainer. All methods communicate, unless they say that they do not."""
 
     def __init__(self, trainer: Any) -> None:
-        """Args: trainer: the trainer; its distributed environment has to be there."""
+        """Does nothing yet: a trainer whose flags are not set is not touched.
+
+        Args:
+            trainer: The trainer.
+        """
         self._trainer = trainer
-        self._comm: Communicator = communicator_for(None)
-        self._pending = PendingSaves(self._comm)
         self._restored: Restored | None = None
         self._saving = False
         # Moving averages of the weights, where the trainer keeps some.
         self.average: AverageState | None = None
+
+    @functools.cached_property
+    def _comm(self) -> Communicator:
+        """All ranks; with the methods and the rules that describing the model takes."""
+        if not is_parallel_installed():
+            install_parallel()
+        install_model_rules(library_of(self._trainer))
+        return communicator_for(None)
+
+    @functools.cached_property
+    def _pending(self) -> PendingSaves:
+        return PendingSaves(self._comm)
 
     @property
     def options(self) -> TrainerOptions:

@@ -108,3 +108,12 @@ def _write_config(model: Any, directory: Path) -> None:
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(str(directory))
+
+
+def library_of(trainer: Any) -> str:
+    """Which library a trainer is of: the first of its classes that is one's own says so."""
+    for cls in type(trainer).__mro__:
+        package = cls.__module__.partition(".")[0]
+        if package in ("paddlenlp", "paddleformers"):
+            return package
+    return "paddlenlp"

@@ -6,12 +6,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from paddle_flexckpt.parallel import install as install_parallel
-from paddle_flexckpt.parallel import is_installed as is_parallel_installed
 from paddle_flexckpt.trainer.best_model import keep_best_model
 from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
 from paddle_flexckpt.trainer.directories import is_flex
-from paddle_flexckpt.trainer.model_rules import install_model_rules
 
 KEPT = "_flexckpt_upstream_"
 
@@ -121,21 +118,9 @@ class FlexTrainerMixin:
 def checkpointer_of(trainer: Any) -> TrainerCheckpointer:
     """What saves and restores a trainer; made when it is first asked for."""
     if trainer._flex_instance is None:
-        if not is_parallel_installed():
-            install_parallel()
-        install_model_rules(library_of(trainer))
         trainer._flex_instance = TrainerCheckpointer(trainer)
     found: TrainerCheckpointer = trainer._flex_instance
     return found
-
-
-def library_of(trainer: Any) -> str:
-    """Which library a trainer is of: the first of its classes that is one's own says so."""
-    for cls in type(trainer).__mro__:
-        package = cls.__module__.partition(".")[0]
-        if package in ("paddlenlp", "paddleformers"):
-            return package
-    return "paddlenlp"
 
 
 def upstream_of(trainer: Any, name: str) -> Callable[..., Any]:

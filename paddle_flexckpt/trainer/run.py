@@ -8,37 +8,42 @@ For many ranks, ``python -m paddle_flexckpt.trainer.launch`` takes the place of 
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 _LIBRARIES = ("paddlenlp", "paddleformers")
 
 
 class _InstallingLoader(importlib.abc.Loader):
-    """Loads a module as its own loader does, and then installs this library."""
+    """Loads a module as its own loader does, and then does something more."""
 
-    def __init__(self, loader: importlib.abc.Loader, library: str) -> None:
+    def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
         self._loader = loader
-        self._library = library
+        self._then = then
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        from paddle_flexckpt.trainer.installation import install
-
-        install(self._library)
+        self._then(module)
 
 
 class InstallOnImport(importlib.abc.MetaPathFinder):
-    """Installs this library for PaddleNLP or PaddleFormers as soon as a script imports that library's trainer."""
+    """Installs this library for PaddleNLP or PaddleFormers as soon as the module with that library's trainer is there.
+
+    A script may parse its arguments before it imports the trainer: making a parser imports it, so that the flags are
+    known. Nothing is imported earlier than that: PaddleFormers' modules import each other in circles.
+    """
 
     def __init__(self) -> None:
         """Finds nothing until it stands in ``sys.meta_path``."""
@@ -47,9 +52,9 @@ class InstallOnImport(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Finds the trainer packages, as the other finders do."""
+        """Finds the two modules, as the other finders do."""
         library, _, rest = fullname.partition(".")
-        if library not in _LIBRARIES or rest != "trainer" or self._searching:
+        if library not in _LIBRARIES or rest not in ("trainer.trainer", "trainer.argparser") or self._searching:
             return None
         self._searching = True
         try:
@@ -57,8 +62,27 @@ class InstallOnImport(importlib.abc.MetaPathFinder):
         finally:
             self._searching = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _InstallingLoader(spec.loader, library)
+            spec.loader = _InstallingLoader(spec.loader, _install if rest == "trainer.trainer" else _parse_later)
         return spec
+
+
+def _install(module: ModuleType) -> None:
+    from paddle_flexckpt.trainer.installation import install
+
+    install(module.__name__.partition(".")[0])
+
+
+def _parse_later(module: ModuleType) -> None:
+    """Lets the making of a parser import the trainer first."""
+    parser: Any = module.__dict__["PdArgumentParser"]
+    library, make = module.__name__.partition(".")[0], parser.__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        importlib.import_module(f"{library}.trainer.trainer")
+        make(self, *args, **kwargs)
+
+    parser.__init__ = __init__
 
 
 def main(arguments: list[str] | None = None) -> None:

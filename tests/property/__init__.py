@@ -28,5 +28,5 @@ settings.load_profile(PROFILE)
 
 
 def examples(count: int) -> settings:
-    """Decorator: look at ``count`` examples in the profile ``ci``, 20 times as many in ``full``, a fifth in ``brief``."""
+    """Decorator: look at ``count`` examples in the profile ``ci``, 20 times as many in ``full``, fewer in ``brief``."""
     return settings(max_examples=max(1, round(count * _FACTOR)))

@@ -221,6 +221,7 @@ def test_lora_saves_what_it_trains(tmp_path):
 
 def test_without_the_flags_the_trainer_is_as_it_was(tmp_path):
     run = Run.alone(tmp_path, save_checkpoint_format=None, load_checkpoint_format=None)
+    assert "_comm" not in vars(run.trainer._flex_instance), "nothing is set up"
     names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
     assert {"model_state.pdparams", "optimizer.pdopt", "scheduler.pdparams"} <= names
     assert not [name for name in names if "flex" in name]
