@@ -143,6 +143,7 @@ $(FORMERS_STAMP): $(METADATA)
 	@echo "[make] creating $(FORMERS_VENV) with PaddleFormers"
 	@$(PYTHON) -m venv $(FORMERS_VENV)
 	@$(FORMERS_VENV)/bin/python -m pip install $(INSTALL_FLAGS) -e '.[cpu,paddleformers]' pytest hypothesis
+	@$(FORMERS_VENV)/bin/python -m pip install $(INSTALL_FLAGS) 'pyarrow<23'
 	@touch $@
 
 $(DEMO_STAMP): $(METADATA) | $(VENV_STAMP)

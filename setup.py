@@ -44,7 +44,8 @@ EXTRAS_REQUIRE = {
     "gpu": ["paddlepaddle-gpu>=3.0,<3.4", "setuptools"],
     # The pins that make this PaddleNLP release importable. It needs NumPy 1.26, so Python 3.12 at most.
     "paddlenlp": ["paddlenlp==3.0.0b4", "aistudio-sdk==0.2.6", "pyarrow<23", "setuptools"],
-    "paddleformers": ["paddleformers==1.2.0", "pyarrow<23", "setuptools"],
+    # It needs pyarrow<23 besides, installed after it: together pip may find no versions that fit.
+    "paddleformers": ["paddleformers==1.2.0", "setuptools"],
     # The oldest ones that the tests have run with.
     "remote": REMOTE,
     # aoa_config as a YAML file; JSON needs nothing.

@@ -75,7 +75,8 @@ def save_state_dict(
     """As Paddle's function of this name, by :func:`paddle_flexckpt.save_state_dict`; errors are those of that.
 
     Without an id it takes the highest there is, as Paddle does, and replaces that checkpoint once the new one is
-    complete. A save in the background is waited for, and its failure raised, by the next one.
+    complete. A save in the background (``async_save``) has no handle: it is complete before the interpreter exits, and
+    the next save raises its failure.
     """
     comm = communicator_for(process_group)
     context = f"cannot save to {path!r}"

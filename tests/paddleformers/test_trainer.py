@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,19 @@ import pytest
 pytest.importorskip("paddleformers")
 
 import paddle
+from paddleformers.trainer import Trainer as PaddleFormersTrainer
+from paddleformers.trainer import TrainingArguments as PaddleFormersArguments
 from safetensors.numpy import load_file
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.testing import cpu_world
-from paddle_flexckpt.trainer import install, is_installed, uninstall
+from paddle_flexckpt.trainer import (
+    FlexTrainingArguments,
+    PaddleFormersMixin,
+    install,
+    is_installed,
+    uninstall,
+)
 from tests.paddleformers.models import Sequences, build
 from tests.trainer.matrix import differences, tensors
 
@@ -34,6 +43,15 @@ FLAGS = {
 }
 
 
+class MyTrainer(PaddleFormersMixin, PaddleFormersTrainer):
+    pass
+
+
+@dataclass
+class MyArguments(FlexTrainingArguments, PaddleFormersArguments):
+    pass
+
+
 @pytest.fixture(autouse=True, scope="module")
 def installed():
     cpu_world.install()
@@ -46,9 +64,20 @@ def installed():
 class Run:
     """One training."""
 
-    def __init__(self, output_dir: Path, *, resume: Any = None, lora: bool = False, model: str = "llama", **flags: Any):
+    def __init__(
+        self,
+        output_dir: Path,
+        *,
+        resume: Any = None,
+        lora: bool = False,
+        model: str = "llama",
+        classes: tuple[Any, Any] | None = None,
+        **flags: Any,
+    ):
         from paddleformers.trainer import Trainer, TrainerCallback, TrainingArguments
 
+        if classes is not None:
+            Trainer, TrainingArguments = classes
         self.losses: dict[int, float] = {}
         run = self
 
@@ -195,6 +224,19 @@ def test_with_another_format_the_trainer_is_as_it_was(tmp_path):
     names = {path.name for path in (tmp_path / "checkpoint-3").iterdir()}
     assert {"model.safetensors.index.json", "optimizer.safetensors.index.json"} <= names
     assert not [name for name in names if "flex" in name]
+
+
+def test_classes_of_ones_own_do_without_installing(whole, tmp_path):
+    directory, run = whole
+    uninstall("paddleformers")
+    try:
+        flags = {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
+        classes = (MyTrainer, MyArguments)
+        resumed = Run(tmp_path, resume=str(directory / "checkpoint-3"), classes=classes, flex_export_hf=True, **flags)
+    finally:
+        install("paddleformers")
+    assert resumed.losses == {step: loss for step, loss in run.losses.items() if step > 3}
+    assert (tmp_path / "checkpoint-6/huggingface/model.safetensors").is_file()
 
 
 def test_uninstalling_leaves_nothing_behind():

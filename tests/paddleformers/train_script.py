@@ -2,12 +2,14 @@
 
     python -m paddle_flexckpt.trainer.launch --nproc_per_node 2 train_script.py STRATEGY JOBS.json RESULTS.json
 
-What a job is, see tests/trainer/train_script.py. In addition, ``save_model`` is a directory for the model alone. With
+What a job is, see tests/trainer/train_script.py. In addition, ``save_model`` is a directory for the model alone, and
+``cuda_stays`` makes Paddle's own communication of tensors possible on a CPU. With
 REPLACE_IN_TREE in the environment Paddle's functions are replaced, and the trainer is not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -64,7 +66,8 @@ def run(job: dict[str, Any], flags: str) -> dict[str, Any]:
     trainer = Trainer(
         model=model, args=args, train_dataset=Sequences(), eval_dataset=Sequences(8, 1), callbacks=[Note()]
     )
-    result = trainer.train(resume_from_checkpoint=job.get("resume"))
+    with cpu_world.tensor_cuda_stays() if job.get("cuda_stays") else contextlib.nullcontext():
+        result = trainer.train(resume_from_checkpoint=job.get("resume"))
     if job.get("save_model"):
         trainer.save_model(job["save_model"])
     return {"losses": losses, "step": trainer.state.global_step, "training_loss": float(result.training_loss)}

@@ -13,6 +13,7 @@ from paddle_flexckpt.parallel.layers import COMPLETE_RULES, LayerMixin, own_stat
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 from paddle_flexckpt.trainer.model_rules.fused import mark_fused
 from paddle_flexckpt.trainer.model_rules.layers import complete_rules
+from paddle_flexckpt.trainer.model_rules.paddleformers import with_tied_names
 from paddle_flexckpt.trainer.model_rules.pipeline import pipeline_names
 
 LIBRARIES = ("paddlenlp", "paddleformers")
@@ -120,6 +121,9 @@ def _assignments(library: str) -> list[tuple[Any, dict[str, Any]]]:
         adapters = importlib.import_module("paddlenlp.peft")
         found = (getattr(adapters, name, None) for name in _ADAPTERS)
         made += [(adapter, {"sharded_state_dict": _of_adapter}) for adapter in found if adapter is not None]
+    else:
+        pipeline = models.PipelinePretrainedModel
+        made.append((pipeline, {"sharded_state_dict": with_tied_names(pipeline.sharded_state_dict)}))
     return made
 
 

@@ -8,9 +8,11 @@ are in the order of the key and value heads, and a plain cut is the same under e
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
-from paddle_flexckpt.sharded_weight import FusedAxis
+from paddle_flexckpt.sharded_weight import FusedAxis, ShardedStateDict
+from paddle_flexckpt.trainer.model_rules.pipeline import register_shared_attribute, shared_names
 from paddle_flexckpt.trainer.model_rules.registry import register_model_rule
 
 # The parameter that a statement makes, by its name within a layer of the model.
@@ -43,9 +45,33 @@ def fused_by_statements(model: Any) -> list[tuple[str, str]]:
     return list(found.items())
 
 
+def with_tied_names(described: Callable[..., ShardedStateDict]) -> Callable[..., ShardedStateDict]:
+    """The ``sharded_state_dict`` of PaddleFormers' pipelines, with the names that a tied weight has on other stages.
+
+    Without a pipeline the state of a tied weight stands under one of its names, which a stage may not have.
+
+    Args:
+        described: The method as it is.
+    """
+
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> ShardedStateDict:
+        sharded = described(self, *args, **kwargs)
+        for names in shared_names(self):
+            for name in names:
+                weight: Any = sharded.get(name)
+                if weight is not None:
+                    others = (*getattr(weight, "aliases", ()), *(other for other in names if other != name))
+                    weight.aliases = tuple(dict.fromkeys(others))
+        return sharded
+
+    return sharded_state_dict
+
+
 def _sinks_axes(layer: Any) -> dict[str, int | FusedAxis]:
     """Every rank has the sinks of its heads, and the model does not mark them."""
     return {"sinks": 0} if layer.config.tensor_model_parallel_size > 1 else {}
 
 
 register_model_rule("paddleformers.transformers.gpt_oss.modeling.GptOssAttention", _sinks_axes)
+register_shared_attribute("EmbeddingPipe", "embedding_weight", "embed_tokens.weight")
+register_shared_attribute("LMHeadPipe", "embedding_weight", "weight")

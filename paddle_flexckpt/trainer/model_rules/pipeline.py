@@ -79,6 +79,21 @@ def pipeline_names(pipeline: Any) -> PipelineNames:
     return PipelineNames(pipeline.get_sequential_name_prefixes(), shared)
 
 
+def shared_names(pipeline: Any) -> list[list[str]]:
+    """The names of each weight that stages share, one for every layer that has it; errors of :func:`pipeline_names`."""
+    from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SharedLayerDesc
+
+    names = pipeline_names(pipeline)
+    found: dict[tuple[str, str], list[str]] = {}
+    for index, desc in enumerate(pipeline._layers_desc):
+        if not isinstance(desc, SharedLayerDesc):
+            continue
+        attributes = desc.shared_weight_attr
+        for attribute in [attributes] if isinstance(attributes, str) else attributes:
+            found.setdefault((desc.layer_name, attribute), []).append(names[f"{index}.{attribute}"])
+    return list(found.values())
+
+
 def _parameter_name(layer_class: Any, attribute: str) -> str:
     """The name of a parameter in a layer, by the attribute that stages share it by."""
     for cls in getattr(layer_class, "__mro__", ()):

@@ -1,0 +1,120 @@
+"""Paddle's own functions replaced by those of this library: who calls them, what they write, how ids are chosen."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.storage import CheckpointDirectory
+from paddle_flexckpt.trainer import install, is_in_tree_replaced, replace_in_tree, restore_in_tree, uninstall
+
+NAMES = ("save_state_dict", "load_state_dict", "load_merged_state_dict")
+pytestmark = pytest.mark.skipif(not hasattr(dist, "load_merged_state_dict"), reason="Paddle before 3.2 has not all")
+
+
+@pytest.fixture(autouse=True)
+def put_back():
+    yield
+    restore_in_tree()
+    assert not is_in_tree_replaced()
+
+
+def state(start: int = 0) -> dict[str, paddle.Tensor]:
+    return {
+        "a": paddle.arange(start, start + 6, dtype="float32").reshape([2, 3]),
+        "b": paddle.full([4], start, dtype="int64"),
+    }
+
+
+def zeros() -> dict[str, paddle.Tensor]:
+    return {name: paddle.zeros_like(tensor) for name, tensor in state().items()}
+
+
+def test_every_module_that_has_a_function_gets_the_other_one_and_back(monkeypatch):
+    before = {name: getattr(dist, name) for name in NAMES}
+    user = types.ModuleType("a_user_of_paddle")
+    user.load_state_dict = dist.load_state_dict
+    monkeypatch.setitem(sys.modules, user.__name__, user)
+    home = sys.modules[before["save_state_dict"].__module__]
+    replace_in_tree()
+    replace_in_tree()
+    assert is_in_tree_replaced()
+    for name in NAMES:
+        now = getattr(dist, name)
+        assert now is not before[name]
+        assert list(inspect.signature(now).parameters) == list(inspect.signature(before[name]).parameters)
+    assert user.load_state_dict is dist.load_state_dict
+    assert home.save_state_dict is dist.save_state_dict
+    restore_in_tree()
+    assert {name: getattr(dist, name) for name in NAMES} == before
+    assert user.load_state_dict is before["load_state_dict"]
+    assert home.save_state_dict is before["save_state_dict"]
+
+
+def test_what_is_saved_is_native_and_comes_back(tmp_path):
+    replace_in_tree()
+    assert dist.save_state_dict(state(), str(tmp_path)) is None
+    assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {
+        "0.manifest",
+        "0.metadata",
+        "0_0.safetensors",
+    }
+    target = zeros()
+    assert dist.load_state_dict(target, str(tmp_path)) is None
+    merged = dist.load_merged_state_dict(str(tmp_path))
+    for name, tensor in state().items():
+        assert np.array_equal(target[name].numpy(), tensor.numpy())
+        assert np.array_equal(merged[name].numpy(), tensor.numpy())
+    with pytest.raises(ValidationError, match="no such key"):
+        dist.load_state_dict({"c": paddle.zeros([1])}, str(tmp_path))
+
+
+def test_the_metadata_file_has_shapes_and_dtypes(tmp_path):
+    replace_in_tree()
+    dist.save_state_dict(state(), str(tmp_path))
+    shards = paddle.load(str(tmp_path / "0.metadata")).state_dict_metadata
+    assert {name: (each[0].global_shape, each[0].local_shape, each[0].dtype) for name, each in shards.items()} == {
+        "a": ((2, 3), (2, 3), "float32"),
+        "b": ((4,), (4,), "int64"),
+    }
+
+
+def test_without_an_id_the_highest_is_replaced(tmp_path):
+    replace_in_tree()
+    dist.save_state_dict(state(1), str(tmp_path), unique_id=3)
+    dist.save_state_dict(state(2), str(tmp_path))
+    assert CheckpointDirectory(tmp_path).list_ids() == [3]
+    assert [path.name for path in tmp_path.glob("*.metadata")] == ["3.metadata"]
+    target = zeros()
+    dist.load_state_dict(target, str(tmp_path))
+    assert target["b"].tolist() == [2, 2, 2, 2]
+
+
+def test_what_paddle_saved_is_loaded(tmp_path):
+    try:
+        dist.save_state_dict(state(5), str(tmp_path))
+    except RuntimeError as error:  # it may want a group that one process has not
+        pytest.skip(str(error))
+    assert not CheckpointDirectory(tmp_path).list_ids()
+    replace_in_tree()
+    target = zeros()
+    dist.load_state_dict(target, str(tmp_path))
+    assert np.array_equal(target["a"].numpy(), state(5)["a"].numpy())
+
+
+def test_install_does_it_and_leaves_the_library_alone(tmp_path: Path):
+    install("paddleformers", replace_in_tree=True)  # which need not be there
+    assert is_in_tree_replaced()
+    assert "paddleformers.trainer.trainer" not in sys.modules or not hasattr(
+        sys.modules["paddleformers.trainer.trainer"].Trainer, "_flex_instance"
+    )
+    uninstall("paddleformers")
+    assert not is_in_tree_replaced()
