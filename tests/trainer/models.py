@@ -29,7 +29,9 @@ _EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 32,
     "num_experts": 4,
-    "num_experts_per_tok": 2,
+    # All of them: one without tokens has a zero gradient under some strategies and none under others, and so is or is
+    # not stepped.
+    "num_experts_per_tok": 4,
     "router_aux_loss_coef": 0.0,
 }
 # By name: family, and what its configuration has besides the sizes.
@@ -89,8 +91,7 @@ def build(name: str, args: Any, **overrides: Any) -> Any:
     suffix = "ForCausalLMPipe" if args.pipeline_parallel_degree > 1 else "ForCausalLM"
     paddle.seed(args.seed)
     model = getattr(transformers, f"{family}{suffix}")._from_config(config, dtype="float32")
-    # Gates begin as constants, which send all tokens to the same experts. One without tokens has a zero gradient under
-    # some strategies and none under others, and so is or is not stepped.
+    # Gates begin as constants, and would stay so while all experts are alike to them.
     rng = np.random.default_rng(args.seed)
     for parameter in model.parameters():
         if getattr(parameter, "is_gate", False):
