@@ -59,11 +59,14 @@ class TrainerDirectories:
         """Makes the directory of a save, and marks it as one of this library.
 
         Raises:
+            CheckpointError: A checkpoint of this step is half removed, and somebody still reads it.
             OSError: The file system refused.
         """
         directory = self.directory(step)
-        if (directory / _REMOVING).exists():
-            self._remove(step)
+        if (directory / _REMOVING).exists() and not self._remove(step):
+            raise CheckpointError(
+                f"{directory} is being removed while it is read. Remedy: save again when that is over"
+            )
         mark_directory(directory, step)
 
     def make_durable(self, step: int) -> None:

@@ -116,10 +116,7 @@ def flexcheckpoint(library, directory):
     (parsed,) = trainers.PdArgumentParser((trainers.TrainingArguments,)).parse_args_into_dataclasses(arguments)
     assert parsed.save_checkpoint_format == "flex_checkpoint" and parsed.flex_verify == "full"
     formats = {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
-    if library == "paddlenlp":
-        resumed_as_uninterrupted(library, directory, f"{directory}/checkpoint-2", **formats)
-    else:
-        make_trainer(library, directory, **formats).train()
+    resumed_as_uninterrupted(library, directory, f"{directory}/checkpoint-2", **formats)
     assert os.path.exists(f"{directory}/checkpoint-4/flex_checkpoint/0.manifest"), os.listdir(
         f"{directory}/checkpoint-4"
     )

@@ -1,0 +1,104 @@
+"""The checkpoints in an output directory, without a trainer: what is whole, what is last, what goes."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.runtime.communicator import SoloCommunicator
+from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.storage import CheckpointDirectory, HeldManifest
+from paddle_flexckpt.trainer.directories import TrainerDirectories, is_usable, latest_checkpoint, step_of, to_rotate
+
+
+def save(directories: TrainerDirectories, step: int) -> None:
+    directories.begin(step)
+    inside = directories.directory(step) / "flex_checkpoint"
+    save_state_dict({"w": np.full(4, step, np.float32)}, inside, SoloCommunicator(), unique_id=0, step=step)
+    directories.make_durable(step)
+
+
+@pytest.fixture
+def directories(tmp_path) -> TrainerDirectories:
+    found = TrainerDirectories(tmp_path)
+    for step in (10, 20, 100):
+        save(found, step)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("steps", "limit", "best", "removed"),
+    [
+        ([1, 2, 3], None, None, []), ([1, 2, 3], 0, None, []), ([1, 2, 3], 3, None, []), ([1, 2, 3], 2, None, [1]),
+        ([1, 2, 3], 2, 1, [2]), ([1, 2, 3], 1, 1, [2]), ([1, 2, 3], 1, None, [1, 2]), ([1, 2, 3], 2, 3, [1]),
+        ([1, 2, 3], 2, 7, [1]), ([], 1, None, []), ([5], 1, None, []), ([1, 2, 3, 4], 3, 1, [2]),
+    ],
+)  # fmt: skip
+def test_the_newest_and_the_best_stay(steps, limit, best, removed):
+    assert to_rotate(steps, limit, best) == removed
+
+
+def test_steps_are_numbers_and_the_last_is_the_highest(directories, tmp_path):
+    assert directories.usable() == [10, 20, 100]
+    assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-100")
+    assert step_of(tmp_path / "checkpoint-100") == 100
+    assert step_of("elsewhere") is None
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_what_is_being_read_stays(directories):
+    inside = CheckpointDirectory(directories.directory(10) / "flex_checkpoint")
+    with HeldManifest(inside, 0):
+        assert directories.rotate(1, None) == [20]
+        assert directories.usable() == [10, 100]
+    assert directories.rotate(1, None) == [10]
+
+
+def test_what_is_being_saved_stays(directories):
+    lock = CheckpointDirectory(directories.directory(10) / "flex_checkpoint").lock()
+    assert directories.rotate(1, None) == [20]
+    lock.release()
+    assert directories.rotate(1, None, busy=[10]) == []
+    assert directories.rotate(1, None) == [10]
+
+
+def test_an_interrupted_removal_is_carried_through(directories, monkeypatch):
+    def die(path):
+        raise OSError("interrupted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", die)
+        with pytest.raises(CheckpointError, match="interrupted"):
+            directories.rotate(2, None)
+    assert (directories.directory(10) / "flex_checkpoint/0_0.safetensors").exists()
+    assert not is_usable(directories.directory(10))
+    assert directories.usable() == [20, 100]
+    assert directories.rotate(None, None) == [10]
+    assert not directories.directory(10).exists()
+
+
+def test_a_half_removed_step_is_saved_anew(directories):
+    (directories.directory(20) / "flex_checkpoint.removing").touch()
+    with (
+        HeldManifest(CheckpointDirectory(directories.directory(20) / "flex_checkpoint"), 0),
+        pytest.raises(CheckpointError, match="being removed while it is read"),
+    ):
+        directories.begin(20)
+    assert directories.usable() == [10, 100]
+    save(directories, 20)
+    assert directories.usable() == [10, 20, 100]
+
+
+def test_checkpoints_of_the_trainers_own_format_count(directories, tmp_path):
+    other = directories.directory(5)
+    other.mkdir()
+    assert not is_usable(other)
+    (other / "trainer_state.json").write_text("{}")
+    assert directories.usable() == [5, 10, 20, 100]
+    assert directories.rotate(3, None) == [5]
+    os.makedirs(tmp_path / "checkpoint-7")
+    assert directories.rotate(1, None) == [10, 20], "nobody knows what is in checkpoint-7"
+    assert (tmp_path / "checkpoint-7").exists()
