@@ -67,7 +67,7 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path, transport, size, victim)
     ended = run(tmp_path, transport, size, victim)
     assert ended[victim][0] == -signal.SIGKILL
     survivors = [each for rank, each in enumerate(ended) if rank != victim]
-    assert {code for code, _ in survivors} == {3}, ended
+    assert {code for code, _ in survivors} == {3}, (ended, [path.read_text() for path in tmp_path.glob("stderr.*")])
     texts = {line for _, line in survivors}
     assert len(texts) == 1, texts
     (text,) = texts
