@@ -30,7 +30,7 @@ TEST_STAMP := $(VENV)/.stamp-test
 
 .PHONY: help
 help: ## print this list
-	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "make %-19s %s\n", $$1, $$2 }' Makefile
 
 .PHONY: demo
 demo: $(DEMO_STAMP) ## train, checkpoint and reshard a small language model; results in demo-output/
