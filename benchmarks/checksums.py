@@ -27,7 +27,7 @@ import numpy as np
 from paddle_flexckpt.runtime.communicator import SoloCommunicator
 from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.saver import save_state_dict
-from paddle_flexckpt.storage import data_file
+from paddle_flexckpt.storage import blocks, data_file
 
 LIMITS = {"disk save": 1.05, "disk load": 1.05, "RAM disk save": 1.10, "RAM disk load": 1.10}
 
@@ -71,7 +71,10 @@ def measure(medium: str, directory: Path, nbytes: int, tensors: int, turns: int)
         save_state_dict(state, path / str(number), comm)
 
     def save_without() -> None:
-        with mock.patch.object(data_file, "hash_block", lambda block: 0):
+        with (
+            mock.patch.object(data_file, "hash_block", lambda block: 0),
+            mock.patch.object(blocks, "hash_block", lambda block: 0),
+        ):
             save()
 
     def clean() -> None:

@@ -1,4 +1,4 @@
-"""Blocks on their way from files to memory: counted, kept, and hashed in a thread beside the one that reads."""
+"""Blocks between files and memory: counted, kept, and hashed in a thread beside the one that reads or writes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class HashedBlocks:
 
 
 class HashThread:
-    """One thread that hashes, so that reading need not wait for it; reading and hashing both let other threads run."""
+    """One thread that hashes, so that reading and writing need not wait for it; all three let other threads run."""
 
     def __init__(self) -> None:
         """Starts nothing yet."""

@@ -1,7 +1,8 @@
 """Data files: one safetensors file per rank, streamed.
 
 The header is complete before the first byte of data is written, because the write plan knows all sizes; the data then
-goes from the tensors' own memory to the file, each block hashed right before it is written, while it is in cache.
+goes from the tensors' own memory to the file. Large items are hashed by a thread while they are written, small ones
+block by block right after it, while they are in cache.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError
 from paddle_flexckpt.storage.backend import Backend, InputFile, Location, open_backend
+from paddle_flexckpt.storage.blocks import HashThread
 from paddle_flexckpt.storage.checksums import BLOCK_BYTES, Checksums, hash_block
 from paddle_flexckpt.storage.header import DataFileHeader
 from paddle_flexckpt.storage.manifest import Manifest
 from paddle_flexckpt.storage.safetensors_header import MAX_HEADER_BYTES
 
+# Items of at most so many blocks are hashed by the thread that writes them: asking another costs about one block.
+HASHED_INLINE = 4
 # The save token stands within the first bytes of the file, so that a reader can check it with one small read.
 TOKEN_WINDOW = 256
 
@@ -84,16 +88,19 @@ class DataFileWriter:
         lengths = self._items.byte_length
         checksums: list[int] = []
         file_bytes = len(self._header) + int(lengths.sum())
-        with self._backend.create(self._name, size=file_bytes) as file:
+        with contextlib.closing(HashThread()) as hashing, self._backend.create(self._name, size=file_bytes) as file:
             file.write(self._header)
             count = 0
             for item in data:
                 if count >= len(lengths) or item.nbytes != lengths[count]:
                     raise ValueError(f"item {count} of {self.path} has {item.nbytes} bytes, which were not planned")
-                for start in range(0, item.nbytes, BLOCK_BYTES):
-                    block = memoryview(item)[start : start + BLOCK_BYTES]
-                    checksums.append(hash_block(block))
-                    file.write(block)
+                blocks = [item[start : start + BLOCK_BYTES] for start in range(0, item.nbytes, BLOCK_BYTES)]
+                beside = hashing.hash(count, 0, blocks).hashes if len(blocks) > HASHED_INLINE else None
+                for block in blocks:
+                    file.write(memoryview(block))
+                    if beside is None:
+                        checksums.append(hash_block(block))
+                checksums += [] if beside is None else beside.result()
                 count += 1
             if count != len(lengths):
                 raise ValueError(f"{self.path} got {count} items of the {len(lengths)} that were planned")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import xxhash
 
 from paddle_flexckpt.catalog import ValidationError, dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.storage import BLOCK_BYTES, DataFileWriter, data_file
+from paddle_flexckpt.storage import BLOCK_BYTES, DataFileWriter, blocks, data_file
 from paddle_flexckpt.storage.data_file import TOKEN_WINDOW
 from paddle_flexckpt.storage.local import write_all
 from tests.property.layouts import Shard
@@ -151,7 +152,7 @@ def record_writes(monkeypatch):
     return events
 
 
-def test_each_block_is_hashed_once_right_before_it_is_written_once_from_its_own_memory(tmp_path, monkeypatch):
+def test_each_block_is_written_once_from_its_own_memory_and_hashed_once_right_after(tmp_path, monkeypatch):
     shards = [whole("a", "float32", (BLOCK_BYTES,)), whole("b", "uint8", (17,))]  # 4 blocks, and less than one
     values = [values_of(shard, seed) for seed, shard in enumerate(shards)]
     events = record_writes(monkeypatch)
@@ -163,8 +164,25 @@ def test_each_block_is_hashed_once_right_before_it_is_written_once_from_its_own_
     expected = [(values[0].ctypes.data + i * BLOCK_BYTES, BLOCK_BYTES) for i in range(4)] + [
         (values[1].ctypes.data, 17)
     ]
-    assert blocks == [event for place in expected for event in (("hash", *place), ("write", *place))]
+    assert blocks == [event for place in expected for event in (("write", *place), ("hash", *place))]
     assert end == ["fsync", "close"]
+
+
+def test_a_large_item_is_hashed_by_another_thread_while_it_is_written(tmp_path, monkeypatch):
+    threads = []
+    hash_block = blocks.hash_block
+    monkeypatch.setattr(blocks, "hash_block", lambda b: threads.append(threading.current_thread()) or hash_block(b))
+    monkeypatch.setattr(data_file, "hash_block", lambda block: pytest.fail("hashed by the thread that writes"))
+    shard = whole("a", "uint8", (5 * BLOCK_BYTES + 3,))
+    value = values_of(shard, 0)
+    part = write_file(tmp_path, [shard], [value])
+    assert len(threads) == 6
+    assert len(set(threads)) == 1
+    assert threads[0] is not threading.current_thread()
+    assert not threads[0].is_alive()
+    raw = value.tobytes()
+    expected = [hash_block(raw[i : i + BLOCK_BYTES]) for i in range(0, len(raw), BLOCK_BYTES)]
+    assert [part.checksums.of_block(0, i) for i in range(6)] == expected
 
 
 def test_short_writes_lose_nothing(tmp_path, monkeypatch):
