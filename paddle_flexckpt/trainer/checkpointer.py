@@ -129,8 +129,7 @@ class TrainerCheckpointer:
             return asked
         else:
             directories, below = TrainerDirectories(Path(asked).parent), step_of(asked)
-        usable = [step for step in directories.usable() if below is None or step < below]
-        last = str(directories.directory(usable[-1])) if usable else None
+        last = directories.last(below)
         if below is not None and not self.options.fallback:
             remedy = f"resume from {last}, or give --flex_fallback 1" if last else "there is none before it: start anew"
             raise CorruptCheckpointError(
@@ -266,8 +265,8 @@ class TrainerCheckpointer:
         """
         args, options = self._trainer.args, self.options
         everything = not args.ignore_load_lr_and_optim
-        candidate: str | None = os.fspath(path)
-        while candidate is not None:
+        candidate = os.fspath(path)
+        while True:
             try:
                 self._restored = restore_from(self._trainer, candidate, everything, options, self._comm)
                 break
@@ -286,11 +285,11 @@ class TrainerCheckpointer:
         def look() -> tuple[None, bytes]:
             if self._comm.position != 0:
                 return None, b""
-            directories, step = TrainerDirectories(Path(path).parent), step_of(path)
-            below = [each for each in directories.usable() if step is not None and each < step]
-            return None, os.fsencode(directories.directory(below[-1])) if below else b""
+            step = step_of(path)
+            last = None if step is None else TrainerDirectories(Path(path).parent).last(step)
+            return None, (last or "").encode()
 
-        return os.fsdecode(self._comm.together(look, "cannot look for an earlier checkpoint")[1][0]) or None
+        return self._comm.together(look, "cannot look for an earlier checkpoint")[1][0].decode() or None
 
     @property
     def restored_native(self) -> bool:
@@ -391,8 +390,8 @@ class TrainerCheckpointer:
     def _directories(self) -> TrainerDirectories:
         return TrainerDirectories(self._trainer.args.output_dir)
 
-    def _log(self, restored: Restored | None) -> None:
-        if restored is None or self._comm.position != 0:
+    def _log(self, restored: Restored) -> None:
+        if self._comm.position != 0:
             return
         logger.info(f"resumed from {restored.path}: {restored.load.summary()}")
         for name, why in sorted(restored.not_restored.items()):

@@ -55,6 +55,15 @@ class TrainerDirectories:
         """Steps that can be resumed from, as far as their files show, in rising order."""
         return [step for step in self.steps() if is_usable(self.directory(step))]
 
+    def last(self, below: int | None = None) -> str | None:
+        """The directory of the highest step that can be resumed from; None if there is none.
+
+        Args:
+            below: Only steps before this one count.
+        """
+        steps = [step for step in self.usable() if below is None or step < below]
+        return str(self.directory(steps[-1])) if steps else None
+
     def begin(self, step: int) -> None:
         """Makes the directory of a save, and marks it as one of this library.
 
@@ -207,6 +216,4 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
     What interrupted saves have left is passed over.
     """
-    directories = TrainerDirectories(output_dir)
-    usable = directories.usable()
-    return str(directories.directory(usable[-1])) if usable else None
+    return TrainerDirectories(output_dir).last()
