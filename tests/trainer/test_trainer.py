@@ -175,9 +175,21 @@ def test_what_dead_saves_left_is_removed_and_what_lost_its_manifest_is_not(tmp_p
     assert steps_in(tmp_path) == [1, 4, 5]
 
 
-def test_saves_in_the_background_are_complete_when_the_training_is(whole, tmp_path):
+def test_saves_in_the_background_are_complete_when_the_training_is(whole, tmp_path, monkeypatch):
+    from paddle_flexckpt.trainer import checkpointer
+
     directory, run = whole
+    background = []
+    save = checkpointer.save_state_dict
+
+    def spy(*args: Any, **options: Any) -> Any:
+        handle = save(*args, **options)
+        background.append(type(handle).__name__)
+        return handle
+
+    monkeypatch.setattr(checkpointer, "save_state_dict", spy)
     again = Run(tmp_path, flex_async_save=True, save_steps=1, save_total_limit=2)
+    assert background == ["SaveHandle"] * 6
     assert again.losses == run.losses
     assert steps_in(tmp_path) == [5, 6]
     assert all(is_complete(tmp_path / f"checkpoint-{step}/flex_checkpoint") for step in (5, 6))
@@ -185,12 +197,23 @@ def test_saves_in_the_background_are_complete_when_the_training_is(whole, tmp_pa
     assert differences(first, second) == []
 
 
-def test_a_save_that_fails_in_the_background_is_an_error_of_the_training(tmp_path):
+@pytest.mark.parametrize("failing", [3, 6])
+def test_a_save_that_fails_in_the_background_is_an_error_of_the_training(tmp_path, monkeypatch, failing):
+    from paddle_flexckpt.background import SaveHandle
     from paddle_flexckpt.catalog import CheckpointError
+    from paddle_flexckpt.trainer import checkpointer
 
-    (tmp_path / "checkpoint-3").mkdir()
-    (tmp_path / "checkpoint-3/flex_checkpoint").write_text("a file where a directory has to be")
-    with pytest.raises((CheckpointError, OSError)):
+    save = checkpointer.save_state_dict
+
+    def fail(shards: Any, path: Any, *args: Any, step: int, **options: Any) -> Any:
+        if step != failing:
+            return save(shards, path, *args, step=step, **options)
+        handle = SaveHandle(str(path), 0)
+        handle.settle(CheckpointError("the disk is full"))
+        return handle
+
+    monkeypatch.setattr(checkpointer, "save_state_dict", fail)
+    with pytest.raises(CheckpointError, match=r"an earlier save failed: \[rank 0\] the disk is full"):
         Run(tmp_path, flex_async_save=True)
 
 

@@ -1,0 +1,70 @@
+"""What the flags mean, without a trainer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.trainer import TrainerOptions, options_of
+
+FLEX = {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
+
+
+def options(**flags) -> TrainerOptions:
+    return options_of(SimpleNamespace(**flags))
+
+
+def test_without_flags_nothing_is_asked_for():
+    assert options() == TrainerOptions()
+    assert not TrainerOptions().save
+    assert not TrainerOptions().load
+    assert options(save_checkpoint_format="unified_checkpoint", unified_checkpoint=True) == TrainerOptions()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, {}),
+        ({"flex_verify": "full"}, {"verify": "full"}),
+        ({"flex_strict": "both"}, {"strict": True}),
+        ({"flex_strict": "none"}, {"strict": False}),
+        ({"flex_strict": "unexpected"}, {"strict": "unexpected"}),
+        ({"flex_cast": True}, {"dtype": "cast"}),
+        ({"flex_convert_master_weights": True}, {"master_weights": "convert"}),
+        ({"aoa_config": '["a -> b"]'}, {"aoa_config": {"aoa_statements": ["a -> b"]}}),
+        ({"aoa_config": "rules.yaml"}, {"aoa_config": "rules.yaml"}),
+        ({"aoa_config": {"aoa_statements": ["a -> b"]}}, {"aoa_config": {"aoa_statements": ["a -> b"]}}),
+        ({"aoa_config": ""}, {"aoa_config": None}),
+    ],
+)
+def test_flags_reach_the_load(flags, expected):
+    plain = {"aoa_config": None, "strict": "missing", "verify": "read", "dtype": "raise", "master_weights": "exact"}
+    assert options(**FLEX, **flags).loading() == {**plain, **expected}
+
+
+@pytest.mark.parametrize("name", ["async_save", "fallback", "export_hf", "save_replicas", "check_replicas"])
+def test_switches(name):
+    for value in (True, False):
+        assert getattr(options(**FLEX, **{f"flex_{name}": value}), name) is value
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"flex_verify": "some"}, "--flex_verify has to be one of read, full, off; got 'some'"),
+        ({"flex_strict": "yes"}, "--flex_strict has to be one of missing, unexpected, both, none; got 'yes'"),
+        ({"unified_checkpoint": True}, "leave --unified_checkpoint out"),
+        ({"save_sharded_model": True}, "leave --save_sharded_model out"),
+        ({"load_sharded_model": True}, "leave --load_sharded_model out"),
+        ({"use_async_save": True}, "--flex_async_save, not --use_async_save"),
+        ({"enable_auto_parallel": True}, "--enable_auto_parallel"),
+        ({"aoa_config": "[no json"}, "--aoa_config is no JSON"),
+        ({"aoa_config": 3}, "--aoa_config has to be statements or the path of a file; got a int"),
+    ],
+)
+def test_what_cannot_be_is_said(flags, said):
+    with pytest.raises(ValidationError) as caught:
+        options(**{**FLEX, **flags})
+    assert said in str(caught.value)
