@@ -10,11 +10,8 @@ REPLACE_IN_TREE in the environment Paddle's functions are replaced, and the trai
 from __future__ import annotations
 
 import contextlib
-import gc
-import json
 import os
 import sys
-import traceback
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -25,13 +22,13 @@ from paddle_flexckpt.testing import cpu_world
 
 cpu_world.install()
 
-import paddle.distributed as dist
 from paddleformers.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.trainer.contents import collect_shards
 from tests.paddleformers.models import Sequences, build
 from tests.paddleformers.strategies import STRATEGIES
+from tests.trainer.job_list import run_jobs
 
 # The flags for checkpoints are the defaults of PaddleFormers; the rest is what a CPU cannot do.
 COMMON = (
@@ -79,22 +76,7 @@ def main() -> None:
         from paddle_flexckpt.trainer import install
 
         install("paddleformers", replace_in_tree=True)
-    with open(jobs_file, encoding="utf-8") as file:
-        jobs = json.load(file)
-    results = {}
-    for job in jobs:
-        try:
-            results[job["name"]] = run(job, STRATEGIES[name].flags)
-        except Exception as error:
-            results[job["name"]] = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-            if not job.get("may_fail"):
-                print(traceback.format_exc(), flush=True)
-        gc.collect()
-        if int(os.environ.get("PADDLE_TRAINER_ID", "0")) == 0:
-            with open(results_file, "w", encoding="utf-8") as file:
-                json.dump(results, file)
-    if dist.is_initialized():
-        dist.barrier()
+    run_jobs(jobs_file, results_file, lambda job: run(job, STRATEGIES[name].flags))
 
 
 if __name__ == "__main__":

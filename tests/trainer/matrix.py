@@ -16,7 +16,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from tests.trainer.launching import launch
 from tests.trainer.models import MODELS
 from tests.trainer.strategies import STRATEGIES
 
+Launch = Callable[[str, Sequence[dict[str, Any]], Path], dict[str, Any]]
 # Losses are sums over other numbers of ranks: float32 rounds them differently.
 TOLERANCE = 1e-5
 SAVED_STEP = 3
@@ -84,7 +85,7 @@ def _content(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def run_matrix(
-    models: Sequence[str], strategies: Sequence[str], root: Path, launch: Callable[..., dict[str, Any]] = launch
+    models: Sequence[str], strategies: Sequence[str], root: Path, launch: Launch = launch
 ) -> list[dict[str, Any]]:
     """Runs all pairs of strategies.
 
@@ -146,16 +147,26 @@ def run_matrix(
     return rows
 
 
-def main() -> int:
-    """The command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--strategies", default=",".join(name for name in STRATEGIES if name != "single"))
+def command_line(text: str, models: Iterable[str], strategies: Iterable[str], launch: Launch) -> int:
+    """Runs a matrix as the command line says, and prints what came of it.
+
+    Args:
+        text: What the command is for.
+        models: All there are.
+        strategies: All there are; one process alone is left out by default.
+        launch: What runs the jobs.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(description=text)
+    parser.add_argument("--models", default=",".join(models))
+    parser.add_argument("--strategies", default=",".join(name for name in strategies if name != "single"))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="trainer-matrix-") as directory:
-        rows = run_matrix(options.models.split(","), options.strategies.split(","), Path(directory))
+        rows = run_matrix(options.models.split(","), options.strategies.split(","), Path(directory), launch)
     bad = [row for row in rows if not row["ok"]]
     for row in bad:
         print(f"FAILED {row['model']}: {row['saved']} -> {row['resumed']}: {row}")
@@ -171,4 +182,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command_line(__doc__.partition("\n")[0], MODELS, STRATEGIES, launch))

@@ -9,12 +9,9 @@ step after which rank 1 is killed).
 
 from __future__ import annotations
 
-import gc
-import json
 import os
 import signal
 import sys
-import traceback
 from typing import Any
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
@@ -31,6 +28,7 @@ from paddle.distributed import fleet
 import paddle_flexckpt as fc
 import paddle_flexckpt.trainer.paddlenlp  # the one line that a script needs
 from paddle_flexckpt.trainer.contents import collect_shards
+from tests.trainer.job_list import run_jobs
 from tests.trainer.models import Sequences, build
 from tests.trainer.strategies import STRATEGIES, Strategy
 
@@ -94,22 +92,7 @@ def main() -> None:
     strategy = STRATEGIES[name]
     if strategy.split_param:
         split_parameters()
-    with open(jobs_file, encoding="utf-8") as file:
-        jobs = json.load(file)
-    results = {}
-    for job in jobs:
-        try:
-            results[job["name"]] = run(job, strategy)
-        except Exception as error:
-            results[job["name"]] = {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
-            if not job.get("may_fail"):
-                print(traceback.format_exc(), flush=True)
-        gc.collect()
-        if int(os.environ.get("PADDLE_TRAINER_ID", "0")) == 0:
-            with open(results_file, "w", encoding="utf-8") as file:
-                json.dump(results, file)
-    if dist.is_initialized():
-        dist.barrier()
+    run_jobs(jobs_file, results_file, lambda job: run(job, strategy))
 
 
 if __name__ == "__main__":
