@@ -14,7 +14,6 @@ from paddle_flexckpt.storage.tensor_files import (
     StoredShard,
     Weights,
     manifest_of_files,
-    read_weights,
 )
 from paddle_flexckpt.storage.ticket import save_of
 
@@ -59,19 +58,6 @@ def find_weights(path: str, names: Sequence[str]) -> str | None:
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def read_huggingface_manifest(backend: Backend, source: str) -> Manifest:
-    """What an index or a safetensors file stands for, as a manifest without checksums.
-
-    Args:
-        backend: The directory.
-        source: The index or file.
-
-    Raises:
-        CorruptCheckpointError: A file is missing or damaged, or index and files contradict each other.
-    """
-    return manifest_of_weights(backend, read_weights(backend, source), "huggingface")
 
 
 def manifest_of_weights(backend: Backend, weights: Weights, origin: Origin) -> Manifest:

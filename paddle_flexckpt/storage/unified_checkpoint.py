@@ -29,7 +29,7 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
 )
 from paddle_flexckpt.storage.backend import Backend
-from paddle_flexckpt.storage.huggingface import MODEL_FILE, find_weights, manifest_of_weights
+from paddle_flexckpt.storage.huggingface import MODEL_FILE, find_weights
 from paddle_flexckpt.storage.manifest import Manifest
 from paddle_flexckpt.storage.tensor_files import (
     INDEX_FILE,
@@ -53,7 +53,7 @@ _COORDINATE = re.compile(r"(tp|pp|shard|moe)(\d+)", re.ASCII)
 # Parameters that PaddleNLP does not cut into consecutive parts: each rank has its part of the gate and of up, or of q,
 # k and v, side by side. (In Bloom and ChatGLM the last two names are cut plainly; the name alone does not tell.)
 _PERMUTED = re.compile(r"gate_up|up_gate|c_attn|query_key_value|h_to_4h", re.ASCII)
-_RESUME = "Remedy: resume once in PaddleNLP under the strategy it was saved under, and save"
+_RESUME = "resume once in PaddleNLP under the strategy it was saved under, and save"
 
 
 class _Where(TypedDict):
@@ -135,11 +135,6 @@ def read_unified_manifest(backend: Backend) -> Manifest:
     return manifest
 
 
-def read_paddle_weights(backend: Backend, weights: Weights) -> Manifest:
-    """Weights alone, as PaddleNLP writes them without an optimizer or with ``save_pretrained``."""
-    return manifest_of_weights(backend, weights, "unified_checkpoint")
-
-
 def _model_sources(backend: Backend, names: set[str]) -> list[str]:
     sources = [name for name in (MODEL_INDEX, PEFT_INDEX) if name in names]
     if MODEL_FILE in names:
@@ -158,7 +153,7 @@ def _check_quantisation(backend: Backend, index: TensorIndex) -> None:
         raise ValidationError(
             [
                 f"{backend.where(index.name)}: the optimizer states are quantised (ckpt_quant_stage {stage!r}), which "
-                f"is not read here. {_RESUME} with --ckpt_quant_stage O0"
+                f"is not read here. Remedy: {_RESUME} with --ckpt_quant_stage O0"
             ]
         )
 
@@ -250,9 +245,7 @@ def _placed(
             where: _Where = {"key": tensor, "file": backend.where(each.file.name)}
             if "moe" in each.at and held.setdefault(tensor, each.at["moe"]) != each.at["moe"]:
                 problems.append(
-                    Problem(
-                        "several ranks of expert parallelism have a state of this name", **where, remedy=_RESUME[8:]
-                    )
+                    Problem("several ranks of expert parallelism have a state of this name", **where, remedy=_RESUME)
                 )
                 continue
             key = _key(tensor) if kind == OPTIMIZER else tensor + _MASTER
@@ -265,7 +258,7 @@ def _placed(
                 continue
             if whole is None:
                 what = "the model's weights, which would tell the shape of the whole, lack the parameter"
-                problems.append(Problem(what, **where, remedy=_RESUME[8:] + " without ignore_merge_optimizer"))
+                problems.append(Problem(what, **where, remedy=_RESUME + " without ignore_merge_optimizer"))
                 continue
             axes = [axis for axis, (part, all_of_it) in enumerate(zip(stored.shape, whole)) if part != all_of_it]
             consecutive = len(whole) == len(stored.shape) and len(axes) == 1
@@ -273,7 +266,7 @@ def _placed(
                 problems.append(_misfit(where, whole, stored.shape, degree))
             elif _PERMUTED.search(parameter):
                 what = "ranks' parts of a fused parameter are not consecutive parts of the whole"
-                problems.append(Problem(what, **where, remedy=_RESUME[8:] + " without ignore_merge_optimizer"))
+                problems.append(Problem(what, **where, remedy=_RESUME + " without ignore_merge_optimizer"))
             else:
                 offset = [0] * len(whole)
                 offset[axes[0]] = each.at["tp"] * stored.shape[axes[0]]

@@ -19,6 +19,7 @@ from paddle_flexckpt.runtime.loader import load_state_dict as load
 from paddle_flexckpt.runtime.merged import load_merged_state_dict as load_merged
 from paddle_flexckpt.runtime.saver import save_state_dict as save
 from paddle_flexckpt.storage import CheckpointDirectory, Manifest
+from paddle_flexckpt.trainer.undo import Undo
 
 _MARK = "_flexckpt_replaced"
 _CLASSES = "paddle.distributed.flex_checkpoint.dcp.metadata"
@@ -33,7 +34,7 @@ def replace_in_tree() -> None:
 
     if _MARK in vars(dist):
         return
-    replaced: list[tuple[Any, str, Any]] = []
+    undo = Undo()
     for function in (save_state_dict, load_state_dict, load_merged_state_dict):
         name = function.__name__
         before = getattr(dist, name, None)
@@ -41,18 +42,16 @@ def replace_in_tree() -> None:
             continue  # Paddle before 3.2 has no load_merged_state_dict
         for module in list(sys.modules.values()):
             if isinstance(module, type(sys)) and vars(module).get(name) is before:
-                setattr(module, name, function)
-                replaced.append((module, name, before))
-    setattr(dist, _MARK, replaced)
+                undo.set(module, name, function)
+    setattr(dist, _MARK, undo)
 
 
 def restore_in_tree() -> None:
     """Takes back what :func:`replace_in_tree` did; without it, does nothing."""
     import paddle.distributed as dist
 
-    for module, name, before in vars(dist).get(_MARK, ()):
-        setattr(module, name, before)
     if _MARK in vars(dist):
+        vars(dist)[_MARK].put_back()
         delattr(dist, _MARK)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
@@ -17,6 +16,7 @@ from paddle_flexckpt.trainer.directories import is_flex, is_usable, latest_check
 from paddle_flexckpt.trainer.mixin import KEPT, FlexTrainerMixin
 from paddle_flexckpt.trainer.model_rules import install_model_rules, uninstall_model_rules
 from paddle_flexckpt.trainer.paddleformers_mixin import PaddleFormersMixin
+from paddle_flexckpt.trainer.undo import Undo
 
 LIBRARIES = ("paddlenlp", "paddleformers")
 _MIXINS: dict[str, tuple[type, ...]] = {
@@ -26,39 +26,6 @@ _MIXINS: dict[str, tuple[type, ...]] = {
 _UNDO = "_flexckpt_undo"
 # Methods that a version of a library may lack.
 _OPTIONAL = frozenset({"_load_best_model_from_peft_checkpoint"})
-
-
-@dataclass
-class _Undo:
-    """What uninstall() has to put back.
-
-    Attributes:
-        steps: In the order in which they were done.
-    """
-
-    steps: list[Callable[[], None]] = field(default_factory=list)
-
-    def set(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute, and notes what was there."""
-        if name in vars(owner):
-            before = vars(owner)[name]
-            self.steps.append(lambda: setattr(owner, name, before))
-        else:
-            self.steps.append(lambda: delattr(owner, name))
-        setattr(owner, name, value)
-
-    def keep_all(self, owner: Any) -> None:
-        """Notes all attributes of a class."""
-        before = dict(vars(owner))
-
-        def put_back() -> None:
-            for name in [name for name in vars(owner) if name not in before]:
-                delattr(owner, name)
-            for name, value in before.items():
-                if vars(owner)[name] is not value:
-                    setattr(owner, name, value)
-
-        self.steps.append(put_back)
 
 
 def install(library: str = "paddlenlp", replace_in_tree: bool = False) -> None:
@@ -100,7 +67,7 @@ def install(library: str = "paddlenlp", replace_in_tree: bool = False) -> None:
         )
     install_parallel()
     install_model_rules(library)
-    undo = _Undo()
+    undo = Undo()
     for name, method in methods.items():
         undo.set(trainer, KEPT + name, getattr(trainer, name))
         undo.set(trainer, name, method)
@@ -118,10 +85,9 @@ def uninstall(library: str = "paddlenlp") -> None:
     module = sys.modules.get(f"{library}.trainer.trainer")
     if module is None or _UNDO not in vars(module.Trainer):
         return
-    undo: _Undo = vars(module.Trainer)[_UNDO]
+    undo: Undo = vars(module.Trainer)[_UNDO]
     delattr(module.Trainer, _UNDO)
-    for step in reversed(undo.steps):
-        step()
+    undo.put_back()
     uninstall_model_rules(library)
 
 
@@ -131,7 +97,7 @@ def is_installed(library: str = "paddlenlp") -> bool:
     return module is not None and _UNDO in vars(module.Trainer)
 
 
-def _add_fields(arguments: Any, undo: _Undo) -> None:
+def _add_fields(arguments: Any, undo: Undo) -> None:
     """Adds the flags to a dataclass and to all derived from it that exist already.
 
     A dataclass collects its bases' fields when it is made, so each of them is made anew, bases first.
@@ -160,7 +126,7 @@ def _with_derived(cls: type) -> Iterator[type]:
     yield from sorted(own, key=lambda each: len(each.__mro__))
 
 
-def _remake(cls: Any, undo: _Undo) -> None:
+def _remake(cls: Any, undo: Undo) -> None:
     """Makes a dataclass anew, with the fields that its bases have got."""
     undo.keep_all(cls)
     parameters = cls.__dataclass_params__
@@ -181,7 +147,7 @@ def _remake(cls: Any, undo: _Undo) -> None:
         cls.__repr__ = written
 
 
-def _wrap_check(arguments: Any, undo: _Undo) -> None:
+def _wrap_check(arguments: Any, undo: Undo) -> None:
     """Flags that contradict each other are an error when the arguments are made, not at the first save."""
     before = arguments.__post_init__
 
@@ -192,7 +158,7 @@ def _wrap_check(arguments: Any, undo: _Undo) -> None:
     undo.set(arguments, "__post_init__", __post_init__)
 
 
-def _wrap_last_checkpoint(library: str, undo: _Undo) -> None:
+def _wrap_last_checkpoint(library: str, undo: Undo) -> None:
     """Scripts that look for the last checkpoint themselves do not find what a dead save has left."""
     name = "get_last_checkpoint"
     before = getattr(importlib.import_module(f"{library}.trainer.trainer_utils"), name)

@@ -268,6 +268,7 @@ def uninstalled():
 
     from paddle_flexckpt.trainer.model_rules import uninstall_model_rules
 
+    install_model_rules("paddlenlp")  # paddle_flexckpt.install() comes with it, and stays
     uninstall_model_rules("paddlenlp")
     owners = (model_utils.PretrainedModel, model_utils.PipelinePretrainedModel, moe_layer.MoELayer, paddle.nn.Layer)
     before = [dict(vars(owner)) for owner in owners]

@@ -15,8 +15,10 @@ from paddle_flexckpt.trainer.model_rules.fused import mark_fused
 from paddle_flexckpt.trainer.model_rules.layers import complete_rules
 from paddle_flexckpt.trainer.model_rules.paddleformers import with_tied_names
 from paddle_flexckpt.trainer.model_rules.pipeline import pipeline_names
+from paddle_flexckpt.trainer.undo import Undo
 
 LIBRARIES = ("paddlenlp", "paddleformers")
+# What uninstalling puts back, by library.
 _MARK = "_flexckpt_model_rules"
 # Wrappers that have nothing of their own: the names are those of the model inside.
 _ADAPTERS = ("LoRAModel", "LoKrModel", "VeRAModel")
@@ -39,16 +41,15 @@ def install_model_rules(library: str) -> None:
     _check(library)
     if not parallel.is_installed():
         parallel.install()
-    libraries = {library, *vars(paddle.nn.Layer).get(_MARK, ())}
-    setattr(paddle.nn.Layer, _MARK, libraries)
-    setattr(paddle.nn.Layer, COMPLETE_RULES, _complete(paddle.nn.Layer))
+    installed = vars(paddle.nn.Layer).get(_MARK, {})
+    if library in installed:
+        return
+    undo = Undo()
     for owner, methods in _assignments(library):
-        if _MARK in vars(owner):
-            continue
-        kept = {name: vars(owner)[name] for name in methods if name in vars(owner)}
         for name, method in methods.items():
-            setattr(owner, name, method)
-        setattr(owner, _MARK, (tuple(methods), kept))
+            undo.set(owner, name, method)
+    setattr(paddle.nn.Layer, _MARK, {**installed, library: undo})
+    setattr(paddle.nn.Layer, COMPLETE_RULES, _complete(paddle.nn.Layer))
 
 
 def uninstall_model_rules(library: str) -> None:
@@ -60,20 +61,13 @@ def uninstall_model_rules(library: str) -> None:
     import paddle
 
     _check(library)
-    for owner, _ in _assignments(library):
-        if _MARK not in vars(owner):
-            continue
-        methods, kept = vars(owner)[_MARK]
-        for name in methods:
-            if name in kept:
-                setattr(owner, name, kept[name])
-            else:
-                delattr(owner, name)
-        delattr(owner, _MARK)
-    left = set(vars(paddle.nn.Layer).get(_MARK, ())) - {library}
-    if left:
-        setattr(paddle.nn.Layer, _MARK, left)
-    elif _MARK in vars(paddle.nn.Layer):
+    installed = dict(vars(paddle.nn.Layer).get(_MARK, {}))
+    if library not in installed:
+        return
+    installed.pop(library).put_back()
+    if installed:
+        setattr(paddle.nn.Layer, _MARK, installed)
+    else:
         delattr(paddle.nn.Layer, _MARK)
         delattr(paddle.nn.Layer, COMPLETE_RULES)
 
