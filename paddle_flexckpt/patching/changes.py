@@ -54,9 +54,7 @@ def apply_patches(package: Package, patches: Sequence[Patch]) -> list[str]:
             raise PatchError(_head(package, "cannot be patched; nothing was changed"), problems)
         present = [record.patch(state, name) for name in state.patches]
         wanted = present + [patch for patch in patches if patch.name not in state.patches]
-        return _change(
-            package, record, state, wanted, Journal("apply", tuple(patch.name for patch in patches), state, state)
-        )
+        return _change(package, record, state, wanted, "apply", [patch.name for patch in patches])
 
 
 def revert_patches(package: Package, names: Sequence[str]) -> list[str]:
@@ -87,7 +85,7 @@ def revert_patches(package: Package, names: Sequence[str]) -> list[str]:
                 _head(package, f"has no patch {', '.join(map(repr, absent))} of this command; it has {inside}")
             )
         wanted = [record.patch(state, name) for name in state.patches if name not in names]
-        return _change(package, record, state, wanted, Journal("revert", tuple(names), state, state))
+        return _change(package, record, state, wanted, "revert", names)
 
 
 def applied_patches(package: Package) -> list[Patch]:
@@ -181,8 +179,10 @@ def compose_files(originals: Mapping[str, bytes], patches: Iterable[Patch]) -> d
     return {path: compose(originals[path], each) for path, each in diffs.items()}
 
 
-def _change(package: Package, record: Record, state: State, patches: Sequence[Patch], journal: Journal) -> list[str]:
-    """From the present state to the one with just these patches."""
+def _change(
+    package: Package, record: Record, state: State, patches: Sequence[Patch], verb: str, names: Sequence[str]
+) -> list[str]:
+    """From the present state to the one with just these patches; ``verb`` and ``names`` are the command's."""
     paths = dict.fromkeys(file.path for patch in patches for file in patch.files)
     originals = {
         path: record.blob(state.files[path]["original"]) if path in state.files else package.read(path) or b""
@@ -200,7 +200,7 @@ def _change(package: Package, record: Record, state: State, patches: Sequence[Pa
             path: {"original": sha256(originals[path]), "current": sha256(contents[path])} for path in sorted(contents)
         },
     )
-    journal = Journal(journal.verb, journal.names, state, after)
+    journal = Journal(verb, tuple(names), state, after)
     record.begin(journal)
     return _carry(package, record, journal, after)
 

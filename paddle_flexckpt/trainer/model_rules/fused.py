@@ -88,6 +88,18 @@ def _is_plain(action: Any) -> bool:
     )
 
 
+def layer_of(layers: Mapping[str, FusedLayer], path: str) -> FusedLayer | None:
+    """The fused layer of a path: the one whose own path is the longest end of it; None where it is of none.
+
+    Args:
+        layers: By their paths.
+        path: Name of a layer in a model.
+    """
+    parts = path.split(".")
+    ends = (".".join(parts[first:]) for first in range(len(parts)))
+    return next((layers[end] for end in ends if end in layers), None)
+
+
 def mark_fused(model: Any, sharded: ShardedStateDict) -> None:
     """Gives the shards of fused parameters their :class:`FusedAxis`.
 
@@ -96,14 +108,11 @@ def mark_fused(model: Any, sharded: ShardedStateDict) -> None:
         sharded: Its shards; a shard that has a rule already keeps it.
     """
     layers = {layer.path: layer for layer in reversed(fused_layers(model))}
-    longest = max(path.count(".") for path in layers) + 1
     for key, weight in sharded.items():
         path, _, parameter = key.rpartition(".")
         if parameter not in _OUTPUTS or not isinstance(weight, ShardedWeight) or weight.fused is not None:
             continue
-        parts = path.split(".")
-        ends = (".".join(parts[first:]) for first in range(max(len(parts) - longest, 0), len(parts)))
-        layer = next((layers[end] for end in ends if end in layers), None)
+        layer = layer_of(layers, path)
         if layer is None:
             continue
         axis = _OUTPUTS[parameter]

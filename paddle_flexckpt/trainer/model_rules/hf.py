@@ -15,7 +15,7 @@ from typing import Any
 
 from paddle_flexckpt.aoa import invert
 from paddle_flexckpt.catalog import Problem, ValidationError
-from paddle_flexckpt.trainer.model_rules.fused import FusedLayer, fused_layers
+from paddle_flexckpt.trainer.model_rules.fused import FusedLayer, fused_layers, layer_of
 from paddle_flexckpt.trainer.model_rules.registry import qualified_name
 
 AoaConfig = dict[str, list[str]]
@@ -107,7 +107,7 @@ def _renames(model_class: Any, config: Any, tied: bool) -> Iterable[_Statement]:
 
 
 def _fused(model_class: Any, config: Any) -> list[FusedLayer]:
-    """The fused layers that the checkpoint has fused as well, if the model has none of its own class at hand."""
+    """The fused layers that there is a statement for, of a class: no model is built."""
     shell = model_class.__new__(model_class)
     object.__setattr__(shell, "config", config)
     return [layer for layer in fused_layers(shell) if layer.statement is not None]
@@ -116,9 +116,7 @@ def _fused(model_class: Any, config: Any) -> list[FusedLayer]:
 def _tags(fused: dict[str, FusedLayer], target: str) -> str:
     """What a statement says of a parameter that every rank holds as parts side by side."""
     path, _, parameter = target.rpartition(".")
-    parts = path.split(".")
-    ends = (".".join(parts[first:]) for first in range(len(parts)))
-    layer = next((fused[end] for end in ends if end in fused), None)
+    layer = layer_of(fused, path)
     if layer is None:
         return ""
     return f", {layer.statement}" + (", axis=0" if parameter == "bias" else "")

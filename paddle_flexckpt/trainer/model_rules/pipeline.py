@@ -67,31 +67,31 @@ def pipeline_names(pipeline: Any) -> PipelineNames:
     Raises:
         ValueError: It is not known what a property stands for by which stages share a weight.
     """
-    from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SharedLayerDesc
-
-    shared: dict[str, str] = {}
-    for index, desc in enumerate(pipeline._layers_desc):
-        if not isinstance(desc, SharedLayerDesc):
-            continue
-        attributes = desc.shared_weight_attr
-        for attribute in [attributes] if isinstance(attributes, str) else attributes:
-            shared[f"{index}.{attribute}"] = f"{index}.{_parameter_name(desc.layer_func, attribute)}"
+    shared = {
+        f"{index}.{attribute}": f"{index}.{_parameter_name(desc.layer_func, attribute)}"
+        for index, desc, attribute in _shared_attributes(pipeline)
+    }
     return PipelineNames(pipeline.get_sequential_name_prefixes(), shared)
 
 
 def shared_names(pipeline: Any) -> list[list[str]]:
     """The names of each weight that stages share, one for every layer that has it; errors of :func:`pipeline_names`."""
-    from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SharedLayerDesc
-
     names = pipeline_names(pipeline)
     found: dict[tuple[str, str], list[str]] = {}
-    for index, desc in enumerate(pipeline._layers_desc):
-        if not isinstance(desc, SharedLayerDesc):
-            continue
-        attributes = desc.shared_weight_attr
-        for attribute in [attributes] if isinstance(attributes, str) else attributes:
-            found.setdefault((desc.layer_name, attribute), []).append(names[f"{index}.{attribute}"])
+    for index, desc, attribute in _shared_attributes(pipeline):
+        found.setdefault((desc.layer_name, attribute), []).append(names[f"{index}.{attribute}"])
     return list(found.values())
+
+
+def _shared_attributes(pipeline: Any) -> Iterator[tuple[int, Any, str]]:
+    """``(index, desc, attribute)`` of everything that a layer shares with layers of other stages."""
+    from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SharedLayerDesc
+
+    for index, desc in enumerate(pipeline._layers_desc):
+        if isinstance(desc, SharedLayerDesc):
+            attributes = desc.shared_weight_attr
+            for attribute in [attributes] if isinstance(attributes, str) else attributes:
+                yield index, desc, attribute
 
 
 def _parameter_name(layer_class: Any, attribute: str) -> str:
