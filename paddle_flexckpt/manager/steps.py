@@ -240,7 +240,7 @@ class StepDirectories:
         backend = self.directory(step)
         directory = CheckpointDirectory(backend)
         with contextlib.ExitStack() as stack:
-            if not _lock(backend, stack):
+            if not try_lock(backend, stack):
                 return False
             claim = backend.claim(_MANIFEST)
             if claim is None:
@@ -269,7 +269,7 @@ class StepDirectories:
         backend = self.directory(step)
         with contextlib.ExitStack() as stack:
             if backend.exists():
-                if not _lock(backend, stack):
+                if not try_lock(backend, stack):
                     return False
                 # With a manifest it had not come so far as to remove anything, or the step has been saved again.
                 if _MANIFEST not in backend.names():
@@ -300,7 +300,7 @@ class StepDirectories:
         if not any(name.endswith(".saving") for name in names) and (names or backend.directories()):
             return False
         with contextlib.ExitStack() as stack:
-            if not _lock(backend, stack):
+            if not try_lock(backend, stack):
                 return False
             removed = CheckpointDirectory(backend).remove_dead_saves()
         backend.remove_directory()
@@ -328,7 +328,7 @@ def _remove_files(directory: Backend, files: Sequence[str]) -> None:
     directory.sync()
 
 
-def _lock(directory: Backend, stack: contextlib.ExitStack) -> bool:
+def try_lock(directory: Backend, stack: contextlib.ExitStack) -> bool:
     """Takes the right to save there for the time of a context; returns whether nobody else has it."""
     try:
         lock = directory.lock()

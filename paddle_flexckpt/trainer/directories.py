@@ -21,6 +21,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.manager.steps import try_lock
 from paddle_flexckpt.storage import is_complete, open_backend
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -125,9 +126,7 @@ class TrainerDirectories:
         backend = open_backend(directory / SUBDIRECTORY)
         with contextlib.ExitStack() as stack:
             if backend.exists():
-                try:
-                    stack.callback(backend.lock().release)
-                except CheckpointError:
+                if not try_lock(backend, stack):
                     return False  # it is being saved
                 if _MANIFEST in backend.names():
                     claim = backend.claim(_MANIFEST)
