@@ -333,8 +333,11 @@ def test_what_has_intact_replicas_is_recoverable(tmp_path):
     # A header: no load needs it.
     report = report_after(lambda: flip(stored.file(0), len(originals[0]) // 2))
     assert (only(report).remedy, report.recoverable) == (REMEDY, True)
-    report = report_after(lambda: flip(tmp_path / "0.manifest", 60))
-    assert not report.recoverable
+    # A manifest, wherever it is damaged; the digit of the format's version too, which is no newer library's.
+    manifest = (tmp_path / "0.manifest").read_bytes()
+    for byte in (60, manifest.index(b'"format_version":"') + len(b'"format_version":"')):
+        assert not report_after(lambda byte=byte: flip(tmp_path / "0.manifest", byte)).recoverable
+        (tmp_path / "0.manifest").write_bytes(manifest)
 
 
 def test_items_with_other_checksums_are_no_replicas(tmp_path):
@@ -368,15 +371,10 @@ def test_every_change_of_the_manifest_is_found(tmp_path):
     for _ in range(1000):
         byte = int(generator.integers(len(data)))
         change(path, byte, (data[byte] + int(generator.integers(1, 256))) % 256)
-        try:
-            problem = only(verify(stored))
-        except ValidationError as error:
-            assert "format version" in str(error)  # the digit of the version itself
-            assert str(path) in str(error)
-        else:
-            assert problem.file == str(path)
-            assert "the manifest is damaged" in problem.what
-            assert "repair" in problem.remedy
+        problem = only(verify(stored))
+        assert problem.file == str(path)
+        assert "the manifest is damaged" in problem.what
+        assert "repair" in problem.remedy
         path.write_bytes(data)
     assert verify(stored).ok
 
