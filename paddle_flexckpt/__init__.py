@@ -12,6 +12,7 @@ from paddle_flexckpt._version import __version__
 
 if TYPE_CHECKING:
     from paddle_flexckpt.algebra import (
+        balanced_split,
         flat_range_in_min_slice,
         get_overlap_region,
         minimal_nd_slice,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         UnsafePickleError,
         ValidationError,
     )
+    from paddle_flexckpt.dist_tensor import compute_local_shape_and_global_offset
     from paddle_flexckpt.execution.export import export_safetensors
     from paddle_flexckpt.execution.verification import repair_manifest, verify_checkpoint
     from paddle_flexckpt.manager import (
@@ -84,6 +86,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "algebra": (
+        "balanced_split",
         "flat_range_in_min_slice",
         "get_overlap_region",
         "minimal_nd_slice",
@@ -103,6 +106,7 @@ _MODULES = {
         "UnsafePickleError",
         "ValidationError",
     ),
+    "dist_tensor": ("compute_local_shape_and_global_offset",),
     "execution.export": ("export_safetensors",),
     "execution.verification": ("repair_manifest", "verify_checkpoint"),
     "manager": (
@@ -192,9 +196,11 @@ __all__ = [
     "__version__",
     "_load_state_dict",
     "assign_sharded_slice",
+    "balanced_split",
     "build_shard_desc",
     "build_sharded_state_dict",
     "collect_extra_state",
+    "compute_local_shape_and_global_offset",
     "create_sharded_weight_with_new_local",
     "explain",
     "export_safetensors",

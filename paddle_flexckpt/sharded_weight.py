@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
+from paddle_flexckpt.dist_tensor import is_dist_tensor, local_part
+
 try:
     from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight as _PaddleShardedWeight
 except ImportError:  # Paddle before 3.2 has no FlexCheckpoint of its own.
@@ -65,6 +67,10 @@ class ShardedWeight(_PaddleShardedWeight):
         aliases: Other names under which a checkpoint may hold the same tensor (tied parameters). They are tried in
             order when the key itself is not there.
         fused: The rule of a fused parameter, or None.
+        dist_tensor: The DistTensor whose local value ``local_tensor`` is, or None.
+
+    A DistTensor is described by its placements: ``local_tensor`` is then its local value, ``local_shape`` and
+    ``global_offset`` are this rank's, and a rank that holds nothing of it has an empty flattened range.
     """
 
     # The parent's constructor is not called: it rejects a tensor that has no Paddle methods (a numpy array).
@@ -80,11 +86,13 @@ class ShardedWeight(_PaddleShardedWeight):
         aliases: Iterable[str] = (),
         fused: FusedAxis | None = None,
     ) -> None:
-        if _is_dist_tensor(local_tensor):
-            raise ValueError(
-                f"key {key!r}: a DistTensor (semi-automatic parallel) is not supported here yet. "
-                "Remedy: pass its local value with the local shape, global shape and offset of its placements"
+        self.dist_tensor = None
+        if is_dist_tensor(local_tensor):
+            self.dist_tensor = local_tensor
+            local_tensor, local_shape, global_offset, flat = _place_of(
+                key, local_tensor, local_shape, global_shape, global_offset, flattened_range
             )
+            is_flattened, flattened_range = flat is not None, flat
         self.key = key
         self.local_tensor = local_tensor
         self.local_shape = tuple(int(n) for n in local_shape)
@@ -114,9 +122,35 @@ ShardedTensor = ShardedWeight
 ShardedStateDict = Union[dict[str, ShardedWeight], "OrderedDict[str, ShardedWeight]"]
 
 
-def _is_dist_tensor(value: Any) -> bool:
-    is_dist = getattr(value, "is_dist", None)
-    return bool(callable(is_dist) and is_dist())
+def _place_of(
+    key: str,
+    tensor: Any,
+    local_shape: Sequence[int],
+    global_shape: Sequence[int],
+    global_offset: Sequence[int],
+    flattened_range: slice | None,
+) -> tuple[Any, tuple[int, ...], tuple[int, ...], slice | None]:
+    """Local value, local shape, global offset and flattened range of a DistTensor, by its placements.
+
+    Callers that do not know of DistTensors describe them as whole, which is put right here.
+
+    Raises:
+        ValueError: What the caller says is neither the whole tensor nor this rank's part.
+    """
+    whole = tuple(int(n) for n in tensor.shape)
+    part = local_part(key, tensor)
+    said = tuple(tuple(int(n) for n in values) for values in (local_shape, global_offset))
+    known = [(whole, (0,) * len(whole)), (part.shape, part.offset)]
+    if tuple(int(n) for n in global_shape) != whole or said not in known or flattened_range is not None:
+        raise ValueError(
+            f"key {key!r}: global_shape {tuple(global_shape)}, local_shape {said[0]}, global_offset {said[1]} and "
+            f"flattened_range {flattened_range} are given for a DistTensor of shape {whole}, of which this rank holds "
+            f"shape {part.shape} at {part.offset}. Remedy: make_replicated_sharded_weight(key, tensor) takes them from "
+            "its placements; for a flattened range pass the local value"
+        )
+    if part.shape is None or part.offset is None:
+        return part.tensor, whole, (0,) * len(whole), slice(0, 0)
+    return part.tensor, part.shape, part.offset, None
 
 
 def is_sharded_weight(value: Any) -> bool:
@@ -200,7 +234,7 @@ def model_parallel_group(key: str) -> Any:
 
 
 def make_replicated_sharded_weight(key: str, tensor: Any) -> ShardedWeight:
-    """Describes a tensor of which every rank holds all."""
+    """Describes a tensor of which every rank holds all; a DistTensor as its placements say."""
     shape = tuple(int(n) for n in tensor.shape)
     return ShardedWeight(key, tensor, shape, shape, (0,) * len(shape))
 
@@ -210,20 +244,25 @@ def create_sharded_weight_with_new_local(
 ) -> ShardedWeight:
     """Describes another tensor as cut exactly like a reference (an optimizer's state like its parameter).
 
+    A DistTensor is described by its own placements.
+
     Raises:
-        ValueError: The tensor has not the reference's local shape.
+        ValueError: The tensor has not the reference's local shape; for a DistTensor, its global shape.
     """
-    shape, expected = tuple(int(n) for n in new_local_tensor.shape), tuple(reference_tensor.local_shape)
+    dist = is_dist_tensor(new_local_tensor)
+    shape = tuple(int(n) for n in new_local_tensor.shape)
+    expected = tuple(reference_tensor.global_shape if dist else reference_tensor.local_shape)
     if shape != expected:
         raise ValueError(
-            f"Shape mismatch: {new_key!r} has local shape {shape}; expected {expected} as {reference_tensor.key!r} has"
+            f"Shape mismatch: {new_key!r} has {'global' if dist else 'local'} shape {shape}; expected {expected} as "
+            f"{reference_tensor.key!r} has"
         )
     return ShardedWeight(
         new_key,
         new_local_tensor,
         expected,
         reference_tensor.global_shape,
-        reference_tensor.global_offset,
+        (0,) * len(expected) if dist else reference_tensor.global_offset,
         fused=getattr(reference_tensor, "fused", None),
     )
 

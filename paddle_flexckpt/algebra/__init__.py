@@ -15,6 +15,7 @@ from paddle_flexckpt.algebra.flat import (
     row_major_strides,
     unravel_index,
 )
+from paddle_flexckpt.algebra.mesh_split import balanced_split, nested_piece
 from paddle_flexckpt.algebra.strided import ByteRuns, StridedCopy, coalesce_runs
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "BoxMaps",
     "ByteRuns",
     "StridedCopy",
+    "balanced_split",
     "coalesce_runs",
     "flat_range_in_min_slice",
     "flat_range_to_boxes",
@@ -29,6 +31,7 @@ __all__ = [
     "get_overlap_region",
     "intersect_boxes",
     "minimal_nd_slice",
+    "nested_piece",
     "ravel_index",
     "row_major_strides",
     "subtract_boxes",

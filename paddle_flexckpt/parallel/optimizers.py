@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MethodType
 from typing import Any
 
+from paddle_flexckpt.dist_tensor import is_dist_tensor
 from paddle_flexckpt.parallel.sharding_stage3 import parameter_name, slice_ranges, stepped_parameters
 from paddle_flexckpt.sharded_weight import (
     ShardedStateDict,
@@ -241,6 +242,9 @@ def _describe(
 ) -> ShardedWeight:
     key = f"{parameter}.{suffix}"
     shape, expected = tuple(int(n) for n in tensor.shape), tuple(reference.local_shape)
+    if is_dist_tensor(tensor):
+        # Stages 1 and 2 cut states whose parameter is whole: a state has placements of its own.
+        return make_replicated_sharded_weight(key, tensor)
     # An integer is a counter (ASGD's m), also where the parameter has one element here and more on other ranks.
     if scalar or (shape in ((), (1,)) and "int" in str(tensor.dtype)):
         return make_replicated_sharded_weight(key, tensor)
@@ -248,6 +252,9 @@ def _describe(
         return _describe_flat(key, tensor, reference, flat)
     if shape == expected:
         return create_sharded_weight_with_new_local(key, tensor, reference)
+    if reference.dist_tensor is not None and shape == tuple(reference.global_shape):
+        # Paddle leaves the states of a parameter whose first extent is 1 dense, on every rank.
+        return make_replicated_sharded_weight(key, tensor)
     if shape[1:] == expected:
         # One copy of the parameter's shape per index of a leading axis of the optimizer's own (ASGD's history).
         return ShardedWeight(key, tensor, shape, (shape[0], *reference.global_shape), (0, *reference.global_offset))

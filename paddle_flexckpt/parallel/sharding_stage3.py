@@ -28,7 +28,11 @@ def parameter_name(name: str) -> str:
 def identity(weight: ShardedWeight) -> Any:
     """Equal for two names of the same tensor, or of two looks at the same slice."""
     name = getattr(weight.local_tensor, "name", None)
-    return name if isinstance(name, str) and name.startswith(_PREFIX) else id(weight.local_tensor)
+    if isinstance(name, str) and name.startswith(_PREFIX):
+        return name
+    # Each look at the local value of a DistTensor is another object.
+    dist = getattr(weight, "dist_tensor", None)
+    return id(weight.local_tensor if dist is None else dist)
 
 
 def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:

@@ -62,8 +62,8 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
     """Describes a rank's state.
 
     Args:
-        state_dict: Names to ShardedWeights (of this library or Paddle), tensors or arrays (taken as replicated),
-            nested as deep as one likes.
+        state_dict: Names to ShardedWeights (of this library or Paddle), DistTensors (described by their placements),
+            and tensors or arrays (taken as replicated), nested as deep as one likes.
         rank: This rank's number.
         file: Name of the (virtual) file that the state stands for.
 
@@ -80,7 +80,11 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
         if problem is not None:
             problems.append(problem)
             continue
-        weight = value if is_sharded_weight(value) else make_replicated_sharded_weight(key, value)
+        try:
+            weight = value if is_sharded_weight(value) else make_replicated_sharded_weight(key, value)
+        except ValueError as error:  # the placements of a DistTensor
+            problems.append(Problem(str(error).removeprefix(f"key {key!r}: "), key=key, rank=rank))
+            continue
         problem = _malformed(key, weight, rank)
         if problem is not None:
             problems.append(problem)
@@ -125,13 +129,6 @@ def _unusable(key: str, value: Any, rank: int) -> Problem | None:
             rank=rank,
             got=f"{value!r} ({type(value).__name__})",
             remedy="make it a tensor, or keep it outside the state dict",
-        )
-    if callable(getattr(value, "is_dist", None)) and value.is_dist():
-        return Problem(
-            "a DistTensor (semi-automatic parallel) is not supported here yet",
-            key=key,
-            rank=rank,
-            remedy="wrap its local value in a ShardedWeight with its offset and global shape",
         )
     if getattr(value, "is_distributed", False):
         return Problem(

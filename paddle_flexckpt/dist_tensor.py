@@ -1,0 +1,141 @@
+"""DistTensors (semi-automatic parallel): which part of the whole this rank holds, by the tensor's placements.
+
+Nothing is communicated: where a rank's part lies follows from its place in the mesh, axis by axis.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.algebra import nested_piece
+
+# Two mesh axes that split the same tensor axis come back as a bare Placement without accessors: only its text says
+# which of them splits first.
+_ORDER = re.compile(r"shard_order=(\d+)")
+_SPLIT_FACTOR = re.compile(r"split_factor=(\d+)")
+
+
+@dataclass(frozen=True, eq=False)
+class LocalPart:
+    """A rank's part of a DistTensor.
+
+    Attributes:
+        tensor: The local value: dense, and the same memory as the DistTensor's; its name is the DistTensor's. Where the
+            rank holds nothing it is an empty tensor of shape ``[0]``.
+        shape: Shape of the part; None where the rank holds nothing.
+        offset: The part's first element in the whole tensor; None where the rank holds nothing.
+    """
+
+    tensor: Any
+    shape: tuple[int, ...] | None
+    offset: tuple[int, ...] | None
+
+
+def is_dist_tensor(value: Any) -> bool:
+    """Whether a value is a DistTensor."""
+    is_dist = getattr(value, "is_dist", None)
+    return bool(callable(is_dist) and is_dist())
+
+
+def compute_local_shape_and_global_offset(
+    global_shape: Sequence[int], process_mesh: Any, placements: Sequence[Any], rank: int | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]] | tuple[None, None]:
+    """Shape and place of a rank's part of a tensor.
+
+    Args:
+        global_shape: Shape of the whole tensor.
+        process_mesh: The ProcessMesh that it is spread over.
+        placements: One placement per mesh axis; several may split the same tensor axis.
+        rank: The rank; this one by default.
+
+    Returns:
+        Local shape and global offset, where an extent of the shape may be 0; ``(None, None)`` for a rank outside of the
+        mesh.
+
+    Raises:
+        ValueError: A placement is partial, re-arranges elements (``split_factor``), or splits an axis that the tensor
+            does not have; or their number is not that of the mesh's axes.
+    """
+    if rank is None:
+        import paddle
+
+        rank = paddle.distributed.get_rank()
+    mesh = np.asarray(process_mesh.process_ids).reshape(process_mesh.shape)
+    cuts = _cuts([int(n) for n in global_shape], mesh.ndim, placements)
+    here = np.argwhere(mesh == rank)
+    if not len(here):
+        return None, None
+    coordinate = here[0].tolist()
+    pieces = [
+        nested_piece(int(extent), [(mesh.shape[axis], coordinate[axis]) for axis in axes])
+        for extent, axes in zip(global_shape, cuts)
+    ]
+    return tuple(size for _, size in pieces), tuple(offset for offset, _ in pieces)
+
+
+def local_part(key: str, tensor: Any) -> LocalPart:
+    """This rank's part of a DistTensor.
+
+    Args:
+        key: Its name in the state, for errors.
+        tensor: The DistTensor.
+
+    Raises:
+        ValueError: Its placements cannot be described, or its local value is not what they say.
+    """
+    try:
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.process_mesh, tensor.placements)
+    except ValueError as error:
+        raise ValueError(f"key {key!r}: {error}") from error
+    if shape is None or offset is None or (0 in shape and 0 not in tensor.shape):
+        import paddle
+
+        nothing = paddle.empty([0], dtype=tensor.dtype)
+        nothing.name = tensor.name
+        return LocalPart(nothing, None, None)
+    local = tensor._local_value()
+    got = tuple(int(n) for n in local.shape)
+    if got != shape and local._is_initialized():
+        raise ValueError(
+            f"key {key!r}: the local value of the DistTensor has shape {list(got)}; expected {list(shape)}, the "
+            f"part of {list(tensor.shape)} under {tensor.placements} on {tensor.process_mesh}. Remedy: if Paddle gives "
+            "a buffer wrong placements (fused tensors), pass a ShardedWeight with the local value and its place"
+        )
+    local.name = tensor.name  # each look at the local value makes another name
+    return LocalPart(local, shape, offset)
+
+
+def _cuts(global_shape: list[int], mesh_ndim: int, placements: Sequence[Any]) -> list[list[int]]:
+    """Per axis of the tensor, the mesh axes that split it, in the order in which they do."""
+    if len(placements) > mesh_ndim:
+        raise ValueError(f"{len(placements)} placements {list(placements)} for a mesh of {mesh_ndim} axes")
+    cuts: list[list[tuple[int, int]]] = [[] for _ in global_shape]
+    # Fewer placements than mesh axes: the tensor is replicated over the others.
+    for axis, placement in enumerate(placements):
+        if placement.is_partial():
+            raise ValueError(
+                f"the tensor is Partial over mesh axis {axis} ({placements}): each rank holds a term of a sum, not "
+                "a part of the tensor. Remedy: reshard it to Replicate or Shard first"
+            )
+        if not placement.is_shard():
+            continue
+        text = str(placement)
+        factor = _SPLIT_FACTOR.search(text)
+        if factor is not None and int(factor[1]) > 1:
+            raise ValueError(
+                f"the tensor's elements are re-arranged over mesh axis {axis} ({text}): a rank's part is no box. "
+                "Remedy: reshard it to a plain Shard or Replicate first"
+            )
+        split = [
+            i for i in range(len(global_shape)) if placement.is_shard(i) or placement.is_shard(i - len(global_shape))
+        ]
+        if len(split) != 1:
+            raise ValueError(f"{text} over mesh axis {axis} splits no axis of a tensor of shape {global_shape}")
+        order = _ORDER.search(text)
+        cuts[split[0]].append((0 if order is None else int(order[1]), axis))
+    return [[axis for _, axis in sorted(axes)] for axes in cuts]
