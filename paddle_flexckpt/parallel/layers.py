@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paddle_flexckpt.parallel.fully_shard import describe_fused
 from paddle_flexckpt.parallel.sharding_stage3 import describe_sliced, identity
 from paddle_flexckpt.sharded_weight import (
     FusedAxis,
@@ -94,7 +95,7 @@ def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
     group = layer._get_shard_group() if rules else None
     whole = build_sharded_state_dict(state, rules, prefix, group)
     # By their shapes so far: a parameter that stage 3 has released has no memory of its own.
-    return {key: describe_sliced(layer, weight) for key, weight in whole.items()}
+    return {key: describe_fused(describe_sliced(layer, weight)) for key, weight in whole.items()}
 
 
 def own_state(layer: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from types import MethodType
 from typing import Any
 
 from paddle_flexckpt.dist_tensor import is_dist_tensor
+from paddle_flexckpt.parallel.fully_shard import fused_tables
 from paddle_flexckpt.parallel.sharding_stage3 import parameter_name, slice_ranges, stepped_parameters
 from paddle_flexckpt.sharded_weight import (
     ShardedStateDict,
@@ -80,6 +81,9 @@ class OptimizerMixin:
         names = names_by_tensor(model_sharded_state_dict)
         trainable = [parameter for parameter in _parameters(self) if not parameter.stop_gradient]
         create_accumulators(self, list(stepped_parameters(self, trainable)), names)
+        tables = fused_tables(self)
+        if tables is not None:
+            return describe_states(tables, model_sharded_state_dict, names, tables.ranges)
         ranges = slice_ranges(self, model_sharded_state_dict, names)
         return describe_states(self, model_sharded_state_dict, names, ranges)
 

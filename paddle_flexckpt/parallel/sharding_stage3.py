@@ -68,7 +68,7 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
     flat = _range_of(wrapper, parameter.name, weight)
     return ShardedWeight(
         weight.key,
-        _first(parameter.fw_storage, flat.stop - flat.start, parameter.name),
+        storage_range(parameter.fw_storage, 0, flat.stop - flat.start, parameter.name),
         weight.local_shape,
         weight.global_shape,
         weight.global_offset,
@@ -107,12 +107,12 @@ def _range_of(wrapper: Any, parameter: str, weight: ShardedWeight) -> slice:
     return slice(min(int(begin), size), min(int(end), size))
 
 
-def _first(storage: Any, size: int, parameter: str) -> Any:
-    """The first elements of a slice, sharing its memory; the rest is padding."""
+def storage_range(storage: Any, begin: int, size: int, parameter: str) -> Any:
+    """A range of a one-dimensional storage, sharing its memory, named as a slice of a parameter."""
     import paddle
 
     # _slice() shares whatever FLAGS_use_stride_kernel says, but it cannot give nothing.
-    tensor = storage._slice(0, size) if size else paddle.empty([0], dtype=storage.dtype)
+    tensor = storage._slice(begin, begin + size) if size else paddle.empty([0], dtype=storage.dtype)
     tensor.name = _PREFIX + parameter  # storage that was gathered and cut again has lost its name
     return tensor
 

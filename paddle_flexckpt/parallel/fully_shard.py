@@ -1,0 +1,174 @@
+"""``fully_shard`` on a process mesh, with fused parameters (its default): slices of buffers.
+
+Parameters of one kind stand end to end in a buffer, each padded, and each rank holds an equal piece of the buffer. The
+parameters themselves have memory only while their layer runs. The optimizer steps on the pieces: its states are those
+of a buffer, and here they are taken apart again into ranges of parameters, without the padding.
+
+Without fusion parameters and states are plain DistTensors, and nothing here is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from paddle_flexckpt.parallel.sharding_stage3 import storage_range
+from paddle_flexckpt.sharded_weight import ShardedWeight
+
+
+@dataclass
+class StateTables:
+    """An optimizer's tables with names of parameters in place of names of buffers.
+
+    The attributes have the names that they have in Paddle's optimizers.
+
+    Attributes:
+        _accumulators: By name of accumulator and name of parameter.
+        _master_weights: By name of parameter.
+        _multi_precision: Whether the master weights are in use.
+        _name: The optimizer's name, or None.
+        ranges: By name of parameter, its range that this rank holds.
+    """
+
+    _multi_precision: bool
+    _name: str | None
+    _accumulators: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _master_weights: dict[str, Any] = field(default_factory=dict)
+    ranges: dict[str, slice] = field(default_factory=dict)
+
+
+def fused_context() -> Any:
+    """What ``fully_shard`` with fused parameters has registered, or None."""
+    try:
+        from paddle.distributed.auto_parallel.fully_shard_fusion import get_fsdp_context
+    except ImportError:  # Paddle before 3.3
+        return None
+    return get_fsdp_context()
+
+
+def describe_fused(weight: ShardedWeight) -> ShardedWeight:
+    """A parameter's shard as it is stored: a range of a buffer for a fused one, anything else unchanged.
+
+    Args:
+        weight: The parameter described by its placements.
+
+    Raises:
+        ValueError: The buffer has another size than this rank's piece, or is spread over more than one mesh axis.
+    """
+    parameter = weight.dist_tensor
+    context = fused_context()
+    if parameter is None or context is None:
+        return weight
+    group = context.buffer_manager.param_to_buffer_id.get(parameter.name)
+    if group is None or not _is_one_of(context.buffer_manager.buffer_groups[group].params, parameter):
+        return weight
+    _drop_gathered(context)
+    buffer = context.buffer_manager.buffer_groups[group].params_buffer
+    flat = _ranges(context, buffer)[parameter.name]
+    return ShardedWeight(
+        weight.key,
+        _slice(buffer.data_buffer, flat, parameter.name),
+        tuple(int(n) for n in parameter.shape),
+        tuple(int(n) for n in parameter.shape),
+        (0,) * len(parameter.shape),
+        is_flattened=True,
+        flattened_range=flat.elements,
+    )
+
+
+def fused_tables(optimizer: Any) -> StateTables | None:
+    """An optimizer's tables by parameter, if it steps on buffers; None otherwise.
+
+    Every parameter of a buffer has the same number for what is kept per buffer (powers of beta): one and the same
+    tensor, so that a load into it needs equal numbers.
+    """
+    context = fused_context()
+    parameters = {getattr(parameter, "name", None) for parameter in optimizer._parameter_list or []}
+    if context is None or not parameters & set(context.buffer_manager.param_to_buffer_id):
+        return None
+    masters = dict(getattr(optimizer, "_master_weights", {}) or {})
+    tables = StateTables(bool(getattr(optimizer, "_multi_precision", True)), getattr(optimizer, "_name", None))
+    for group in context.buffer_manager.buffer_groups:
+        buffer = group.params_buffer
+        name = buffer.data_buffer.name
+        held = _ranges(context, buffer)
+        tables.ranges.update({parameter: flat.elements for parameter, flat in held.items()})
+        master = masters.pop(name, None)
+        if master is not None:
+            for parameter, flat in held.items():
+                tables._master_weights[parameter] = _slice(master, flat, f"{parameter}_fp32_master")
+        for accumulator, tensors in optimizer._accumulators.items():
+            tensor = tensors.get(name if master is None else master.name)
+            if tensor is None:
+                continue
+            scalar = int(tensor.shape[0]) != int(buffer.data_buffer.shape[0])
+            by_parameter = tables._accumulators.setdefault(accumulator, {})
+            for parameter, flat in held.items():
+                by_parameter[parameter] = tensor if scalar else _slice(tensor, flat, parameter)
+    return tables
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What this rank's piece of a buffer has of one parameter.
+
+    Attributes:
+        elements: The range of the parameter.
+        begin: Where the piece holds it.
+    """
+
+    elements: slice
+    begin: int
+
+
+def _is_one_of(parameters: list[Any], parameter: Any) -> bool:
+    """Whether a parameter itself is in a list; another model's may have its name."""
+    return any(other is parameter for other in parameters)
+
+
+def _ranges(context: Any, buffer: Any) -> dict[str, _Held]:
+    """What this rank's piece of a buffer has of each of the buffer's parameters."""
+    group = context.buffer_manager._fsdp_group
+    total, held = int(buffer.total_buffer_size), int(buffer.data_buffer.shape[0])
+    if held * group.nranks != total or len(context.mesh.process_ids) != group.nranks:
+        # Paddle cuts by a rank's number in the whole mesh and gathers over its axis "dp".
+        raise ValueError(
+            f"fully_shard: buffer {buffer.data_buffer.name!r} of {total} elements, of which this rank holds {held}, is "
+            f"spread over {group.nranks} of the {len(context.mesh.process_ids)} ranks of {context.mesh}. Fused "
+            "parameters can be described on meshes of one axis only. Remedy: fully_shard(..., "
+            "enable_tensor_fusion_and_overlap=False)"
+        )
+    begin = (0 if group.nranks == 1 else group.rank) * held
+    shapes = {parameter.name: parameter.shape for group in _groups(context) for parameter in group.params}
+    ranges = {}
+    for name, offset in buffer.param_offsets.items():
+        offset, size = int(offset), math.prod(int(n) for n in shapes[name])
+        first, last = min(max(begin - offset, 0), size), min(max(begin + held - offset, 0), size)
+        ranges[name] = _Held(slice(first, last), offset + first - begin if last > first else 0)
+    return ranges
+
+
+def _groups(context: Any) -> Iterator[Any]:
+    yield from context.buffer_manager.buffer_groups
+
+
+def _slice(buffer: Any, flat: _Held, parameter: str) -> Any:
+    return storage_range(buffer, flat.begin, flat.elements.stop - flat.elements.start, parameter)
+
+
+def _drop_gathered(context: Any) -> None:
+    """Frees the whole buffers that Paddle keeps for the next layer or the next forward.
+
+    They would be used again after a load, with the values from before it. Paddle gathers them anew when it needs them.
+    """
+    from paddle.distributed.auto_parallel.fully_shard_fusion import BufferState
+
+    for group in _groups(context):
+        buffer = group.params_buffer
+        if buffer.status == BufferState.SYNCING:
+            buffer.comm_task.wait()  # communication into memory that is given back would be lost on another tensor
+            buffer.comm_task = None
+            buffer.status = BufferState.READY
+    context.comm_manager.reset_params_buffer_status()
