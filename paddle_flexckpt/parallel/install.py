@@ -6,6 +6,7 @@ import inspect
 from types import FunctionType
 from typing import Any
 
+from paddle_flexckpt.parallel.dist_model import DistModelMixin
 from paddle_flexckpt.parallel.experts import ExpertParallelMixin, MoELayerMixin
 from paddle_flexckpt.parallel.layers import LayerMixin
 from paddle_flexckpt.parallel.optimizers import (
@@ -27,6 +28,7 @@ _MARK = "_flexckpt_methods"
 def _assignments() -> list[tuple[type, tuple[type, ...]]]:
     """Paddle's classes and the mixins that each of them gets."""
     import paddle
+    from paddle.distributed.auto_parallel.api import DistModel
     from paddle.distributed.fleet.layers.mpu import mp_layers
     from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import (
         dygraph_sharding_optimizer as sharding_v1_v2,
@@ -64,6 +66,7 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (sharding_v1_v2.DygraphShardingOptimizer, (ShardingV1Mixin,)),
         (sharding_v1_v2.DygraphShardingOptimizerV2, (ShardingV2Mixin,)),
         (stage2.GroupShardedOptimizerStage2, (ShardingStage2Mixin,)),
+        (DistModel, (DistModelMixin,)),
     ]
 
 

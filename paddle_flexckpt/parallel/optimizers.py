@@ -227,7 +227,7 @@ def describe_states(
         sharded[state.key] = state
 
     for raw_name, tensors in optimizer._accumulators.items():
-        accumulator = _without_prefix(raw_name, getattr(optimizer, "_name", None))
+        accumulator = without_prefix(raw_name, getattr(optimizer, "_name", None))
         for raw_parameter, tensor in tensors.items():
             # States of half-precision parameters are kept under the names of the master weights.
             add(owner.get(raw_parameter, raw_parameter), f"{accumulator}_0", tensor, accumulator in _SCALARS)
@@ -236,7 +236,8 @@ def describe_states(
     return sharded
 
 
-def _without_prefix(accumulator: str, optimizer_name: str | None) -> str:
+def without_prefix(accumulator: str, optimizer_name: str | None) -> str:
+    """An accumulator's name without the name that the optimizer was given."""
     prefix = f"{optimizer_name}_"
     return accumulator[len(prefix) :] if optimizer_name and accumulator.startswith(prefix) else accumulator
 

@@ -1,0 +1,132 @@
+"""Static models of semi-automatic parallel (``dist.to_static``): parameters and optimizer states by structured name.
+
+A DistModel keeps both in the scope of its program, under raw names. They are described here under the names that they
+have in dynamic mode, with the live memory, so one checkpoint serves both modes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from paddle_flexckpt.parallel.optimizers import without_prefix
+from paddle_flexckpt.parallel.sharding_stage3 import parameter_name
+from paddle_flexckpt.sharded_weight import ShardedStateDict, ShardedWeight, make_replicated_sharded_weight
+
+# {parameter}_fp32_master_0, {parameter}_fp32_master_0_{accumulator}_0 and {parameter}_{accumulator}_0, where the number
+# counts the optimizers of the process.
+_MASTER = re.compile(r"_fp32_master_\d+")
+_COUNTER = re.compile(r"_\d+$")
+# Set by the optimizer or its scheduler at every step; not a state of the model.
+_LEARNING_RATE = re.compile(r"learning_rate_\d+")
+
+
+class DistModelMixin:
+    """What ``install()`` gives to the DistModel that ``dist.to_static`` returns."""
+
+    def sharded_state_dict(self: Any) -> ShardedStateDict:
+        """Describes the parameters, and in mode "train" the optimizer's states, as shards.
+
+        With tensor fusion a rank describes its ranges of the states, without padding. The learning rate is left out: a
+        scheduler's state is saved with :func:`collect_extra_state`.
+
+        Returns:
+            Structured names (``a.weight``, ``a.weight.moment1_0``, ``a.weight.w_0`` for the float32 master) to
+            ShardedWeights whose tensors are the live ones.
+
+        Raises:
+            ValueError: The model has no program yet, fuses parameters of q, k and v or of a feed-forward layer by a
+                pass, or has a state that belongs to no parameter.
+        """
+        if self._engine._mode is None:
+            raise ValueError(
+                "the DistModel has no program yet. Remedy: call its train(), eval() or predict() before its state is "
+                "asked for"
+            )
+        if self._engine.fused_ffn_qkv is not None:
+            raise ValueError(
+                "the DistModel fuses parameters (fused_ffn_qkv), and its state_dict() takes them apart into copies, "
+                "which a load would not reach. Remedy: turn the fusion passes off"
+            )
+        names = self._parameter_to_structured_name
+        state = self.state_dict()
+        sharded = {
+            key: make_replicated_sharded_weight(key, tensor)
+            for key, tensor in state.items()
+            if key in self._structured_to_parameter_name
+        }
+        ranges = _slice_ranges(self._engine._optimizer, sharded, names)
+        for raw, tensor in state.items():
+            if raw in sharded or parameter_name(raw) in names or _LEARNING_RATE.fullmatch(raw):
+                continue  # slice@{parameter} is a look at the parameter itself
+            parameter, suffix = _split(raw, names, getattr(self._engine._optimizer, "_name", None))
+            key = f"{names[parameter]}.{suffix}"
+            if raw == parameter_name(raw) or "_pow_acc" in suffix:
+                sharded[key] = make_replicated_sharded_weight(key, tensor)
+            else:
+                flat = ranges[parameter]
+                if flat.stop > flat.start:
+                    sharded[key] = _flat(key, tensor, sharded[names[parameter]], flat)
+        return sharded
+
+
+def _split(raw: str, names: Mapping[str, str], optimizer_name: str | None) -> tuple[str, str]:
+    """Parameter and suffix of a state's raw name: ``linear_0.w_0.dist_moment1_1`` has ``moment1_0``.
+
+    Raises:
+        ValueError: It begins with no parameter's name.
+    """
+    state = parameter_name(raw)
+    owners = [name for name in names if state.startswith(f"{name}_")]
+    if not owners:
+        raise ValueError(
+            f"the DistModel has a state {raw!r} that belongs to no parameter; there are {sorted(names)[:10]}. Remedy: "
+            "save state_dict() as it is, without other names"
+        )
+    owner = max(owners, key=len)
+    rest = state[len(owner) :]
+    master = _MASTER.match(rest)
+    if master is not None:
+        rest = rest[master.end() :]
+        if not rest:
+            return owner, "w_0"
+    return owner, without_prefix(_COUNTER.sub("_0", rest[1:]), optimizer_name)
+
+
+def _slice_ranges(optimizer: Any, model: Mapping[str, ShardedWeight], names: Mapping[str, str]) -> dict[str, slice]:
+    """By raw name of parameter, the range of its local box that this rank's states are of; empty without fusion.
+
+    Each buffer has its parameters one behind the other, each padded, and is cut evenly over the ranks. Paddle keeps for
+    each parameter the padded size, and where this rank's piece begins and ends within its part of the buffer.
+    """
+    import paddle
+
+    inner = getattr(optimizer, "_optimizer", optimizer)  # mixed precision wraps it
+    ranges: dict[str, slice] = {}
+    for group in getattr(inner, "_slice_param_group_info", ()):
+        ranks = inner._sharding_group.ranks
+        piece = sum(int(info["padded_size"]) for info in group.values()) // len(ranks)
+        begin, offset = ranks.index(paddle.distributed.get_rank()) * piece, 0
+        for parameter, info in group.items():
+            size = math.prod(model[names[parameter]].local_shape)
+            first, last = begin + int(info["param_start"]) - offset, begin + int(info["param_end"]) - offset
+            held = int(info["param_end"]) > int(info["param_start"])
+            ranges[parameter] = slice(min(first, size), min(last, size)) if held else slice(0, 0)
+            offset += int(info["padded_size"])
+    return ranges
+
+
+def _flat(key: str, tensor: Any, parameter: ShardedWeight, flat: slice) -> ShardedWeight:
+    size = flat.stop - flat.start
+    local = tensor._local_value()  # its placements say Replicate, which is not so
+    return ShardedWeight(
+        key,
+        local if int(local.shape[0]) == size else local._slice(0, size),
+        parameter.local_shape,
+        parameter.global_shape,
+        parameter.global_offset,
+        is_flattened=True,
+        flattened_range=flat,
+    )
