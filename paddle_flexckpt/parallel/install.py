@@ -16,7 +16,9 @@ from paddle_flexckpt.parallel.optimizers import (
     UndescribedOptimizerMixin,
 )
 from paddle_flexckpt.parallel.pipeline import PipelineLayerMixin
+from paddle_flexckpt.parallel.shard_optimizer import ShardOptimizerMixin
 from paddle_flexckpt.parallel.sharding import ShardingStage2Mixin, ShardingV1Mixin, ShardingV2Mixin
+from paddle_flexckpt.parallel.tensor_fusion import TensorFusionMixin
 from paddle_flexckpt.parallel.tensor_parallel import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin
 from paddle_flexckpt.parallel.wrappers import WrapperMixin
 
@@ -28,7 +30,7 @@ _MARK = "_flexckpt_methods"
 def _assignments() -> list[tuple[type, tuple[type, ...]]]:
     """Paddle's classes and the mixins that each of them gets."""
     import paddle
-    from paddle.distributed.auto_parallel.api import DistModel
+    from paddle.distributed.auto_parallel import api as semi_auto
     from paddle.distributed.fleet.layers.mpu import mp_layers
     from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import (
         dygraph_sharding_optimizer as sharding_v1_v2,
@@ -66,8 +68,14 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (sharding_v1_v2.DygraphShardingOptimizer, (ShardingV1Mixin,)),
         (sharding_v1_v2.DygraphShardingOptimizerV2, (ShardingV2Mixin,)),
         (stage2.GroupShardedOptimizerStage2, (ShardingStage2Mixin,)),
-        (DistModel, (DistModelMixin,)),
+        (semi_auto._ShardOptimizer, (ShardOptimizerMixin, *_tensor_fusion(semi_auto._ShardOptimizer))),
+        (semi_auto.DistModel, (DistModelMixin,)),
     ]
+
+
+def _tensor_fusion(optimizer: type) -> tuple[type, ...]:
+    """For a method that came with Paddle 3.1."""
+    return (TensorFusionMixin,) if hasattr(optimizer, "_tensor_fusion") else ()
 
 
 def _fully_shard() -> tuple[type, ...]:

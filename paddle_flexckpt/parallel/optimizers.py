@@ -15,6 +15,7 @@ from typing import Any
 from paddle_flexckpt.dist_tensor import is_dist_tensor
 from paddle_flexckpt.parallel.fully_shard import fused_tables
 from paddle_flexckpt.parallel.sharding_stage3 import parameter_name, slice_ranges, stepped_parameters
+from paddle_flexckpt.parallel.state_creation import create_states, under_fully_shard
 from paddle_flexckpt.sharded_weight import (
     ShardedStateDict,
     ShardedWeight,
@@ -80,7 +81,11 @@ class OptimizerMixin:
         """
         names = names_by_tensor(model_sharded_state_dict)
         trainable = [parameter for parameter in _parameters(self) if not parameter.stop_gradient]
-        create_accumulators(self, list(stepped_parameters(self, trainable)), names)
+        if under_fully_shard(trainable):
+            require_described(trainable, names)
+            create_states(self)
+        else:
+            create_accumulators(self, list(stepped_parameters(self, trainable)), names)
         tables = fused_tables(self)
         if tables is not None:
             return describe_states(tables, model_sharded_state_dict, names, tables.ranges)
@@ -164,6 +169,20 @@ def _parameters(optimizer: Any) -> Iterable[Any]:
             yield entry
 
 
+def require_described(parameters: Iterable[Any], names: Mapping[str, list[str]]) -> None:
+    """Checks that the model's dict has all parameters.
+
+    Raises:
+        ValueError: It has not.
+    """
+    lost = sorted(p.name for p in parameters if parameter_name(p.name) not in names)
+    if lost:
+        raise ValueError(
+            f"the optimizer has parameters that are not in model_sharded_state_dict: {lost[:10]}. Remedy: pass the "
+            "sharded_state_dict() of the model whose parameters the optimizer was given"
+        )
+
+
 def create_accumulators(optimizer: Any, parameters: list[Any], names: Mapping[str, list[str]]) -> None:
     """Creates the accumulators that the first step would create, and takes no step.
 
@@ -177,12 +196,7 @@ def create_accumulators(optimizer: Any, parameters: list[Any], names: Mapping[st
     """
     from paddle.base import framework
 
-    lost = sorted(p.name for p in parameters if parameter_name(p.name) not in names)
-    if lost:
-        raise ValueError(
-            f"the optimizer has parameters that are not in model_sharded_state_dict: {lost[:10]}. Remedy: pass the "
-            "sharded_state_dict() of the model whose parameters the optimizer was given"
-        )
+    require_described(parameters, names)
     optimizer._create_accumulators(framework.default_main_program().global_block(), parameters)
 
 
@@ -247,7 +261,7 @@ def _describe(
 ) -> ShardedWeight:
     key = f"{parameter}.{suffix}"
     shape, expected = tuple(int(n) for n in tensor.shape), tuple(reference.local_shape)
-    if is_dist_tensor(tensor):
+    if flat is None and is_dist_tensor(tensor):
         # Stages 1 and 2 cut states whose parameter is whole: a state has placements of its own.
         return make_replicated_sharded_weight(key, tensor)
     # An integer is a counter (ASGD's m), also where the parameter has one element here and more on other ranks.
@@ -273,6 +287,8 @@ def _describe(
 def _describe_flat(key: str, tensor: Any, reference: ShardedWeight, flat: slice) -> ShardedWeight:
     """A state that is one flattened range of its parameter's box, with padding behind it."""
     size = int(flat.stop) - int(flat.start)
+    if is_dist_tensor(tensor):
+        tensor = tensor._local_value()  # fused states are labelled Replicate, with another range on every rank
     if len(tensor.shape) != 1 or int(tensor.shape[0]) < size:
         raise ValueError(f"state {key!r} has shape {list(tensor.shape)}; expected [{size}] or more, for range {flat}")
     # _slice() shares the storage whatever FLAGS_use_stride_kernel says; paddle.slice() would give a copy without it.

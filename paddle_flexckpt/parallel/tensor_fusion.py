@@ -1,0 +1,186 @@
+"""Dynamic tensor fusion of semi-automatic sharding stage 1: which part of which parameter a rank steps.
+
+Paddle lays the parameters one behind the other into buffers (each padded, a new buffer after 256 MB) and cuts every
+buffer into equal parts, one per rank of the mesh axis "dp". A rank has optimizer states for its part only, and they
+are one-dimensional: a part of the flattened parameter. The buffers are made in the first step; what they will be can be
+told before, so that states can be created and loaded before any step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+# Where an optimizer keeps the ranges that its states were created for, until its first step has confirmed them.
+_PREDICTED = "_flexckpt_predicted_ranges"
+
+
+@dataclass(frozen=True)
+class FusedPiece:
+    """What one rank steps of one parameter.
+
+    Attributes:
+        parameter: The live parameter; it is whole on every rank of the axis "dp".
+        buffer: The number of the buffer that it lies in.
+        flat_range: The elements of the flattened *local* parameter (its part under tensor parallelism) that this rank
+            has optimizer states for; never empty.
+    """
+
+    parameter: Any
+    buffer: int
+    flat_range: slice
+
+
+def uses_tensor_fusion(optimizer: Any) -> bool:
+    """Whether a semi-automatic optimizer steps fused buffers."""
+    return bool(getattr(optimizer, "enable_tensor_fusion", False))
+
+
+def is_fused(optimizer: Any) -> bool:
+    """Whether the buffers exist: they do after the first step."""
+    return uses_tensor_fusion(optimizer) and not optimizer.do_tensor_fusion_once
+
+
+def fused_pieces(optimizer: Any, parameters: Iterable[Any]) -> list[FusedPiece]:
+    """What this rank steps, in the order of the buffers.
+
+    Args:
+        optimizer: An optimizer with tensor fusion.
+        parameters: What its first step will update, in its order. Not looked at when the buffers exist.
+
+    Raises:
+        ValueError: There is no global mesh with an axis "dp", or this rank is not on it.
+    """
+    if is_fused(optimizer):
+        group = optimizer._sharding_group
+        buffers = [
+            (int(storage._numel()), [(view["param"], int(view["index"])) for view in views.values()])
+            for storage, views in zip(optimizer.param_storage, optimizer.fuse_param_view)
+        ]
+        return _cut(buffers, max(int(group.rank), 0), int(group.nranks))
+    place, degree = _place_on_mesh()
+    return _cut(_buffers(optimizer, list(parameters), degree), place, degree)
+
+
+def _cut(buffers: list[tuple[int, list[tuple[Any, int]]]], place: int, degree: int) -> list[FusedPiece]:
+    """This rank's part of each buffer; ``buffers`` are sizes, and parameters with where they begin."""
+    pieces = []
+    for number, (size, members) in enumerate(buffers):
+        first = size // degree * place
+        for parameter, index in members:
+            start = max(first - index, 0)
+            stop = min(first + size // degree - index, int(parameter._numel()))
+            if start < stop:
+                pieces.append(FusedPiece(parameter, number, slice(start, stop)))
+    return pieces
+
+
+def _buffers(optimizer: Any, parameters: list[Any], degree: int) -> list[tuple[int, list[tuple[Any, int]]]]:
+    """The buffers that the first step will make."""
+    from paddle.base import core
+    from paddle.distributed.fleet.utils.tensor_fusion_helper import align, alignment, get_current_device_type
+
+    if not parameters:
+        return []
+    megabytes = optimizer._strategy.sharding.comm_buffer_size_MB
+    limit = (256 if megabytes < 0 else megabytes) * 1024 * 1024
+    local = [parameter._local_value() for parameter in parameters]
+    groups = core.eager_assign_group_by_size(local, [False] * len(local), [limit, limit])
+    buffers = []
+    for indices in groups:
+        size, members = 0, []
+        for i in indices:
+            parameter = parameters[i]
+            unit = alignment[get_current_device_type()] // align[parameter.dtype] * degree
+            members.append((parameter, size))
+            size += -(-prod(parameter._local_shape) // unit) * unit
+        buffers.append((size, members))
+    return buffers
+
+
+def _place_on_mesh() -> tuple[int, int]:
+    """This rank's place on the axis "dp" of the global mesh, and the size of the axis."""
+    import paddle.distributed as dist
+    from paddle.distributed.auto_parallel.sharding import get_mesh_comm_list
+
+    mesh = dist.auto_parallel.get_mesh()
+    if mesh is None or "dp" not in mesh.dim_names:
+        axes = "no global mesh" if mesh is None else f"axes {mesh.dim_names}"
+        raise ValueError(
+            f"tensor fusion shards over the axis 'dp' of the global mesh; got {axes}. Remedy: "
+            "paddle.distributed.auto_parallel.set_mesh() with a mesh that has the axis 'dp'"
+        )
+    rank = dist.get_rank()
+    for group in get_mesh_comm_list(mesh, "dp"):
+        ranks = sorted(int(member) for member in group)
+        if rank in ranks:
+            return ranks.index(rank), len(ranks)
+    raise ValueError(
+        f"rank {rank} is not on the global mesh of ranks {mesh.process_ids}, so it steps no fused buffer. "
+        "Remedy: ask only the ranks of the mesh for the optimizer's state"
+    )
+
+
+def remember_prediction(optimizer: Any, pieces: Iterable[FusedPiece]) -> None:
+    """Keeps, until the first step, which ranges states have been created for."""
+    ranges = {piece.parameter.name: piece.flat_range for piece in pieces}
+    setattr(optimizer, _PREDICTED, ranges)
+
+
+class TensorFusionMixin:
+    """What ``install()`` gives to semi-automatic optimizers that can fuse."""
+
+    def _tensor_fusion(self: Any, params_grads: list[Any]) -> Any:
+        """As Paddle's, after a look whether states that exist already are those of the buffers to be made.
+
+        Raises:
+            ValueError: Before anything is fused: states have been created, and loaded perhaps, for other parts.
+        """
+        if self.do_tensor_fusion_once and self._accumulators:
+            _check_prediction(self, [parameter for parameter, _ in params_grads])
+        return self._paddle__tensor_fusion(params_grads)
+
+
+def _check_prediction(optimizer: Any, parameters: list[Any]) -> None:
+    """Compares what the states are of with what the first step is about to fuse."""
+    import paddle.distributed as dist
+
+    predicted = getattr(optimizer, _PREDICTED, None)
+    if predicted is None:
+        raise ValueError(
+            f"rank {dist.get_rank()}: the optimizer has states of whole parameters, made before tensor fusion was "
+            "enabled; expected states of fused parts. Remedy: enable tensor fusion before the optimizer is asked for "
+            "its state"
+        )
+    actual = {piece.parameter.name: piece.flat_range for piece in fused_pieces(optimizer, parameters)}
+    if actual == predicted:
+        return
+    name = next(n for n in (*predicted, *actual) if predicted.get(n) != actual.get(n))
+    trained = {parameter.name for parameter in parameters}
+    without = sorted(p.name for p in trainable_parameters(optimizer._param_groups) if p.name not in trained)
+    raise ValueError(
+        f"rank {dist.get_rank()}: the first step fuses other parameters than those that states were created for: "
+        f"expected elements {predicted.get(name)} of {name!r}, got {actual.get(name)}; without a gradient: "
+        f"{without[:10]}. Remedy: set stop_gradient on parameters that are not trained, before the state is asked for"
+    )
+
+
+def trainable_parameters(entries: Iterable[Any]) -> list[Any]:
+    """What a first step updates on this rank, if every trainable parameter has a gradient.
+
+    Parameters on meshes of other ranks (other pipeline stages) have no data here, and get no states here.
+
+    Args:
+        entries: An optimizer's list of parameters, or of parameter groups.
+    """
+    import paddle.distributed as dist
+
+    rank = dist.get_rank()
+    return [
+        parameter
+        for entry in entries
+        for parameter in (entry["params"] if isinstance(entry, dict) else [entry])
+        if not parameter.stop_gradient and not (parameter.is_dist() and rank not in parameter.process_mesh.process_ids)
+    ]
