@@ -67,6 +67,7 @@ class Mesh:
         self._posted: dict[tuple[Epoch, int, str], int] = defaultdict(int)
         self._lost: dict[int, str] = {}
         self._abort: tuple[int, str] | None = None
+        self._unsent: dict[int, int] = defaultdict(int)
         self._outbox: dict[int, queue.Queue[tuple[dict[str, Any], Payload] | None]] = {}
         self._threads: list[threading.Thread] = []
         self._sockets: list[socket.socket] = []
@@ -96,7 +97,10 @@ class Mesh:
         self._spawn(self._accept, "accept")
 
     def send(self, peer: int, channel: str, array: Payload) -> None:
-        """Queues ``array`` for ``peer``. The array must not change afterwards.
+        """Sends ``array`` to ``peer``, whether it waits for it or not. The array must not change afterwards.
+
+        The message has left this process when the call returns: what comes next may be a collective of Paddle's own C++
+        code, which waits for the peers without giving the interpreter to the thread that sends.
 
         Raises:
             MeshError: the connection to the peer is known to be broken.
@@ -111,7 +115,10 @@ class Mesh:
         if peer not in self._outbox:
             self._outbox[peer] = queue.Queue()
             self._spawn(self._send_loop, f"to {peer}", peer)
-        self._outbox[peer].put((header, np.ascontiguousarray(array)))
+        with self._news:
+            self._unsent[peer] += 1
+            self._outbox[peer].put((header, np.ascontiguousarray(array)))
+            self._news.wait_for(lambda: not self._unsent[peer] or peer in self._lost or self._failure, self.timeout)
 
     def recv(self, peer: int, channel: str) -> Payload:
         """Waits for the next message of ``peer`` on ``channel``.
@@ -260,6 +267,9 @@ class Mesh:
             while (item := box.get()) is not None:
                 header, array = item
                 frames.send_frame(sock, header, array.reshape(-1).view("uint8").data)
+                with self._news:
+                    self._unsent[peer] -= 1
+                    self._news.notify_all()
             sock.shutdown(socket.SHUT_WR)
         except OSError as error:
             self._lose(peer, f"the connection to rank {peer} broke: {error}")
