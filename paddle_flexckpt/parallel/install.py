@@ -16,6 +16,7 @@ from paddle_flexckpt.parallel.optimizers import (
     UndescribedOptimizerMixin,
 )
 from paddle_flexckpt.parallel.pipeline import PipelineLayerMixin
+from paddle_flexckpt.parallel.scaler import ScalerMixin, unscales_without_looking
 from paddle_flexckpt.parallel.shard_optimizer import ShardOptimizerMixin
 from paddle_flexckpt.parallel.sharding import ShardingStage2Mixin, ShardingV1Mixin, ShardingV2Mixin
 from paddle_flexckpt.parallel.tensor_fusion import TensorFusionMixin
@@ -70,6 +71,7 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (stage2.GroupShardedOptimizerStage2, (ShardingStage2Mixin,)),
         (semi_auto._ShardOptimizer, (ShardOptimizerMixin, *_tensor_fusion(semi_auto._ShardOptimizer))),
         (semi_auto.DistModel, (DistModelMixin,)),
+        *(((paddle.amp.AmpScaler, (ScalerMixin,)),) if unscales_without_looking(paddle.__version__) else ()),
     ]
 
 

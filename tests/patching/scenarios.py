@@ -174,6 +174,48 @@ def optimizer_state(path):
     assert all(value.is_dist() for key, value in state.items() if "moment" in key)
 
 
+def unscale_uninitialised(path):
+    """Gradients that are defined and have no memory: all of them, then all but those of one layer."""
+    from paddle.amp import grad_scaler
+
+    class Place:
+        def __getattr__(self, name):
+            return lambda: name == "is_gpu_place"
+
+    mesh = dist.ProcessMesh([0], dim_names=["dp"])
+    first, second = paddle.nn.Linear(3, 2), paddle.nn.Linear(3, 2)
+    for layer in (first, second):
+        dist.shard_layer(layer, mesh)
+    x = dist.shard_tensor(paddle.ones([1, 3]), mesh, [dist.Replicate()])
+    for groups in (False, True):
+        parameters = [first.parameters(), second.parameters()]
+        parameters = [{"params": each} for each in parameters] if groups else [*parameters[0], *parameters[1]]
+        optimizer = paddle.optimizer.AdamW(0.1, parameters=parameters)
+        # A scaler switches itself off on a CPU.
+        native, grad_scaler._dygraph_tracer = (
+            grad_scaler._dygraph_tracer,
+            lambda: type("Tracer", (), {"_expected_place": Place()}),
+        )
+        try:
+            scaler = dist.shard_scaler(paddle.amp.GradScaler(init_loss_scaling=4.0))
+        finally:
+            grad_scaler._dygraph_tracer = native
+        for used in ((), (first,)):
+            (first(x).sum() + second(x).sum()).backward()
+            optimizer.clear_grad(set_to_zero=False)
+            for layer in used:
+                scaler.scale(layer(x).sum()).backward()
+            scaler._optimizer_states.clear()
+            scaler._unscale(optimizer)
+            for layer in (first, second):
+                for parameter in layer.parameters():
+                    gradient = parameter._grad_ivar()
+                    assert gradient._is_initialized() == (layer in used), f"{parameter.name}: memory out of nowhere"
+            for layer in used:
+                np.testing.assert_array_equal(layer.weight.grad._local_value().numpy(), np.ones([3, 2], "float32"))
+            assert not bool(scaler._found_inf)
+
+
 def numpy_2_4(path):
     with warnings.catch_warnings():
         # Before 2.4 it is a warning.
@@ -238,6 +280,7 @@ SCENARIOS = {
     "nested-state": nested_state,
     "aoa-fan-out": aoa_fan_out,
     "optimizer-state": optimizer_state,
+    "unscale-uninitialised": unscale_uninitialised,
     "numpy-2.4": numpy_2_4,
     "async-save-on-cpu": async_save_on_cpu,
 }
