@@ -2,8 +2,8 @@
 
 Its communication is C++: the mesh of this package plays no part in it. A reshard is made of all-reduces, all-gathers
 and slices, which a CPU has, and of reduce-scatters and all-to-alls, which it has not. Those go through a replica here
-(S13). This reaches calls from Python only. What an operator reshards of its own inputs is done in C++; in training under
-stages 0 to 3, tensor fusion and ``fully_shard``, with and without tensor parallelism, those are gathers and slices.
+(S13). This reaches calls from Python only. What an operator reshards of its own inputs is done in C++; in training in
+stages 0 to 3, with tensor fusion and ``fully_shard``, and with tensor parallelism, those are gathers and slices.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+from paddle.autograd import PyLayer
 from paddle.base import framework
 from paddle.distributed.auto_parallel import api
 from paddle.distributed.auto_parallel.process_mesh import ProcessMesh
@@ -82,7 +83,7 @@ class _Reshard:
         if now == wanted:
             return self._native(dist_tensor, mesh, placements)
         if dist_tensor.dtype in _HALF:
-            return self(dist_tensor.astype("float32"), mesh, wanted).astype(dist_tensor.dtype)
+            return _HalfReshard.apply(dist_tensor, wanted, self)
         middle = [
             before if before == after or before.is_replicated() or after.is_replicated() else dist.Replicate()
             for before, after in zip(now, wanted)
@@ -90,6 +91,36 @@ class _Reshard:
         if middle != now:
             dist_tensor = self._native(dist_tensor, mesh, middle)
         return self._native(dist_tensor, mesh, placements)
+
+
+class _HalfReshard(PyLayer):
+    """A reshard in float32 of a half-precision tensor.
+
+    Local values are cast, not the distributed tensor: upstream's cast makes a replica of what the mesh does not divide,
+    in half precision.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, placements: Sequence[Any], reshard: _Reshard) -> Any:
+        ctx.reshard = reshard
+        ctx.placements = [dist.Replicate() if p.is_partial() else p for p in tensor.placements]
+        mesh = tensor.process_mesh
+        return _local_cast(reshard(_local_cast(tensor, "float32"), mesh, placements), tensor.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return ctx.reshard(grad, grad.process_mesh, ctx.placements)
+
+
+def _local_cast(tensor: Any, dtype: Any) -> Any:
+    local = tensor._local_value()
+    return paddle.Tensor(
+        local.astype(dtype) if local._is_initialized() else paddle.zeros(tensor._local_shape, dtype),
+        dims=list(tensor.shape),
+        process_mesh=tensor.process_mesh,
+        placements=tensor.placements,
+        place=paddle.CPUPlace(),
+    )
 
 
 class _ShardTensor:
