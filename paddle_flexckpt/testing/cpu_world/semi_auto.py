@@ -58,80 +58,129 @@ def reset_semi_auto() -> None:
 def patch_semi_auto(patches: PatchSet) -> None:
     """Mends ``reshard``, ``shard_tensor`` and ``ProcessMesh`` wherever Paddle has a copy of them."""
     patches.set(ProcessMesh, "get_rank_by_dim_and_process_id", _rank_on_axis)
-    replace_everywhere(patches, api, "reshard", _Reshard(api.reshard))
-    replace_everywhere(patches, api, "shard_tensor", _ShardTensor(api.shard_tensor))
+    reshard = _Reshard(api.reshard)
+    replace_everywhere(patches, api, "reshard", reshard)
+    replace_everywhere(patches, api, "shard_tensor", _ShardTensor(api.shard_tensor, reshard))
 
 
 class _Reshard:
     """``reshard`` of dynamic graphs without the kernels reduce_scatter and all_to_all.
 
-    1. A half-precision tensor is cast to float32 and the result back: no kernel slices half precision (S12), and sums
-       of it are wrong (U2).
-    2. Where a mesh axis goes from partial or sharded to another sharding, it first becomes a replica.
+    1. What upstream has no slices or gathers for is gathered and cut by hand: half precision (S12; and sums of it are
+       wrong, U2), and a tensor that leaves the last ranks with nothing (S14).
+    2. Where a mesh axis goes from partial or sharded to another sharding, it first becomes a replica (S13).
 
     Args:
-        native: Paddle's function; static graphs and changes of the mesh are its own.
+        native: Paddle's function; static graphs, changes of the mesh and axes that are cut twice are its own.
     """
 
     def __init__(self, native: Any) -> None:
-        self._native = native
+        self.native = native
 
     def __call__(self, dist_tensor: Any, mesh: Any, placements: Sequence[Any]) -> Any:
         if not paddle.in_dynamic_mode() or not dist_tensor.is_dist() or dist_tensor.process_mesh != mesh:
-            return self._native(dist_tensor, mesh, placements)
+            return self.native(dist_tensor, mesh, placements)
         now, wanted = list(dist_tensor.placements), list(placements)
-        if now == wanted:
-            return self._native(dist_tensor, mesh, placements)
-        if dist_tensor.dtype in _HALF:
-            return _HalfReshard.apply(dist_tensor, wanted, self)
+        if now == wanted or _cuts(now) is None or _cuts(wanted) is None or any(p.is_partial() for p in wanted):
+            return self.native(dist_tensor, mesh, placements)
+        if dist_tensor.dtype in _HALF or any(_leaves_nothing(dist_tensor.shape, mesh, some) for some in (now, wanted)):
+            return _ReshardByHand.apply(dist_tensor, wanted, self.native)
         middle = [
             before if before == after or before.is_replicated() or after.is_replicated() else dist.Replicate()
             for before, after in zip(now, wanted)
         ]
         if middle != now:
-            dist_tensor = self._native(dist_tensor, mesh, middle)
-        return self._native(dist_tensor, mesh, placements)
+            dist_tensor = self.native(dist_tensor, mesh, middle)
+        return self.native(dist_tensor, mesh, placements)
 
 
-class _HalfReshard(PyLayer):
-    """A reshard in float32 of a half-precision tensor.
+class _ReshardByHand(PyLayer):
+    """A reshard through a replica: padded to even shares and gathered, then cut without the padding.
 
-    Local values are cast, not the distributed tensor: upstream's cast makes a replica of what the mesh does not divide,
-    in half precision.
+    Half precision travels as float32. Local values are cast, since upstream's cast of a distributed tensor gathers what
+    the mesh does not divide.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: Any, placements: Sequence[Any], reshard: _Reshard) -> Any:
-        ctx.reshard = reshard
+    def forward(ctx: Any, tensor: Any, placements: Sequence[Any], native: Any) -> Any:
+        ctx.native = native
         ctx.placements = [dist.Replicate() if p.is_partial() else p for p in tensor.placements]
-        mesh = tensor.process_mesh
-        return _local_cast(reshard(_local_cast(tensor, "float32"), mesh, placements), tensor.dtype)
+        return _cut(_gathered(tensor, native), tensor.process_mesh, placements, tensor.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return ctx.reshard(grad, grad.process_mesh, ctx.placements)
+        return _cut(_gathered(grad, ctx.native), grad.process_mesh, ctx.placements, grad.dtype)
 
 
-def _local_cast(tensor: Any, dtype: Any) -> Any:
-    local = tensor._local_value()
+def _cuts(placements: Sequence[Any]) -> dict[int, int] | None:
+    """Which mesh axis cuts which axis of a tensor; None if two of them cut one."""
+    cuts: dict[int, int] = {}
+    for mesh_axis, placement in enumerate(placements):
+        # One that shares its axis with another has no get_dim() (S6).
+        if placement.is_shard() and (not hasattr(placement, "get_dim") or placement.get_dim() in cuts):
+            return None
+        if placement.is_shard():
+            cuts[placement.get_dim()] = mesh_axis
+    return cuts
+
+
+def _share(size: int, degree: int) -> int:
+    return -(-size // degree)
+
+
+def _leaves_nothing(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> bool:
+    """Whether shares that are rounded up leave the last rank with nothing, or with less."""
+    return any(
+        _share(shape[axis], mesh.shape[mesh_axis]) * (mesh.shape[mesh_axis] - 1) >= shape[axis]
+        for axis, mesh_axis in (_cuts(placements) or {}).items()
+    )
+
+
+def _gathered(tensor: Any, native: Any) -> Any:
+    """All of a distributed tensor as a dense one, in float32 if it is of half precision."""
+    mesh, padded = tensor.process_mesh, list(tensor.shape)
+    share = list(tensor.shape)
+    for axis, mesh_axis in (_cuts(tensor.placements) or {}).items():
+        share[axis] = _share(tensor.shape[axis], mesh.shape[mesh_axis])
+        padded[axis] = share[axis] * mesh.shape[mesh_axis]
+    dtype = "float32" if tensor.dtype in _HALF else tensor.dtype
+    local = paddle.zeros(share, dtype)
+    held = tensor._local_value()
+    if held._is_initialized() and held.shape and held._numel():
+        local[tuple(slice(0, size) for size in held.shape)] = held.astype(dtype)
+    elif not held.shape:
+        local = held.astype(dtype)
+    whole = native(_labelled(local, padded, mesh, tensor.placements), mesh, [dist.Replicate()] * len(mesh.shape))
+    return whole._local_value()[tuple(slice(0, size) for size in tensor.shape)] if padded else whole._local_value()
+
+
+def _cut(whole: Any, mesh: Any, placements: Sequence[Any], dtype: Any) -> Any:
+    """This rank's part of a dense tensor, as a distributed one."""
+    local = whole
+    place = np.argwhere(np.reshape(mesh.process_ids, mesh.shape) == dist.get_rank())[0]
+    for axis, mesh_axis in (_cuts(placements) or {}).items():
+        share = _share(whole.shape[axis], mesh.shape[mesh_axis])
+        start = min(share * int(place[mesh_axis]), whole.shape[axis])
+        local = local.slice([axis], [start], [min(start + share, whole.shape[axis])])
+    return _labelled(local.astype(dtype), whole.shape, mesh, placements)
+
+
+def _labelled(local: Any, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Any:
     return paddle.Tensor(
-        local.astype(dtype) if local._is_initialized() else paddle.zeros(tensor._local_shape, dtype),
-        dims=list(tensor.shape),
-        process_mesh=tensor.process_mesh,
-        placements=tensor.placements,
-        place=paddle.CPUPlace(),
+        local, dims=list(shape), process_mesh=mesh, placements=list(placements), place=paddle.CPUPlace()
     )
 
 
 class _ShardTensor:
-    """``shard_tensor`` that cuts half precision: as a replica first, which is then resharded (S12).
+    """``shard_tensor`` of what upstream cannot cut (S12, S14): a replica first, which is then resharded.
 
     Args:
         native: Paddle's function.
+        reshard: the reshard that can.
     """
 
-    def __init__(self, native: Any) -> None:
-        self._native = native
+    def __init__(self, native: Any, reshard: _Reshard) -> None:
+        self._native, self._reshard = native, reshard
 
     def __call__(
         self,
@@ -142,22 +191,22 @@ class _ShardTensor:
         place: Any = None,
         stop_gradient: bool | None = None,
     ) -> Any:
-        whole = all(placement.is_replicated() for placement in placements)
-        if whole or not paddle.in_dynamic_mode() or not _is_half(data, dtype):
+        cuts = _cuts(placements)
+        # A parameter whose initialisation was put off has no value to cut yet.
+        waits = isinstance(data, paddle.Tensor) and not data._is_initialized()
+        if not cuts or waits or not paddle.in_dynamic_mode() or any(p.is_partial() for p in placements):
+            return self._native(data, mesh, placements, dtype, place, stop_gradient)
+        if not isinstance(data, paddle.Tensor) or dtype is not None:
+            data = paddle.to_tensor(data, dtype, place, getattr(data, "stop_gradient", True))
+            dtype = None
+        if data.dtype not in _HALF and not _leaves_nothing(data.shape, mesh, placements):
             return self._native(data, mesh, placements, dtype, place, stop_gradient)
         replica = self._native(data, mesh, [dist.Replicate()] * len(placements), dtype, place, stop_gradient)
         with paddle.no_grad():
-            cut = api.reshard(replica, mesh, placements)
+            cut = self._reshard(replica, mesh, placements)
+        # Into the tensor that upstream made, which may be a parameter with all its attributes.
         replica.get_tensor()._share_data_with(cut.get_tensor())
         return replica
-
-
-def _is_half(data: Any, dtype: Any) -> bool:
-    if dtype is not None:
-        return framework.convert_np_dtype_to_dtype_(dtype) in _HALF
-    if isinstance(data, paddle.Tensor):
-        return data._is_initialized() and data.dtype in _HALF
-    return isinstance(data, np.ndarray) and data.dtype == np.float16
 
 
 def _rank_on_axis(self: Any, dim: str | int | None, process_id: int) -> int:
