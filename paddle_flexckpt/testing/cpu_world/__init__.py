@@ -14,7 +14,8 @@ Start it with ``python -m paddle.distributed.launch --nproc_per_node 4 script.py
 What works: tensor and sequence parallelism, sharding V1 and V2, group-sharded stages 1-3, pipelines (interleaved too),
 data parallelism, mixture of experts, and their products, in float32; half precision for parameters and optimizer
 states, but not for the computation (the CPU build has no half-precision matmul: cast to float32 in forward). What this
-is for is state, not speed.
+is for is state, not speed. Semi-automatic parallelism works too (``shard_optimizer`` of every stage, tensor fusion,
+``fsdp.fully_shard``), over C++ communication of its own, which no abort of a job can reach.
 
 The comments in this package name the upstream defects that they work around:
 
@@ -25,11 +26,16 @@ The comments in this package name the upstream defects that they work around:
 - U5: sharding V2's ``clear_grad`` detaches gradients from the fused buffer; from step 2 on they are zero.
 - U6: ``load_state_dict`` calls ``Tensor.cuda()`` on any build.
 - U17: a second ``fleet.init`` with other degrees is ignored.
+- S9: ``ProcessMesh.get_rank_by_dim_and_process_id`` raises with NumPy 2.4.
+- S11: semi-automatic parallelism leaves globals and environment variables behind that change what comes after.
+- S12: nothing cuts a float16 or bfloat16 tensor into shards.
+- S13: no kernel of reduce_scatter and all_to_all, on which reshards to another sharding stand.
 """
 
 from .install import init_fleet, install, mesh, reset_fleet, tensor_cuda_stays, uninstall
 from .mesh import Mesh, MeshError
 from .process_group import MeshProcessGroup
+from .semi_auto import reset_semi_auto
 
 __all__ = [
     "Mesh",
@@ -39,6 +45,7 @@ __all__ = [
     "install",
     "mesh",
     "reset_fleet",
+    "reset_semi_auto",
     "tensor_cuda_stays",
     "uninstall",
 ]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from types import ModuleType
 from typing import Any
 
 import paddle
 from paddle.base import core
 
-from .patches import ModuleView, PatchSet
+from .patches import ModuleView, PatchSet, replace_everywhere
 
 # Bytes to which stage 2/3 align a parameter in their fused storage; the same as on a GPU, so that the layouts are the
 # same.
@@ -82,11 +81,11 @@ def patch_devices(patches: PatchSet) -> None:
         patches.set(core, "nccl_version", lambda: 21800)
 
     # Asserts that the inputs are on a GPU. Other modules have imported it by name.
-    _replace_everywhere(patches, hybrid_parallel_util, "broadcast_input_data", broadcast_input_data)
+    replace_everywhere(patches, hybrid_parallel_util, "broadcast_input_data", broadcast_input_data)
 
     # Tensor fusion (sharding V2) looks up its alignment by device type and has none for "cpu"; take the GPU's.
     if hasattr(tensor_fusion_helper, "get_current_device_type"):
-        _replace_everywhere(patches, tensor_fusion_helper, "get_current_device_type", lambda: "gpu")
+        replace_everywhere(patches, tensor_fusion_helper, "get_current_device_type", lambda: "gpu")
 
     # Refuses the CPU, where there is nothing to wait for. A trainer calls it after every step of a pipeline.
     patches.set(paddle.device, "synchronize", _synchronize)
@@ -118,11 +117,3 @@ def _synchronize(device: Any = None) -> None:
 
 def _set_device(device: str) -> Any:
     return paddle.set_device("cpu" if device.startswith("cpu") else device)
-
-
-def _replace_everywhere(patches: PatchSet, home: ModuleType, name: str, value: Any) -> None:
-    """Replaces ``home.name``, and the same object wherever ``from home import name`` has copied it."""
-    before = getattr(home, name)
-    for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("paddle.") and vars(module).get(name) is before:
-            patches.set(module, name, value)

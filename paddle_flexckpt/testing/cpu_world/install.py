@@ -21,6 +21,7 @@ from .moe import patch_moe
 from .optimizers import patch_adamw, patch_sharding_v2
 from .patches import PatchSet
 from .process_group import MeshProcessGroup
+from .semi_auto import patch_semi_auto, reset_semi_auto
 
 _patches: PatchSet | None = None
 _mesh: Mesh | None = None
@@ -62,6 +63,7 @@ def install(
     patch_group_sharded(_patches)
     patch_data_parallel(_patches)
     patch_adamw(_patches)
+    patch_semi_auto(_patches)
     if mend_sharding_v2:
         patch_sharding_v2(_patches)
 
@@ -108,6 +110,7 @@ def reset_fleet(job: int | None = None) -> None:
     # Group ids are counted per process. A job that ended half way on one rank must not leave it with other numbers than
     # its peers. Reusing a number is safe, since the mesh's epoch is part of every address.
     collective._start_ring_id = 0
+    reset_semi_auto()
     gc.collect()
     mesh().next_epoch(job)
 

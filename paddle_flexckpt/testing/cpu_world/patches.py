@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import Any
 
 _MISSING = object()
@@ -46,3 +48,11 @@ class ModuleView:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_real"], name)
+
+
+def replace_everywhere(patches: PatchSet, home: ModuleType, name: str, value: Any) -> None:
+    """Replaces ``home.name``, and the same object wherever ``from home import name`` has copied it."""
+    before = getattr(home, name)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("paddle.") and vars(module).get(name) is before:
+            patches.set(module, name, value)
