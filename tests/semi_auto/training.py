@@ -278,6 +278,8 @@ def _of_fully_shard(built):
 
 def everyones(value):
     """What each rank passed, in rank order."""
+    if not dist.is_initialized():  # a world of one
+        return [value]
     out: list = []
     dist.all_gather_object(out, value)
     return out

@@ -101,6 +101,8 @@ def reset_fleet(job: int | None = None) -> None:
     from paddle.distributed.fleet.layers.mpu.random import get_rng_state_tracker
 
     topology._HYBRID_PARALLEL_GROUP = None
+    # A ProcessMesh takes its group from here, if there is one, for whatever mesh.
+    vars(fleet.fleet).pop("_hcg", None)
     get_rng_state_tracker().reset()
     for gid in [gid for gid in collective._group_map if gid != 0]:
         group = collective._group_map.pop(gid)
