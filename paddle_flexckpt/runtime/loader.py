@@ -148,7 +148,7 @@ def load_state_dict(
         reader = stack.enter_context(FileReader(directory.backend, manifest, verify, use_replicas))
         reader.check_files(plan.pieces.source)
         used = np.packbits(used_keys(manifest.catalog, wanted, mapping)).tobytes()
-        names = json.dumps(wanted.by_raw_name).encode()
+        names = json.dumps(wanted.raw_meanings).encode()
         return _Prepared(manifest, state, wanted, mapping, work, plan, reader), join((head, used, names))
 
     all_targets = None

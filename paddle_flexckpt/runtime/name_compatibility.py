@@ -15,14 +15,15 @@ counts by layer, in one of several ways. With ``linear_0.w_0`` for the parameter
 1. what is found under its own name is never looked for elsewhere;
 2. two keys of the source with one form are an error, if a target asks for it, never a choice;
 3. a key of the source goes to one target, unless two targets are one tensor;
-4. raw names count layers, so another process may mean another layer by one: across the ranks they may lead to one
-   target each, and unless they lead to all states that were not found otherwise, they are not believed at all.
+4. raw names count layers, so another process may mean another layer by one: what leads to a key of the source has to
+   mean one parameter on all ranks, and raw names of structured targets are not believed at all unless they lead to all
+   states that were not found otherwise.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,9 +51,9 @@ _MASTER_WEIGHTS = re.compile(r"(?P<path>(?:.*\.)?)master_weights\.(?P<parameter>
 _DIST = re.compile(r"(?:\.dist)+$")
 # linear_0.w_0, batch_norm2d_3.b_0: how Paddle names a parameter that the user gives no name.
 _COUNTED = re.compile(r".*\.[wb]_\d+")
-_HINT = (
-    "give the names by AOA statements (plain_state_statements() makes them), or load with mw_name_compatibility=False"
-)
+# A cheap look: most keys are no raw names of states.
+_COUNTED_STATE = re.compile(r"\.[wb]_\d+(?:\.dist)*_|master_weights\.")
+_HINT = "give the names by AOA statements (plain_state_statements() makes them)"
 
 
 class RawState(NamedTuple):
@@ -237,32 +238,65 @@ def _hits(index: NameIndex, target: Unfound, structured: Mapping[str, Sequence[s
     return index.find(target.raw_names), True
 
 
-def check_across_ranks(found: Sequence[Mapping[str, str]], context: str) -> None:
-    """Checks that raw names of several ranks' structured targets did not lead to the same key of the source.
+def raw_meanings(
+    found: Iterable[tuple[str, str, Sequence[str]]], structured: Callable[[], Mapping[str, Sequence[str]]]
+) -> dict[str, list[str]]:
+    """What the raw names that lead to keys of the source mean on this rank.
 
     Args:
-        found: ``by_raw_name`` of every rank.
+        found: Targets, their keys in the source, and their aliases.
+        structured: Gives that of :func:`find_compatible`; called where there are raw names.
+
+    Returns:
+        Structured names of the parameter, by raw name; without those of which the state dict does not tell.
+    """
+    known: Mapping[str, Sequence[str]] | None = None
+    meanings: dict[str, dict[str, None]] = {}
+    for target, key, aliases in found:
+        raw = split_raw(_bare(key)) if _COUNTED_STATE.search(key) else None
+        if raw is None:
+            continue
+        known = structured() if known is None else known
+        own = split_raw(_bare(target))
+        if own is None:
+            names = [name.rpartition(".")[0] for name in (target, *aliases)]
+        else:
+            names = list(known.get(own.parameter, ()))
+        meanings.setdefault(raw.parameter, {}).update(dict.fromkeys(map(_bare, names)))
+    return {name: list(parameters) for name, parameters in meanings.items() if parameters}
+
+
+def check_across_ranks(meanings: Sequence[Mapping[str, Sequence[str]]], context: str) -> None:
+    """Checks that a raw name that leads to a key of the source means one parameter.
+
+    Args:
+        meanings: :func:`raw_meanings` of every rank.
         context: What is being done, for the error.
 
     Raises:
-        ValidationError: They did: each process counts its own layers.
+        ValidationError: It does not: each process counts its own layers.
     """
-    targets: dict[str, dict[str, None]] = {}
-    for names in found:
-        for target, key in names.items():
-            targets.setdefault(key, {})[target] = None
-    problems = [
-        Problem(
-            f"key {key!r} of the source would fill different targets on different ranks, where it is the raw name of "
-            "each: every process counts its own layers",
-            got=f"targets {list(names)[:5]}",
-            remedy=_HINT,
-        )
-        for key, names in targets.items()
-        if len(names) > 1
-    ]
+    known: dict[str, set[str]] = {}
+    problems = []
+    for names in meanings:
+        for raw, parameters in names.items():
+            earlier = known.setdefault(raw, set(parameters))
+            if earlier.isdisjoint(parameters):
+                problems.append(
+                    Problem(
+                        f"{raw!r} in the keys of the source would mean different parameters on different ranks: every "
+                        "process counts its own layers",
+                        got=f"{sorted(earlier)[:3]} and {sorted(parameters)[:3]}",
+                        remedy=f"save and load sharded_state_dict(), whose names are the same everywhere; or {_HINT}",
+                    )
+                )
+            earlier.update(parameters)
     if problems:
         raise ValidationError(problems, context)
+
+
+def _bare(name: str) -> str:
+    return without_prefix(name)[-1][1]
 
 
 def _ambiguous(target: Unfound, hits: list[str]) -> Problem:

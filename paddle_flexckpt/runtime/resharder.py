@@ -223,7 +223,7 @@ def _load_state_dict(
                 carrier.address(),
                 np.packbits(used_keys(source, wanted, mapping)).tobytes(),
                 encode_catalog(work.catalog),
-                json.dumps(wanted.by_raw_name).encode(),
+                json.dumps(wanted.raw_meanings).encode(),
             )
             return _Prepared(state, wanted, mapping, work), join(parts)
 

@@ -12,7 +12,7 @@ from paddle_flexckpt.aoa import Mapping
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of, validate_shards
 from paddle_flexckpt.execution.mapping import made_by
 from paddle_flexckpt.runtime.fused import OtherCut, completion, other_cut
-from paddle_flexckpt.runtime.name_compatibility import CompatibleNames, Unfound, find_compatible
+from paddle_flexckpt.runtime.name_compatibility import CompatibleNames, Unfound, find_compatible, raw_meanings
 from paddle_flexckpt.runtime.state import LocalState
 
 Strict = Union[bool, Literal["missing", "unexpected"]]
@@ -84,7 +84,7 @@ class Wanted:
         masters: Master weights that start from their parameters, and parameters taken from their master weights.
         cuts: Fused targets that are not among the rows, as their parts have to be put right first.
         fused: Fused targets whose parts are put right, with the numbers of parts.
-        by_raw_name: Those of the aliases that are raw names of states with structured names.
+        raw_meanings: Parameters by the raw names of them that lead to keys of the source.
     """
 
     catalog: Catalog
@@ -96,7 +96,7 @@ class Wanted:
     masters: dict[str, str] = field(default_factory=dict)
     cuts: list[OtherCut] = field(default_factory=list)
     fused: dict[str, str] = field(default_factory=dict)
-    by_raw_name: dict[str, str] = field(default_factory=dict)
+    raw_meanings: dict[str, list[str]] = field(default_factory=dict)
 
     def completion(self, source: Catalog) -> tuple[str, ...]:
         """The statements that put the parts of fused targets right."""
@@ -135,6 +135,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
     problems = validate_shards(target)
     rows = []
     own_names = []
+    found_keys: list[tuple[str, str, tuple[str, ...]]] = []
     for row, weight in enumerate(state.weights):
         key = target.key_name(row)
         # Where nothing feeds the own name, what the source has under others is not meant either: a tied parameter's
@@ -173,6 +174,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
             names[target.key[row]] = found
             if master is None:
                 aliases[key] = found
+        found_keys.append((key, found, tuple(getattr(weight, "aliases", ()))))
         allowed = policy if master is None else replace(policy, dtype="cast")
         problem = _unfit(target, row, _stored(source, int(first_row[index[found]])), allowed, cast)
         fused = getattr(weight, "fused", None)
@@ -200,7 +202,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
         cast,
         masters,
         cuts,
-        by_raw_name=compatible.by_raw_name,
+        raw_meanings=raw_meanings(found_keys, state.names_by_tensor),
     )
 
 

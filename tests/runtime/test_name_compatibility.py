@@ -413,25 +413,31 @@ def state(key, *raw_names):
 
 
 @pytest.mark.parametrize("through", ["files", "memory"])
-def test_ranks_that_count_their_own_layers_are_refused(through):
+@pytest.mark.parametrize("kind", ["structured", "plain"])
+def test_ranks_that_count_their_own_layers_are_refused(through, kind):
     # As with experts: the first layer of rank 1 is not that of rank 0, and its raw name is the same.
-    source = numbers("linear_0.w_0_moment1_0", "linear_1.w_0_moment1_0")
+    source = numbers("linear_0.w_0_moment1_0", "linear_1.w_0_moment1_0", "expert.0", "expert.1")
 
     def job(comm):
-        target = {f"expert.{comm.rank}.moment1_0": state(f"expert.{comm.rank}.moment1_0", "linear_0.w_0_moment1_0")}
-        with pytest.raises(ValidationError, match="different targets on different ranks") as caught:
+        name = f"expert.{comm.rank}"
+        target = {f"{name}.moment1_0": state(f"{name}.moment1_0", "linear_0.w_0_moment1_0")}
+        if kind == "plain":
+            parameter = paddle.zeros([2])
+            parameter.name = "linear_0.w_0.dist"
+            target = {"model": {name: parameter}, "optimizer.linear_0.w_0.dist_moment1_0": state("")}
+        with pytest.raises(ValidationError, match="would mean different parameters on different ranks") as caught:
             if through == "memory":
                 reshard_sharded_state_dict(source, target, comm)
             else:
                 load_state_dict(target, path, comm)
-        assert not next(iter(target.values())).local_tensor.any()
+        assert not list(target.values())[-1].local_tensor.any()
         return str(caught.value)
 
     with memory_directory() as path:
         save_state_dict(source, path, SimulatedWorld(1).run(lambda comm: comm)[0])
         texts = SimulatedWorld(2).run(job)
     assert texts[0] == texts[1]
-    for words in ("'linear_0.w_0_moment1_0'", "expert.0.moment1_0", "expert.1.moment1_0", "plain_state_statements"):
+    for words in ("'linear_0.w_0'", "['expert.0'] and ['expert.1']", "sharded_state_dict()", "plain_state_statements"):
         assert words in texts[0]
 
 
