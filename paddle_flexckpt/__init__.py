@@ -65,8 +65,10 @@ if TYPE_CHECKING:
     )
     from paddle_flexckpt.runtime.loader import load_state_dict
     from paddle_flexckpt.runtime.merged import load_merged_state_dict
+    from paddle_flexckpt.runtime.plain_states import plain_state_statements
     from paddle_flexckpt.runtime.resharder import _load_state_dict, reshard_sharded_state_dict
     from paddle_flexckpt.runtime.saver import save_state_dict
+    from paddle_flexckpt.runtime.state import flatten_state_dict, unflatten_state_dict
     from paddle_flexckpt.sharded_weight import (
         FusedAxis,
         ShardedStateDict,
@@ -140,7 +142,9 @@ _MODULES = {
     "runtime.loader": ("load_state_dict",),
     "runtime.merged": ("load_merged_state_dict",),
     "runtime.resharder": ("_load_state_dict", "reshard_sharded_state_dict"),
+    "runtime.plain_states": ("plain_state_statements",),
     "runtime.saver": ("save_state_dict",),
+    "runtime.state": ("flatten_state_dict", "unflatten_state_dict"),
     "sharded_weight": (
         "FusedAxis",
         "ShardedStateDict",
@@ -205,6 +209,7 @@ __all__ = [
     "explain",
     "export_safetensors",
     "flat_range_in_min_slice",
+    "flatten_state_dict",
     "gen_aoa_statements",
     "get_overlap_region",
     "init_optimizer_state",
@@ -225,6 +230,7 @@ __all__ = [
     "model_rules",
     "open_storage",
     "optimizer_sharded_state_dict",
+    "plain_state_statements",
     "ravel_index",
     "repair_manifest",
     "reshard_sharded_state_dict",
@@ -232,6 +238,7 @@ __all__ = [
     "rule_names",
     "save_state_dict",
     "shard_weight",
+    "unflatten_state_dict",
     "uninstall",
     "unravel_index",
     "verify_checkpoint",

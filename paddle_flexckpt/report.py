@@ -97,7 +97,7 @@ class LoadReport:
         keys: Tensors filled on this rank.
         missing: Keys that this rank asked for and the source does not have; their targets are unchanged.
         unexpected: Keys that the source has and no rank asked for.
-        aliases: Keys that were found under another name (tied parameters).
+        aliases: Keys that were found under another name (tied parameters; names of Paddle's other worlds).
         cast: Keys whose values were cast, with the dtypes.
         masters: Master weights that started from their parameters, and parameters taken from their master weights.
         fused: Fused parameters and states that were saved under another degree, with the numbers of parts.

@@ -67,6 +67,7 @@ class ShardedWeight(_PaddleShardedWeight):
         aliases: Other names under which a checkpoint may hold the same tensor (tied parameters). They are tried in
             order when the key itself is not there.
         fused: The rule of a fused parameter, or None.
+        raw_names: Of an optimizer's state: names that Paddle's plain ``optimizer.state_dict()`` may have for it.
         dist_tensor: The DistTensor whose local value ``local_tensor`` is, or None.
 
     A DistTensor is described by its placements: ``local_tensor`` is then its local value, ``local_shape`` and
@@ -85,6 +86,7 @@ class ShardedWeight(_PaddleShardedWeight):
         flattened_range: slice | None = None,
         aliases: Iterable[str] = (),
         fused: FusedAxis | None = None,
+        raw_names: Iterable[str] = (),
     ) -> None:
         self.dist_tensor = None
         if is_dist_tensor(local_tensor):
@@ -102,6 +104,7 @@ class ShardedWeight(_PaddleShardedWeight):
         self.flattened_range = flattened_range
         self.aliases = tuple(aliases)
         self.fused = fused
+        self.raw_names = tuple(raw_names)
 
     def __str__(self) -> str:
         shape = list(getattr(self.local_tensor, "shape", ()))

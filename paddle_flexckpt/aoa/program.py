@@ -12,7 +12,7 @@ from paddle_flexckpt.aoa.operations import Operations, Shape, Value, filled
 from paddle_flexckpt.aoa.parser import Statement
 from paddle_flexckpt.aoa.partition import source_parts, target_parts
 from paddle_flexckpt.aoa.rule import NOTHING, ExpandedError, Ids, Origin, Rule, instantiate, make_rule, without_stars
-from paddle_flexckpt.aoa.sides import STATES, Side, state_key
+from paddle_flexckpt.aoa.sides import PARAMETER, STATES, Side, state_key
 from paddle_flexckpt.aoa.states import NotFed, StateView
 from paddle_flexckpt.aoa.structure import Structure, StructureError
 from paddle_flexckpt.aoa.structure_ops import source as source_structure
@@ -54,6 +54,7 @@ class Program:
         self._keeps_history = keeps_history
         self.source = source
         self.target = target
+        self._sides = (source,) if target is None else (source, target)
         self.operations = Operations()
         self.values: dict[str, Value] = {}
         self.state_values: dict[str, dict[str, Value]] = {}
@@ -83,12 +84,11 @@ class Program:
         Raises:
             AoaError: Some do not fit the tensors; all that do not follow from others are listed.
         """
-        sides = [self.source] if self.target is None else [self.source, self.target]
-        kinds = {id(kinds): kinds for side in sides for kinds in side.states.values()}.values()
+        kinds = {id(kinds): kinds for side in self._sides for kinds in side.states.values()}.values()
         states = {*STATES, *(state for kind in kinds for state in kind if state)}
         for statement in statements:
             try:
-                self.rules.append(make_rule(statement, states, self._is_parameter))
+                self.rules.append(make_rule(statement, states, self._is_parameter, self._sides))
             except StatementError as error:
                 self._note(error, statement.place)
         self._raise()
@@ -286,13 +286,16 @@ class Program:
             return self._fill(rule, right[0], state)
         known = []
         for name in left:
-            value = self._lookup(name, state, not rule.statement.has("states"))
+            if rule.source_state is not None:
+                value = self._moved(name, rule.source_state)
+            else:
+                value = self._lookup(name, state, not rule.statement.has("states"))
             if value is None:
                 if rule.is_optional:
                     return None
                 raise StatementError(self._unknown(name, state))
             known.append(value)
-        if state is None:
+        if state is None or rule.source_state == PARAMETER:
             self.read.update(left)
             if self._keeps_history:
                 self.read_ever.setdefault(rule.place.number, set()).update(left)
@@ -328,6 +331,11 @@ class Program:
             except NotFed:
                 return None
         return self._find(name)
+
+    def _moved(self, name: str, state: str) -> Value | None:
+        """What a name stands for as a state, or for PARAMETER as what is none."""
+        value = self._lookup(name, state, True) if state != PARAMETER else self.state_values.get(state, {}).get(name)
+        return value if value is not None else self._find(state_key(name, state))
 
     def _find(self, name: str) -> Value | None:
         """What a name stands for as a parameter: what was assigned last, else the source key."""

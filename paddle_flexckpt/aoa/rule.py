@@ -13,7 +13,7 @@ from paddle_flexckpt.aoa.macros import expand, expand_arrays, expand_stars, fuse
 from paddle_flexckpt.aoa.names import OFFSET, Placeholder, Template, parse_name
 from paddle_flexckpt.aoa.operations import Operations, Shape, Value, carry_out, concatenated
 from paddle_flexckpt.aoa.parser import Statement, parse
-from paddle_flexckpt.aoa.sides import PARAMETER, STATES
+from paddle_flexckpt.aoa.sides import PARAMETER, STATES, Side
 from paddle_flexckpt.aoa.structure import Structure
 
 NOTHING = "_"
@@ -31,6 +31,8 @@ class Rule:
         right: Its right names, likewise.
         placeholders: All placeholders, sorted.
         states: The states that it is about; None: the parameter and all of its states.
+        source_state: The state that is read, where a rename makes a state of what is none, or the other way round;
+            None: the same as is assigned.
     """
 
     place: Place
@@ -39,6 +41,7 @@ class Rule:
     right: tuple[Template, ...]
     placeholders: tuple[str, ...]
     states: tuple[str, ...] | None
+    source_state: str | None = None
     _expansions: dict[tuple[int, int], tuple[Statement, ...]] = field(default_factory=dict)
     _results: dict[tuple[object, ...], list[tuple[Structure, tuple[int, ...] | None]]] = field(default_factory=dict)
 
@@ -147,6 +150,7 @@ def make_rule(
     statement: Statement,
     states: Collection[str] = STATES,
     is_parameter: Callable[[Template], bool] = lambda _: False,
+    sides: Sequence[Side] = (),
 ) -> Rule:
     """A rule from a parsed statement.
 
@@ -154,6 +158,7 @@ def make_rule(
         statement: The statement.
         states: Last components of names that may be those of states.
         is_parameter: Whether a name that ends like a state, such as ``block.w_0``, is a parameter's.
+        sides: The source and, if there is one, the destination.
 
     Raises:
         StatementError: Names or attributes do not fit.
@@ -176,6 +181,11 @@ def make_rule(
                 f"{template.text!r} lacks ${lacking[0]}: it would be assigned once for every id", variable.column
             )
     right = [_offset(template) for template in right]
+    if _is_rename(statement):
+        ends = _ends(left[0], right[0], states, is_parameter, sides)
+        if ends is not None:
+            left, right = ([_base(t, state)] for t, state in ((left[0], ends[0]), (right[0], ends[1])))
+            return Rule(place, statement, tuple(left), tuple(right), placeholders, (ends[1],), ends[0])
     own, left, right = _states(statement, left, right, states, is_parameter)
     return Rule(place, statement, tuple(left), tuple(right), placeholders, own)
 
@@ -216,11 +226,49 @@ def _states(
             "everywhere, or the parameters alone"
         )
     state = next(iter(named.values()))
+    return (state,), [_base(template, state) for template in left], [_base(template, state) for template in right]
 
-    def base(template: Template) -> Template:
-        return template if template.text == NOTHING else _without_tail(template, len(state) + 1)
 
-    return (state,), [base(template) for template in left], [base(template) for template in right]
+def _is_rename(statement: Statement) -> bool:
+    """Whether a statement does nothing to one tensor but give it another name."""
+    (*left, first), (*right, last) = statement.left, statement.right
+    more = left or right or statement.attributes or first.transposed or last.transposed
+    return not more and NOTHING not in (first.name, last.name)
+
+
+def _ends(
+    left: Template,
+    right: Template,
+    states: Collection[str],
+    is_parameter: Callable[[Template], bool],
+    sides: Sequence[Side],
+) -> tuple[str, str] | None:
+    """The states of the names of a rename of which one is a state and the other neither that nor has any.
+
+    The keys of a plain ``optimizer.state_dict()`` are such: its states do not have the names of states.
+
+    Returns:
+        The state that is read and the one that is assigned, PARAMETER for the name that is none; None for all others.
+    """
+    tails = [template.text.rpartition(".")[2] for template in (left, right)]
+    looks = [tail in states and tail != t.text for tail, t in zip(tails, (left, right))]
+    parameters = [look and is_parameter(t) for look, t in zip(looks, (left, right))]
+    named = [look and not parameter for look, parameter in zip(looks, parameters)]
+    if named[0] == named[1]:
+        return None
+    (state, tail), other = ((left, tails[0]), right) if named[0] else ((right, tails[1]), left)
+    has_states = any(any(side.states.get(other.text, ())) for side in sides)  # the name of PARAMETER is empty
+    is_state = any(tail in side.states.get(state.text[: -len(tail) - 1], ()) for side in sides)
+    # linear_0.w_0 -> x.w_0: two parameters, unless x.w_0 is known for a state.
+    if has_states or (any(parameters) and not is_state):
+        return None
+    return (tails[0], PARAMETER) if named[0] else (PARAMETER, tails[1])
+
+
+def _base(template: Template, state: str) -> Template:
+    if template.text == NOTHING or state == PARAMETER:
+        return template
+    return _without_tail(template, len(state) + 1)
 
 
 def _without_tail(template: Template, length: int) -> Template:

@@ -16,7 +16,7 @@ from paddle_flexckpt.catalog import EXTRA_STATE, CorruptCheckpointError, Problem
 from paddle_flexckpt.manager.policies import StepRecord
 from paddle_flexckpt.runtime.loader import check_heads
 from paddle_flexckpt.runtime.portable import decode, encode
-from paddle_flexckpt.runtime.state import flatten
+from paddle_flexckpt.runtime.state import flatten_state_dict
 
 RECORD = f"{EXTRA_STATE}manager"
 _VERSION = 1
@@ -46,7 +46,7 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
     if optimizer is not None:
         # The model's shards are what it looks parameters up in; some optimizers give them back as well.
         shards.update(_describe(optimizer, "optimizer", dict(shards)))
-    for key, value in flatten(state or {}).items():
+    for key, value in flatten_state_dict(state or {})[0].items():
         if key in shards or key.startswith(EXTRA_STATE):
             raise ValidationError(
                 [

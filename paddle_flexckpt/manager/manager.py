@@ -307,6 +307,7 @@ class CheckpointManager:
         tied_names: bool = True,
         master_weights: Literal["exact", "convert"] = "exact",
         fused: Literal["convert", "exact"] = "convert",
+        mw_name_compatibility: bool = True,
         verify: bool | VerifyMode = "read",
         use_replicas: bool = True,
     ) -> RestoreReport:
@@ -346,8 +347,9 @@ class CheckpointManager:
         targets, answers = self._comm.together(prepare, context)
         order, damaged = said_by_all(answers, context)[0]
         candidates = [(each, self._steps.directory(each)) for each in order]
-        loading: dict[str, Any] = {"aoa_config": aoa_config, "strict": strict, "dtype": dtype, "verify": verify}
-        loading.update(tied_names=tied_names, master_weights=master_weights, fused=fused, use_replicas=use_replicas)
+        loading: dict[str, Any] = {"aoa_config": aoa_config, "strict": strict, "dtype": dtype, "tied_names": tied_names}
+        loading.update(master_weights=master_weights, fused=fused, mw_name_compatibility=mw_name_compatibility)
+        loading.update(verify=verify, use_replicas=use_replicas)
         report = restore_first(candidates, dict(damaged), self._comm, targets, fallback, context, **loading)
         self._damaged |= set(report.skipped)
         self._schedule.note(report.step, saved=False)

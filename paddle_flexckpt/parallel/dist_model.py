@@ -67,8 +67,10 @@ class DistModelMixin:
                 sharded[key] = make_replicated_sharded_weight(key, tensor)
             else:
                 flat = ranges[parameter]
-                if flat.stop > flat.start:
-                    sharded[key] = _flat(key, tensor, sharded[names[parameter]], flat)
+                if flat.stop <= flat.start:
+                    continue
+                sharded[key] = _flat(key, tensor, sharded[names[parameter]], flat)
+            sharded[key].raw_names = (parameter_name(raw),)
         return sharded
 
 

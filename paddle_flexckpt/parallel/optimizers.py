@@ -220,9 +220,10 @@ def describe_states(
     # Stage 3 makes masters for every half-precision parameter; without multi_precision no step ever looks at them.
     masters = getattr(optimizer, "_master_weights", {}) if getattr(optimizer, "_multi_precision", True) else {}
     owner = {master.name: name for name, master in masters.items()}
+    raw_names_mean_one = _one_stage()
     sharded: ShardedStateDict = {}
 
-    def add(raw_parameter: str, suffix: str, tensor: Any, scalar: bool) -> None:
+    def add(raw_parameter: str, suffix: str, raw_suffix: str, tensor: Any, scalar: bool) -> None:
         parameter = parameter_name(raw_parameter)
         if parameter not in names:
             raise ValueError(
@@ -238,16 +239,26 @@ def describe_states(
         # A pipeline stage knows names of a tied parameter that are not in its own dict.
         others = dict.fromkeys((*keys[1:], *getattr(model[keys[0]], "aliases", ())))
         state.aliases = tuple(f"{other}.{suffix}" for other in others)
+        state.raw_names = (f"{parameter}_{raw_suffix}",) if raw_names_mean_one else ()
         sharded[state.key] = state
 
     for raw_name, tensors in optimizer._accumulators.items():
         accumulator = without_prefix(raw_name, getattr(optimizer, "_name", None))
         for raw_parameter, tensor in tensors.items():
             # States of half-precision parameters are kept under the names of the master weights.
-            add(owner.get(raw_parameter, raw_parameter), f"{accumulator}_0", tensor, accumulator in _SCALARS)
+            parameter = owner.get(raw_parameter, raw_parameter)
+            add(parameter, f"{accumulator}_0", f"{raw_name}_0", tensor, accumulator in _SCALARS)
     for parameter, tensor in masters.items():
-        add(parameter, "w_0", tensor, False)
+        add(parameter, "w_0", "fp32_master_0", tensor, False)
     return sharded
+
+
+def _one_stage() -> bool:
+    """Whether every rank builds the same layers, so that their count means the same on all of them."""
+    from paddle.distributed.fleet.base import topology
+
+    hcg = topology._HYBRID_PARALLEL_GROUP
+    return hcg is None or int(hcg.get_pipe_parallel_world_size()) == 1
 
 
 def without_prefix(accumulator: str, optimizer_name: str | None) -> str:

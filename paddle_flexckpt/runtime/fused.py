@@ -49,12 +49,18 @@ class OtherCut:
         parts = " or ".join(f"{count:g}" for count in counts)
         return f"{parts} parts -> {self.extent / max(self.here, 1):g} parts"
 
-    def problem(self) -> Problem:
-        """The problem that it is, where it may not be mended."""
+    def problem(self, other_name: bool = False) -> Problem:
+        """The problem that it is, where it may not be mended.
+
+        Args:
+            other_name: Whether the source key is another of the target's names, of which statements that put
+                parameters right, and their states with them, do not know.
+        """
         remedy = "load under the tensor-parallel degree of the save: no AOA statement is known for this parameter"
         if self.statement is not None:
             text = fused_statement(self.found, self.key, self.statement, ())
-            remedy = f'load with fused="convert", or with the AOA statement "{text}"'
+            convert = "" if other_name else 'fused="convert", or with '
+            remedy = f'load with {convert}the AOA statement "{text}"'
         return Problem(
             "the parts of a fused parameter lie side by side on every rank, so another cut would permute them",
             key=self.key,

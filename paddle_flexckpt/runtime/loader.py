@@ -24,6 +24,7 @@ from paddle_flexckpt.planning import ReadPlan, ShardMatcher
 from paddle_flexckpt.report import LoadReport, replica_warning
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
 from paddle_flexckpt.runtime.completion import complete, match
+from paddle_flexckpt.runtime.name_compatibility import check_across_ranks
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
 from paddle_flexckpt.runtime.targets import MASTER, Policy, Strict, Wanted
@@ -76,7 +77,10 @@ def load_state_dict(
         coordinator_rank: The rank, counted within the group, that writes the log line.
         unique_id: The checkpoint's id; None takes the highest.
         offload: Accepted for compatibility: reading goes through host memory always, one tensor at a time.
-        mw_name_compatibility: Accepted for compatibility; semi-automatic parallel's names are not mapped yet.
+        mw_name_compatibility: Whether a key that the checkpoint lacks may be found under another of the names that
+            Paddle gives the same tensor in dynamic and static graph, in semi-automatic and hybrid parallel, in plain
+            and sharded state dicts (docs/semi_auto.md, Names); the report lists those among the aliases. False: keys
+            are found under their own names alone.
         aoa_config: AOA statements that say what the targets are made of (docs/aoa.md): a dict with the key
             ``aoa_statements``, the same as a JSON text, or the path of a JSON or YAML file. The same on every rank.
         safetensors: Accepted for compatibility: data files are safetensors files always.
@@ -126,13 +130,14 @@ def load_state_dict(
             "strict": strict,
             "dtype": dtype,
             "fused": fused,
+            "mw_name_compatibility": mw_name_compatibility,
             "aoa_config": config_digest(aoa_config, master_weights),
         }
         return _Described(manifest, state, json.dumps(head).encode())
 
     def prepare() -> tuple[_Prepared, bytes]:
         manifest, state, head = describe()
-        policy = Policy(strict, dtype, tied_names, master_weights, fused)
+        policy = Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility)
         mapping, wanted = match(state, manifest.catalog, policy, aoa_config, all_targets)
         if wanted.cuts:
             targets = state.catalog if all_targets is None else all_targets
@@ -143,14 +148,16 @@ def load_state_dict(
         reader = stack.enter_context(FileReader(directory.backend, manifest, verify, use_replicas))
         reader.check_files(plan.pieces.source)
         used = np.packbits(used_keys(manifest.catalog, wanted, mapping)).tobytes()
-        return _Prepared(manifest, state, wanted, mapping, work, plan, reader), join((head, used))
+        names = json.dumps(wanted.raw_meanings).encode()
+        return _Prepared(manifest, state, wanted, mapping, work, plan, reader), join((head, used, names))
 
     all_targets = None
     with contextlib.ExitStack() as stack:
         if aoa_config is not None:
             all_targets = gather_targets(comm, lambda: (describe().state, describe().head), context)
         ready, answers = comm.together(prepare, context)
-        bits = check_heads(answers, context)[0]
+        bits, names = check_heads(answers, context)
+        check_across_ranks([json.loads(each) for each in names], context)
         unexpected = unexpected_keys(ready.manifest.catalog, bits, ready.mapping)
         check_unexpected(unexpected, strict, context)
         planned = time.perf_counter()

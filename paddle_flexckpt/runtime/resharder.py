@@ -37,6 +37,7 @@ from paddle_flexckpt.runtime.loader import (
     unexpected_keys,
     used_keys,
 )
+from paddle_flexckpt.runtime.name_compatibility import check_across_ranks
 from paddle_flexckpt.runtime.replicas import differing_replicas, replica_digests
 from paddle_flexckpt.runtime.shared_memory import refuse_shared_memory
 from paddle_flexckpt.runtime.sources import CheckedSources, check_sources
@@ -68,6 +69,7 @@ def reshard_sharded_state_dict(
     tied_names: bool = True,
     master_weights: Literal["exact", "convert"] = "exact",
     fused: Literal["convert", "exact"] = "convert",
+    mw_name_compatibility: bool = True,
     check_replicas: bool = True,
 ) -> LoadReport:
     """Moves live state from one layout to another, in memory.
@@ -90,6 +92,7 @@ def reshard_sharded_state_dict(
         tied_names: As in :func:`load_state_dict`.
         master_weights: As in :func:`load_state_dict`.
         fused: As in :func:`load_state_dict`.
+        mw_name_compatibility: As in :func:`load_state_dict`.
         check_replicas: Whether replicas of one source shard have to be equal, byte for byte. Without the check, a rank
             is given its own replica's values, or any other's.
 
@@ -123,6 +126,7 @@ def reshard_sharded_state_dict(
         tied_names=tied_names,
         master_weights=master_weights,
         fused=fused,
+        mw_name_compatibility=mw_name_compatibility,
         check_replicas=check_replicas,
         aoa_config=aoa_config,
     )
@@ -143,6 +147,7 @@ def _load_state_dict(
     tied_names: bool = True,
     master_weights: Literal["exact", "convert"] = "exact",
     fused: Literal["convert", "exact"] = "convert",
+    mw_name_compatibility: bool = True,
     check_replicas: bool = True,
     aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> LoadReport:
@@ -163,6 +168,7 @@ def _load_state_dict(
         tied_names: As in :func:`load_state_dict`.
         master_weights: As in :func:`load_state_dict`.
         fused: As in :func:`load_state_dict`.
+        mw_name_compatibility: As in :func:`load_state_dict`.
         check_replicas: Whether replicas of one source shard have to be equal, byte for byte. Without the check, a rank
             is given its own replica's values, or any other's.
         aoa_config: As in :func:`load_state_dict`.
@@ -185,6 +191,7 @@ def _load_state_dict(
         "coordinator_rank": coordinator_rank,
         "check_replicas": check_replicas,
         "fused": fused,
+        "mw_name_compatibility": mw_name_compatibility,
     }
 
     @functools.cache
@@ -202,7 +209,7 @@ def _load_state_dict(
 
         def prepare() -> tuple[_Prepared, bytes]:
             state, head = describe()
-            policy = Policy(strict, dtype, tied_names, master_weights, fused)
+            policy = Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility)
             mapping, wanted = match(state, source, policy, aoa_config, None if aoa_config is None else all_targets)
             needs = wanted.completion(source)
             if statements and all_targets is not None:
@@ -216,18 +223,20 @@ def _load_state_dict(
                 carrier.address(),
                 np.packbits(used_keys(source, wanted, mapping)).tobytes(),
                 encode_catalog(work.catalog),
+                json.dumps(wanted.raw_meanings).encode(),
             )
             return _Prepared(state, wanted, mapping, work), join(parts)
 
         ready, answers = comm.together(prepare, _CONTEXT)
-        needed, digests, addresses, bits, encoded = check_heads(answers, _CONTEXT)
+        needed, digests, addresses, bits, encoded, names = check_heads(answers, _CONTEXT)
         statements = sorted({statement for texts in needed for statement in json.loads(texts)})
         if statements:
             # Whoever sends has to know them too.
             if all_targets is None:
                 all_targets = gather_targets(comm, describe, _CONTEXT)
             ready, answers = comm.together(prepare, _CONTEXT)
-            _, digests, addresses, bits, encoded = check_heads(answers, _CONTEXT)
+            _, digests, addresses, bits, encoded, names = check_heads(answers, _CONTEXT)
+        check_across_ranks([json.loads(each) for each in names], _CONTEXT)
         problems = differing_replicas(digests, source, checked.groups)
         if problems:
             raise ValidationError(problems, _CONTEXT)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Problem, ValidationError
-from paddle_flexckpt.runtime.tensors import dtype_name, element_count, is_contiguous, is_initialized
+from paddle_flexckpt.runtime.name_compatibility import raw_parameter
+from paddle_flexckpt.runtime.tensors import address_range, dtype_name, element_count, is_contiguous, is_initialized
 from paddle_flexckpt.sharded_weight import ShardedWeight, is_sharded_weight, make_replicated_sharded_weight
+
+_SCHEDULER = "LR_Scheduler"  # where Paddle's optimizer.state_dict() has the state of its scheduler
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,33 +32,103 @@ class LocalState:
         """The live tensor of a row."""
         return self.weights[row].local_tensor
 
+    def place(self, row: int) -> object:
+        """Equal for rows that are the same part of the same memory; None for one without elements."""
+        span = address_range(self.tensor(row))
+        return None if span is None else (span, self.catalog.dtype_name(row), self.catalog.describe(row))
 
-def flatten(state_dict: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    def names_by_tensor(self) -> dict[str, list[str]]:
+        """Keys, sorted, by the name of the tensor behind them, without ``.dist``."""
+        names: dict[str, list[str]] = {}
+        for row, weight in enumerate(self.weights):
+            name = tensor_name(weight)
+            if name is not None:
+                names.setdefault(raw_parameter(name), []).append(self.catalog.key_name(row))
+        return {name: sorted(keys) for name, keys in names.items()}
+
+
+def tensor_name(value: Any) -> str | None:
+    """Paddle's own name of a tensor, or of the tensor of a shard; None if it has none."""
+    tensor = getattr(value, "local_tensor", value)
+    if getattr(value, "dist_tensor", None) is not None:
+        tensor = value.dist_tensor  # its local value has another name, or none
+    name = getattr(tensor, "name", None)
+    return name if isinstance(name, str) and name else None
+
+
+def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
     """A nested state dict as one level, names joined by dots.
 
+    Args:
+        state_dict: Names to values of any kind, or to dicts of the same kind. An empty dict leaves no trace.
+
+    Returns:
+        The values by joined name, and the names that were joined, for :func:`unflatten_state_dict`.
+
     Raises:
-        ValidationError: A name is not a string, or two paths lead to the same name.
+        ValidationError: This is no dict, a name is not a string, or two paths lead to the same name; all are listed.
     """
     flat: dict[str, Any] = {}
+    mapping: dict[str, tuple[str, ...]] = {}
     problems: list[Problem] = []
 
-    def visit(mapping: Mapping[str, Any], path: str) -> None:
-        for name, value in mapping.items():
+    def visit(values: Mapping[str, Any], path: tuple[str, ...]) -> None:
+        for name, value in values.items():
             if not isinstance(name, str):
-                problems.append(Problem("a state dict needs names that are strings", key=path, got=repr(name)))
+                where = ".".join(path)
+                problems.append(Problem("a state dict needs names that are strings", key=where, got=repr(name)))
                 continue
-            key = f"{path}{name}"
+            names = (*path, name)
+            key = ".".join(names)
             if isinstance(value, Mapping):
-                visit(value, f"{key}.")
+                visit(value, names)
             elif key in flat:
                 problems.append(Problem("two entries of the nested state dict have the same name", key=key))
             else:
-                flat[key] = value
+                flat[key], mapping[key] = value, names
 
-    visit(state_dict, prefix)
+    if not isinstance(state_dict, Mapping):
+        raise ValidationError([f"the state has to be a dict of shards or tensors; got a {type(state_dict).__name__}"])
+    visit(state_dict, ())
     if problems:
         raise ValidationError(problems)
-    return flat
+    return flat, mapping
+
+
+def unflatten_state_dict(flat_state_dict: Mapping[str, Any], mapping: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """The nested state dict that :func:`flatten_state_dict` made one level of.
+
+    Args:
+        flat_state_dict: Values by joined name.
+        mapping: The names that were joined, by joined name; those of other keys are not used.
+
+    Raises:
+        ValidationError: The mapping lacks a key, has something else than names for it, or leads two keys to one place
+            or one into another's value; all are listed.
+    """
+    nested: dict[str, Any] = {}
+    places: dict[tuple[str, ...], str] = {}
+    problems: list[Problem] = []
+    for key in flat_state_dict:
+        names = mapping.get(key)
+        if names is None:
+            problems.append(Problem("the mapping has no names for a key of the flat state dict", key=key))
+        elif not isinstance(names, (tuple, list)) or not names or not all(isinstance(name, str) for name in names):
+            problems.append(Problem("the mapping needs a tuple of names for each key", key=key, got=repr(names)))
+        elif places.setdefault(tuple(names), key) != key:
+            problems.append(Problem(f"the mapping has the names of key {places[tuple(names)]!r} again", key=key))
+    for names, key in places.items():
+        above = next((names[:end] for end in range(1, len(names)) if names[:end] in places), None)
+        if above is not None:
+            problems.append(Problem(f"the mapping puts a key into the value of key {places[above]!r}", key=key))
+    if problems:
+        raise ValidationError(problems)
+    for names, key in places.items():
+        inner = nested
+        for name in names[:-1]:
+            inner = inner.setdefault(name, {})
+        inner[names[-1]] = flat_state_dict[key]
+    return nested
 
 
 def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None) -> LocalState:
@@ -70,15 +143,15 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
     Raises:
         ValidationError: Some value is not a usable shard; all of them are listed.
     """
-    if not isinstance(state_dict, Mapping):
-        raise ValidationError([f"the state has to be a dict of shards or tensors; got a {type(state_dict).__name__}"])
+    flat_state, paths = flatten_state_dict(state_dict)
     builder = CatalogBuilder(rank, file)
     weights: list[Any] = []
     problems: list[Problem] = []
-    for key, value in flatten(state_dict).items():
-        problem = _unusable(key, value, rank)
+    for key, value in flat_state.items():
+        problem = _unusable(key, value, rank, paths[key])
         if problem is not None:
-            problems.append(problem)
+            if problem not in problems:  # a scheduler's state has several values
+                problems.append(problem)
             continue
         try:
             weight = value if is_sharded_weight(value) else make_replicated_sharded_weight(key, value)
@@ -104,17 +177,18 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
     return LocalState(weights, builder.build())
 
 
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor of Paddle, or an array of numpy."""
     if isinstance(value, np.ndarray):
         return True
     # Asked of the class: the place of a tensor without memory raises.
     return all(hasattr(type(value), name) for name in ("data_ptr", "is_contiguous", "place"))
 
 
-def _unusable(key: str, value: Any, rank: int) -> Problem | None:
+def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem | None:
     """Why a value cannot be a shard, if it cannot."""
     if is_sharded_weight(value):
-        if not _is_tensor(value.local_tensor):
+        if not is_tensor(value.local_tensor):
             return Problem(
                 "the local_tensor of a ShardedWeight has to be a tensor",
                 key=key,
@@ -122,13 +196,21 @@ def _unusable(key: str, value: Any, rank: int) -> Problem | None:
                 got=type(value.local_tensor).__name__,
             )
         return None
-    if not _is_tensor(value):
+    if not is_tensor(value) and _SCHEDULER in path:
+        return Problem(
+            "the state of an LR scheduler, which optimizer.state_dict() has in it, is not made of tensors",
+            key=".".join(path[: path.index(_SCHEDULER) + 1]),
+            rank=rank,
+            remedy=f"take it out, optimizer_state.pop({_SCHEDULER!r}), and save {{**state, "
+            "**collect_extra_state(scheduler)}; after the load, restore_extra_state(load_extra_state(path), scheduler)",
+        )
+    if not is_tensor(value):
         return Problem(
             "a state dict holds tensors and ShardedWeights only",
             key=key,
             rank=rank,
             got=f"{value!r} ({type(value).__name__})",
-            remedy="make it a tensor, or keep it outside the state dict",
+            remedy="make it a tensor, or take it out and save it as extra state, collect_extra_state(name=value)",
         )
     if getattr(value, "is_distributed", False):
         return Problem(

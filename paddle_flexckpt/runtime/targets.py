@@ -12,8 +12,8 @@ from paddle_flexckpt.aoa import Mapping
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of, validate_shards
 from paddle_flexckpt.execution.mapping import made_by
 from paddle_flexckpt.runtime.fused import OtherCut, completion, other_cut
+from paddle_flexckpt.runtime.name_compatibility import CompatibleNames, Unfound, find_compatible, raw_meanings
 from paddle_flexckpt.runtime.state import LocalState
-from paddle_flexckpt.runtime.tensors import address_range
 
 Strict = Union[bool, Literal["missing", "unexpected"]]
 _FLOATS = frozenset({"float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"})
@@ -35,6 +35,8 @@ class Policy:
             source is of lower precision is taken from its master weight.
         fused: Whether a fused parameter that the source holds under another degree is put right ("convert") or is an
             error ("exact").
+        mw_name_compatibility: Whether a key that the source lacks may be found under another of its names
+            (:mod:`~paddle_flexckpt.runtime.name_compatibility`).
     """
 
     strict: Strict = "missing"
@@ -42,6 +44,7 @@ class Policy:
     tied_names: bool = True
     master_weights: Literal["exact", "convert"] = "exact"
     fused: Literal["convert", "exact"] = "convert"
+    mw_name_compatibility: bool = True
 
     def __post_init__(self) -> None:
         if self.strict not in (True, False, "missing", "unexpected"):
@@ -52,6 +55,8 @@ class Policy:
             raise ValidationError([f"master_weights is 'exact' or 'convert'; got {self.master_weights!r}"])
         if self.fused not in ("convert", "exact"):
             raise ValidationError([f"fused is 'convert' or 'exact'; got {self.fused!r}"])
+        if not isinstance(self.mw_name_compatibility, bool):
+            raise ValidationError([f"mw_name_compatibility is True or False; got {self.mw_name_compatibility!r}"])
 
     @property
     def missing_is_an_error(self) -> bool:
@@ -79,6 +84,7 @@ class Wanted:
         masters: Master weights that start from their parameters, and parameters taken from their master weights.
         cuts: Fused targets that are not among the rows, as their parts have to be put right first.
         fused: Fused targets whose parts are put right, with the numbers of parts.
+        raw_meanings: Parameters by the raw names of them that lead to keys of the source.
     """
 
     catalog: Catalog
@@ -90,6 +96,7 @@ class Wanted:
     masters: dict[str, str] = field(default_factory=dict)
     cuts: list[OtherCut] = field(default_factory=list)
     fused: dict[str, str] = field(default_factory=dict)
+    raw_meanings: dict[str, list[str]] = field(default_factory=dict)
 
     def completion(self, source: Catalog) -> tuple[str, ...]:
         """The statements that put the parts of fused targets right."""
@@ -127,12 +134,22 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
     cuts: list[OtherCut] = []
     problems = validate_shards(target)
     rows = []
+    own_names = []
+    found_keys: list[tuple[str, str, tuple[str, ...]]] = []
+    for row, weight in enumerate(state.weights):
+        key = target.key_name(row)
+        # Where nothing feeds the own name, what the source has under others is not meant either: a tied parameter's
+        # states stand under one of its names, and statements speak of that one.
+        removed = mapping is not None and key in mapping.unfed
+        own_names.append(_find(key, weight, (defined,) if removed else (index, defined), policy))
+    compatible = CompatibleNames()
+    if policy.mw_name_compatibility and None in own_names:
+        compatible = _compatible(state, own_names, index, policy, mapping)
+        problems.extend(compatible.problems)
     for row, weight in enumerate(state.weights):
         key = target.key_name(row)
         removed = mapping is not None and key in mapping.unfed
-        # Where nothing feeds the own name, what the source has under others is not meant either: a tied parameter's
-        # states stand under one of its names, and statements speak of that one.
-        found = _find(key, weight, (defined,) if removed else (index, defined), policy)
+        found = own_names[row] or compatible.names.get(key)
         if mapping is not None and found is not None and found in defined:
             if found != key:
                 names[target.key[row]] = aliases[key] = found
@@ -151,21 +168,23 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
         if found is None:
             missing.append(key)
             if policy.missing_is_an_error:
-                problems.append(_missing(target, row, source.keys, mapping))
+                problems.append(_missing(target, row, source.keys, mapping, compatible))
             continue
         if found != key:
             names[target.key[row]] = found
             if master is None:
                 aliases[key] = found
+        found_keys.append((key, found, tuple(getattr(weight, "aliases", ()))))
         allowed = policy if master is None else replace(policy, dtype="cast")
         problem = _unfit(target, row, _stored(source, int(first_row[index[found]])), allowed, cast)
         fused = getattr(weight, "fused", None)
         cut = None if fused is None else other_cut(target, row, source, index[found], fused)
         if problem is None and cut is not None:
-            if policy.fused == "convert" and cut.statement is not None:
+            other_name = key in compatible.names
+            if policy.fused == "convert" and cut.statement is not None and not other_name:
                 cuts.append(cut)
                 continue
-            problem = cut.problem()
+            problem = cut.problem(other_name)
         if problem is not None:
             problems.append(problem)
             continue
@@ -174,7 +193,17 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
         raise ValidationError(problems)
     rows, same_memory = _share_memory(state, names, rows, mapping)
     renamed = replace(target, keys=tuple(names))
-    return Wanted(renamed, np.asarray(rows, dtype=np.int64), same_memory, missing, aliases, cast, masters, cuts)
+    return Wanted(
+        renamed,
+        np.asarray(rows, dtype=np.int64),
+        same_memory,
+        missing,
+        aliases,
+        cast,
+        masters,
+        cuts,
+        raw_meanings=raw_meanings(found_keys, state.names_by_tensor),
+    )
 
 
 def _find(key: str, weight: Any, known: Iterable[Collection[str]], policy: Policy) -> str | None:
@@ -183,6 +212,26 @@ def _find(key: str, weight: Any, known: Iterable[Collection[str]], policy: Polic
         if any(name in names for names in known):
             return str(name)
     return None
+
+
+def _compatible(
+    state: LocalState, own_names: list[str | None], index: dict[str, int], policy: Policy, mapping: Mapping | None
+) -> CompatibleNames:
+    """The names under which the source has targets that it lacks under their own."""
+    catalog = state.catalog
+    # What statements take away or leave unfed is not looked for elsewhere.
+    gone = frozenset() if mapping is None else {*mapping.unfed, *mapping.removed}
+    targets: list[Unfound] = []
+    claimed: dict[str, list[tuple[str, object]]] = {}
+    for row, (weight, name) in enumerate(zip(state.weights, own_names)):
+        key = catalog.key_name(row)
+        if name is not None:
+            claimed.setdefault(name, []).append((key, state.place(row)))
+        elif key not in gone:
+            aliases = tuple(getattr(weight, "aliases", ())) if policy.tied_names else ()
+            raw_names = tuple(getattr(weight, "raw_names", ()))
+            targets.append(Unfound(key, int(catalog.rank[row]), aliases, raw_names, state.place(row)))
+    return find_compatible(targets, index, claimed, state.names_by_tensor())
 
 
 def _master(
@@ -208,8 +257,18 @@ def _master(
     return None
 
 
-def _missing(target: Catalog, row: int, names: tuple[str, ...], mapping: Mapping | None) -> Problem:
-    """The problem of a target that nothing feeds: AOA statements say so, or else the name is wrong."""
+def _missing(
+    target: Catalog, row: int, names: tuple[str, ...], mapping: Mapping | None, compatible: CompatibleNames
+) -> Problem:
+    """The problem of a target that nothing feeds: AOA statements say so, or else the name is wrong.
+
+    Args:
+        target: The targets.
+        row: The row of the one.
+        names: The source's keys.
+        mapping: What statements say.
+        compatible: What was found under other names.
+    """
     key = target.key_name(row)
     where: dict[str, Any] = {"key": key, "rank": int(target.rank[row]), "expected": target.describe(row)}
     if mapping is not None and (key in mapping.unfed or key in mapping.removed):
@@ -219,12 +278,14 @@ def _missing(target: Catalog, row: int, names: tuple[str, ...], mapping: Mapping
         return Problem("nothing feeds a target", **where, got=why, remedy=None if "Remedy:" in why else remedy)
     tail = key.rsplit(".", 2)[-2:]
     alike = [name for name in names if name.rsplit(".", 2)[-2:] == tail][:3]
-    return Problem(
-        "the source has no such key",
-        **where,
-        got=f"{len(names)} keys, among them {alike or list(names[:3])}",
-        remedy="correct the name, or load with strict=False to leave this target as it is",
-    )
+    got = f"{len(names)} keys, among them {alike or list(names[:3])}"
+    if key in compatible.taken:
+        got += f"; what might be meant is taken by target {compatible.taken[key]!r}"
+    remedy = "correct the name, or load with strict=False to leave this target as it is"
+    if key in compatible.lost_by_raw_name:
+        # One side names states after parameters as Paddle counts them, and the other counts others.
+        remedy = f"give its name by an AOA statement (plain_state_statements() makes them); or {remedy}"
+    return Problem("the source has no such key", **where, got=got, remedy=remedy)
 
 
 @dataclass(frozen=True)
@@ -315,14 +376,13 @@ def _share_memory(
         moved = tuple(column.tobytes() for column in columns)
         return mapping.tensors[name], moved, tuple(mapping.regions.get(name, ()))
 
-    seen: dict[tuple[Any, ...], list[int]] = {}
+    seen: dict[object, list[int]] = {}
     keep, same_memory = [], {}
     for row in rows:
-        span = address_range(state.tensor(row))
-        if span is None:
+        place = state.place(row)
+        if place is None:
             keep.append(row)
             continue
-        place = (span, catalog.dtype_name(row), catalog.describe(row))
         earlier = seen.setdefault(place, [])
         if any(made_of(row) == made_of(other) for other in earlier):
             continue  # the same memory from the same source: filled already

@@ -526,6 +526,25 @@ class TestStates:
         with pytest.raises(AoaError, match="w_0' is a state, and the other names are no states of that kind"):
             run([text], source, {"b": room(4, 6), "b.w_0": room(4, 6), "b.moment1_0": room(4, 6)})
 
+    @pytest.mark.parametrize("raw", ["l_0.w_0_moment1_0", "opt.l_0.w_0.dist_moment1_1", "masters.l_0.w_0", "l_0.w_0"])
+    @pytest.mark.parametrize("state", ["moment1_0", "w_0"])
+    def test_a_rename_makes_a_state_of_a_key_that_is_none_and_back(self, raw, state):
+        got = run([f"{raw} -> a.{state}"], {"a": A, raw: B}, {"a": room(4, 6), f"a.{state}": room(4, 6)})
+        assert_equal(got, {"a": A, f"a.{state}": B})
+        got = run([f"a.{state} -> {raw}"], {"a": A, f"a.{state}": B}, {"a": room(4, 6), raw: room(4, 6)})
+        assert_equal(got, {"a": A, raw: B})
+        got = run([f"{raw} -> b.{state}", f"b.{state} -> {raw}x"], {"a": A, raw: B}, {f"{raw}x": room(4, 6)})
+        assert_equal(got, {f"{raw}x": B})
+        # What the parameter's own statement says of its states comes second.
+        got = run(["a -> b", f"{raw} -> b.{state}"], {"a": A, raw: B, "a.velocity_0": A},
+                  {"b": room(4, 6), f"b.{state}": room(4, 6), "b.velocity_0": room(4, 6)})  # fmt: skip
+        assert_equal(got, {"b": A, f"b.{state}": B, "b.velocity_0": A})
+
+    @pytest.mark.parametrize("text", ["x^T -> a.w_0", "x -> a.w_0, scale=2", "x, y -> a.w_0, axis=0", "x -> a.w_0, y"])
+    def test_more_than_a_rename_is_not_about_a_state_and_what_is_none(self, text):
+        with pytest.raises(AoaError, match="w_0' is a state, and the other names are no states of that kind"):
+            run([text], {"a": A, "x": A, "y": B}, {"a.w_0": room(4, 6), "y": room(4, 6)})
+
     def test_keys_of_unknown_states_may_be_named(self):
         got = run(["a.my_3^T -> b.my_3"], {"a": A, "b": A, "a.my_3": B}, {"b": room(4, 6), "b.my_3": room(6, 4)})
         assert_equal(got, {"b": A, "b.my_3": np.ascontiguousarray(B.T)})

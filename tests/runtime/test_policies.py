@@ -66,11 +66,13 @@ def test_the_default_is_that_missing_keys_are_errors_and_unexpected_ones_are_rep
 
 
 def test_a_similar_name_is_suggested(move):
-    with pytest.raises(ValidationError, match=r"model\.layers\.0\.attn\.weight"):
-        move({"model.layers.0.attn.weight": np.zeros(1)}, {"layers.0.attn.weight": np.zeros(1)})
+    with pytest.raises(ValidationError, match=r"net\.layers\.0\.attn\.weight"):
+        move({"net.layers.0.attn.weight": np.zeros(1)}, {"layers.0.attn.weight": np.zeros(1)})
 
 
-@pytest.mark.parametrize("options", [{"strict": "all"}, {"strict": None}, {"dtype": "force"}])
+@pytest.mark.parametrize("options", [
+    {"strict": "all"}, {"strict": None}, {"dtype": "force"}, {"mw_name_compatibility": "yes"},
+])  # fmt: skip
 def test_an_unknown_policy_is_refused(options):
     with pytest.raises(ValidationError, match=next(iter(options))):
         Policy(**options)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.runtime.state import flatten, open_state
+from paddle_flexckpt.runtime.state import flatten_state_dict, open_state, unflatten_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 
 
@@ -21,9 +23,64 @@ def sharded(tensor=None, local=(2, 3), whole=(4, 3), offset=(2, 0), flat=None) -
 
 def test_nested_dicts_become_one_level():
     a, b, c = array(1), array(2), array(3)
-    flat = flatten({"model": {"w": a, "block": {"0": b}}, "c": c})
+    flat, _ = flatten_state_dict({"model": {"w": a, "block": {"0": b}}, "c": c})
     assert flat == {"model.w": a, "model.block.0": b, "c": c}
     assert flat["model.block.0"] is b
+
+
+NESTED = st.recursive(
+    st.integers(), lambda values: st.dictionaries(st.text("ab", max_size=2), values, min_size=1, max_size=3)
+)
+
+
+@given(st.dictionaries(st.text("ab", max_size=2), NESTED, max_size=4))
+def test_flattened_and_nested_again(nested):
+    flat, mapping = flatten_state_dict(nested)
+    assert unflatten_state_dict(flat, mapping) == nested
+    assert flat.keys() == mapping.keys()
+    assert all(".".join(names) == key for key, names in mapping.items())
+
+
+def test_the_mapping_tells_dots_of_names_from_dots_between_them():
+    nested = {"a.b": {"c": 1}, "a": {"b.d": [2], "e": None}}
+    flat, mapping = flatten_state_dict(nested)
+    assert flat == {"a.b.c": 1, "a.b.d": [2], "a.e": None}
+    assert mapping == {"a.b.c": ("a.b", "c"), "a.b.d": ("a", "b.d"), "a.e": ("a", "e")}
+    assert unflatten_state_dict({"a.b.d": 5}, mapping) == {"a": {"b.d": 5}}, "other keys of the mapping are not used"
+
+
+@pytest.mark.parametrize("nested", [{"a": {1: 2}}, {2: {}}, {"a": {"b": 1}, "a.b": 1}, [1]])
+def test_what_cannot_be_flattened(nested):
+    with pytest.raises(ValidationError, match="names that are strings|have the same name|has to be a dict"):
+        flatten_state_dict(nested)
+
+
+@pytest.mark.parametrize(("mapping", "words"), [
+    ({"b": ("b",)}, "no names for a key of the flat state dict .*'a'"),
+    ({"a": "ab", "b": ("b",)}, "a tuple of names for each key .*'a'.*got 'ab'"),
+    ({"a": (), "b": ("b",)}, "a tuple of names for each key .*'a'"),
+    ({"a": ("a", 1), "b": ("b",)}, "a tuple of names for each key .*'a'"),
+    ({"a": ("x",), "b": ("x",)}, "has the names of key 'a' again .*'b'"),
+    ({"a": ("x",), "b": ("x", "y")}, "into the value of key 'a' .*'b'"),
+    ({"b": ("x",), "a": ("x", "y", "z")}, "into the value of key 'b' .*'a'"),
+])  # fmt: skip
+def test_a_mapping_that_does_not_fit(mapping, words):
+    with pytest.raises(ValidationError, match=words):
+        unflatten_state_dict({"a": 1, "b": 2}, mapping)
+
+
+def test_flat_dicts_are_those_of_paddle():
+    utils = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.utils")
+    paddle = pytest.importorskip("paddle")
+    nested = {"model": {"a.w": paddle.zeros([1]), "b": {"c": paddle.zeros([2])}}, "d": paddle.zeros([3])}
+    flat, mapping = flatten_state_dict(nested)
+    theirs, names = utils.flatten_state_dict(nested)
+    assert mapping == names
+    assert list(flat) == list(theirs)
+    assert all(flat[key] is theirs[key] for key in flat)
+    again, expected = unflatten_state_dict(flat, mapping), utils.unflatten_state_dict(theirs, names)
+    assert again.keys() == expected.keys()
+    assert again["model"]["b"]["c"] is expected["model"]["b"]["c"] is nested["model"]["b"]["c"]
 
 
 def test_the_dicts_name_of_a_shard_counts():
