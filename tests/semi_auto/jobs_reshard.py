@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
+from paddle.base import framework
+from paddle.distributed.auto_parallel import fully_shard_fusion
+
+from paddle_flexckpt.testing import cpu_world
+from tests.semi_auto import training
 
 PLACEMENTS = {"R": dist.Replicate(), "S0": dist.Shard(0), "S1": dist.Shard(1), "P": dist.Partial()}
 
@@ -66,3 +72,87 @@ def array(tensor):
     """A tensor's local values."""
     local = tensor._local_value()
     return local.astype("float32").numpy() if local._is_initialized() else np.zeros(tensor._local_shape, "float32")
+
+
+def gradients(rows, dtype):
+    """Takes gradients through reshards; returns what came out wrong."""
+    mesh = dist.ProcessMesh([0, 1, 2, 3], dim_names=["x"])
+    values = (np.arange(rows * 6).reshape(rows, 6) % 13).astype("float32")
+    wrong = []
+    for before, after in itertools.product("R S0 S1".split(), repeat=2):
+        source, _ = distributed(values, dtype, mesh, [dist.get_rank()], [before])
+        source.stop_gradient = False
+        moved = dist.reshard(source, mesh, [PLACEMENTS[after]])
+        # The gradient of each element is its number.
+        whole = dist.shard_tensor(paddle.to_tensor(values).astype(dtype), mesh, [PLACEMENTS[after]])
+        moved.backward(whole)
+        wanted = cut(values, mesh.shape, [dist.get_rank()], [before])
+        got = array(source.grad)
+        if got.shape != wanted.shape or not np.array_equal(got, wanted):
+            wrong.append(f"{before} -> {after}: {got.tolist()}, not {wanted.tolist()}")
+    return wrong
+
+
+def cut_parameter(dtype):
+    """Cuts a parameter of five rows over four ranks."""
+    parameter = paddle.create_parameter([5, 3], dtype, "kept", default_initializer=paddle.nn.initializer.Constant(0.0))
+    parameter.set_value(paddle.arange(15, dtype="float32").reshape([5, 3]).astype(dtype))
+    parameter.stop_gradient = True
+    parameter.trainable = False
+    mesh = dist.ProcessMesh([0, 1, 2, 3], dim_names=["x"])
+    out = dist.shard_tensor(parameter, mesh, [dist.Shard(0)])
+    return [out._local_shape, array(out).reshape(-1), out.name, out.trainable]
+
+
+def ranks_on_axes():
+    """Where each process is on a mesh; the last one is not on it."""
+    mesh = dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["x", "y"])
+    return [[mesh.get_rank_by_dim_and_process_id(axis, process) for axis in ("x", 1)] for process in range(5)]
+
+
+def lacking():
+    """What a CPU cannot do without the CPU world, and that it can do it again after."""
+    mesh = dist.ProcessMesh([0, 1], dim_names=["x"])
+    tensor = paddle.ones([4, 4])
+    partial = dist.shard_tensor(tensor, mesh, [dist.Partial()])
+    rows = dist.shard_tensor(tensor, mesh, [dist.Shard(0)])
+    attempts = {
+        "partial to shard": lambda: dist.reshard(partial, mesh, [dist.Shard(0)]),
+        "shard to shard": lambda: dist.reshard(rows, mesh, [dist.Shard(1)]),
+        "half precision": lambda: dist.shard_tensor(tensor.astype("bfloat16"), mesh, [dist.Shard(0)]),
+    }
+    out = {}
+    cpu_world.uninstall()
+    try:
+        for name, attempt in attempts.items():
+            try:
+                attempt()
+            except Exception as error:  # upstream raises what it likes; the text is compared
+                out[name] = str(error)
+    finally:
+        cpu_world.install(timeout=None, close_at_exit=False)
+    for attempt in attempts.values():
+        attempt()
+    out["again"] = "it works"
+    return out
+
+
+def left_behind():
+    """What jobs leave in Paddle's globals, before a reset and after."""
+    built = training.build("dp2-fully-shard-fused")
+    training.build("dp2-stage3")
+    training.build("dp2-fusion")
+    built.step(0)
+    before = _globals()
+    cpu_world.reset_semi_auto()
+    return before, _globals()
+
+
+def _globals():
+    return {
+        "mesh": dist.auto_parallel.get_mesh() is not None,
+        "buffers": fully_shard_fusion.get_fsdp_context() is not None,
+        "stage 3": "skip_sharding3_output_reshard" in os.environ,
+        "fusion": "FLAGS_enable_tensor_fusion" in os.environ,
+        "any": framework.global_var._in_auto_parallel_,
+    }

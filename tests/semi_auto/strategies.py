@@ -28,7 +28,8 @@ EVEN = Sizes(cube=4, features=8, hidden=12, classes=8)
 #: 4 divides none of them and 2 divides only those that "mp" cuts: upstream's matrix product takes no others.
 UNEVEN = Sizes(cube=7, features=10, hidden=78, classes=7)
 #: Neither 2 nor 4 divides most of them, and 6 over 4 ranks leaves the last one with nothing, as 3 does. Upstream gives
-#: each rank the quotient rounded up, so 5 over 4 would leave the last one with less than nothing, and raises.
+#: each rank the quotient rounded up, so 5 over 4 would leave the last one with less than nothing, and its operators
+#: raise then; such a tensor can be made and resharded in the CPU world, but not be trained.
 RAGGED = Sizes(cube=3, features=6, hidden=77, classes=7)
 SIZES = {"even": EVEN, "uneven": UNEVEN, "ragged": RAGGED}
 
@@ -46,7 +47,7 @@ class Strategy:
         stage: of ``shard_optimizer`` over the axis "dp", 0 to 3.
         fusion: parameters and gradients of stage 1 live in one buffer, of which each rank updates a slice.
         fully_shard: ``fsdp.fully_shard`` instead of ``shard_optimizer``, with or without fused buffers.
-        ragged: Paddle can train it with the sizes ``RAGGED`` too.
+        ragged: Paddle can train it with the sizes ``RAGGED`` too, in the CPU world.
     """
 
     name: str
@@ -66,10 +67,7 @@ class Strategy:
 
 
 def _data_parallel(ranks: int, name: str, **named) -> Strategy:
-    # An empty share is more than upstream's gathers bear; only flat slices have none.
-    whole = named.get("stage", 0) == 0 and named.get("fully_shard") is None
-    flat = named.get("fusion", False) or named.get("fully_shard") == "fused"
-    return Strategy(f"dp{ranks}-{name}", ranks, (ranks,), ("dp",), ragged=ranks == 2 or whole or flat, **named)
+    return Strategy(f"dp{ranks}-{name}", ranks, (ranks,), ("dp",), **named)
 
 
 def _two_by_two(name: str, **named) -> Strategy:

@@ -30,6 +30,8 @@ The comments in this package name the upstream defects that they work around:
 - S11: semi-automatic parallelism leaves globals and environment variables behind that change what comes after.
 - S12: nothing cuts a float16 or bfloat16 tensor into shards.
 - S13: no kernel of reduce_scatter and all_to_all, on which reshards to another sharding stand.
+- S14: shares are rounded up, and those of 6 rows over 4 ranks (2, 2, 2, 0) or 5 (2, 2, 1, -1) end in SIGSEGV, errors on
+  one rank alone or a hang.
 """
 
 from .install import init_fleet, install, mesh, reset_fleet, tensor_cuda_stays, uninstall

@@ -81,7 +81,7 @@ class _Reshard:
         if not paddle.in_dynamic_mode() or not dist_tensor.is_dist() or dist_tensor.process_mesh != mesh:
             return self.native(dist_tensor, mesh, placements)
         now, wanted = list(dist_tensor.placements), list(placements)
-        if now == wanted or _cuts(now) is None or _cuts(wanted) is None or any(p.is_partial() for p in wanted):
+        if _cuts(now) is None or _cuts(wanted) is None or any(p.is_partial() for p in wanted):
             return self.native(dist_tensor, mesh, placements)
         if dist_tensor.dtype in _HALF or any(_leaves_nothing(dist_tensor.shape, mesh, some) for some in (now, wanted)):
             return _ReshardByHand.apply(dist_tensor, wanted, self.native)
@@ -156,13 +156,14 @@ def _gathered(tensor: Any, native: Any) -> Any:
 
 def _cut(whole: Any, mesh: Any, placements: Sequence[Any], dtype: Any) -> Any:
     """This rank's part of a dense tensor, as a distributed one."""
-    local = whole
+    # Cast first: a slice of nothing still counts as initialised, which operators ask for, and a cast of it does not.
+    local = whole.astype(dtype)
     place = np.argwhere(np.reshape(mesh.process_ids, mesh.shape) == dist.get_rank())[0]
     for axis, mesh_axis in (_cuts(placements) or {}).items():
         share = _share(whole.shape[axis], mesh.shape[mesh_axis])
         start = min(share * int(place[mesh_axis]), whole.shape[axis])
         local = local.slice([axis], [start], [min(start + share, whole.shape[axis])])
-    return _labelled(local.astype(dtype), whole.shape, mesh, placements)
+    return _labelled(local, whole.shape, mesh, placements)
 
 
 def _labelled(local: Any, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> Any:
