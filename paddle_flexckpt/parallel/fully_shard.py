@@ -10,11 +10,12 @@ Without fusion parameters and states are plain DistTensors, and nothing here is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from paddle_flexckpt.parallel.sharding_stage3 import storage_range
+from paddle_flexckpt.parallel.tensor_fusion import trainable_parameters
 from paddle_flexckpt.sharded_weight import ShardedWeight
 
 
@@ -46,6 +47,20 @@ def fused_context() -> Any:
     except ImportError:  # Paddle before 3.3
         return None
     return get_fsdp_context()
+
+
+def steps_on_buffers(parameters: Iterable[Any]) -> bool:
+    """Whether an optimizer of these parameters steps on the buffers of ``fully_shard``.
+
+    An optimizer that was made before ``fully_shard`` has the dense parameters of before: the names of what is fused
+    since are theirs with ``.dist`` behind. Another model's parameters may have names that are fused, too.
+    """
+    context = fused_context()
+    if context is None:
+        return False
+    fused = {id(parameter) for group in _groups(context) for parameter in group.params}
+    names = context.buffer_manager.param_to_buffer_id
+    return any(id(p) in fused or (not p.is_dist() and f"{p.name}.dist" in names) for p in parameters)
 
 
 def describe_fused(weight: ShardedWeight) -> ShardedWeight:
@@ -84,10 +99,9 @@ def fused_tables(optimizer: Any) -> StateTables | None:
     Every parameter of a buffer has the same number for what is kept per buffer (powers of beta): one and the same
     tensor, so that a load into it needs equal numbers.
     """
-    context = fused_context()
-    parameters = {getattr(parameter, "name", None) for parameter in optimizer._parameter_list or []}
-    if context is None or not parameters & set(context.buffer_manager.param_to_buffer_id):
+    if not steps_on_buffers(trainable_parameters(optimizer._parameter_list or [])):
         return None
+    context = fused_context()
     masters = dict(getattr(optimizer, "_master_weights", {}) or {})
     tables = StateTables(bool(getattr(optimizer, "_multi_precision", True)), getattr(optimizer, "_name", None))
     for group in context.buffer_manager.buffer_groups:

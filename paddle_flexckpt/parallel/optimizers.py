@@ -13,7 +13,7 @@ from types import MethodType
 from typing import Any
 
 from paddle_flexckpt.dist_tensor import is_dist_tensor
-from paddle_flexckpt.parallel.fully_shard import fused_tables
+from paddle_flexckpt.parallel.fully_shard import fused_tables, steps_on_buffers
 from paddle_flexckpt.parallel.sharding_stage3 import parameter_name, slice_ranges, stepped_parameters
 from paddle_flexckpt.parallel.state_creation import create_states, under_fully_shard
 from paddle_flexckpt.sharded_weight import (
@@ -175,6 +175,9 @@ def require_described(parameters: Iterable[Any], names: Mapping[str, list[str]])
     Raises:
         ValueError: It has not.
     """
+    parameters = list(parameters)
+    if steps_on_buffers(parameters):
+        return  # describe_states looks for those in the buffers; the optimizer may have what they were made from
     lost = sorted(p.name for p in parameters if parameter_name(p.name) not in names)
     if lost:
         raise ValueError(
@@ -227,7 +230,8 @@ def describe_states(
         parameter = parameter_name(raw_parameter)
         if parameter not in names:
             raise ValueError(
-                f"{type(optimizer).__name__} has a state for {parameter!r}, which is not in model_sharded_state_dict"
+                f"the optimizer has a state for {parameter!r}, which is not in model_sharded_state_dict. Remedy: pass "
+                "the sharded_state_dict() of the model whose parameters the optimizer steps"
             )
         if owned is not None and parameter not in owned:
             return

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from paddle_flexckpt.parallel.fully_shard import fused_context
+from paddle_flexckpt.parallel.fully_shard import fused_context, steps_on_buffers
 from paddle_flexckpt.parallel.tensor_fusion import (
     fused_pieces,
     remember_prediction,
@@ -109,18 +109,14 @@ def _create_fully_shard_states(optimizer: Any) -> None:
 
 def under_fully_shard(parameters: Iterable[Any]) -> bool:
     """Whether parameters are those of a model under ``fully_shard`` on a mesh, fused or not."""
-    context = fused_context()
-    fused = () if context is None else context.buffer_manager.param_to_buffer_id
-    return any(parameter.name in fused or hasattr(parameter, "_need_shard_auto") for parameter in parameters)
+    parameters = list(parameters)
+    return steps_on_buffers(parameters) or any(hasattr(parameter, "_need_shard_auto") for parameter in parameters)
 
 
 def _fully_sharded_buffers(optimizer: Any) -> list[Any]:
     """This rank's parts of the buffers of ``fully_shard``, which any step updates in place of the parameters."""
-    context = fused_context()
-    if context is None:
+    if not steps_on_buffers(trainable_parameters(optimizer._param_groups)):
         return []
-    fused = context.buffer_manager.param_to_buffer_id
-    if not any(parameter.name in fused for parameter in trainable_parameters(optimizer._param_groups)):
-        return []
-    buffers = [group.params_buffer.data_buffer for group in context.buffer_manager.buffer_groups]
+    groups = fused_context().buffer_manager.buffer_groups
+    buffers = [group.params_buffer.data_buffer for group in groups]
     return [buffer for buffer in buffers if not buffer.stop_gradient]
