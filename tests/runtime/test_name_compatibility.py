@@ -6,6 +6,7 @@ import re
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -300,12 +301,12 @@ class Model(nn.Layer):
         self.tied.weight = self.a.weight
 
 
-def build(seed=None, dist=False, half=True, first=0):
+def build(seed=None, suffix="", half=True, first=0):
     """A model and its optimizer, with values of their own if there is a seed.
 
     Args:
         seed: Of the values.
-        dist: Whether parameters are named as semi-automatic parallel names them.
+        suffix: Of the parameters' names; semi-automatic parallel's is ``.dist``.
         half: Whether parameters are bfloat16, and have master weights.
         first: Number of layers that have been built before: they count.
     """
@@ -315,9 +316,8 @@ def build(seed=None, dist=False, half=True, first=0):
         model = Model()
         if half:
             model.to(dtype="bfloat16")
-        if dist:
-            for parameter in model.parameters():
-                parameter.name += ".dist"
+        for parameter in model.parameters():
+            parameter.name += suffix
         optimizer = paddle.optimizer.AdamW(0.1, parameters=model.parameters(), multi_precision=half)
         states = sharded(model, optimizer)
     assert len(getattr(optimizer, "_master_weights", {})) == (5 if half else 0)
@@ -355,15 +355,49 @@ def installed():
 
 
 @pytest.mark.parametrize("half", [True, False], ids=["masters", "float32"])
-@pytest.mark.parametrize("dist", [False, True], ids=["here", "dist"])
+@pytest.mark.parametrize("suffixes", [(".dist", ""), ("", ".dist")], ids=["from_dist", "to_dist"])
 @pytest.mark.parametrize("names", [(plain, sharded), (sharded, plain), (plain, plain)], ids=["to_s", "to_p", "p_to_p"])
-def test_real_optimizers(installed, move, names, dist, half):
-    there, here = build(3, not dist, half), build(None, dist, half)
+def test_real_optimizers(installed, move, names, suffixes, half):
+    there, here = build(3, suffixes[0], half), build(None, suffixes[1], half)
     source, target = names[0](*there), names[1](*here)
     report = move(source, target)
     check_equal(values(*here), values(*there))
     assert report.missing == []
     assert report.unexpected == []
+
+
+def semi_auto(seed=None):
+    """As :func:`build`, with DistTensors on a mesh of this one process, and Paddle's own optimizer for them."""
+    mesh = dist.ProcessMesh([0], dim_names=["dp"])
+
+    def cut(name, layer, mesh):
+        for key, parameter in list(layer._parameters.items()):
+            if not parameter.is_dist():
+                layer.add_parameter(key, dist.shard_tensor(parameter, mesh, [dist.Replicate()]))
+
+    with paddle.utils.unique_name.guard():
+        model = Model()
+        dist.shard_layer(model, mesh, cut)
+        model.tied.weight = model.a.weight
+        inner = paddle.optimizer.AdamW(0.1, parameters=model.parameters())
+        optimizer = dist.shard_optimizer(inner, dist.ShardingStage1("dp", mesh))
+        states = sharded(model, optimizer)
+    if seed is not None:
+        random = np.random.RandomState(seed)
+        for weight in states.values():
+            local = weight.local_tensor
+            local.copy_(paddle.to_tensor(random.randn(*local.shape)).astype(local.dtype), True)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("names", [(plain, sharded), (sharded, plain), (plain, plain), (sharded, sharded)])
+@pytest.mark.parametrize("back", [False, True], ids=["from_semi_auto", "to_semi_auto"])
+def test_real_dist_tensors(installed, move, names, back):
+    there, here = (build(3, half=False), semi_auto()) if back else (semi_auto(3), build(half=False))
+    assert any(name.endswith(".dist_moment1_0") for name in (here if back else there)[1].state_dict())
+    report = move(names[0](*there), names[1](*here))
+    check_equal(values(*here), values(*there))
+    assert (report.missing, report.unexpected) == ([], [])
 
 
 @pytest.mark.parametrize(("half", "name"), [(True, "_fp32_master_1_moment1_0"), (False, "_moment1_1")])
@@ -472,7 +506,7 @@ def test_a_fused_state_under_a_raw_name_is_not_put_right_but_refused(move):
 
 @pytest.mark.parametrize("direction", ["from_plain", "to_plain"])
 def test_statements_for_raw_names_that_count_other_layers(installed, move, direction):
-    there, here = build(3, first=2), build(dist=True)
+    there, here = build(3, first=2), build(suffix=".dist")
     if direction == "from_plain":
         source, target = plain(*there), sharded(*here)
         statements = fc.plain_state_statements(there[0].sharded_state_dict(), source)
@@ -490,7 +524,7 @@ def test_statements_for_raw_names_that_count_other_layers(installed, move, direc
 
 
 def test_statements_of_both_sides_make_one_program(installed, move):
-    there, here = build(3, first=2), build(dist=True)
+    there, here = build(3, first=2), build(suffix=".dist")
     source, target = plain(*there), plain(*here)
     statements = [
         *fc.plain_state_statements(there[0].sharded_state_dict(), source),
