@@ -52,6 +52,13 @@ test-matrix: $(TEST_STAMP) ## save under every parallel strategy and load under 
 	@echo "[make] running the matrix of strategies"
 	@$(BIN)/python -m tests.distributed.matrix.table --json matrix.json
 
+.PHONY: test-semi-auto
+test-semi-auto: $(TEST_STAMP) ## train semi-automatic strategies, and load each from every other and from fleet's; results in semi-auto-matrix.json
+	@echo "[make] each strategy against one process"
+	@$(BIN)/python -m tests.semi_auto.training
+	@echo "[make] each strategy loaded from every other"
+	@$(BIN)/python -m tests.semi_auto.matrix --json semi-auto-matrix.json
+
 .PHONY: test-trainer
 test-trainer: $(NLP_STAMP) ## run the tests and the matrix of strategies through the trainer of PaddleNLP, in an environment of its own
 	@echo "[make] tests of the trainer of PaddleNLP"

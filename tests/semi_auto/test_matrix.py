@@ -1,0 +1,38 @@
+"""A part of the matrix: every strategy, fleet's among them, is saved once and loaded from two others.
+
+All pairs: ``make test-semi-auto``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.semi_auto import matrix
+
+pytest.importorskip("paddle")
+pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
+
+NAMES = list(matrix.ALL)
+#: How far along the list the sources of a target are; prime to its length, so that every strategy is a source too.
+STRIDES = (7, 12)
+
+
+@pytest.fixture(scope="module")
+def saved():
+    return {}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("matrix")
+
+
+@pytest.mark.parametrize("target", NAMES)
+def test_loads_are_bit_equal_and_losses_go_on(world, root, saved, target):
+    at = NAMES.index(target)
+    sources = [NAMES[(at + stride) % len(NAMES)] for stride in STRIDES]
+    # The second one goes into a job that has been trained on other data.
+    chosen = [(source, target, warm) for source, warm in zip(sources, (False, True))]
+    problems, tensors, _ = matrix.check(world, root, chosen, saved)
+    assert problems == []
+    assert tensors > 0
