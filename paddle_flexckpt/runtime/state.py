@@ -75,7 +75,7 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], d
     def visit(values: Mapping[str, Any], path: tuple[str, ...]) -> None:
         for name, value in values.items():
             if not isinstance(name, str):
-                where = ".".join(path)
+                where = "".join(f"{outer}." for outer in path)
                 problems.append(Problem("a state dict needs names that are strings", key=where, got=repr(name)))
                 continue
             names = (*path, name)
