@@ -112,11 +112,12 @@ def local_part(key: str, tensor: Any) -> LocalPart:
 
 def _cuts(global_shape: list[int], mesh_ndim: int, placements: Sequence[Any]) -> list[list[int]]:
     """Per axis of the tensor, the mesh axes that split it, in the order in which they do."""
-    if len(placements) > mesh_ndim:
+    # dist.shard_layer() gives one Replicate per axis of the tensor, be they more or fewer than the mesh has.
+    if any(not placement.is_replicated() for placement in placements[mesh_ndim:]):
         raise ValueError(f"{len(placements)} placements {list(placements)} for a mesh of {mesh_ndim} axes")
     cuts: list[list[tuple[int, int]]] = [[] for _ in global_shape]
     # Fewer placements than mesh axes: the tensor is replicated over the others.
-    for axis, placement in enumerate(placements):
+    for axis, placement in enumerate(placements[:mesh_ndim]):
         if placement.is_partial():
             raise ValueError(
                 f"the tensor is Partial over mesh axis {axis} ({placements}): each rank holds a term of a sum, not "

@@ -177,9 +177,9 @@ def ask(case):
         state[3] = paddle.zeros([1])
     elif case == "marked_is_distributed":
         state["b"].is_distributed = True
-    elif case == "dist_tensor":
+    elif case == "partial_dist_tensor":
         mesh = dist.ProcessMesh([0, 1], dim_names=["x"])
-        state["b"] = dist.shard_tensor(paddle.zeros([6]), mesh, [dist.Shard(0)])
+        state["b"] = dist.auto_parallel.api.dtensor_from_local(paddle.zeros([6]), mesh, [dist.Partial()])
     elif case == "aoa_config":
         extra["aoa_config"] = {"aoa_statements": ["b -> b", "w, nowhere -> w, axis=0"]}
     elif case == "aoa_config_that_removes_what_feeds_a_target":
@@ -237,7 +237,7 @@ TARGETS = (
     "str_value",
     "name_is_no_string",
     "marked_is_distributed",
-    "dist_tensor",
+    "partial_dist_tensor",
     "aoa_config",
     "aoa_config_that_removes_what_feeds_a_target",
     "aoa_config_that_gives_another_shape",
@@ -326,7 +326,7 @@ SOURCES = (
     "name_is_no_string",
     "same_name_twice",
     "coordinator_out_of_range",
-    "dist_tensor",
+    "partial_dist_tensor",
 )
 SAVES = (
     *SOURCES,
@@ -369,9 +369,9 @@ def source_of(case):
         state.update({"a": {"b": paddle.zeros([1])}, "a.b": paddle.zeros([1])})
     elif case == "coordinator_out_of_range":
         extra["coordinator_rank"] = -1
-    elif case == "dist_tensor":
+    elif case == "partial_dist_tensor":
         mesh = dist.ProcessMesh([0, 1], dim_names=["x"])
-        state["b"] = dist.shard_tensor(paddle.zeros([6]), mesh, [dist.Shard(0)])
+        state["b"] = dist.auto_parallel.api.dtensor_from_local(paddle.zeros([6]), mesh, [dist.Partial()])
     elif case == "async_save_is_no_writer":
         extra["async_save"] = "yes"
     elif case == "ranks_save_under_different_ids":

@@ -44,7 +44,7 @@ TARGETS = {
     "str_value": ["tensors and ShardedWeights only", "key 'name.of'", "got 'llama' (str)", "Remedy"],
     "name_is_no_string": ["names that are strings", "got 3"],
     "marked_is_distributed": ["is_distributed", "key 'b'", "Remedy: use model.sharded_state_dict()"],
-    "dist_tensor": ["DistTensor", "key 'b'", "Remedy"],
+    "partial_dist_tensor": ["Partial over mesh axis 0", "a term of a sum", "key 'b'", "Remedy: reshard"],
     "aoa_config": ["[rank 0, 1] AOA statement 2", "'nowhere'", "w, nowhere -> w, axis=0", "Remedy"],
     "aoa_config_that_removes_what_feeds_a_target": [
         *("nothing feeds a target", "key 'b'", "rank 0", "rank 1", "expected", "got a statement removes", "Remedy"),
@@ -70,7 +70,7 @@ SOURCES = {
     "name_is_no_string": ["names that are strings", "key 'model.'", "got 3"],
     "same_name_twice": ["two entries of the nested state dict have the same name", "key 'a.b'"],
     "coordinator_out_of_range": ["coordinator_rank counts within the process group, 0 to 1; got -1"],
-    "dist_tensor": TARGETS["dist_tensor"],
+    "partial_dist_tensor": TARGETS["partial_dist_tensor"],
 }
 SAVES = {
     **SOURCES,

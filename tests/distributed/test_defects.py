@@ -65,10 +65,8 @@ def test_A05_flattened_shards_of_three_and_more_axes(world4, tmp_path, shape):
     assert world4.run(jobs_defects.flattened, directory=str(tmp_path), shape=shape, ranks=3) == [True] * 4
 
 
-def test_A06_a_dist_tensor_is_refused_rather_than_taken_for_a_replica(world2):
-    for text in world2.run(jobs_defects.dist_parameter):
-        assert "key 'weight': a DistTensor" in text
-        assert "Remedy" in text
+def test_A06_a_dist_tensor_is_no_replica_but_stands_where_its_placements_put_it(world2):
+    assert world2.run(jobs_defects.dist_parameter) == [[[2, 2], [0, 0]], [[2, 2], [2, 0]]]
 
 
 def test_A11_a_failed_load_leaves_nothing_to_the_next(tmp_path):

@@ -88,6 +88,12 @@ def test_fewer_placements_than_mesh_axes():
     assert held([4], mesh, [dist.Shard(0)]) == [[0, 1], [0, 1], [2, 3], [2, 3]]
 
 
+def test_more_placements_than_mesh_axes_that_split_nothing():
+    # What dist.shard_layer() gives a parameter of two axes on a mesh of one.
+    mesh = dist.ProcessMesh([0, 1], dim_names=["x"])
+    assert parts([4, 4], mesh, [dist.Replicate(), dist.Replicate()]) == [((4, 4), (0, 0))] * 2
+
+
 @pytest.mark.parametrize(
     ("placements", "message"),
     [
