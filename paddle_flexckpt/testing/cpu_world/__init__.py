@@ -15,7 +15,9 @@ What works: tensor and sequence parallelism, sharding V1 and V2, group-sharded s
 data parallelism, mixture of experts, and their products, in float32; half precision for parameters and optimizer
 states, but not for the computation (the CPU build has no half-precision matmul: cast to float32 in forward). What this
 is for is state, not speed. Semi-automatic parallelism works too (``shard_optimizer`` of every stage, tensor fusion,
-``fsdp.fully_shard``), over C++ communication of its own, which no abort of a job can reach.
+``fsdp.fully_shard``), over C++ communication of its own, which no abort of a job can reach; and so do its static graphs
+(``dist.to_static``) on a mesh of one axis. On a mesh of two they run too, but where one axis cuts parameters their
+gradients are not summed over the other.
 
 The comments in this package name the upstream defects that they work around:
 
@@ -32,6 +34,7 @@ The comments in this package name the upstream defects that they work around:
 - S13: no kernel of reduce_scatter and all_to_all, on which reshards to another sharding stand.
 - S14: shares are rounded up, and those of 6 rows over 4 ranks (2, 2, 2, 0) or 5 (2, 2, 1, -1) end in SIGSEGV, errors on
   one rank alone or a hang.
+- S15: groups of static graphs want a GPU to connect.
 """
 
 from .install import init_fleet, install, mesh, reset_fleet, tensor_cuda_stays, uninstall

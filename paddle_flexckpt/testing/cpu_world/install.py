@@ -22,6 +22,7 @@ from .optimizers import patch_adamw, patch_sharding_v2
 from .patches import PatchSet
 from .process_group import MeshProcessGroup
 from .semi_auto import patch_semi_auto, reset_semi_auto
+from .static_graphs import patch_static_graphs
 
 _patches: PatchSet | None = None
 _mesh: Mesh | None = None
@@ -64,6 +65,7 @@ def install(
     patch_data_parallel(_patches)
     patch_adamw(_patches)
     patch_semi_auto(_patches)
+    patch_static_graphs(_patches)
     if mend_sharding_v2:
         patch_sharding_v2(_patches)
 

@@ -18,10 +18,12 @@ import paddle
 import paddle.distributed as dist
 from paddle.autograd import PyLayer
 from paddle.base import framework
+from paddle.distributed import fleet
 from paddle.distributed.auto_parallel import api
 from paddle.distributed.auto_parallel.process_mesh import ProcessMesh
 
 from .patches import PatchSet, replace_everywhere
+from .static_graphs import reset_static_graphs
 
 _HALF = (paddle.float16, paddle.bfloat16)
 
@@ -40,8 +42,8 @@ def reset_semi_auto() -> None:
     """Forgets what a semi-automatic job leaves behind in its process (S11); ``reset_fleet`` calls it.
 
     That is the global mesh, the buffers of a fused ``fully_shard``, the two environment variables that switch tensor
-    fusion and stage 3 on, the groups of static programs, and that there was such a job at all (on which the meaning of
-    ``fully_shard`` hangs). The C++ connections stay: they belong to sets of ranks.
+    fusion and stage 3 on, the groups of static graphs and of fleet, and that there was such a job at all (on which the
+    meaning of ``fully_shard`` hangs). The C++ connections stay: they belong to sets of ranks.
     """
     for module_name, name, value in _LEFT_BEHIND:
         module = sys.modules.get(module_name)
@@ -51,8 +53,11 @@ def reset_semi_auto() -> None:
         os.environ.pop(variable, None)
     if hasattr(framework.global_var, "_in_auto_parallel_"):
         framework.global_var._in_auto_parallel_ = False
+    # ProcessMesh.get_group takes fleet's groups for its own when fleet was ever initialised, which to_static does too.
+    vars(fleet.fleet).pop("_hcg", None)
     process_mesh = sys.modules["paddle.distributed.auto_parallel.process_mesh"]
     getattr(process_mesh, "_g_group_map", {}).clear()
+    reset_static_graphs()
 
 
 def patch_semi_auto(patches: PatchSet) -> None:
