@@ -271,12 +271,12 @@ def on_other_ranks():
 
 
 def handed_over():
-    """State that ``set_state_dict`` was given before the first step is returned as it is, and used by the step."""
+    """State that ``set_state_dict`` was given before the first step: whether it is returned, described and stepped."""
     fc.install()
     mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
     dist.auto_parallel.set_mesh(mesh)
     finals = []
-    for way in ("uninterrupted", "handed over"):
+    for way in ("uninterrupted", "handed over", "described"):
         with paddle.utils.unique_name.guard():
             layer = paddle.nn.Linear(6, 8)
             layer.weight.set_value(np.random.RandomState(0).randn(6, 8).astype("float32"))
@@ -295,15 +295,19 @@ def handed_over():
         with paddle.utils.unique_name.guard():
             optimizer = make()
             step(optimizer)
-        if way == "handed over":
+        if way != "uninterrupted":
             given = {name: paddle.to_tensor(local(tensor).numpy()) for name, tensor in optimizer.state_dict().items()}
             with paddle.utils.unique_name.guard():
                 optimizer = make()
                 optimizer.set_state_dict(given)
-                asked_for = optimizer.state_dict()
-                same = all(asked_for[name] is given[name] for name in given) and len(asked_for) == len(given)
+                if way == "handed over":
+                    asked_for = optimizer.state_dict()
+                    same = all(asked_for[name] is given[name] for name in given) and len(asked_for) == len(given)
+                else:
+                    moment = optimizer.sharded_state_dict(layer.sharded_state_dict())["weight.moment1_0"]
+                    same = same and raw(moment.local_tensor) == raw(given["linear_0.w_0.dist_moment1_0"])
                 step(optimizer)
         else:
             step(optimizer)
         finals.append([raw(p).hex() for p in layer.parameters()])
-    return [same, finals[0] == finals[1]]
+    return [same, finals[0] == finals[1] == finals[2]]
