@@ -6,6 +6,9 @@ from typing import Any
 
 from paddle_flexckpt.parallel.optimizers import OverInstance
 
+# Where shard_scaler makes the method that it sets on a scaler.
+_HOME = "paddle.distributed.auto_parallel.api"
+
 
 class ScalerMixin:
     """What ``install()`` gives to gradient scalers of Paddle before 3.1.1.
@@ -22,9 +25,13 @@ class ScalerMixin:
         if own is None:
             self._paddle__unscale(optimizer)
             return
+        if own.__module__ != _HOME:  # fleet's scaler walks through other lists
+            own(optimizer)
+            return
         # What Paddle walks through: groups of parameters, or parameters.
         groups = optimizer._param_groups
-        lists = [entry["params"] for entry in groups] if isinstance(groups[0], dict) else [optimizer._parameter_list]
+        grouped = bool(groups) and isinstance(groups[0], dict)
+        lists = [entry["params"] for entry in groups] if grouped else [optimizer._parameter_list]
         before = [list(parameters) for parameters in lists]
         try:
             for parameters in lists:
