@@ -33,7 +33,7 @@ def compare(strategy, sizes):
     """
     losses, wanted = training.alone(sizes)
     built = training.build(strategy, sizes)
-    with paddle.utils.unique_name.guard(built.names):
+    with paddle.utils.unique_name.guard(built._names):
         loader = paddle.io.DataLoader(Batches(built.sizes), batch_size=training.ROWS)
         cut = "dp" if "dp" in built.strategy.axes else None
         loader = dist.shard_dataloader(loader, meshes=[built.mesh], shard_dims=cut)

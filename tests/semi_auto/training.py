@@ -58,20 +58,19 @@ class Built:
     Attributes:
         model: the network.
         optimizer: what the user calls ``step`` on.
-        names: generator of the names of parameters and states.
     """
 
     def __init__(self, strategy, sizes):
         self.strategy, self.sizes = strategy, sizes
         # Optimizer states get their names when they are made, in the first step. With a generator of its own, what is
         # built second in one process has the same names as what was built first.
-        self.names = UniqueNameGenerator()
+        self._names = UniqueNameGenerator()
         self.mesh = None
         if not strategy.dense:
             processes = np.arange(strategy.ranks).reshape(strategy.mesh)
             self.mesh = dist.ProcessMesh(processes, dim_names=list(strategy.axes))
             dist.auto_parallel.set_mesh(self.mesh)
-        with paddle.utils.unique_name.guard(self.names):
+        with paddle.utils.unique_name.guard(self._names):
             self.model = Net(sizes)
             for key, parameter in self.model.named_parameters():
                 parameter.set_value(initial(key, parameter.shape))
@@ -112,7 +111,7 @@ class Built:
 
     def step(self, i):
         """Trains on batch ``i``; returns the loss of the whole batch."""
-        with paddle.utils.unique_name.guard(self.names):
+        with paddle.utils.unique_name.guard(self._names):
             x, y = (paddle.to_tensor(array) for array in batch(i, self.sizes))
             if self.mesh is not None:
                 cut = [dist.Shard(0) if axis == "dp" else dist.Replicate() for axis in self.mesh.dim_names]
