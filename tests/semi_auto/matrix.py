@@ -91,26 +91,24 @@ def load(name, directory, warm):
         built.step(99)
     fc.load_state_dict(state(built), directory)
     wanted = dict(np.load(Path(directory) / "wanted.npz"))
-    differs, tensors = [], 0
-    fresh_buffers = not warm and getattr(built.strategy, "fusion", False)
-    # Before its first step tensor fusion has no buffers, from which the oracle could tell what the states are of.
-    if name not in fleet_training.BY_NAME and not fresh_buffers:
-        got = gather(built)
-        differs = sorted(k for k in {**got, **wanted} if k not in got or not same(got[k], wanted.get(k)))
-        tensors = len(wanted)
-    elif name in fleet_training.BY_NAME:
+    got = None
+    if name in fleet_training.BY_NAME:
         # Read back in one process: what fleet's strategies hold is proved in tests/distributed.
         again = f"{directory}-{name}-again"
         fc.save_state_dict(state(built), again)
         got = as_arrays(again)
-        differs = sorted(k for k in {**got, **wanted} if k not in got or not same(got[k], wanted.get(k)))
-        tensors = len(wanted)
-    return {"differs": differs, "tensors": tensors, "losses": [built.step(i) for i in AFTER]}
+    elif warm or not built.strategy.fusion:
+        # Before its first step tensor fusion has no buffers, from which the oracle could tell what the states are of.
+        got = gather(built)
+    differs = [] if got is None else sorted(k for k in {**got, **wanted} if not same(got.get(k), wanted.get(k)))
+    losses = [built.step(i) for i in AFTER]
+    return {"differs": differs, "tensors": 0 if got is None else len(wanted), "losses": losses}
 
 
 def same(array, other):
     """Bit for bit."""
-    return other is not None and array.shape == other.shape and array.tobytes() == other.tobytes()
+    there = array is not None and other is not None
+    return there and array.shape == other.shape and array.tobytes() == other.tobytes()
 
 
 def pairs(names):
