@@ -105,6 +105,23 @@ def load(name, directory, warm):
     return {"differs": differs, "tensors": 0 if got is None else len(wanted), "losses": losses}
 
 
+def move(source, target):
+    """Trains under one strategy and moves the live state into another one in the same processes.
+
+    Returns:
+        The keys that are not bit for bit what they were, and the losses of both in the steps that follow.
+    """
+    fc.install()
+    here = make(source)
+    for i in range(STEPS):
+        here.step(i)
+    there = make(target)
+    fc.reshard_sharded_state_dict(state(here), state(there))
+    wanted, got = gather(here), gather(there)
+    differs = sorted(k for k in {**got, **wanted} if not same(got.get(k), wanted.get(k)))
+    return differs, [there.step(i) for i in AFTER], [here.step(i) for i in AFTER]
+
+
 def same(array, other):
     """Bit for bit."""
     there = array is not None and other is not None

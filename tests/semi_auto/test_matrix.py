@@ -36,3 +36,20 @@ def test_loads_are_bit_equal_and_losses_go_on(world, root, saved, target):
     problems, tensors, _ = matrix.check(world, root, chosen, saved)
     assert problems == []
     assert tensors > 0
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("dp2-fusion", "mp2"),
+        ("mp2", "dp2-stage3"),
+        ("dp2-mp2-stage1", "dp4-stage2"),
+        ("dp4-stage3", "dp2-mp2-stage0"),
+        ("dp2-mp2-fusion", "dp4-stage1"),
+    ],
+)
+def test_live_states_move(world, source, target):
+    ranks = matrix.ALL[source].ranks
+    for differs, after, before in world(ranks).run(f"{matrix.JOBS}:move", source=source, target=target):
+        assert differs == []
+        assert after == pytest.approx(before, abs=matrix.LOSS)
