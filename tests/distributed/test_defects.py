@@ -231,9 +231,7 @@ def test_B04_a_damaged_manifest_is_replaced_by_the_next_save(tmp_path):
 
 def test_B05_a_missing_key_is_named(tmp_path):
     fc.save_state_dict({"net.layers.0.weight": paddle.zeros([4])}, tmp_path)
-    with pytest.raises(
-        fc.ValidationError, match=r"no such key \(key 'layers.0.weight'.*'net.layers.0.weight'.*Remedy"
-    ):
+    with pytest.raises(fc.ValidationError, match=r"no such key \(key 'layers.0.weight'.*'net.layers.0.weight'.*Remedy"):
         fc.load_state_dict({"layers.0.weight": paddle.zeros([4])}, tmp_path)
 
 
