@@ -16,7 +16,7 @@ from tests.semi_auto.jobs_reshard import cut
 from tests.semi_auto.strategies import BY_NAME
 
 #: Name, shape, dtype. Over four ranks "five" leaves the last one with less than nothing by Paddle's rule, "three" with
-#: nothing; so does "one" all but the first. Names of the second part are of tensors that not every layout cuts.
+#: nothing; so does "one" all but the first.
 TENSORS = {
     "model.even": ([8, 12], "float32"),
     "model.odd": ([7, 5], "float32"),
@@ -32,7 +32,9 @@ TENSORS = {
     "opt.part.scalar": ([], "float32"),
     "opt.part.matrix": ([5, 3], "float32"),
 }
+#: The same dense tensor on every rank, in every layout.
 DENSE = "opt.dense"
+#: On a mesh of some of the ranks, in every layout that has a mesh.
 PART = "opt.part."
 #: Ranks of the mesh, and what each of its axes cuts: an axis of every tensor that has it, or None.
 LAYOUTS = {
@@ -232,7 +234,7 @@ def text_of(call, *args):
 
 
 def refused(directory, case):
-    """What no rank can tell the place of: the errors of save, load and reshard, and whether targets are as they were.
+    """What nobody can tell the place of: the errors of save, load and reshard, and what they left.
 
     Args:
         directory: for a checkpoint.
@@ -262,10 +264,12 @@ def refused(directory, case):
         "reshard from": text_of(fc.reshard_sharded_state_dict, bad_state(2), target),
         "reshard to": text_of(fc.reshard_sharded_state_dict, whole_ones, target),
     }
-    untouched = [
-        bool((local_of(tensor).numpy() == -1).all()) for tensor in fc.flatten_state_dict(target)[0].values()
-    ]
-    return {"texts": texts, "untouched": untouched, "files": [names for *_, names in os.walk(f"{directory}-bad") if names]}
+    untouched = [bool((local_of(tensor).numpy() == -1).all()) for tensor in fc.flatten_state_dict(target)[0].values()]
+    return {
+        "texts": texts,
+        "untouched": untouched,
+        "files": [names for *_, names in os.walk(f"{directory}-bad") if names],
+    }
 
 
 def described():
