@@ -15,7 +15,7 @@ from tests.semi_auto.jobs_dist_tensors import spoil, text_of
 from tests.semi_auto.jobs_static import Batches
 from tests.semi_auto.jobs_upstream_defects import forget_buffers
 
-#: Paddle's static graphs cut nothing that the degrees do not divide.
+#: Paddle's static graphs of stages 1 and 3 cut nothing that the degree does not divide.
 SIZES = "even"
 STEPS = training.STEPS
 
@@ -27,8 +27,8 @@ class Static:
         model: the ``DistModel``, in mode "train".
     """
 
-    def __init__(self, strategy, fused=False):
-        self.built = training.build(strategy, SIZES)
+    def __init__(self, strategy, fused=False, sizes=SIZES):
+        self.built = training.build(strategy, sizes)
         config = dist.Strategy()
         if fused:
             config.sharding.enable, config.sharding.stage = True, 1
@@ -53,9 +53,9 @@ class Static:
         return self.model.sharded_state_dict()
 
 
-def trained(directory):
+def trained(directory, sizes):
     """One process's state after some steps, in a checkpoint; its arrays, and the losses of the steps that follow."""
-    single = training.build("single", SIZES)
+    single = training.build("single", sizes)
     for i in range(STEPS):
         single.step(i)
     fc.save_state_dict(matrix.state(single), directory)
@@ -73,7 +73,7 @@ def differing(arrays, wanted):
     return sorted(key for key in wanted if not matrix.same(arrays[key], wanted[key]))
 
 
-def in_and_out(directory, strategy, fused=False):
+def in_and_out(directory, strategy, sizes, fused=False):
     """Loads one process's checkpoint into a static graph, saves that, and trains on.
 
     Returns:
@@ -81,9 +81,9 @@ def in_and_out(directory, strategy, fused=False):
         what was saved again; the ``ranges`` of fused states; ``losses``, and what ``alone`` has.
     """
     fc.install()
-    wanted, alone = trained(f"{directory}/dense")
+    wanted, alone = trained(f"{directory}/dense", sizes)
     with paddle.static.scope_guard(paddle.static.Scope()):
-        static = Static(strategy, fused)
+        static = Static(strategy, fused, sizes)
         state = static.state()
         keys = set().union(*training.everyones(sorted(state)))
         fc.load_state_dict(state, f"{directory}/dense", strict=True)
@@ -99,31 +99,49 @@ def in_and_out(directory, strategy, fused=False):
     return told
 
 
-def plain(directory, strategy, fused=False):
-    """Saves a trained static graph's plain state dict, trains on, and goes back by ``set_state_dict``."""
+def fused_plain(directory, strategy):
+    """What a fused static graph's plain state dict is refused with, and its keys of slices."""
     fc.install()
     with paddle.static.scope_guard(paddle.static.Scope()):
-        static = Static(strategy, fused)
-        if fused:
-            state = static.model.state_dict()
-            fc.save_state_dict(static.state(), f"{directory}-sharded")
-            return {
-                "save": text_of(fc.save_state_dict, state, directory),
-                "load": text_of(fc.load_state_dict, state, f"{directory}-sharded"),
-                "reshard": text_of(fc.reshard_sharded_state_dict, state, state),
-                "slices": sorted(key for key in state if "slice@" in key),
-            }
+        static = Static(strategy, fused=True)
+        fc.save_state_dict(static.state(), f"{directory}/sharded")
+        state = static.model.state_dict()
+        return {
+            "save": text_of(fc.save_state_dict, state, f"{directory}/plain"),
+            "load": text_of(fc.load_state_dict, state, f"{directory}/sharded"),
+            "reshard": text_of(fc.reshard_sharded_state_dict, state, state),
+            "slices": sorted(key for key in state if "slice@" in key),
+        }
+
+
+def plain(directory, strategy, other):
+    """Saves a trained static graph's plain state dict, trains on, and goes back by ``set_state_dict``.
+
+    Returns:
+        ``differs`` from what was saved; ``losses`` before going back, and ``again`` after it; ``structured``, what
+        differs in a new static graph, and a dynamic job of another strategy, that load it under structured names.
+    """
+    fc.install()
+    with paddle.static.scope_guard(paddle.static.Scope()):
+        static = Static(strategy)
         static.run()
         state = static.model.state_dict()
         fc.save_state_dict(state, directory)
-        before = {key: tensor._local_value().numpy().tobytes() for key, tensor in state.items()}
+        wanted = whole_state(static)
         losses = static.run()
         state = static.model.state_dict()
         spoil(state)
         fc.load_state_dict(state, directory, strict=True)
         static.model.set_state_dict(state)
-        after = {key: tensor._local_value().numpy().tobytes() for key, tensor in static.model.state_dict().items()}
-        return {"differs": sorted(k for k in before if before[k] != after[k]), "losses": losses, "again": static.run()}
+        told = {"differs": differing(whole_state(static), wanted), "losses": losses, "again": static.run()}
+    with paddle.static.scope_guard(paddle.static.Scope()):
+        static = Static(strategy)  # whose states have other numbers at the end of their names
+        fc.load_state_dict(static.state(), directory)
+        told["structured"] = differing(whole_state(static), wanted)
+    built = training.build(other, SIZES)
+    fc.load_state_dict(matrix.state(built), directory)
+    told["structured"] += differing(training.gather(built), wanted)
+    return told
 
 
 def whole_state(static):
