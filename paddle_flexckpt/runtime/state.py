@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from paddle_flexckpt.runtime.tensors import address_range, dtype_name, element_c
 from paddle_flexckpt.sharded_weight import ShardedWeight, is_sharded_weight, make_replicated_sharded_weight
 
 _SCHEDULER = "LR_Scheduler"  # where Paddle's optimizer.state_dict() has the state of its scheduler
+# Paddle's name of a rank's range of a parameter in a buffer, and of the states of it.
+_SLICE = re.compile(r"(?:^|\.)slice@")
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,6 +214,16 @@ def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem
             rank=rank,
             got=f"{value!r} ({type(value).__name__})",
             remedy="make it a tensor, or take it out and save it as extra state, collect_extra_state(name=value)",
+        )
+    if _SLICE.search(key):
+        return Problem(
+            "a plain tensor whose name has slice@ is one rank's range of a fused buffer, of unknown place (Paddle's "
+            "placements say that every rank has all of it)",
+            key=key,
+            rank=rank,
+            got=f"shape {list(value.shape)}",
+            remedy="save and load dist_model.sharded_state_dict() instead of dist_model.state_dict(); in dynamic mode "
+            "the sharded_state_dict() of model and optimizer",
         )
     if getattr(value, "is_distributed", False):
         return Problem(

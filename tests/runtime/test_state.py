@@ -116,6 +116,11 @@ def test_an_empty_state_is_a_state():
         ({"a.b": array(1), "a": {"b": array(1)}}, ["same name", "'a.b'"]),
         ({"lr": 0.1}, ["tensors and ShardedWeights only", "'lr'", "rank 7", "0.1 (float)", "Remedy"]),
         ({"none": None}, ["tensors and ShardedWeights only", "None"]),
+        ({"slice@a.w_0": array(3)}, ["one rank's range", "'slice@a.w_0'", "rank 7", "dist_model.sharded_state_dict()"]),
+        (
+            {"opt": {"slice@a.w_0_moment1_0": array(3)}},
+            ["one rank's range", "'opt.slice@a.w_0_moment1_0'", "shape [3]"],
+        ),
         ({"w": sharded([1, 2])}, ["local_tensor of a ShardedWeight has to be a tensor", "got list"]),
         ({"w": sharded(local=(2, 3), whole=(4,))}, ["differ in length", "(4,), (2, 0), (2, 3)"]),
         ({"w": sharded(array(3, 2))}, ["not the local shape", "expected (2, 3)", "got (3, 2)"]),
@@ -134,6 +139,11 @@ def test_what_is_wrong_is_named(state, words):
         open_state(state, rank=7)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_name_with_slice_that_is_described_or_has_it_elsewhere_is_a_name():
+    state = {"slice@w": sharded(array(4), flat=slice(1, 5)), "my slice@w": array(2), "slice": array(1)}
+    assert open_state(state, rank=0).catalog.keys == tuple(state)
 
 
 def test_all_problems_are_listed():

@@ -104,6 +104,15 @@ def cut_parameter(dtype):
     return [out._local_shape, array(out).reshape(-1), out.name, out.trainable]
 
 
+def on_some_ranks(dtype, rows):
+    """What each rank has of a tensor on ranks 2 and 1; the others have nothing to reshard."""
+    mesh = dist.ProcessMesh([2, 1], dim_names=["x"])
+    values = paddle.arange(rows * 2, dtype="float32").reshape([rows, 2]).astype(dtype)
+    out = dist.shard_tensor(values, mesh, [dist.Shard(0)])
+    on_mesh = dist.get_rank() in mesh.process_ids
+    return [out.shape, str(out.dtype), array(out).reshape(-1) if on_mesh else out._is_initialized()]
+
+
 def ranks_on_axes():
     """Where each process is on a mesh; the last one is not on it."""
     mesh = dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["x", "y"])

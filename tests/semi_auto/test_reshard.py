@@ -40,6 +40,13 @@ def test_a_parameter_keeps_its_attributes_when_it_is_cut(world4, dtype):
         assert (name, trainable) == ("kept.dist", False)
 
 
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 3), ("float32", 1)])
+def test_ranks_outside_of_the_mesh_cut_nothing(world4, dtype, rows):
+    first, second = {3: ([0, 1, 2, 3], [4, 5]), 1: ([0, 1], [])}[rows]
+    told = [[[rows, 2], f"paddle.{dtype}", part] for part in (False, second, first, False)]
+    assert world4.run(f"{JOBS}:on_some_ranks", dtype=dtype, rows=rows) == told
+
+
 def test_the_rank_on_an_axis(world4):
     assert world4.run(f"{JOBS}:ranks_on_axes") == [[[0, 0], [0, 1], [1, 0], [1, 1], [-1, -1]]] * 4
 

@@ -205,7 +205,8 @@ class _ShardTensor:
         if not isinstance(data, paddle.Tensor) or dtype is not None:
             data = paddle.to_tensor(data, dtype, place, getattr(data, "stop_gradient", True))
             dtype = None
-        if data.dtype not in _HALF and not _leaves_nothing(data.shape, mesh, placements):
+        outside = dist.get_rank() not in mesh.process_ids  # nothing to cut, and a reshard there ends in SIGSEGV
+        if outside or (data.dtype not in _HALF and not _leaves_nothing(data.shape, mesh, placements)):
             return self._native(data, mesh, placements, dtype, place, stop_gradient)
         replica = self._native(data, mesh, [dist.Replicate()] * len(placements), dtype, place, stop_gradient)
         with paddle.no_grad():
