@@ -95,7 +95,11 @@ def test_describing_looks_at_each_parameter_a_few_times_however_many_there_are(m
     manager = SimpleNamespace(
         buffer_groups=groups, param_to_buffer_id=buffer_of, _fsdp_group=SimpleNamespace(nranks=1, rank=0)
     )
-    context = SimpleNamespace(buffer_manager=manager, mesh=SimpleNamespace(process_ids=[0]))
+    context = SimpleNamespace(
+        buffer_manager=manager,
+        comm_manager=SimpleNamespace(reset_params_buffer_status=lambda: list(groups)),
+        mesh=SimpleNamespace(process_ids=[0]),
+    )
     monkeypatch.setattr(fully_shard, "fused_context", lambda: context)
     table = {group.params_buffer.data_buffer.name: paddle.zeros([4 * per_buffer]) for group in groups}
     optimizer = SimpleNamespace(_accumulators={"moment1": table, "moment2": dict(table)}, _parameter_list=[])
