@@ -81,13 +81,13 @@ def _split(raw: str, names: Mapping[str, str], optimizer_name: str | None) -> tu
         ValueError: It begins with no parameter's name.
     """
     state = parameter_name(raw)
-    owners = [name for name in names if state.startswith(f"{name}_")]
-    if not owners:
+    ends = (i for i in range(len(state) - 1, 0, -1) if state[i] == "_")
+    owner = next((state[:end] for end in ends if state[:end] in names), None)  # the longest
+    if owner is None:
         raise ValueError(
             f"the DistModel has a state {raw!r} that belongs to no parameter; there are {sorted(names)[:10]}. Remedy: "
             "save state_dict() as it is, without other names"
         )
-    owner = max(owners, key=len)
     rest = state[len(owner) :]
     master = _MASTER.match(rest)
     if master is not None:

@@ -10,13 +10,16 @@ Without fusion parameters and states are plain DistTensors, and nothing here is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from paddle_flexckpt.parallel.sharding_stage3 import storage_range
 from paddle_flexckpt.parallel.tensor_fusion import trainable_parameters
 from paddle_flexckpt.sharded_weight import ShardedWeight
+
+# Where a context keeps the identities of its parameters.
+_MEMBERS = "_flexckpt_members"
 
 
 @dataclass
@@ -58,7 +61,7 @@ def steps_on_buffers(parameters: Iterable[Any]) -> bool:
     context = fused_context()
     if context is None:
         return False
-    fused = {id(parameter) for group in _groups(context) for parameter in group.params}
+    fused = _members(context)
     names = context.buffer_manager.param_to_buffer_id
     return any(id(p) in fused or (not p.is_dist() and f"{p.name}.dist" in names) for p in parameters)
 
@@ -76,18 +79,19 @@ def describe_fused(weight: ShardedWeight) -> ShardedWeight:
     context = fused_context()
     if parameter is None or context is None:
         return weight
-    group = context.buffer_manager.param_to_buffer_id.get(parameter.name)
-    if group is None or not _is_one_of(context.buffer_manager.buffer_groups[group].params, parameter):
+    if id(parameter) not in _members(context):  # another model's may have its name
         return weight
-    _drop_gathered(context)
+    group = context.buffer_manager.param_to_buffer_id[parameter.name]
     buffer = context.buffer_manager.buffer_groups[group].params_buffer
-    flat = _ranges(context, buffer)[parameter.name]
+    _drop_gathered(context, buffer)
+    flat = _held(buffer, _piece(context, buffer), parameter)
+    shape = tuple(int(n) for n in parameter.shape)
     return ShardedWeight(
         weight.key,
         _slice(buffer.data_buffer, flat, parameter.name),
-        tuple(int(n) for n in parameter.shape),
-        tuple(int(n) for n in parameter.shape),
-        (0,) * len(parameter.shape),
+        shape,
+        shape,
+        (0,) * len(shape),
         is_flattened=True,
         flattened_range=flat.elements,
     )
@@ -107,7 +111,8 @@ def fused_tables(optimizer: Any) -> StateTables | None:
     for group in context.buffer_manager.buffer_groups:
         buffer = group.params_buffer
         name = buffer.data_buffer.name
-        held = _ranges(context, buffer)
+        piece = _piece(context, buffer)
+        held = {parameter.name: _held(buffer, piece, parameter) for parameter in group.params}
         tables.ranges.update({parameter: flat.elements for parameter, flat in held.items()})
         master = masters.pop(name, None)
         if master is not None:
@@ -137,13 +142,22 @@ class _Held:
     begin: int
 
 
-def _is_one_of(parameters: list[Any], parameter: Any) -> bool:
-    """Whether a parameter itself is in a list; another model's may have its name."""
-    return any(other is parameter for other in parameters)
+def _members(context: Any) -> frozenset[int]:
+    """What is fused, by identity. It never changes; with the context it is kept, as it is asked per parameter."""
+    members: frozenset[int] | None = getattr(context, _MEMBERS, None)
+    if members is None:
+        groups = context.buffer_manager.buffer_groups
+        members = frozenset(id(parameter) for group in groups for parameter in group.params)
+        setattr(context, _MEMBERS, members)
+    return members
 
 
-def _ranges(context: Any, buffer: Any) -> dict[str, _Held]:
-    """What this rank's piece of a buffer has of each of the buffer's parameters."""
+def _piece(context: Any, buffer: Any) -> slice:
+    """The elements of a buffer that this rank holds.
+
+    Raises:
+        ValueError: It holds something else than an equal piece.
+    """
     group = context.buffer_manager._fsdp_group
     total, held = int(buffer.total_buffer_size), int(buffer.data_buffer.shape[0])
     if held * group.nranks != total or len(context.mesh.process_ids) != group.nranks:
@@ -155,34 +169,38 @@ def _ranges(context: Any, buffer: Any) -> dict[str, _Held]:
             "enable_tensor_fusion_and_overlap=False)"
         )
     begin = (0 if group.nranks == 1 else group.rank) * held
-    shapes = {parameter.name: parameter.shape for group in _groups(context) for parameter in group.params}
-    ranges = {}
-    for name, offset in buffer.param_offsets.items():
-        offset, size = int(offset), math.prod(int(n) for n in shapes[name])
-        first, last = min(max(begin - offset, 0), size), min(max(begin + held - offset, 0), size)
-        ranges[name] = _Held(slice(first, last), offset + first - begin if last > first else 0)
-    return ranges
+    return slice(begin, begin + held)
 
 
-def _groups(context: Any) -> Iterator[Any]:
-    yield from context.buffer_manager.buffer_groups
+def _held(buffer: Any, piece: slice, parameter: Any) -> _Held:
+    """What a piece of a buffer has of one of the buffer's parameters."""
+    offset = int(buffer.param_offsets[parameter.name])
+    size = math.prod(int(n) for n in parameter.shape)
+    first, last = min(max(piece.start - offset, 0), size), min(max(piece.stop - offset, 0), size)
+    return _Held(slice(first, last), offset + first - piece.start if last > first else 0)
 
 
 def _slice(buffer: Any, flat: _Held, parameter: str) -> Any:
     return storage_range(buffer, flat.begin, flat.elements.stop - flat.elements.start, parameter)
 
 
-def _drop_gathered(context: Any) -> None:
-    """Frees the whole buffers that Paddle keeps for the next layer or the next forward.
+def _drop_gathered(context: Any, buffer: Any) -> None:
+    """Frees the whole buffers that Paddle keeps for the next layer or the next forward, if one of them is there.
 
     They would be used again after a load, with the values from before it. Paddle gathers them anew when it needs them.
+
+    Args:
+        context: What ``fully_shard`` has registered.
+        buffer: The buffer that is described: the others stay as they are while this one is free.
     """
     from paddle.distributed.auto_parallel.fully_shard_fusion import BufferState
 
-    for group in _groups(context):
-        buffer = group.params_buffer
-        if buffer.status == BufferState.SYNCING:
-            buffer.comm_task.wait()  # communication into memory that is given back would be lost on another tensor
-            buffer.comm_task = None
-            buffer.status = BufferState.READY
+    if buffer.status == BufferState.FREED:
+        return
+    for group in context.buffer_manager.buffer_groups:
+        other = group.params_buffer
+        if other.status == BufferState.SYNCING:
+            other.comm_task.wait()  # communication into memory that is given back would be lost on another tensor
+            other.comm_task = None
+            other.status = BufferState.READY
     context.comm_manager.reset_params_buffer_status()

@@ -15,7 +15,7 @@ from typing import Any
 from paddle_flexckpt.dist_tensor import is_dist_tensor
 from paddle_flexckpt.parallel.fully_shard import fused_tables, steps_on_buffers
 from paddle_flexckpt.parallel.sharding_stage3 import parameter_name, slice_ranges, stepped_parameters
-from paddle_flexckpt.parallel.state_creation import create_states, under_fully_shard
+from paddle_flexckpt.parallel.state_creation import create_dense_states, create_states, under_fully_shard
 from paddle_flexckpt.sharded_weight import (
     ShardedStateDict,
     ShardedWeight,
@@ -195,12 +195,10 @@ def create_accumulators(optimizer: Any, parameters: list[Any], names: Mapping[st
         names: Structured names by name of parameter.
 
     Raises:
-        ValueError: A parameter is not in the model's dict.
+        ValueError: A parameter is not in the model's dict, or what ``set_state_dict`` was given lacks a state.
     """
-    from paddle.base import framework
-
     require_described(parameters, names)
-    optimizer._create_accumulators(framework.default_main_program().global_block(), parameters)
+    create_dense_states(optimizer, parameters)
 
 
 def describe_states(

@@ -1,4 +1,4 @@
-"""States of semi-automatic optimizers, created without a step.
+"""States of optimizers, created without a step; those of semi-automatic ones above all.
 
 Paddle creates the states of ``dist.shard_optimizer`` in the first step, and when it is asked for them before, it takes
 one on gradients of zero. Weight decay then changes the parameters, the beta powers are one step ahead, and gradients
@@ -8,10 +8,13 @@ changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import copy
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from paddle_flexckpt.parallel.fully_shard import fused_context, steps_on_buffers
+from paddle_flexckpt.parallel.sharding_stage3 import parameter_name
 from paddle_flexckpt.parallel.tensor_fusion import (
     fused_pieces,
     remember_prediction,
@@ -19,8 +22,8 @@ from paddle_flexckpt.parallel.tensor_fusion import (
     uses_tensor_fusion,
 )
 
-# What a parameter group sets on the optimizer when it is stepped.
-_GROUP_OPTIONS = {"_beta1", "_beta2", "_epsilon", "_lazy_mode", "_weight_decay"}
+# What the creation of states changes of an optimizer.
+_TABLES = ("_accumulators", "_accumulators_holder", "_already_create_accumulator", "_master_weights", "_opti_name_list")
 
 
 def create_states(optimizer: Any) -> None:
@@ -35,11 +38,12 @@ def create_states(optimizer: Any) -> None:
 
     Raises:
         ValueError: Tensor fusion without a mesh axis "dp"; an optimizer with parameter groups of a model under
-            ``fully_shard``, which Paddle cannot step.
+            ``fully_shard``, which Paddle cannot step; what ``set_state_dict`` was given lacks a state. Nothing has
+            been created then.
     """
     import paddle
 
-    with paddle.no_grad():
+    with paddle.no_grad(), _all_or_nothing(optimizer):
         fully_sharded = _fully_sharded_buffers(optimizer)
         if fully_sharded:
             _create(optimizer, fully_sharded)
@@ -51,28 +55,113 @@ def create_states(optimizer: Any) -> None:
             _create_group_states(optimizer)
 
 
-def _create(optimizer: Any, parameters: list[Any]) -> None:
+def create_dense_states(optimizer: Any, parameters: Iterable[Any]) -> None:
+    """Creates what the first step of an optimizer would create, where that step creates the states itself.
+
+    Args:
+        optimizer: The optimizer that steps.
+        parameters: What it updates: its parameters, or slices of them.
+
+    Raises:
+        ValueError: What ``set_state_dict`` was given lacks a state. Nothing has been created then.
+    """
+    groups = [entry for entry in getattr(optimizer, "_param_groups", None) or () if isinstance(entry, dict)]
+    number = {parameter_name(p.name): i for i, entry in enumerate(groups) for p in entry["params"]}
+    by_group: dict[int | None, list[Any]] = {}
+    for parameter in parameters:
+        by_group.setdefault(number.get(parameter_name(parameter.name)), []).append(parameter)
+    with _all_or_nothing(optimizer), _same_options(optimizer):
+        for group, members in by_group.items():
+            # With a group comes what it says: beta powers begin with the group's betas.
+            _create(optimizer, members if group is None else {**groups[group], "params": members})
+
+
+def _create(optimizer: Any, parameters: list[Any] | dict[str, Any]) -> None:
     from paddle.base import framework
 
     optimizer._create_accumulators(framework.default_main_program().global_block(), parameters)
 
 
+@contextlib.contextmanager
+def _all_or_nothing(optimizer: Any) -> Iterator[None]:
+    """Takes back what was created of an optimizer whose given state turns out to be incomplete.
+
+    Paddle takes what ``set_state_dict`` was given out of it, state by state, and stops at one that is not there; but
+    where that is among the last, it silently begins anew.
+    """
+    from paddle.base import unique_name
+
+    inner = getattr(optimizer, "_inner_opt", optimizer)
+    if not getattr(inner, "_accumulators_holder", None):
+        yield
+        return
+    given, accumulators, counters = inner._accumulators_holder, inner._accumulators, unique_name.generator.ids
+    tables = {name: copy.copy(getattr(inner, name)) for name in _TABLES if hasattr(inner, name)}
+    by_parameter = {name: dict(tensors) for name, tensors in accumulators.items()}
+    entries, before, attributes = given.copy(), counters.copy(), set(vars(inner))
+    cause: Exception | None = None
+    lacking: list[str] = []
+    try:
+        yield
+    except Exception as error:  # put back, and raised again below
+        cause = error
+    else:
+        # Once all that was given is taken, Paddle no longer looks for what is not there.
+        for name, tensors in accumulators.items():
+            new = [tensor.name for key, tensor in tensors.items() if key not in by_parameter.get(name, ())]
+            lacking.extend(name for name in new if name not in entries)
+    if cause is None and not lacking:
+        return
+    _put_back(given, entries)
+    _put_back(accumulators, by_parameter)
+    for name in tables.keys() - {"_accumulators", "_accumulators_holder"}:
+        setattr(inner, name, tables[name])
+    for name in vars(inner).keys() - attributes:
+        delattr(inner, name)  # fully_shard notes there that all states exist
+    _put_back(counters, before)
+    if cause is not None and not isinstance(cause, AssertionError):
+        raise cause
+    raise ValueError(
+        f"{type(inner).__name__}: what set_state_dict() was given lacks a state that the first step needs: "
+        f"{cause or ', '.join(lacking[:3])}. It has {len(entries)} entries, such as {sorted(entries)[:3]}. "
+        "Remedy: give it the state of all trainable parameters, under the names that this process has for them; or "
+        "none, and load sharded_state_dict()"
+    ) from cause
+
+
+def _put_back(table: dict[Any, Any], before: Mapping[Any, Any]) -> None:
+    table.clear()
+    table.update(before)
+
+
+@contextlib.contextmanager
+def _same_options(optimizer: Any) -> Iterator[None]:
+    """Puts back what a parameter group sets on its optimizer: betas, for one.
+
+    Paddle keeps what a group leaves unsaid in a table of defaults: ``beta1`` is set as ``_beta1``.
+    """
+    inner = getattr(optimizer, "_inner_opt", optimizer)
+    options = (f"_{name}" for name in getattr(inner, "_default_dict", ()))
+    before = {name: vars(inner)[name] for name in options if name in vars(inner)}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(inner, name, value)
+
+
 def _create_group_states(optimizer: Any) -> None:
-    """Group by group, with the beta powers that the groups get in the first step.
+    """Group by group, with the beta powers that the groups get in the first step of ``dist.shard_optimizer``.
 
     There every group sets the optimizer's betas when it is stepped, and that is after its states have been created: so
     its beta powers begin with the betas of the group before it.
     """
     inner = getattr(optimizer, "_inner_opt", optimizer)
-    before = dict(vars(inner))
-    try:
+    with _same_options(optimizer):
         for entry in optimizer._param_groups:
             _create(optimizer, trainable_parameters([entry]))
             if isinstance(entry, dict):
                 inner._update_param_group(entry)
-    finally:
-        for name in _GROUP_OPTIONS & before.keys():
-            setattr(inner, name, before[name])
 
 
 def _create_fused_states(optimizer: Any) -> None:

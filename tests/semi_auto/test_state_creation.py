@@ -1,0 +1,132 @@
+"""States that are created before the first step: of parameter groups, and from an incomplete given state."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+from paddle.utils import unique_name
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.parallel.dist_model import _split
+from tests.semi_auto import jobs_state_creation as jobs
+
+pytestmark = pytest.mark.paddle
+
+
+def build(kind="AdamW", groups=False, **named):
+    """A network of two layers with its optimizer, of the same names every time."""
+    with unique_name.guard():
+        model = paddle.nn.Sequential(paddle.nn.Linear(3, 4), paddle.nn.Linear(4, 3))
+        for i, parameter in enumerate(model.parameters()):
+            parameter.set_value(np.random.RandomState(i).randn(*parameter.shape).astype("float32"))
+        parameters = model.parameters()
+        if groups:
+            first, second = (layer.parameters() for layer in model)
+            parameters = [{"params": first, "beta1": 0.8, "beta2": 0.99}, {"params": second, "beta1": 0.7}]
+    return model, getattr(paddle.optimizer, kind)(0.1, parameters=parameters, **named)
+
+
+def step(model, optimizer):
+    (model(paddle.ones([2, 3])) ** 2).mean().backward()
+    optimizer.step()
+    optimizer.clear_grad()
+
+
+def values(model, optimizer):
+    states = {(name, p): t for name, tensors in optimizer._accumulators.items() for p, t in tensors.items()}
+    states.update({("parameter", p.name): p for p in model.parameters()})
+    return {key: tensor.numpy().tobytes() for key, tensor in states.items()}
+
+
+@pytest.fixture
+def installed():
+    fc.install()
+    yield
+    fc.uninstall()
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "Adamax", "Lamb", "NAdam", "RAdam"])
+def test_beta_powers_of_parameter_groups_begin_as_in_the_first_step(installed, kind):
+    model, optimizer = build(kind, groups=True)
+    other, asked = build(kind, groups=True)
+    options = {name: vars(asked)[name] for name in ("_beta1", "_beta2", "_epsilon")}
+    asked.sharded_state_dict(other.sharded_state_dict())
+    assert {name: vars(asked)[name] for name in options} == options
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, asked)
+    assert values(other, asked) == values(model, optimizer)
+
+
+def test_momentum_of_parameter_groups_stays_as_it_is(installed):
+    with unique_name.guard():
+        model = paddle.nn.Linear(3, 3)
+    groups = [{"params": [model.weight], "momentum": 0.5}, {"params": [model.bias], "momentum": 0.1}]
+    optimizer = paddle.optimizer.Momentum(0.1, 0.9, parameters=groups)
+    optimizer.sharded_state_dict(model.sharded_state_dict())
+    assert optimizer._momentum == 0.9
+
+
+@pytest.mark.parametrize(
+    "lacking", ["linear_0.b_0_moment1_0", "linear_1.w_0_moment2_0", "linear_1.b_0_beta2_pow_acc_0"]
+)
+def test_a_given_state_that_lacks_one_is_an_error_and_can_be_given_again(installed, lacking):
+    model, optimizer = build()
+    with unique_name.guard():
+        step(model, optimizer)
+    given = optimizer.state_dict()
+    other, fresh = build()
+    with unique_name.guard():
+        fresh.set_state_dict({name: tensor for name, tensor in given.items() if name != lacking})
+        shards = other.sharded_state_dict()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"AdamW: what set_state_dict.* {lacking}\b.* has 15 entries.*Remedy"):
+                fresh.sharded_state_dict(shards)
+            assert not fresh._accumulators
+            assert sorted(fresh._accumulators_holder) == sorted(set(given) - {lacking})
+        fresh.set_state_dict(given)
+        assert len(fresh.sharded_state_dict(shards)) == 16
+    for accumulator, tensors in optimizer._accumulators.items():
+        for name, tensor in tensors.items():
+            assert np.array_equal(fresh._accumulators[accumulator][name].numpy(), tensor.numpy())
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("fully", [False, True])
+def test_the_same_of_a_semi_automatic_optimizer(world2, fully):
+    for text, left, whole in world2.run(jobs.given_without_one, fully=fully):
+        assert text.startswith("AdamW: what set_state_dict() was given lacks a state that the first step needs")
+        assert "linear_0.b_0.dist_moment2_0" in text
+        assert left == [0, 7]
+        assert whole == 8
+
+
+class Names(dict):
+    """A table of which one counts how often it is looked into."""
+
+    looks = 0
+
+    def __contains__(self, name):
+        self.looks += 1
+        return super().__contains__(name)
+
+    def __iter__(self):
+        raise AssertionError("walked through for each state")
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ("linear_1.w_0.dist_moment1_1", ("linear_1.w_0.dist", "moment1_0")),
+        ("linear_1.w_0_moment1_0", ("linear_1.w_0", "moment1_0")),
+        ("slice@linear_1.w_0.dist_fp32_master_0_beta1_pow_acc_0", ("linear_1.w_0.dist", "beta1_pow_acc_0")),
+        ("linear_1.w_0.dist_fp32_master_2", ("linear_1.w_0.dist", "w_0")),
+        ("scale_moment1_0", ("scale", "moment1_0")),
+        ("scale_moment_moment1_0", ("scale_moment", "moment1_0")),  # the longest
+    ],
+)
+def test_the_parameter_of_a_raw_state_is_looked_up(raw, expected):
+    names = Names.fromkeys(["linear_1.w_0", "linear_1.w_0.dist", "scale", "scale_moment"], "")
+    assert _split(raw, names, None) == expected
+    assert names.looks <= raw.count("_")
