@@ -34,7 +34,8 @@ class DistModelMixin:
 
         Returns:
             Structured names (``a.weight``, ``a.weight.moment1_0``, ``a.weight.w_0`` for the float32 master) to
-            ShardedWeights whose tensors are the live ones.
+            ShardedWeights whose tensors are the live ones. A tied parameter stands under all of its names, and its
+            states under the first of them in sorted order, as in dynamic mode.
 
         Raises:
             ValueError: The model has no program yet, fuses parameters of q, k and v or of a feed-forward layer by a
@@ -52,17 +53,25 @@ class DistModelMixin:
             )
         names = self._parameter_to_structured_name
         state = self.state_dict()
-        sharded = {
-            key: make_replicated_sharded_weight(key, tensor)
-            for key, tensor in state.items()
-            if key in self._structured_to_parameter_name
-        }
+        # Of a tied parameter Paddle gives one of its names.
+        tied: dict[str, list[str]] = {}
+        for key in sorted(self._structured_to_parameter_name):
+            tied.setdefault(self._structured_to_parameter_name[key], []).append(key)
+        sharded: ShardedStateDict = {}
+        for given in state:
+            if given not in self._structured_to_parameter_name:
+                continue
+            keys = tied[self._structured_to_parameter_name[given]]
+            for key in keys:
+                sharded[key] = make_replicated_sharded_weight(key, state[given])
+                sharded[key].aliases = tuple(other for other in keys if other != key)
         ranges = _slice_ranges(self._engine._optimizer, sharded, names)
         for raw, tensor in state.items():
             if raw in sharded or parameter_name(raw) in names or _LEARNING_RATE.fullmatch(raw):
                 continue  # slice@{parameter} is a look at the parameter itself
             parameter, suffix = _split(raw, names, getattr(self._engine._optimizer, "_name", None))
-            key = f"{names[parameter]}.{suffix}"
+            first, *others = tied[parameter]
+            key = f"{first}.{suffix}"
             if raw == parameter_name(raw) or "_pow_acc" in suffix:
                 sharded[key] = make_replicated_sharded_weight(key, tensor)
             else:
@@ -70,6 +79,7 @@ class DistModelMixin:
                 if flat.stop <= flat.start:
                     continue
                 sharded[key] = _flat(key, tensor, sharded[names[parameter]], flat)
+            sharded[key].aliases = tuple(f"{other}.{suffix}" for other in others)
             sharded[key].raw_names = (parameter_name(raw),)
         return sharded
 
