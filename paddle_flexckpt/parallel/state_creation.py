@@ -169,8 +169,9 @@ def _create_fused_states(optimizer: Any) -> None:
     import paddle.distributed as dist
     from paddle.distributed.auto_parallel.api import _dtensor_from_local
 
-    pieces = fused_pieces(optimizer, trainable_parameters(optimizer._param_groups))
-    remember_prediction(optimizer, pieces)
+    parameters = trainable_parameters(optimizer._param_groups)
+    pieces = fused_pieces(optimizer, parameters)
+    remember_prediction(optimizer, pieces, parameters)
     for piece in pieces:
         parameter = piece.parameter
         # The step makes such a tensor of every part. Its values are read where there are master weights.

@@ -123,8 +123,19 @@ def _place_on_mesh() -> tuple[int, int]:
     )
 
 
-def remember_prediction(optimizer: Any, pieces: Iterable[FusedPiece]) -> None:
-    """Keeps, until the first step, which ranges states have been created for."""
+def remember_prediction(optimizer: Any, pieces: Iterable[FusedPiece], parameters: list[Any]) -> None:
+    """Keeps, until the first step, which ranges states are created for.
+
+    Args:
+        optimizer: An optimizer with tensor fusion.
+        pieces: What states are about to be created for, or are there already.
+        parameters: What its first step will update.
+
+    Raises:
+        ValueError: Before the first step: there are states already, and they are of other ranges.
+    """
+    if optimizer._accumulators and not is_fused(optimizer):
+        _check_prediction(optimizer, parameters)
     ranges = {piece.parameter.name: piece.flat_range for piece in pieces}
     setattr(optimizer, _PREDICTED, ranges)
 

@@ -7,6 +7,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.parallel.state_creation import create_states
+from tests.semi_auto.training import build
 
 
 def given_without_one(fully):
@@ -51,3 +52,26 @@ def given_without_one(fully):
         left = [sum(map(len, inner._accumulators.values())), len(inner._accumulators_holder)]
         fresh.set_state_dict(given)
         return [text, left, len(fresh.sharded_state_dict(shards))]
+
+
+def frozen_in_between():
+    """Tensor fusion whose states are asked for, and again after a parameter has been frozen and thawed.
+
+    Returns:
+        The error with the parameter frozen; whether the states are the same, under the same names, once it is thawed.
+    """
+    fc.install()
+    built = build("dp2-fusion", "uneven")
+
+    def ask():
+        shards = built.optimizer.sharded_state_dict(built.model.sharded_state_dict())
+        return {key: [str(shard.flattened_range), shard.local_tensor.data_ptr()] for key, shard in shards.items()}
+
+    before, text = ask(), ""
+    built.model.cube.weight.stop_gradient = True
+    try:
+        ask()
+    except ValueError as error:
+        text = str(error)
+    built.model.cube.weight.stop_gradient = False
+    return [text, ask() == before]

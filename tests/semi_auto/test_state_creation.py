@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import paddle
 import pytest
 from paddle.utils import unique_name
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.parallel.dist_model import _split
+from paddle_flexckpt.parallel.dist_model import DistModelMixin, _split
 from tests.semi_auto import jobs_state_creation as jobs
 
 pytestmark = pytest.mark.paddle
@@ -102,6 +104,15 @@ def test_the_same_of_a_semi_automatic_optimizer(world2, fully):
         assert whole == 8
 
 
+@pytest.mark.multiprocess
+def test_states_of_fused_parts_are_not_described_as_those_of_other_parts(world2):
+    """A parameter that is frozen leaves the buffers, and all behind it stand elsewhere."""
+    for rank, (text, same) in enumerate(world2.run(jobs.frozen_in_between)):
+        assert text.startswith(f"rank {rank}: the first step fuses other parameters than those that states")
+        assert "Remedy: set stop_gradient" in text
+        assert same
+
+
 class Names(dict):
     """A table of which one counts how often it is looked into."""
 
@@ -130,3 +141,25 @@ def test_the_parameter_of_a_raw_state_is_looked_up(raw, expected):
     names = Names.fromkeys(["linear_1.w_0", "linear_1.w_0.dist", "scale", "scale_moment"], "")
     assert _split(raw, names, None) == expected
     assert names.looks <= raw.count("_")
+
+
+def test_a_static_model_has_all_names_of_a_tied_parameter():
+    """Dynamic mode has the states under the first of them."""
+    names = {"embedding.weight": "w.dist", "decoder.weight": "w.dist", "bias": "b.dist"}
+    weight, moment = paddle.ones([2, 3]), paddle.zeros([2, 3])
+    state = {"decoder.weight": weight, "bias": paddle.ones([3]), "w.dist_moment1_0": moment}
+    model = SimpleNamespace(
+        _engine=SimpleNamespace(_mode="train", fused_ffn_qkv=None, _optimizer=None),
+        _structured_to_parameter_name=names,
+        _parameter_to_structured_name={raw: key for key, raw in names.items()},
+        state_dict=lambda: state,
+    )
+    shards = DistModelMixin.sharded_state_dict(model)
+    assert {key: list(shard.aliases) for key, shard in shards.items()} == {
+        "decoder.weight": ["embedding.weight"],
+        "embedding.weight": ["decoder.weight"],
+        "bias": [],
+        "decoder.weight.moment1_0": ["embedding.weight.moment1_0"],
+    }
+    assert shards["embedding.weight"].local_tensor is weight
+    assert shards["decoder.weight.moment1_0"].local_tensor is moment
