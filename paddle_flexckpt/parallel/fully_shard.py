@@ -69,6 +69,8 @@ def steps_on_buffers(parameters: Iterable[Any]) -> bool:
 def describe_fused(weight: ShardedWeight) -> ShardedWeight:
     """A parameter's shard as it is stored: a range of a buffer for a fused one, anything else unchanged.
 
+    What has been gathered of it is dropped. What a later forward gathers is not: so describe anew for each load.
+
     Args:
         weight: The parameter described by its placements.
 
