@@ -61,6 +61,9 @@ def test_a_plain_state_dict_out_and_in(world2, tmp_path):
     for told in world2.run(jobs.plain, directory=str(tmp_path / "c"), strategy="dp2-stage1", other="dp2-stage3"):
         assert told["differs"] == told["structured"] == []
         assert told["again"] == told["losses"]
+        [rate], text = told["missing"]
+        assert f"the source has no such key (key {rate!r}" in text
+        assert "2 problems" in text
 
 
 def test_a_plain_state_dict_with_fused_slices_is_refused(world2, tmp_path):
