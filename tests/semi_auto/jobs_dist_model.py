@@ -118,8 +118,9 @@ def plain(directory, strategy, other):
     """Saves a trained static graph's plain state dict, trains on, and goes back by ``set_state_dict``.
 
     Returns:
-        ``differs`` from what was saved; ``losses`` before going back, and ``again`` after it; ``structured``, what
-        differs in a new static graph, and a dynamic job of another strategy, that load it under structured names.
+        ``differs`` from what was saved, here and in a new static graph; ``losses`` before going back, and ``again``
+        after it; ``structured``, what differs in a new static graph, and a dynamic job of another strategy, that load
+        it under structured names; ``missing``, the learning rate's key in the new graph, and the error for it.
     """
     fc.install()
     with paddle.static.scope_guard(paddle.static.Scope()):
@@ -138,6 +139,13 @@ def plain(directory, strategy, other):
         static = Static(strategy)  # whose states have other numbers at the end of their names
         fc.load_state_dict(static.state(), directory)
         told["structured"] = differing(whole_state(static), wanted)
+        state = static.model.state_dict()
+        spoil(state)
+        rate = [key for key in state if key.startswith("learning_rate")]
+        told["missing"] = [rate, text_of(fc.load_state_dict, state, directory)]
+        del state[rate[0]]
+        fc.load_state_dict(state, directory)
+        told["differs"] += differing(whole_state(static), wanted)
     built = training.build(other, SIZES)
     fc.load_state_dict(matrix.state(built), directory)
     told["structured"] += differing(training.gather(built), wanted)

@@ -258,13 +258,15 @@ def refused(directory, case):
         return {"w": rows(np.full_like(array, value)), "model": {key: bad}}
 
     target, whole_ones = bad_state(-1), {"w": paddle.to_tensor(array), "model": {"bad": paddle.to_tensor(array)}}
+    good = {"w": rows(np.full_like(array, -1)), "model": {"bad": rows(np.full_like(array, -1))}}
     texts = {
         "save": text_of(fc.save_state_dict, bad_state(2), f"{directory}-bad"),
         "load": text_of(fc.load_state_dict, target, directory),
-        "reshard from": text_of(fc.reshard_sharded_state_dict, bad_state(2), target),
+        "reshard from": text_of(fc.reshard_sharded_state_dict, bad_state(2), good),
         "reshard to": text_of(fc.reshard_sharded_state_dict, whole_ones, target),
     }
-    untouched = [bool((local_of(tensor).numpy() == -1).all()) for tensor in fc.flatten_state_dict(target)[0].values()]
+    targets = fc.flatten_state_dict({"target": target, "good": good})[0].values()
+    untouched = [bool((local_of(tensor).numpy() == -1).all()) for tensor in targets]
     return {
         "texts": texts,
         "untouched": untouched,
