@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from paddle_flexckpt.algebra import nested_piece
 
 # Two mesh axes that split the same tensor axis come back as a bare Placement without accessors: only its text says
@@ -65,14 +63,17 @@ def compute_local_shape_and_global_offset(
         import paddle
 
         rank = paddle.distributed.get_rank()
-    mesh = np.asarray(process_mesh.process_ids).reshape(process_mesh.shape)
-    cuts = _cuts([int(n) for n in global_shape], mesh.ndim, placements)
-    here = np.argwhere(mesh == rank)
-    if not len(here):
+    mesh_shape = [int(n) for n in process_mesh.shape]
+    cuts = _cuts([int(n) for n in global_shape], len(mesh_shape), placements)
+    ranks = list(process_mesh.process_ids)
+    if rank not in ranks:
         return None, None
-    coordinate = here[0].tolist()
+    # No numpy: an array of the ranks would be made for every tensor of a state.
+    place, coordinate = ranks.index(rank), [0] * len(mesh_shape)
+    for axis in reversed(range(len(mesh_shape))):
+        place, coordinate[axis] = divmod(place, mesh_shape[axis])
     pieces = [
-        nested_piece(int(extent), [(mesh.shape[axis], coordinate[axis]) for axis in axes])
+        nested_piece(int(extent), [(mesh_shape[axis], coordinate[axis]) for axis in axes])
         for extent, axes in zip(global_shape, cuts)
     ]
     return tuple(size for _, size in pieces), tuple(offset for offset, _ in pieces)
