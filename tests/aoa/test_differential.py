@@ -21,6 +21,7 @@ BATCHES = 10
 SYSTEM_EVERY = 25
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_random_programs(batch):
     seeds = range(batch * PROGRAMS // BATCHES, (batch + 1) * PROGRAMS // BATCHES)

@@ -75,6 +75,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(JSON, st.binary(max_size=40))
 @settings(deadline=None, max_examples=300)
 def test_random_headers(value, data):

@@ -410,6 +410,7 @@ class _WithoutConditions:
         monkeypatch.setattr(aiobotocore.httpsession.AIOHTTPSession, "send", send)
 
 
+@pytest.mark.slow
 def test_old_or_new_wherever_the_network_ends(server, small_parts, monkeypatch):
     """From each request of a save in turn, nothing gets through any more: as if all ranks had died."""
     monkeypatch.setattr(lease, "time", Clock())  # nobody waits for real for a dead save's lease

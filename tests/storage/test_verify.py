@@ -96,6 +96,7 @@ def test_a_sound_checkpoint_is_read_once_and_has_no_problem(tmp_path, monkeypatc
     assert json.loads(json.dumps(report.as_dict()))["ok"] is True
 
 
+@pytest.mark.slow
 def test_every_one_of_3000_random_changes_is_found_and_located(tmp_path):
     stored = checkpoint(tmp_path, world_size=2)
     generator = np.random.default_rng(5)
@@ -162,6 +163,7 @@ def test_all_of_many_damages_are_listed(tmp_path):
             assert any(text in p.what and p.offset == first for p in report.problems)
 
 
+@pytest.mark.slow
 def test_truncated_files_are_found_and_what_is_left_is_verified(tmp_path):
     stored = checkpoint(tmp_path)
     original = stored.file(1).read_bytes()
