@@ -24,24 +24,6 @@ from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.ramdisk import memory_directory
 
 
-@pytest.fixture(params=["files", "memory"])
-def move(request):
-    """``move(source, target, **options)`` on one rank, through files or through memory; returns the report."""
-
-    def through(source, target, **options):
-        def job(comm):
-            if request.param == "memory":
-                return reshard_sharded_state_dict(source, target, comm, **options)
-            with memory_directory() as path:
-                save_state_dict(source, path, comm)
-                return load_state_dict(target, path, comm, **options)
-
-        (report,) = SimulatedWorld(1).run(job)
-        return report
-
-    return through
-
-
 def numbers(*names, start=1):
     return {name: np.full(2, start + i, np.float32) for i, name in enumerate(names)}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import paddle
 import paddle.distributed as dist
-import paddle.nn.functional as F
 from paddle import nn
 from paddle.base.unique_name import UniqueNameGenerator
 
@@ -220,11 +219,7 @@ class Parallelized:
             if self._level is not None:
                 cut = [dist.Shard(0), dist.Replicate()]
                 x, y = dist.shard_tensor(x, self.mesh, cut), dist.shard_tensor(y, self.mesh, cut)
-            loss = F.cross_entropy(self.model(x), y)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.clear_grad()
-            return float(loss)
+            return training.train_step(self.model, self.optimizer, x, y)
 
     def held(self):
         """All parameters and moments, whole, by key, gathered apart from the library. Collective."""

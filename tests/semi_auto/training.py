@@ -116,11 +116,16 @@ class Built:
             if self.mesh is not None:
                 cut = [dist.Shard(0) if axis == "dp" else dist.Replicate() for axis in self.mesh.dim_names]
                 x, y = dist.shard_tensor(x, self.mesh, cut), dist.shard_tensor(y, self.mesh, cut)
-            loss = F.cross_entropy(self.model(x), y)
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.clear_grad()
-            return float(loss)
+            return train_step(self.model, self.optimizer, x, y)
+
+
+def train_step(model, optimizer, x, y):
+    """One step on a batch; returns its loss."""
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.clear_grad()
+    return float(loss)
 
 
 def build(strategy, sizes="uneven"):

@@ -1,0 +1,29 @@
+"""Fixtures of the tests of save, load and reshard."""
+
+from __future__ import annotations
+
+import pytest
+
+from paddle_flexckpt.runtime.loader import load_state_dict
+from paddle_flexckpt.runtime.resharder import reshard_sharded_state_dict
+from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.ramdisk import memory_directory
+
+
+@pytest.fixture(params=["files", "memory"])
+def move(request):
+    """``move(source, target, **options)`` on one rank, through files or through memory; returns the report."""
+
+    def through(source, target, **options):
+        def job(comm):
+            if request.param == "memory":
+                return reshard_sharded_state_dict(source, target, comm, **options)
+            with memory_directory() as path:
+                save_state_dict(source, path, comm)
+                return load_state_dict(target, path, comm, **options)
+
+        (report,) = SimulatedWorld(1).run(job)
+        return report
+
+    return through
