@@ -284,7 +284,7 @@ def _describe(
         return _describe_flat(key, tensor, reference, flat)
     if shape == expected:
         return create_sharded_weight_with_new_local(key, tensor, reference)
-    if reference.dist_tensor is not None and shape == tuple(reference.global_shape):
+    if getattr(reference, "dist_tensor", None) is not None and shape == tuple(reference.global_shape):
         # Paddle leaves the states of a parameter whose first extent is 1 dense, on every rank.
         return make_replicated_sharded_weight(key, tensor)
     if shape[1:] == expected:
