@@ -249,3 +249,14 @@ def test_lookahead_is_refused():
     optimizer = paddle.incubate.LookAhead(inner)
     with pytest.raises(ValueError, match=r"the state of LookAhead cannot be described.*Remedy"):
         optimizer.sharded_state_dict(model.sharded_state_dict())
+
+
+def test_parameters_may_be_described_by_paddle_s_own_class():
+    theirs = pytest.importorskip("paddle.distributed.flex_checkpoint.dcp.sharded_weight").ShardedWeight
+    layer = paddle.nn.Linear(4, 3)
+    optimizer = paddle.optimizer.ASGD(0.1, batch_num=3, parameters=layer.parameters())
+    model = {
+        key: theirs(key, weight.local_tensor, weight.local_shape, weight.global_shape, weight.global_offset)
+        for key, weight in layer.sharded_state_dict().items()
+    }
+    assert optimizer.sharded_state_dict(model)["weight.y_0"].global_shape == (3, 4, 3)
