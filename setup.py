@@ -81,6 +81,7 @@ setup(
     package_data={
         "paddle_flexckpt": ["py.typed"],
         "paddle_flexckpt.aoa": ["rules/*.json"],
+        "paddle_flexckpt.testing.rehearsal_device": ["plugin/*.cc", "plugin/*.h"],
         "paddle_flexckpt.patches": ["*.patch", "index.json", "README.md"],
     },
     zip_safe=False,

@@ -1,0 +1,22 @@
+"""A simulated accelerator for Paddle's CPU wheel: device memory, streams, events, copies and collectives.
+
+It is a plugin of Paddle's CustomDevice interface, compiled by g++ at first use. It serves to test code that handles
+device tensors on a machine without a device; it computes nothing faster.
+"""
+
+from .build import BuildError, build, missing_tools
+from .control import Span, configure, reset, spans, stats
+from .environment import DEVICE_TYPE, environment
+
+__all__ = [
+    "DEVICE_TYPE",
+    "BuildError",
+    "Span",
+    "build",
+    "configure",
+    "environment",
+    "missing_tools",
+    "reset",
+    "spans",
+    "stats",
+]
