@@ -1,11 +1,13 @@
 """Communicators: the little that ranks must tell each other, and how an error on one becomes an error on all.
 
 Everything a save or a load communicates besides tensor data is one kind of collective: every rank contributes some
-bytes and gets those of all. That much every backend of Paddle can do.
+bytes and gets those of all. Where Paddle's backend is one of the host (gloo), it carries them. A device's backend would
+take them through device memory, so there the ranks' hosts are connected by sockets of their own.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -14,11 +16,12 @@ from typing import Any, TypeVar
 from paddle_flexckpt.catalog import LostRankError, ValidationError
 from paddle_flexckpt.catalog.failures import Failure, combine
 from paddle_flexckpt.runtime.carrier import Carrier, SocketCarrier
+from paddle_flexckpt.runtime.host_channel import HostChannel
 from paddle_flexckpt.runtime.lost_ranks import announce, default_store, describe_lost_ranks, find_lost_ranks
 
 Result = TypeVar("Result")
 # Backends of Paddle whose collectives work on device memory.
-DEVICE_BACKENDS = ("nccl", "bkcl", "xccl", "flagcx")
+DEVICE_BACKENDS = frozenset(("nccl", "bkcl", "xccl", "flagcx"))
 
 
 class Communicator(ABC):
@@ -134,13 +137,27 @@ class PaddleCommunicator(Communicator):
             raise ValidationError([f"rank {rank} is not a member of the process group of ranks {list(ranks)}"])
         super().__init__(ranks, ranks.index(rank))
         self._group = group
+        self._channel: HostChannel | None = None
         store = default_store()
         if store is not None:
             announce(store, rank)
+        if self.size > 1 and not DEVICE_BACKENDS.isdisjoint((_backend(group), _backend(_global_group()))):
+            if store is None:
+                raise ValidationError(
+                    [
+                        f"ranks {list(ranks)} cannot agree on anything: their process group is of backend "
+                        f"{_backend(group)!r}, and the job has no key-value store through which their hosts could "
+                        "meet. Remedy: start it with paddle.distributed.launch, and call "
+                        "paddle.distributed.init_parallel_env() or fleet.init() first"
+                    ]
+                )
+            self._channel = _host_channel(int(group.id), ranks, self.position)
 
     def _all_gather(self, payload: bytes) -> list[bytes]:
         import paddle.distributed as dist
 
+        if self._channel is not None:
+            return self._channel.all_gather(payload)
         gathered: list[bytes] = []
         try:
             dist.all_gather_object(gathered, payload, group=self._group)
@@ -152,7 +169,7 @@ class PaddleCommunicator(Communicator):
         store = default_store()
         if store is None:
             return describe_lost_ranks([], error)
-        name = hashlib.sha256(repr((self._group.id, self.ranks)).encode()).hexdigest()[:16]
+        name = _name_of(int(self._group.id), self.ranks)
         return describe_lost_ranks(find_lost_ranks(store, name, self.ranks, self.rank), error)
 
     def open_carrier(self) -> Carrier:
@@ -162,8 +179,28 @@ class PaddleCommunicator(Communicator):
     @property
     def device_group(self) -> Any:
         """See :attr:`Communicator.device_group`."""
-        backend = str(getattr(self._group, "backend", "") or "").lower()
-        return self._group if backend in DEVICE_BACKENDS else None
+        return self._group if _backend(self._group) in DEVICE_BACKENDS else None
+
+
+def _backend(group: Any) -> str:
+    return str(getattr(group, "backend", "") or "").lower()
+
+
+def _global_group() -> Any:
+    from paddle.distributed.communication.group import _get_global_group
+
+    return _get_global_group()
+
+
+def _name_of(group_id: int, ranks: tuple[int, ...]) -> str:
+    """A name of a group that its members agree about."""
+    return hashlib.sha256(repr((group_id, ranks)).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _host_channel(group_id: int, ranks: tuple[int, ...], position: int) -> HostChannel:
+    """The channel of a group: its members meet once, and stay connected as long as they live."""
+    return HostChannel(default_store(), _name_of(group_id, ranks), ranks, position)
 
 
 def communicator_for(process_group: Any = None) -> Communicator:
@@ -182,9 +219,7 @@ def communicator_for(process_group: Any = None) -> Communicator:
     if process_group == "self":
         return SoloCommunicator(int(dist.get_rank()))
     if process_group is None:
-        from paddle.distributed.communication.group import _get_global_group
-
-        process_group = _get_global_group()
+        process_group = _global_group()
     return PaddleCommunicator(process_group)
 
 

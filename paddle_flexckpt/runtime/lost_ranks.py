@@ -1,9 +1,10 @@
 """Which ranks have gone, when an exchange between ranks fails.
 
-A backend only says that something broke (gloo names a neighbour by its number in the group, NCCL nobody). So every
-process has a *presence*: a listening socket, which the kernel closes with the process, its address in the job's
-key-value store. A rank whose exchange fails says so in the store, and looks whose presence does not answer. Ranks that
-had said so before they went are not lost: they have ended because of the same failure.
+A backend only says that something broke (gloo names a neighbour by its number in the group), and a socket only that its
+other end has closed, maybe for the failure of a third. So every process has a *presence*: a listening socket, which the
+kernel closes with the process, its address in the job's key-value store. A rank whose exchange fails says so in the
+store, and looks whose presence does not answer. Ranks that had said so before they went are not lost: they have ended
+because of the same failure.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 # Paddle's own client of the store waits for a host that has gone as long as TCP does: minutes.
 STORE_SECONDS = 30.0
@@ -22,6 +23,8 @@ STORE_SECONDS = 30.0
 CONNECT_SECONDS = 10.0
 # How long the rank that keeps the store stays for the others to notice the failure.
 FAREWELL_SECONDS = 60.0
+# How long the others may take to notice the failure too: sockets that close tell them at once.
+SPREAD_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 
 
@@ -43,7 +46,7 @@ class Presence:
 
     def __init__(self) -> None:
         """Opens it on the interface that the launcher gave this rank."""
-        self._host = os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0]
+        self._host = own_host()
         # Connections are never accepted: that they can be made is all that is asked. They stay in the backlog; a job
         # in which this is asked is about to end.
         self._listener = socket.create_server((self._host, 0), backlog=4096)
@@ -53,17 +56,49 @@ class Presence:
         """What others need to look for it."""
         return f"{self._host}:{self._listener.getsockname()[1]}"
 
+    def close(self) -> None:
+        """Stops listening in this process."""
+        self._listener.close()
+
+
+def own_host() -> str:
+    """Return the interface at which other ranks reach this one: the launcher named it."""
+    return os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0]
+
 
 @functools.cache
 def own_presence() -> Presence:
     """This process's presence, for as long as it lives."""
-    return Presence()
+    presence = Presence()
+    os.register_at_fork(after_in_child=functools.partial(_leave, presence))
+    return presence
+
+
+def _leave(presence: Presence) -> None:
+    """Close, in a fork, what would answer for this process when it has gone."""
+    presence.close()
+    own_presence.cache_clear()
 
 
 def announce(store: KeyValueStore, rank: int) -> None:
     """Tells the others where this rank can be looked for. It has to come before anything that can fail."""
     store.set(f"flexckpt/presence/{rank}", own_presence().address)
     store.add(f"flexckpt/present/{rank}", 1)
+
+
+def presence_of(store: KeyValueStore, rank: int) -> tuple[str, int] | None:
+    """Return host and port of a rank's presence; None if it has not begun: it is slow, or never to come."""
+    if store.add(f"flexckpt/present/{rank}", 0) == 0:
+        return None
+    host, _, port = store.get(f"flexckpt/presence/{rank}").decode().rpartition(":")
+    return host, int(port)
+
+
+class Missing(NamedTuple):
+    """Why an exchange failed: the ranks that have gone, and those that live and have not failed, so take no part."""
+
+    lost: list[int]
+    silent: list[int]
 
 
 def find_lost_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], rank: int) -> list[int] | None:
@@ -78,59 +113,90 @@ def find_lost_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], rank
     Returns:
         The ranks that have gone; None if the store has.
     """
+    missing = find_missing_ranks(store, group, ranks, rank, spread_seconds=0.0)
+    return None if missing is None else missing.lost
+
+
+def find_missing_ranks(
+    store: KeyValueStore, group: str, ranks: Sequence[int], rank: int, spread_seconds: float = SPREAD_SECONDS
+) -> Missing | None:
+    """Like :func:`find_lost_ranks`; if none has gone, looks which have not failed either.
+
+    Args:
+        store: The job's key-value store.
+        group: A name of the ranks' group, the same on all of them and no other group's.
+        ranks: Its members.
+        rank: This rank.
+        spread_seconds: How long to wait for those that live to say that the exchange failed on them too; 0: they are
+            not asked.
+    """
     prefix = f"flexckpt/{group}"
-    lost: list[int] = []
-    finished: list[bool] = []
+    found: list[Missing] = []
     heard = [time.monotonic()]
+
+    def look(others: Sequence[int], failures: int) -> Missing:
+        lost, silent = [], []
+        for other in others:
+            heard[0] = time.monotonic()
+            if store.add(f"{prefix}/{other}", 0) < failures:
+                gone = _has_gone(store, other)
+                # One that has gone may have said so and ended just now.
+                if not gone:
+                    silent.append(other)
+                elif store.add(f"{prefix}/{other}", 0) < failures:
+                    lost.append(other)
+        return Missing(lost, silent)
 
     def ask() -> None:
         try:
             # Ranks that have failed equally often are at the same failure.
             failures = store.add(f"{prefix}/{rank}", 1)
-            for other in ranks:
-                heard[0] = time.monotonic()
-                if other != rank and store.add(f"{prefix}/{other}", 0) < failures:
-                    gone = _has_gone(store, other)
-                    # It may have said so and ended just now.
-                    if gone and store.add(f"{prefix}/{other}", 0) < failures:
-                        lost.append(other)
+            missing = look([other for other in ranks if other != rank], failures)
+            # Few looks, as each leaves a connection in the backlog of those that live. Also for those that have gone a
+            # second one may be needed: a process that ends closes its sockets one after the other.
+            pause, end = _POLL_SECONDS, time.monotonic() + spread_seconds
+            while missing.silent and not missing.lost and time.monotonic() < end:
+                time.sleep(pause)
+                pause *= 2
+                missing = look(missing.silent, failures)
             store.add(f"{prefix}/{rank}/done", 1)
             deadline = time.monotonic() + FAREWELL_SECONDS
-            waiting = {*ranks} - {rank, *lost} if rank == 0 else set()
+            waiting = {*ranks} - {rank, *missing.lost} if rank == 0 else set()
             while waiting and time.monotonic() < deadline:
                 waiting = {other for other in waiting if store.add(f"{prefix}/{other}/done", 0) < failures}
                 heard[0] = time.monotonic()
                 time.sleep(_POLL_SECONDS)
-            finished.append(True)
+            found.append(missing)
         except Exception:  # whatever it is, the store cannot be asked: so the caller is told
-            finished.append(False)
+            found.clear()
 
     # In a thread: the store's client cannot be told to give up.
     asking = threading.Thread(target=ask, name="flexckpt-lost-ranks", daemon=True)
     asking.start()
     while asking.is_alive() and time.monotonic() - heard[0] < STORE_SECONDS:
         asking.join(_POLL_SECONDS)
-    return lost if finished == [True] else None
+    return found[0] if found else None
 
 
 def _has_gone(store: KeyValueStore, rank: int) -> bool:
     """Whether a rank's process or host does not answer."""
-    if store.add(f"flexckpt/present/{rank}", 0) == 0:
-        return False  # it has not begun: slow, or never to come; the backend's error says more
-    host, _, port = store.get(f"flexckpt/presence/{rank}").decode().rpartition(":")
+    presence = presence_of(store, rank)
+    if presence is None:
+        return False  # the backend's error says more
     try:
-        socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS).close()
+        socket.create_connection(presence, timeout=CONNECT_SECONDS).close()
     except OSError:
         return True
     return False
 
 
-def describe_lost_ranks(lost: list[int] | None, error: Exception) -> str:
+def describe_lost_ranks(lost: list[int] | None, error: Exception, silent: Sequence[int] = ()) -> str:
     """What to tell the user.
 
     Args:
         lost: Of :func:`find_lost_ranks`.
         error: The backend's error, where no rank is known to be lost.
+        silent: Of :func:`find_missing_ranks`.
     """
     remedy = "Remedy: look into its log (killed? out of memory? host or network down?), and restart the job"
     if lost is None:
@@ -138,6 +204,12 @@ def describe_lost_ranks(lost: list[int] | None, error: Exception) -> str:
     if lost:
         return f"rank {', '.join(map(str, lost))} is lost: it has gone, or does not answer. {remedy}"
     reason = (str(error).splitlines() or [""])[0]
+    if silent:
+        return (
+            f"rank {', '.join(map(str, silent))} takes no part in an exchange between ranks, though it is alive: it "
+            "hangs, was interrupted, or is in another call. Remedy: look into its log and at its stack, and restart "
+            f"the job. What this rank saw: {type(error).__name__}: {reason}"
+        )
     return f"an exchange between ranks failed, though all of them are alive: {type(error).__name__}: {reason}"
 
 

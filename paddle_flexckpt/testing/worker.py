@@ -5,6 +5,7 @@ It connects to the controller before anything else, so that from its first momen
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import importlib
 import json
@@ -66,6 +67,11 @@ class Worker:
         """Imports what takes long; the controller waits for all ranks before the rendezvous."""
         import paddle  # noqa: F401
 
+        if message["device"]:
+            from paddle_flexckpt.testing import device_world
+
+            device_world.prepare()
+            return
         from paddle_flexckpt.testing import cpu_world
 
         # The controller limits the time, and can show the stacks; a limit of the mesh would only get in its way.
@@ -90,13 +96,14 @@ class Worker:
         """Runs one job in a fresh fleet."""
         import paddle
 
-        from paddle_flexckpt.testing import cpu_world
+        from paddle_flexckpt.testing import cpu_world, device_world
 
         sys.path.extend(entry for entry in message["path"] if entry not in sys.path)
         cpu_world.reset_fleet(message["job"])
         paddle.set_default_dtype("float32")
+        checked = contextlib.nullcontext() if self._has_mesh else device_world.checked()
         # Names are keys of optimizer states; those of one job must not depend on how many layers earlier jobs made.
-        with paddle.utils.unique_name.guard():
+        with checked, paddle.utils.unique_name.guard():
             module, _, name = message["target"].partition(":")
             job: Any = importlib.import_module(module)
             for part in name.split("."):
@@ -118,7 +125,7 @@ class Worker:
             os._exit(0 if isinstance(error, EOFError) else 1)
 
     def _abort(self, message: dict[str, Any]) -> None:
-        # Before do_prepare there is no mesh to wait in. The job may be one that still stands in the queue.
+        # Before do_prepare there is no mesh to wait in, on devices never. The job may be one still in the queue.
         if self._has_mesh:
             from paddle_flexckpt.testing import cpu_world
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from . import frames
+from . import frames, rehearsal_device
 from .reports import WorldError, relevant_stacks, size_of, tail_of
 
 #: Environment variable through which a worker learns where its controller listens, and the token.
@@ -51,6 +51,10 @@ class World:
 
     Args:
         size: number of ranks, 2 or more (Paddle makes no process group of one).
+        device: give each rank one simulated accelerator (:mod:`~paddle_flexckpt.testing.rehearsal_device`), current in
+            it, and Paddle's own process groups over the device backend, instead of the CPU world. The use that a job
+            makes of device memory is checked after it, see :mod:`~paddle_flexckpt.testing.device_world`. An abort does
+            not reach ranks that wait for the device: after ``grace`` seconds the world is killed, with all stacks told.
         env: environment variables for the workers, over the inherited ones.
         timeout: default time limit of a job in seconds.
         grace: seconds that the other ranks get to finish after one has failed.
@@ -63,6 +67,7 @@ class World:
         self,
         size: int,
         *,
+        device: bool = False,
         env: Mapping[str, str] | None = None,
         timeout: float = 120.0,
         grace: float = 10.0,
@@ -72,7 +77,7 @@ class World:
         if size < 1:
             raise ValueError(f"a world has at least 1 rank, not {size}")
         self.size, self.timeout, self.grace, self.start_timeout = size, timeout, grace, start_timeout
-        self._env = dict(env or {})
+        self.device, self._env = device, dict(env or {})
         self._keep_logs = log_dir is not None
         self.log_dir = Path(tempfile.mkdtemp(prefix="flexckpt-world-") if log_dir is None else log_dir).absolute()
         self.starts = 0
@@ -137,6 +142,8 @@ class World:
         failures = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
         if failures:
             # In the order of their answers: the cause comes before what it led to on other ranks.
+            if self.device:
+                self._kill()  # a collective that not all ranks have joined would meet those of the next job
             which = f"ranks {sorted(failures)} of {self.size}, on rank {next(iter(failures))} first"
             raise WorldError(
                 f"{target} failed on {which}; arguments {kwargs}", failures, None, _results(answers), self._logs()
@@ -240,11 +247,17 @@ class World:
         token = secrets.token_hex(32)
         with socket.create_server(("127.0.0.1", 0), backlog=max(128, self.size)) as listener:
             host, port = listener.getsockname()
-            command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", str(self.size)]
+            command = [sys.executable, "-m", "paddle.distributed.launch"]
+            if self.device:
+                command += ["--devices", ",".join(map(str, range(self.size)))]
+            else:
+                command += ["--nproc_per_node", str(self.size)]
             # Loopback: the launcher would otherwise resolve this machine's name, which a laptop off-line may not be
             # able to.
             command += ["--host", "127.0.0.1", "--log_dir", str(self._logs_now), str(_WORKER)]
-            env = {**_clean_environment(), **self._env, ADDRESS_VARIABLE: f"{host}:{port}:{token}:{self._logs_now}"}
+            device = rehearsal_device.environment(devices=self.size) if self.device else {}
+            own = {ADDRESS_VARIABLE: f"{host}:{port}:{token}:{self._logs_now}"}
+            env = {**_clean_environment(), **device, **self._env, **own}
             with open(self._logs_now / "launch.log", "wb") as log:
                 self._launcher = subprocess.Popen(
                     command,
@@ -258,7 +271,7 @@ class World:
         # Rank 0 opens the store before the others look for it: a client that comes too early sleeps for three seconds.
         for step in ("prepare", "init"):
             self._job += 1
-            order = {"do": step, "job": self._job}
+            order = {"do": step, "job": self._job, "device": self.device}
             ahead = (0,) if step == "init" else ()
             for rank in ahead:
                 self._workers[rank].try_send(order)
@@ -370,9 +383,10 @@ def _selector(workers: Mapping[int, _Worker]) -> selectors.BaseSelector:
 
 
 def _clean_environment() -> dict[str, str]:
-    """This process's environment without what would make the workers look for a GPU or for another world."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PADDLE_", "FLAGS_selected_"))}
-    for name in ("CUDA_VISIBLE_DEVICES", "MASTER_ADDR", "MASTER_PORT", "POD_IP"):
+    """This process's environment without what would make the workers look for a device or for another world."""
+    foreign = ("PADDLE_", "FLAGS_selected_", "REHEARSAL_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    for name in ("CUDA_VISIBLE_DEVICES", "CUSTOM_DEVICE_ROOT", "MASTER_ADDR", "MASTER_PORT", "POD_IP"):
         kept.pop(name, None)
     # The ranks share the cores; more threads per rank only get into each other's way.
     kept["OMP_NUM_THREADS"] = "1"

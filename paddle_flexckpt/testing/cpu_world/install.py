@@ -24,6 +24,9 @@ from .process_group import MeshProcessGroup
 from .semi_auto import patch_semi_auto, reset_semi_auto
 from .static_graphs import patch_static_graphs
 
+# More than a job makes on a device; group ids are C integers.
+_GROUPS_OF_A_JOB = 4096
+
 _patches: PatchSet | None = None
 _mesh: Mesh | None = None
 
@@ -93,7 +96,8 @@ def reset_fleet(job: int | None = None) -> None:
     """Lets fleet be initialised again with other degrees in the same processes; upstream ignores a second init (U17).
 
     Forgets all groups but the world, fleet's topology and its random states, and drops unread messages. Every rank must
-    call it equally often. Objects made for the old degrees must not be used any more.
+    call it equally often. Objects made for the old degrees must not be used any more. It also serves processes in which
+    the CPU world is not installed, whose groups are the device backend's.
 
     Args:
         job: an absolute number that brings ranks together whose counts differ; see :meth:`.mesh.Mesh.next_epoch`.
@@ -112,11 +116,16 @@ def reset_fleet(job: int | None = None) -> None:
         collective._group_map_backend.pop(group, None)
         group_manager._GroupManager.group_map_by_id.pop(gid, None)
     # Group ids are counted per process. A job that ended half way on one rank must not leave it with other numbers than
-    # its peers. Reusing a number is safe, since the mesh's epoch is part of every address.
-    collective._start_ring_id = 0
+    # its peers. On the mesh a number can be used again, since the mesh's epoch is part of every address; a device
+    # backend would find the old group under it in the store.
+    if _mesh is not None:
+        collective._start_ring_id = 0
+    elif job is not None:
+        collective._start_ring_id = job * _GROUPS_OF_A_JOB
     reset_semi_auto()
     gc.collect()
-    mesh().next_epoch(job)
+    if _mesh is not None:
+        _mesh.next_epoch(job)
 
 
 def init_fleet(

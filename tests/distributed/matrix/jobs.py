@@ -128,31 +128,37 @@ def leave(state, folder):
         json.dump(index, stream)
 
 
-def save(strategy, model, folder):
-    """Trains, saves, leaves the shards, and trains on."""
+def save(strategy, model, folder, trained=True):
+    """Trains, saves, leaves the shards, and trains on; or gives all of the state values, where training is left out."""
     trainer = begin(strategy, model, "saved")
-    before = trainer.steps(0, BEFORE)
+    before = trainer.steps(0, BEFORE) if trained else []
     state = trainer.state()
+    if not trained:
+        fill(state, "untrained")
     report = fc.save_state_dict(state, os.path.join(folder, "checkpoint"), unique_id=0, step=BEFORE)
     leave(state, os.path.join(folder, "saved"))
-    after = trainer.steps(BEFORE, BEFORE + AFTER)
+    after = trainer.steps(BEFORE, BEFORE + AFTER) if trained else []
     return {"losses": before + after, "bytes": report.total_bytes}
 
 
-def load(strategy, model, folder):
+def load(strategy, model, folder, trained=True):
     """Loads into a fresh job with other values, leaves the shards, and trains on."""
     trainer = begin(strategy, model, "other")
     state = trainer.state()
     report = fc.load_state_dict(state, os.path.join(folder, "checkpoint"), strict=True)
     leave(trainer.state(), os.path.join(folder, f"loaded-{strategy}"))
-    return {"losses": trainer.steps(BEFORE, BEFORE + AFTER), "seconds": report.seconds["total"]}
+    losses = trainer.steps(BEFORE, BEFORE + AFTER) if trained else []
+    return {"losses": losses, "seconds": report.seconds["total"]}
 
 
-def reshard(source, target, model, folder):
+def reshard(source, target, model, folder, trained=(True, True)):
     """Moves a live, trained job into another strategy of the same world, and trains on there."""
     origin = begin(source, model, "saved")
-    origin.steps(0, BEFORE)
+    if trained[0]:
+        origin.steps(0, BEFORE)
     held = origin.state()
+    if not trained[0]:
+        fill(held, "untrained")
     leave(held, os.path.join(folder, f"live-{source}"))
     # fleet broadcasts initial values over a group in the order of parameter names. After a pipeline, whose stages have
     # made different numbers of parameters, the counters in those names would differ between the ranks.
@@ -160,4 +166,4 @@ def reshard(source, target, model, folder):
         destination = begin(target, model, "other")
     fc.reshard_sharded_state_dict(held, destination.state(), strict=True)
     leave(destination.state(), os.path.join(folder, f"moved-{source}-{target}"))
-    return {"losses": destination.steps(BEFORE, BEFORE + AFTER)}
+    return {"losses": destination.steps(BEFORE, BEFORE + AFTER) if trained[1] else []}

@@ -144,9 +144,13 @@ def build(strategy, tied):
 
 
 def fill(sharded, salt):
-    """Gives every parameter its part of a global value that follows from its name and the salt."""
+    """Gives every tensor its part of a global value that follows from its name and the salt."""
     for key, weight in sharded.items():
         generator = np.random.RandomState(zlib.crc32((key + salt).encode()) % 2**31)
         value = (generator.randn(*weight.global_shape) * 0.3).astype("float32")
-        box = tuple(slice(o, o + n) for o, n in zip(weight.global_offset, weight.local_shape))
-        weight.local_tensor.set_value(value[box])
+        part = value[tuple(slice(o, o + n) for o, n in zip(weight.global_offset, weight.local_shape))]
+        if weight.is_flattened:
+            part = part.reshape(-1)[weight.flattened_range]
+        # In place: the tensor may be a view of a buffer.
+        with paddle.no_grad():
+            weight.local_tensor.copy_(paddle.to_tensor(part).astype(weight.local_tensor.dtype), True)

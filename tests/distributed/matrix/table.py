@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -38,11 +38,18 @@ class Result:
 
 
 class Matrix:
-    """Saves every strategy once, loads it wherever asked."""
+    """Saves every strategy once, loads it wherever asked.
 
-    def __init__(self, world: Callable[[int], World], folder: Path) -> None:
+    Args:
+        world: The world of a number of ranks.
+        folder: Where checkpoints and shards go.
+        untrained: Strategies that cannot be trained in these worlds: their states are given values instead.
+    """
+
+    def __init__(self, world: Callable[[int], World], folder: Path, untrained: Collection[str] = ()) -> None:
         self._world = world
         self._folder = folder
+        self._untrained = untrained
         self._saved: dict[tuple[str, str], tuple[dict[str, np.ndarray], list[float], int]] = {}
 
     def saved(self, model: str, name: str) -> tuple[dict[str, np.ndarray], list[float], int]:
@@ -50,7 +57,9 @@ class Matrix:
         if (model, name) not in self._saved:
             folder = self._folder / model / name
             ranks = BY_NAME[name].world
-            results = self._world(ranks).run(f"{JOBS}:save", strategy=name, model=model, folder=str(folder))
+            results = self._world(ranks).run(
+                f"{JOBS}:save", strategy=name, model=model, folder=str(folder), trained=name not in self._untrained
+            )
             self._saved[model, name] = assemble(folder / "saved", ranks), results[0]["losses"], results[0]["bytes"]
         return self._saved[model, name]
 
@@ -59,7 +68,13 @@ class Matrix:
         begin = time.perf_counter()
         tensors, losses, _ = self.saved(model, saved)
         folder, ranks = self._folder / model / saved, BY_NAME[loaded].world
-        results = self._world(ranks).run(f"{JOBS}:load", strategy=loaded, model=model, folder=str(folder))
+        results = self._world(ranks).run(
+            f"{JOBS}:load",
+            strategy=loaded,
+            model=model,
+            folder=str(folder),
+            trained=saved not in self._untrained and loaded not in self._untrained,
+        )
         wrong = differing(tensors, assemble(folder / f"loaded-{loaded}", ranks))
         return _judge(model, "files", saved, loaded, begin, wrong, results[0]["losses"], losses)
 
@@ -69,7 +84,12 @@ class Matrix:
         losses = self.saved(model, source)[1]
         folder, ranks = self._folder / model / f"{source}-{target}", BY_NAME[source].world
         results = self._world(ranks).run(
-            f"{JOBS}:reshard", source=source, target=target, model=model, folder=str(folder)
+            f"{JOBS}:reshard",
+            source=source,
+            target=target,
+            model=model,
+            folder=str(folder),
+            trained=[source not in self._untrained, not {source, target} & {*self._untrained}],
         )
         live = assemble(folder / f"live-{source}", ranks)
         wrong = differing(live, assemble(folder / f"moved-{source}-{target}", ranks))
@@ -87,8 +107,8 @@ def _judge(
     losses: list[float],
 ) -> Result:
     """The outcome of a pair: what differs, and how far the losses are from those of the uninterrupted run."""
-    expected = losses[-len(after) :]
-    distance = float(np.abs(np.subtract(after, expected)).max())
+    expected = losses[len(losses) - len(after) :]
+    distance = float(np.abs(np.subtract(after, expected)).max(initial=0.0))
     problem = f"{len(wrong)} tensors differ: {wrong[:5]}" if wrong else ""
     if not distance <= LOSS_BOUND:
         problem += f" losses {after} instead of {expected}"

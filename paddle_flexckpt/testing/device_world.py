@@ -1,0 +1,57 @@
+"""One rank of a world of simulated accelerators: what its process needs, and what is checked of each job.
+
+Unlike the CPU world it lends Paddle nothing but an entry in a table: groups, collectives and kernels are Paddle's own
+and the device's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import paddle
+
+from . import rehearsal_device
+
+#: Counters of the device that a correct program leaves at zero.
+MISUSES = ("host_touches", "freed_uses")
+# Tensor fusion aligns parameters in its buffers to so many bytes on every device that Paddle knows.
+_ALIGNMENT = 256
+
+
+class DeviceMisuseError(RuntimeError):
+    """A job used device memory in a way that real devices do not survive."""
+
+
+def prepare() -> None:
+    """Make this rank's device current, and complete Paddle's table of alignments. Call it once, after the import."""
+    from paddle.distributed.fleet.utils import tensor_fusion_helper
+    from paddle.optimizer import fusion_utils
+
+    environment = paddle.distributed.ParallelEnv()
+    paddle.set_device(f"{rehearsal_device.DEVICE_TYPE}:{environment.device_id}")
+    # The tables have the types gpu, npu and xpu only (and keep the first answer to what the current type is).
+    for module in (tensor_fusion_helper, fusion_utils):
+        module.alignment.setdefault(rehearsal_device.DEVICE_TYPE, _ALIGNMENT)
+
+
+@contextlib.contextmanager
+def checked() -> Iterator[None]:
+    """Check what the device counts while this is open, and wait for the device at its end.
+
+    Raises:
+        DeviceMisuseError: The host touched device memory, or freed device memory was used.
+    """
+    before = misuses(rehearsal_device.stats())
+    yield
+    paddle.device.synchronize()
+    after = misuses(rehearsal_device.stats())
+    wrong = {name: count - before[name] for name, count in after.items() if count != before[name]}
+    if wrong:
+        raise DeviceMisuseError(f"the job misused device memory: {wrong}")
+
+
+def misuses(counters: Mapping[str, Any]) -> dict[str, int]:
+    """Return those of the device's counters that count mistakes."""
+    return {name: int(counters.get(name, 0)) for name in MISUSES}

@@ -1,0 +1,343 @@
+// Kernels that move, fill or convert elements.
+//
+// Paddle looks up contiguous and strided_copy without falling back to the CPU. The others are here because a fallback
+// gives the result of an in-place operation new memory, and its copies would drown those of the code under test.
+#include <algorithm>
+
+#include "kernels.h"
+
+namespace rehearsal {
+namespace {
+
+// The lowest and the highest element that a layout touches; strides may be negative.
+void checked_span(const void* pointer, const Extents& extents, const Extents& strides, size_t width) {
+  int64_t low = 0, high = 0;
+  for (size_t i = 0; i < extents.size(); ++i) (strides[i] < 0 ? low : high) += (extents[i] - 1) * strides[i];
+  reached(static_cast<const char*>(pointer) + low * static_cast<int64_t>(width), (high - low + 1) * width);
+}
+
+// Element k in row-major order goes from one layout to the other, which may have other extents.
+template <typename T>
+void move_elements(T* to, const Extents& to_extents, const Extents& to_strides, const T* from,
+                   const Extents& from_extents, const Extents& from_strides) {
+  if (to_extents == from_extents) {
+    const int64_t a = run_stride(to_strides), b = run_stride(from_strides);
+    each_run(to_extents, {to_strides, from_strides}, [&](const int64_t* at, int64_t length) {
+      if (a == 1 && b == 1) {
+        memcpy(to + at[0], from + at[1], length * sizeof(T));
+      } else {
+        for (int64_t i = 0; i < length; ++i) to[at[0] + i * a] = from[at[1] + i * b];
+      }
+    });
+    return;
+  }
+  std::vector<T> packed;
+  packed.reserve(product(from_extents));
+  each_run(from_extents, {from_strides}, [&](const int64_t* at, int64_t length) {
+    for (int64_t i = 0; i < length; ++i) packed.push_back(from[at[0] + i * run_stride(from_strides)]);
+  });
+  int64_t next = 0;
+  each_run(to_extents, {to_strides}, [&](const int64_t* at, int64_t length) {
+    for (int64_t i = 0; i < length; ++i) to[at[0] + i * run_stride(to_strides)] = packed[next++];
+  });
+}
+
+void move(const CustomContext& context, size_t width, void* to, const Extents& to_extents, const Extents& to_strides,
+          const void* from, const Extents& from_extents, const Extents& from_strides) {
+  checked_span(to, to_extents, to_strides, width);
+  checked_span(from, from_extents, from_strides, width);
+  by_width(width, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    auto* target = reinterpret_cast<T*>(reached(to, width));
+    auto* source = reinterpret_cast<const T*>(reached(from, width));
+    launch(context, [=] { move_elements(target, to_extents, to_strides, source, from_extents, from_strides); });
+  });
+}
+
+void Contiguous(const CustomContext& context, const DenseTensor& x, DenseTensor* out) {
+  phi::DenseTensorMeta meta = x.meta();
+  meta.strides = meta.calc_strides(meta.dims);
+  meta.offset = 0;
+  const Extents extents = list(x.dims()), strides = list(x.strides());
+  const void* from = x.numel() ? x.data() : nullptr;
+  out->set_meta(meta);
+  void* to = context.Alloc(out, meta.dtype);
+  if (!product(extents)) return;
+  move(context, phi::SizeOf(meta.dtype), to, extents, row_major(extents), from, extents, strides);
+}
+
+void StridedCopy(const CustomContext& context, const DenseTensor& x, const std::vector<int64_t>& extents,
+                 const std::vector<int64_t>& strides, int64_t offset, DenseTensor* out) {
+  phi::DenseTensorMeta meta = x.meta();
+  meta.strides = common::make_ddim(strides);
+  meta.dims = common::make_ddim(extents);
+  meta.offset = offset;
+  const Extents from_extents = list(x.dims()), from_strides = list(x.strides());
+  out->set_meta(meta);
+  if (!product(extents)) return;
+  const size_t width = phi::SizeOf(meta.dtype);
+  if (product(from_extents) == 1) {  // one value for all
+    const Extents still(extents.size(), 0);
+    return move(context, width, out->data(), extents, strides, x.data(), extents, still);
+  }
+  move(context, width, out->data(), extents, strides, x.data(), from_extents, from_strides);
+}
+
+void Assign(const CustomContext& context, const DenseTensor& x, DenseTensor* out) {
+  const char* from = input<char>(x);
+  char* to = output(context, out, x.dtype());
+  if (!to || to == from) return;
+  const size_t bytes = x.numel() * phi::SizeOf(x.dtype());
+  reached(x.data(), bytes);
+  const int device = context.GetPlace().GetDeviceId();
+  launch(context, [=] { transfer(Way::D2D, device, to, from, bytes, true); });
+}
+
+void fill(const CustomContext& context, const phi::Scalar& value, DenseTensor* out) {
+  char* at = output(context, out, out->dtype());
+  if (!at) return;
+  const int64_t count = out->numel();
+  by_type(out->dtype(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T element = value.to<T>();
+    T* to = reinterpret_cast<T*>(at);
+    launch(context, [=] { std::fill(to, to + count, element); });
+  });
+}
+
+DataType known(DataType type, const DenseTensor* out) { return type == DataType::UNDEFINED ? out->dtype() : type; }
+
+void Full(const CustomContext& context, const phi::IntArray& shape, const phi::Scalar& value, DataType type,
+          DenseTensor* out) {
+  type = known(type, out);
+  out->Resize(common::make_ddim(shape.GetData()));
+  context.Alloc(out, type);
+  fill(context, value, out);
+}
+
+void FullLike(const CustomContext& context, const DenseTensor&, const phi::Scalar& value, DataType type,
+              DenseTensor* out) {
+  context.Alloc(out, known(type, out));
+  fill(context, value, out);
+}
+
+void Fill(const CustomContext& context, const DenseTensor& x, const phi::Scalar& value, DenseTensor* out) {
+  context.Alloc(out, x.dtype());
+  fill(context, value, out);
+}
+
+void AssignValue(const CustomContext& context, const std::vector<int>& shape, DataType type,
+                 const std::vector<phi::Scalar>& values, DenseTensor* out) {
+  out->Resize(common::make_ddim(shape));
+  char* at = output(context, out, type);
+  if (!at) return;
+  by_type(type, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    std::vector<T> elements;
+    for (const phi::Scalar& value : values) elements.push_back(value.to<T>());
+    launch(context, [at, elements] { std::copy(elements.begin(), elements.end(), reinterpret_cast<T*>(at)); });
+  });
+}
+
+void Arange(const CustomContext& context, const phi::Scalar& start, const phi::Scalar& end, const phi::Scalar& step,
+            DenseTensor* out) {
+  by_real(out->dtype(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    using W = std::conditional_t<std::is_integral_v<T>, int64_t, double>;
+    const W first = start.to<W>(), last = end.to<W>(), stride = step.to<W>();
+    int64_t count = 0;
+    if constexpr (std::is_integral_v<T>) {
+      count = (last - first + stride + (stride > 0 ? -1 : 1)) / stride;
+    } else {
+      count = static_cast<int64_t>(std::ceil((last - first) / stride));
+    }
+    out->Resize(common::make_ddim(Extents{std::max<int64_t>(count, 0)}));
+    T* at = output<T>(context, out);
+    launch(context, [=] {
+      for (int64_t i = 0; i < count; ++i) at[i] = static_cast<T>(first + static_cast<W>(i) * stride);
+    });
+  });
+}
+
+void Cast(const CustomContext& context, const DenseTensor& x, DataType type, DenseTensor* out) {
+  const int64_t count = x.numel();
+  const DataType from_type = x.dtype();
+  const char* from = count ? reached(x.data(), count * phi::SizeOf(from_type)) : nullptr;
+  char* at = output(context, out, type);
+  if (!count) return;
+  by_type(from_type, [&](auto tag) {
+    using From = typename decltype(tag)::type;
+    by_type(type, [&](auto other) {
+      using To = typename decltype(other)::type;
+      launch(context, [=] {
+        auto* source = reinterpret_cast<const From*>(from);
+        auto* target = reinterpret_cast<To*>(at);
+        for (int64_t i = 0; i < count; ++i) target[i] = to<To>(source[i]);
+      });
+    });
+  });
+}
+
+// A tensor as rows of `inner` bytes: `outer` of them, `extent` along the axis in each.
+struct Slab {
+  int64_t outer = 1, extent = 1, inner = 1;
+  Slab(const DenseTensor& tensor, int axis) {
+    const Extents extents = list(tensor.dims());
+    for (int i = 0; i < static_cast<int>(extents.size()); ++i) (i < axis ? outer : i > axis ? inner : extent) *= extents[i];
+    inner *= phi::SizeOf(tensor.dtype());
+  }
+};
+
+void Concat(const CustomContext& context, const std::vector<const DenseTensor*>& x, const phi::Scalar& along,
+            DenseTensor* out) {
+  const int axis = axis_of(along.to<int64_t>(), x[0]->dims().size());
+  struct Part {
+    const char* from;
+    int64_t bytes;
+  };
+  std::vector<Part> parts;
+  for (const DenseTensor* part : x) {
+    if (!part->numel()) continue;
+    const Slab slab(*part, axis);
+    parts.push_back({reached(part->data(), part->numel() * phi::SizeOf(part->dtype())), slab.extent * slab.inner});
+  }
+  char* at = output(context, out, x[0]->dtype());
+  if (!at) return;
+  const int64_t outer = Slab(*out, axis).outer;
+  launch(context, [=] {
+    char* next = at;
+    for (int64_t row = 0; row < outer; ++row) {
+      for (const Part& part : parts) {
+        memcpy(next, part.from + row * part.bytes, part.bytes);
+        next += part.bytes;
+      }
+    }
+  });
+}
+
+void Split(const CustomContext& context, const DenseTensor& x, const phi::IntArray&, const phi::Scalar& along,
+           std::vector<DenseTensor*> out) {
+  const int axis = axis_of(along.to<int64_t>(), x.dims().size());
+  const Slab whole(x, axis);
+  const char* from = x.numel() ? reached(x.data(), x.numel() * phi::SizeOf(x.dtype())) : nullptr;
+  int64_t begin = 0;
+  for (DenseTensor* part : out) {  // their extents come from the shape inference
+    char* at = output(context, part, x.dtype());
+    const int64_t bytes = part->numel() ? Slab(*part, axis).extent * whole.inner : 0, row_bytes = whole.extent * whole.inner;
+    if (at && from) {
+      launch(context, [=, outer = whole.outer] {
+        for (int64_t row = 0; row < outer; ++row) memcpy(at + row * bytes, from + row * row_bytes + begin, bytes);
+      });
+    }
+    begin += bytes;
+  }
+}
+
+void SplitWithNum(const CustomContext& context, const DenseTensor& x, int, const phi::Scalar& along,
+                  std::vector<DenseTensor*> out) {
+  Split(context, x, {}, along, std::move(out));
+}
+
+void Stack(const CustomContext& context, const std::vector<const DenseTensor*>& x, int along, DenseTensor* out) {
+  const int axis = axis_of(along, x[0]->dims().size() + 1);
+  std::vector<const char*> parts;
+  for (const DenseTensor* part : x) {
+    parts.push_back(part->numel() ? reached(part->data(), part->numel() * phi::SizeOf(part->dtype())) : nullptr);
+  }
+  char* at = output(context, out, x[0]->dtype());
+  if (!at) return;
+  const Slab slab(*out, axis);
+  launch(context, [=] {
+    char* next = at;
+    for (int64_t row = 0; row < slab.outer; ++row) {
+      for (const char* part : parts) {
+        memcpy(next, part + row * slab.inner, slab.inner);
+        next += slab.inner;
+      }
+    }
+  });
+}
+
+void gather_rows(const CustomContext& context, const DenseTensor& x, const DenseTensor& index, int axis,
+                 DenseTensor* out) {
+  const char* from = x.numel() ? reached(x.data(), x.numel() * phi::SizeOf(x.dtype())) : nullptr;
+  char* at = output(context, out, x.dtype());
+  if (!at) return;
+  const Slab slab(x, axis);
+  const int device = context.GetPlace().GetDeviceId();
+  by_integer(index.dtype(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* rows = input<T>(index);
+    const int64_t count = index.numel();
+    launch(context, [=] {
+      for (int64_t outer = 0; outer < slab.outer; ++outer) {
+        for (int64_t i = 0; i < count; ++i) {
+          const int64_t row = rows[i] < T(0) ? rows[i] + slab.extent : rows[i];
+          if (row < 0 || row >= slab.extent) return fail(device, "an index is out of range");
+          memcpy(at + (outer * count + i) * slab.inner, from + (outer * slab.extent + row) * slab.inner, slab.inner);
+        }
+      }
+    });
+  });
+}
+
+void Gather(const CustomContext& context, const DenseTensor& x, const DenseTensor& index, const phi::Scalar& axis,
+            DenseTensor* out) {
+  gather_rows(context, x, index, axis_of(axis.to<int64_t>(), x.dims().size()), out);
+}
+
+void IndexSelect(const CustomContext& context, const DenseTensor& x, const DenseTensor& index, int axis,
+                 DenseTensor* out) {
+  gather_rows(context, x, index, axis_of(axis, x.dims().size()), out);
+}
+
+void Expand(const CustomContext& context, const DenseTensor& x, const phi::IntArray& shape, DenseTensor* out) {
+  const Extents from = list(x.dims());
+  Extents extents = shape.GetData();
+  for (size_t i = 0; i < extents.size(); ++i) {
+    if (extents[i] < 0) extents[i] = from[i + from.size() - extents.size()];
+  }
+  out->Resize(common::make_ddim(extents));
+  void* to = context.Alloc(out, x.dtype());
+  if (!out->numel()) return;
+  move(context, phi::SizeOf(x.dtype()), to, extents, row_major(extents), x.data(), extents,
+       broadcast_strides(from, extents));
+}
+
+void Transpose(const CustomContext& context, const DenseTensor& x, const std::vector<int>& axes, DenseTensor* out) {
+  const Extents from = list(x.dims()), own = row_major(from);
+  Extents extents, strides;
+  for (int axis : axes) {
+    extents.push_back(from[axis_of(axis, from.size())]);
+    strides.push_back(own[axis_of(axis, from.size())]);
+  }
+  const void* source = x.numel() ? x.data() : nullptr;
+  void* to = context.Alloc(out, x.dtype());
+  if (!product(extents)) return;
+  move(context, phi::SizeOf(x.dtype()), to, extents, row_major(extents), source, extents, strides);
+}
+
+void any_backend(const phi::KernelKey&, phi::Kernel* kernel) {
+  kernel->InputAt(0).SetBackend(phi::Backend::ALL_BACKEND);  // only its meta data are read
+}
+
+const Registered<&Contiguous> contiguous("contiguous", {REHEARSAL_ALL});
+const Registered<&StridedCopy> strided_copy("strided_copy", {REHEARSAL_ALL});
+const Registered<&Assign> assign("assign", {REHEARSAL_ALL});
+const Registered<&Full> full("full", {REHEARSAL_ALL});
+const Registered<&FullLike> full_like("full_like", {REHEARSAL_ALL}, any_backend);
+const Registered<&Fill> fill_in_place("fill", {REHEARSAL_ALL});
+const Registered<&AssignValue> assign_value("assign_value", {REHEARSAL_ALL});
+const Registered<&Arange> arange("arange", {DataType::INT32, DataType::INT64, REHEARSAL_FLOATS});
+const Registered<&Cast> cast("cast", {REHEARSAL_ALL});
+const Registered<&Concat> concat("concat", {REHEARSAL_ALL});
+const Registered<&Split> split("split", {REHEARSAL_ALL});
+const Registered<&SplitWithNum> split_with_num("split_with_num", {REHEARSAL_ALL});
+const Registered<&Stack> stack("stack", {REHEARSAL_ALL});
+const Registered<&Gather> gather("gather", {REHEARSAL_ALL});
+const Registered<&IndexSelect> index_select("index_select", {REHEARSAL_ALL});
+const Registered<&Expand> expand("expand", {REHEARSAL_ALL});
+const Registered<&Transpose> transpose("transpose", {REHEARSAL_ALL});
+
+}  // namespace
+}  // namespace rehearsal
