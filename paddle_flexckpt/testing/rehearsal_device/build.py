@@ -89,7 +89,9 @@ def _compile(paddle: Path, sources: list[Path], scratch: Path) -> list[Path]:
     include = [f"-I{paddle / 'include'}", f"-I{paddle / 'include' / 'third_party'}", f"-I{SOURCES}"]
     define = f'-DREHEARSAL_FRAMEWORK="{paddle}"'
     waiting = {scratch / f"{source.stem}.o": source for source in sorted(sources, key=lambda s: -s.stat().st_size)}
-    objects, running, said = list(waiting), [], []
+    objects = list(waiting)
+    running: list[subprocess.Popen[str]] = []
+    said: list[str] = []
     while waiting or running:
         while waiting and len(running) < (os.cpu_count() or 1):
             target = next(iter(waiting))

@@ -19,7 +19,7 @@ class Span(NamedTuple):
     """One copy, collective or wait on a device.
 
     Attributes:
-        what: ``h2d``, ``d2h``, ``d2d``; the name of a collective, such as ``all_reduce``; ``group`` for messages between
+        what: ``h2d``, ``d2h``, ``d2d``; a collective's name, such as ``all_reduce``; ``group`` for messages between
             ranks that were sent together; ``wait_stream``, ``wait_event``, ``wait_device`` for waits of the host;
             ``stream_wait`` for a stream's wait for an event.
         device: Number of the device.
@@ -55,7 +55,7 @@ class Touch(NamedTuple):
     origin: str
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _library() -> Any:
     root = os.environ.get("CUSTOM_DEVICE_ROOT")
     if not root:
@@ -70,7 +70,7 @@ def _library() -> Any:
 def configure(**settings: float) -> None:
     """Change settings of this process; each counts from the next operation on.
 
-    They are listed with their meaning in ``plugin/rehearsal.h``: ``h2d_gibs``, ``d2h_gibs``, ``d2d_gibs``, ``ccl_gibs``,
+    ``plugin/rehearsal.h`` says what they mean: ``h2d_gibs``, ``d2h_gibs``, ``d2d_gibs``, ``ccl_gibs``,
     ``latency_us``, ``pageable_factor``, ``eager_pageable``, ``eager_free``, ``delay_us``, ``seed``, ``memory_gib``,
     ``patience_s``, ``lose_event``, ``lose_wait``, ``trace``, ``log``.
     """

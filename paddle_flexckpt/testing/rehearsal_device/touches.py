@@ -71,7 +71,7 @@ def _begin(tensor: Any) -> int:
 def _tensors() -> Iterator[tuple[Any, str]]:
     """Yield every live tensor that Python code can reach, with a name under which it is known.
 
-    Paddle's tensors are not tracked by the garbage collector, nor are containers of nothing else: they are found in what
+    The garbage collector tracks neither Paddle's tensors nor containers of nothing else: they are found in what
     refers to them.
     """
     kind: Any = sys.modules["paddle"].Tensor
