@@ -58,6 +58,13 @@ def current_device(device: str) -> Iterator[None]:
         paddle.set_device(before)
 
 
+def _is_viewable(dtype: str) -> bool:
+    """Return whether Paddle can see elements of a dtype as integers: 3.0 divides by the width of float8, which is 0."""
+    import paddle
+
+    return not dtype.startswith("float8") or not paddle.__version__.startswith("3.0.")
+
+
 class DeviceMemory:
     """The elements of one device tensor; see :class:`~paddle_flexckpt.execution.transfer.DeviceStorage`.
 
@@ -82,7 +89,7 @@ class DeviceMemory:
         self._shape = (self.size,) if dtype is not None else tuple(int(extent) for extent in tensor.shape)
         self._strides = None if tensor.is_contiguous() else [int(stride) for stride in tensor.strides]
         self._words = max(1, self.dtype.itemsize // 8)
-        self._has_views = has_views()
+        self._has_views = has_views() and _is_viewable(dtype_name(tensor))
         self._anchor, self._offset = self._anchored() if self._has_views and self.size else (tensor, 0)
 
     def _anchored(self) -> tuple[Any, int]:
@@ -146,8 +153,9 @@ class DeviceMemory:
 
         if not isinstance(source, DeviceMemory):
             raise TypeError(f"a device is copied from a device, not from {type(source).__name__}")
+        has_views = self._has_views and source._has_views
         with paddle.no_grad(), current_device(self.device):
-            if self._has_views:
+            if has_views:
                 part = source._view(copy.extents, copy.source_base, copy.source_strides)
                 if source.device != self.device:
                     part = part._copy_to(self._tensor.place, True)
