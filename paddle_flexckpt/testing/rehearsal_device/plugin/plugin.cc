@@ -97,11 +97,12 @@ C_Status query_stream(const C_Device device, C_Stream stream) {
 }
 C_Status stream_add_callback(const C_Device device, C_Stream stream, C_Callback callback, void* data) {
   const int id = device->id;
-  stream_of(stream, id)->push([=] {
+  Stream* where = stream_of(stream, id);
+  where->demand(where->push([=] {  // whoever waits for its effect does not ask the device
     C_Device_st d{id};
     C_Status status = C_SUCCESS;
     callback(&d, stream, data, &status);
-  });
+  }));
   return C_SUCCESS;
 }
 C_Status create_event(const C_Device, C_Event* event) {
@@ -117,11 +118,10 @@ C_Status record_event(const C_Device device, C_Stream stream, C_Event handle) {
   if (lose(settings().lose_event)) return C_SUCCESS;
   auto* event = reinterpret_cast<Event*>(handle);
   auto mark = std::make_shared<Mark>();
-  {
-    std::lock_guard<std::mutex> lock(event->mutex);
-    event->mark = mark;
-  }
-  stream_of(stream, device->id)->push([mark] { mark->finish(); });
+  std::lock_guard<std::mutex> lock(event->mutex);
+  event->mark = mark;
+  mark->stream = stream_of(stream, device->id);
+  mark->position = mark->stream->push([mark] { mark->finish(); });
   return C_SUCCESS;
 }
 C_Status query_event(const C_Device, C_Event event) {

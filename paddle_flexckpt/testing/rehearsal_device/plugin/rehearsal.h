@@ -31,6 +31,7 @@ constexpr int kMaxDevices = 16;
   SETTING(eager_free, 0)        /* 1: freeing memory does not wait for the device: as a caching allocator frees */    \
   SETTING(delay_us, 0)          /* longest of the random delays before the operations of a stream */                  \
   SETTING(seed, 0)              /* of these delays */                                                                 \
+  SETTING(lazy, 0)              /* 1: a stream does nothing that nobody waits for; collectives are waited for */      \
   SETTING(memory_gib, 4)        /* of each device */                                                                  \
   SETTING(patience_s, 60)       /* how long a collective waits for a peer that says nothing */                        \
   SETTING(lose_event, 0)        /* N: the N-th recording of an event from now on is lost; -1: all */                  \
@@ -90,10 +91,14 @@ int python_report(const char* otherwise);              // calls touches.report()
 void python_dump_threads(int descriptor);              // tracebacks of all threads; from a handler of signals
 
 // ---- streams.cc: one worker thread each, in order ----
+class Stream;
+
 struct Mark {  // one recording of an event
   std::mutex mutex;
   std::condition_variable changed;
   bool done = false;
+  Stream* stream = nullptr;
+  uint64_t position = 0;
   void finish();
   void wait();
   bool query();
@@ -105,7 +110,9 @@ class Stream {
   ~Stream();
   int device() const { return device_; }
   int number() const { return number_; }  // among the streams of its device, in the order of their creation
-  void push(std::function<void()> work);
+  uint64_t push(std::function<void()> work);  // returns its number, from 1 on
+  void demand(uint64_t position);             // that the work up to this number be done: lazy streams do no other
+  void wake();
   void synchronize();
   bool idle();
 
@@ -121,6 +128,7 @@ class Stream {
   std::condition_variable arrived_, drained_;
   std::deque<Work> queue_;
   bool busy_ = false, stop_ = false;
+  uint64_t pushed_ = 0, demanded_ = 0, begun_ = 0;
   std::thread worker_;
 };
 
@@ -128,6 +136,7 @@ void streams_initialize();
 Stream* stream_of(C_Stream handle, int device);  // nullptr: the device's default stream
 Stream* main_stream(int device);  // the one that the framework computes in: the first
 void synchronize_device(int device);
+void wake_streams();  // after a change of settings
 void fail(int device, const std::string& why);  // an error of asynchronous work: the next synchronisation raises it
 bool failed(int device);
 std::string failure(int device);
