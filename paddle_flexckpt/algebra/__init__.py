@@ -16,13 +16,14 @@ from paddle_flexckpt.algebra.flat import (
     unravel_index,
 )
 from paddle_flexckpt.algebra.mesh_split import balanced_split, nested_piece
-from paddle_flexckpt.algebra.strided import ByteRuns, StridedCopy, coalesce_runs
+from paddle_flexckpt.algebra.strided import ByteRuns, StridedCopy, array_axes, coalesce_runs
 
 __all__ = [
     "Box",
     "BoxMaps",
     "ByteRuns",
     "StridedCopy",
+    "array_axes",
     "balanced_split",
     "coalesce_runs",
     "flat_range_in_min_slice",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paddle_flexckpt.algebra.flat import flat_range_to_boxes
+from paddle_flexckpt.algebra.flat import flat_range_to_boxes, row_major_strides
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,25 @@ class StridedCopy:
                 target.append(t)
         return StridedCopy(tuple(extents), self.source_base, tuple(source), self.target_base, tuple(target))
 
+    def along_axes(self, side: int, shape: tuple[int, ...]) -> StridedCopy:
+        """Return the same copy, in the same order, with axes that each run along one axis of an array.
+
+        Args:
+            side: 0 for the source, 1 for the target.
+            shape: Shape of the array whose elements that side counts in row-major order.
+        """
+        extents: list[int] = []
+        strides: tuple[list[int], list[int]] = ([], [])
+        for axis, extent in enumerate(self.extents):
+            both = (self.source_strides[axis], self.target_strides[axis])
+            inner = extent
+            for count, _, _ in array_axes(both[side], extent, shape):
+                inner //= count
+                extents.append(count)
+                for stride, out in zip(both, strides):
+                    out.append(stride * inner)
+        return StridedCopy(tuple(extents), self.source_base, tuple(strides[0]), self.target_base, tuple(strides[1]))
+
     def source_tail(self) -> int:
         """Number of trailing axes that together are one contiguous stretch of the source."""
         return _contiguous_tail(self.extents, self.source_strides)
@@ -159,6 +178,40 @@ class StridedCopy:
     def scatter_into(self, storage: np.ndarray) -> np.ndarray:
         """View of the target elements in a flat storage array, shaped like ``extents``."""
         return _view(storage, self.target_base, self.extents, self.target_strides)
+
+
+def array_axes(stride: int, extent: int, shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
+    """Find which axes of a row-major array one axis of a strided view of its elements runs along.
+
+    An axis of a simplified copy may join axes that continue each other, so it may run along several of the array.
+
+    Args:
+        stride: Step of the view's axis, in elements in row-major order of the array.
+        extent: Its extent.
+        shape: The array's shape.
+
+    Returns:
+        ``(extent, axis of the array, steps along it)``, outermost first; the extents multiply to the view's. The axis
+        is -1 where nothing moves.
+
+    Raises:
+        ValueError: The view's axis is along none of the array.
+    """
+    units = row_major_strides(np.asarray([shape], dtype=np.int64))[0].tolist() if shape else []
+    parts: list[tuple[int, int, int]] = []
+    while extent > 1 and stride:
+        # The innermost axis that is long enough for one step.
+        axis = next((a for a in reversed(range(len(shape))) if stride < units[a] * shape[a]), -1)
+        if axis < 0 or stride % units[axis]:
+            raise ValueError(f"a step of {stride} elements is along no axis of shape {shape}")
+        steps = stride // units[axis]
+        whole = shape[axis] // steps
+        if extent > whole and (extent % whole or shape[axis] % steps):
+            raise ValueError(f"{extent} steps of {stride} elements leave axis {axis} of shape {shape}")
+        count = min(extent, whole)
+        parts.insert(0, (count, axis, steps))
+        extent, stride = extent // count, stride * count
+    return parts or [(extent, -1, 0)]
 
 
 def _contiguous_tail(extents: tuple[int, ...], strides: tuple[int, ...]) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError, dtype_of
+from paddle_flexckpt.execution.transfer import AnyStorage, write_values
 from paddle_flexckpt.execution.work import Tile, Work
 
 
@@ -19,12 +20,12 @@ class Computation:
         peak_scratch_bytes: The most that was held at any time.
     """
 
-    def __init__(self, work: Work, storage: Callable[[int], np.ndarray], done: Callable[[int], None]) -> None:
+    def __init__(self, work: Work, storage: Callable[[int], AnyStorage], done: Callable[[int], None]) -> None:
         """Computes nothing yet.
 
         Args:
             work: What is to be filled.
-            storage: Gives the 1-D memory of any row; that of scratch rows is :meth:`scratch`.
+            storage: Gives the storage of any row; that of scratch rows is :meth:`scratch`.
             done: Is told the row of every tile that has been computed.
         """
         self._work = work
@@ -56,7 +57,7 @@ class Computation:
             self._next += 1
 
     def _compute(self, tile: Tile) -> None:
-        operands = [self._storage(row).reshape(shape) for row, shape in zip(tile.operands, tile.shapes)]
+        operands = [self.scratch(row).reshape(shape) for row, shape in zip(tile.operands, tile.shapes)]
         result = np.asarray(tile.step.run(tile.box, operands))
         if result.shape != tile.box.shape or result.dtype != tile.dtype:
             key = self._work.catalog.key_name(tile.row)
@@ -65,7 +66,7 @@ class Computation:
                 f"{tile.dtype.name} {list(tile.box.shape)} for {tile.box}. Targets are partly overwritten. Remedy: "
                 f"report this step, {type(tile.step).__name__}, as a defect"
             )
-        tile.copy.scatter_into(self._storage(tile.row))[...] = result
+        write_values(self._storage(tile.row), tile.copy, result)
         for row in tile.freed:
             memory = self._scratch.pop(row, None)
             self.scratch_bytes -= 0 if memory is None else memory.nbytes

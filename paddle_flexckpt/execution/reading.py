@@ -21,8 +21,8 @@ class RowMemory(Protocol):
     def advance(self, row: int) -> None:
         """Computes what can be computed when all rows before the given one have been filled."""
 
-    def storage(self, row: int) -> np.ndarray:
-        """The 1-D memory of a row."""
+    def host_storage(self, row: int) -> np.ndarray:
+        """Return the 1-D host memory in which a row is filled."""
 
     def piece_done(self, row: int) -> None:
         """Notes that a piece of a row has arrived."""
@@ -71,7 +71,7 @@ def read_pieces(reader: FileReader, pieces: Pieces, memory: RowMemory, computes:
             reader.settle()
             arrive()
             memory.advance(row)
-        reader.read(int(pieces.source[piece]), copy, memory.storage(row))
+        reader.read(int(pieces.source[piece]), copy, memory.host_storage(row))
         arriving.append((row, reader.begun))
         arrive()
     reader.settle()

@@ -1,27 +1,94 @@
-"""Pieces between this rank's memory and streams of bytes."""
+"""Copy pieces between storages, and between storages and streams of bytes.
+
+A storage holds the elements of one tensor, counted in row-major order. It is a 1-D array where the host can reach the
+memory, and a :class:`DeviceStorage` where it cannot.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol, Union
 
 import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.planning import Pieces
 
-# Bytes per step: small enough to stay in cache between the strided side and the contiguous one.
+# Bytes per step on the host: small enough to stay in cache between the strided side and the contiguous one.
 CHUNK_BYTES = 1 << 20
+# Bytes per step of a copy from, to or within a device: large enough to use the link's bandwidth, and a quarter of the
+# 64 MiB of memory that an exchange may take, because a step can hold its values twice.
+DEVICE_CHUNK_BYTES = 16 << 20
 
-Storage = Callable[[int], np.ndarray]
+
+class DeviceStorage(Protocol):
+    """Elements in memory that the host cannot touch. Positions count elements in row-major order."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The elements' type."""
+
+    def along_axes(self, copy: StridedCopy, side: int) -> StridedCopy:
+        """Return a copy in such a form that the parts of it can be reached; side 0 is its source, 1 its target."""
+
+    def read(self, copy: StridedCopy) -> np.ndarray:
+        """Return the source side of a copy as a host array of the copy's extents."""
+
+    def read_range(self, start: int, stop: int) -> np.ndarray:
+        """Return the elements ``[start, stop)`` as a 1-D host array."""
+
+    def whole(self) -> StridedCopy:
+        """Return the copy of all elements to a storage of the same shape."""
+
+    def write(self, copy: StridedCopy, values: np.ndarray) -> None:
+        """Write host values of the storage's dtype, in the order of the copy, to its target side."""
+
+    def copy_from(self, source: DeviceStorage, copy: StridedCopy) -> None:
+        """Carry out a copy from another device storage with elements of the same type; no byte crosses to the host."""
+
+
+AnyStorage = Union[np.ndarray, DeviceStorage]
+Storage = Callable[[int], AnyStorage]
+
+
+def read_values(storage: AnyStorage, copy: StridedCopy) -> np.ndarray:
+    """Return the source side of a copy: a view of host memory, or a host copy of device memory."""
+    return copy.gather_from(storage) if isinstance(storage, np.ndarray) else storage.read(copy)
+
+
+def write_values(storage: AnyStorage, copy: StridedCopy, values: np.ndarray) -> None:
+    """Write values, in the order of a copy, to its target side; they are cast to the storage's dtype."""
+    if isinstance(storage, np.ndarray):
+        copy.scatter_into(storage)[...] = values.reshape(copy.extents)
+    else:
+        storage.write(copy, values.astype(storage.dtype, copy=False))
+
+
+def copy_values(copy: StridedCopy, source: AnyStorage, target: AnyStorage) -> None:
+    """Carry out one copy between storages, in bounded steps where a device takes part.
+
+    Values are cast where dtypes differ. A cast is numpy's, on the host, so that it rounds alike everywhere.
+    """
+    if isinstance(source, np.ndarray) and isinstance(target, np.ndarray):
+        copy.scatter_into(target)[...] = copy.gather_from(source)
+        return
+    for side, storage in enumerate((source, target)):
+        copy = copy if isinstance(storage, np.ndarray) else storage.along_axes(copy, side)
+    for start, stop in _chunks(copy, source.dtype.itemsize, DEVICE_CHUNK_BYTES):
+        for part in copy.part(start, stop) if stop - start < copy.size else (copy,):
+            if isinstance(source, np.ndarray) or isinstance(target, np.ndarray) or source.dtype != target.dtype:
+                write_values(target, part, read_values(source, part))
+            else:
+                target.copy_from(source, part)
 
 
 def copy_pieces(pieces: Pieces, source: Storage, target: Storage) -> int:
-    """Copies pieces within memory; values are cast where dtypes differ.
+    """Copy pieces from storages to storages; values are cast where dtypes differ.
 
     Args:
         pieces: What to copy.
-        source: Gives the 1-D storage of a source row.
-        target: Gives the 1-D storage of a target row.
+        source: Gives the storage of a source row.
+        target: Gives the storage of a target row.
 
     Returns:
         Bytes copied (of the source's dtype).
@@ -29,58 +96,78 @@ def copy_pieces(pieces: Pieces, source: Storage, target: Storage) -> int:
     count = 0
     for i, copy in enumerate(pieces.copies()):
         from_storage, to_storage = source(int(pieces.source[i])), target(int(pieces.target[i]))
-        copy.scatter_into(to_storage)[...] = copy.gather_from(from_storage)
-        count += copy.size * from_storage.itemsize
+        copy_values(copy, from_storage, to_storage)
+        count += copy.size * from_storage.dtype.itemsize
     return count
 
 
-def _chunks(copy: StridedCopy, itemsize: int) -> Iterator[tuple[int, int]]:
-    step = max(1, CHUNK_BYTES // itemsize)
+def _chunks(copy: StridedCopy, itemsize: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:
+    step = max(1, chunk_bytes // itemsize)
     for start in range(0, copy.size, step):
         yield start, min(start + step, copy.size)
 
 
 def pack(pieces: Pieces, source: Storage) -> Iterator[np.ndarray]:
-    """The pieces' elements in order, as contiguous uint8 arrays.
-
-    A piece that is contiguous is yielded as a view of its memory; others are gathered into one reused buffer, so an
-    array is valid until the next is asked for.
-    """
+    """Yield the pieces' elements in order, as contiguous uint8 arrays, each valid until the next is asked for."""
     buffer = np.empty(CHUNK_BYTES, dtype=np.uint8)
     for i, copy in enumerate(pieces.copies()):
-        storage = source(int(pieces.source[i]))
-        if copy.is_contiguous()[0]:
-            yield storage[copy.source_base : copy.source_base + copy.size].view(np.uint8)
-            continue
-        for start, stop in _chunks(copy, storage.itemsize):
-            out = buffer[: (stop - start) * storage.itemsize].view(storage.dtype)
-            position = 0
+        yield from pack_copy(copy, source(int(pieces.source[i])), buffer)
+
+
+def pack_copy(copy: StridedCopy, storage: AnyStorage, buffer: np.ndarray | None = None) -> Iterator[np.ndarray]:
+    """Yield the elements of a copy in order, as contiguous uint8 arrays, each valid until the next is asked for.
+
+    What is contiguous in host memory is yielded as a view of it; the rest of host memory is gathered into one buffer.
+
+    Args:
+        copy: Whose source side is read.
+        storage: What it is read from.
+        buffer: uint8, ``CHUNK_BYTES`` long, to be used again for the next copy.
+    """
+    if not isinstance(storage, np.ndarray):
+        copy = storage.along_axes(copy, 0)
+        for start, stop in _chunks(copy, storage.dtype.itemsize, DEVICE_CHUNK_BYTES):
             for part in copy.part(start, stop):
-                out[position : position + part.size].reshape(part.extents)[...] = part.gather_from(storage)
-                position += part.size
-            yield out.view(np.uint8)
+                yield storage.read(part).reshape(-1).view(np.uint8)
+        return
+    if copy.is_contiguous()[0]:
+        yield storage[copy.source_base : copy.source_base + copy.size].view(np.uint8)
+        return
+    buffer = np.empty(CHUNK_BYTES, dtype=np.uint8) if buffer is None else buffer
+    for start, stop in _chunks(copy, storage.itemsize):
+        out = buffer[: (stop - start) * storage.itemsize].view(storage.dtype)
+        position = 0
+        for part in copy.part(start, stop):
+            out[position : position + part.size].reshape(part.extents)[...] = part.gather_from(storage)
+            position += part.size
+        yield out.view(np.uint8)
 
 
 def unpack(pieces: Pieces, target: Storage, dtype_of_source: Callable[[int], np.dtype]) -> Iterator[np.ndarray]:
-    """Buffers to be filled with the pieces' elements in order; each is used when the next is asked for.
+    """Yield buffers to be filled with the pieces' elements in order; each is used when the next is asked for.
 
-    A piece that is contiguous and of the same dtype is received straight into its memory.
+    A piece that is contiguous in host memory and of the same dtype is received straight into it.
 
     Args:
         pieces: What to receive.
-        target: Gives the 1-D storage of a target row.
+        target: Gives the storage of a target row.
         dtype_of_source: Gives the numpy dtype of a source row.
     """
-    buffer = np.empty(CHUNK_BYTES, dtype=np.uint8)
+    buffer = np.empty(0, dtype=np.uint8)
     for i, copy in enumerate(pieces.copies()):
         storage, dtype = target(int(pieces.target[i])), dtype_of_source(int(pieces.source[i]))
-        if copy.is_contiguous()[1] and storage.dtype == dtype:
+        if isinstance(storage, np.ndarray) and copy.is_contiguous()[1] and storage.dtype == dtype:
             yield storage[copy.target_base : copy.target_base + copy.size].view(np.uint8)
             continue
-        for start, stop in _chunks(copy, dtype.itemsize):
+        limit = CHUNK_BYTES
+        if not isinstance(storage, np.ndarray):
+            copy, limit = storage.along_axes(copy, 1), DEVICE_CHUNK_BYTES
+        if len(buffer) < limit:
+            buffer = np.empty(limit, dtype=np.uint8)
+        for start, stop in _chunks(copy, dtype.itemsize, limit):
             out = buffer[: (stop - start) * dtype.itemsize]
             yield out
             values, position = out.view(dtype), 0
             for part in copy.part(start, stop):
-                part.scatter_into(storage)[...] = values[position : position + part.size].reshape(part.extents)
+                write_values(storage, part, values[position : position + part.size])
                 position += part.size

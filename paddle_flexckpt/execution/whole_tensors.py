@@ -105,9 +105,10 @@ class _Memory:
     def __init__(self, work: Work) -> None:
         self._work = work
         self._tensors: dict[int, np.ndarray] = {}
-        self.computation = Computation(work, self.storage, self.piece_done)
+        self.computation = Computation(work, self.host_storage, self.piece_done)
 
-    def storage(self, row: int) -> np.ndarray:
+    def host_storage(self, row: int) -> np.ndarray:
+        """See :class:`~paddle_flexckpt.execution.reading.RowMemory`."""
         if self._work.origin[row] < 0:
             return self.computation.scratch(row)
         if row not in self._tensors:
@@ -124,7 +125,7 @@ class _Memory:
 
     def release(self, row: int) -> np.ndarray:
         """The memory of a tensor, which is held here no longer."""
-        self.storage(row)
+        self.host_storage(row)
         return self._tensors.pop(row)
 
 

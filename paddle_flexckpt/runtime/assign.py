@@ -9,7 +9,8 @@ import numpy as np
 
 from paddle_flexckpt.algebra import Box, StridedCopy, row_major_strides
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.runtime.tensors import HostTensor, dtype_name
+from paddle_flexckpt.execution.transfer import copy_values
+from paddle_flexckpt.runtime.tensors import HostTensor, device_of, dtype_name, open_storage
 
 
 def assign_sharded_slice(
@@ -55,9 +56,13 @@ def assign_sharded_slice(
                 f"that of {dst_shard.key!r} is {dtype_name(dst_shard.local_tensor)}"
             ]
         )
-    source, target = HostTensor(src_shard.local_tensor), HostTensor(dst_shard.local_tensor)
     copy = StridedCopy(src_part.shape, *_place(src_box, src_part), *_place(dst_box, dst_part))
-    copy.scatter_into(target.array)[...] = copy.gather_from(source.array)
+    source = open_storage(src_shard.local_tensor)
+    if device_of(dst_shard.local_tensor) is not None:
+        copy_values(copy, source, open_storage(dst_shard.local_tensor))
+        return
+    target = HostTensor(dst_shard.local_tensor)
+    copy_values(copy, source, target.array)
     target.store()
 
 

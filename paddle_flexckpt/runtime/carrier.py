@@ -1,8 +1,8 @@
-"""Carriers: tensor data between ranks, as one byte stream per pair.
+"""Carry tensor data between ranks through host memory, as one byte stream per pair.
 
-Both ends know from the plan how many bytes a stream has and what they mean, so nothing but data is sent. Two carriers
-have the same interface: host sockets, which need no device and no gloo point-to-point (it desynchronises gloo's
-collectives), and the device backend's all-to-all.
+Both ends know from the plan how many bytes a stream has and what they mean, so nothing but data is sent. Host sockets
+need no device and no gloo point-to-point, which desynchronises gloo's collectives. Between devices data goes through
+the backend's all-to-all instead (:mod:`~paddle_flexckpt.runtime.device_exchange`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import socket
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -224,116 +223,3 @@ def _receive_exactly(connection: socket.socket, view: memoryview) -> None:
         if got == 0:
             raise EOFError("connection closed")
         view = view[got:]
-
-
-class CollectiveCarrier(Carrier):
-    """The backend's all-to-all, in rounds of bounded size.
-
-    On a device backend the bytes cross in device buffers of ``round_bytes`` per pair.
-    """
-
-    def __init__(self, group: Any, all_gather: Callable[[bytes], list[bytes]], round_bytes: int = 32 << 20) -> None:
-        """Args: group: a Paddle group. all_gather: a byte collective over it. round_bytes: per rank and round."""
-        self._group = group
-        self._all_gather = all_gather
-        self._quota = max(1, round_bytes // len(group.ranks))
-
-    def address(self) -> bytes:
-        """Nothing: the group is connected already."""
-        return b""
-
-    def exchange(
-        self,
-        addresses: list[bytes],
-        outgoing: Mapping[int, Iterator[np.ndarray]],
-        incoming: Mapping[int, Iterator[np.ndarray]],
-    ) -> None:
-        """See :meth:`Carrier.exchange`."""
-        import paddle
-        import paddle.distributed as dist
-
-        ranks = [int(rank) for rank in self._group.ranks]
-        sources = {rank: _ByteStream(stream) for rank, stream in outgoing.items()}
-        sinks = {rank: _ByteStream(stream) for rank, stream in incoming.items()}
-        failure: Exception | None = None
-        while True:
-            counts = [-1] * len(ranks)  # a rank that has failed says so in the next round: no collective is left out
-            if failure is None:
-                try:
-                    packed = [sources[rank].pull(self._quota) if rank in sources else b"" for rank in ranks]
-                    counts = [len(p) for p in packed]
-                except Exception as error:
-                    failure = error
-            answers = self._all_gather(np.asarray(counts, dtype=np.int64).tobytes())
-            sizes = np.frombuffer(b"".join(answers), dtype=np.int64).reshape(len(ranks), len(ranks))
-            if failure is not None:
-                raise failure
-            if (sizes < 0).any():
-                failed = [rank for rank, row in zip(ranks, sizes) if row[0] < 0]
-                raise CheckpointError(f"exchange of tensor data: ranks {failed} failed. Targets are partly overwritten")
-            if not sizes.any():
-                # One more look makes every sink finish its last buffer.
-                for sink in sinks.values():
-                    sink.finish()
-                return
-            got = sizes[:, self._group.rank]
-            # A zero-size tensor has no memory to hand to a backend, so one spare byte pads each side.
-            send = paddle.to_tensor(np.frombuffer(b"".join(packed) + b"\0", dtype=np.uint8))[:-1]
-            received = paddle.zeros([int(got.sum())], dtype="uint8")
-            dist.alltoall_single(
-                received, send, in_split_sizes=[len(p) for p in packed], out_split_sizes=got.tolist(), group=self._group
-            )
-            data, position = memoryview(received.numpy()), 0
-            for rank, count in zip(ranks, got.tolist()):
-                try:
-                    if count and failure is None:
-                        sinks[rank].push(data[position : position + count])
-                except Exception as error:
-                    failure = error
-                position += count
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-
-class _ByteStream:
-    """A stream of uint8 arrays, read or filled in portions of any size."""
-
-    def __init__(self, chunks: Iterator[np.ndarray]) -> None:
-        self._chunks = iter(chunks)
-        self._rest = memoryview(b"")
-
-    def _advance(self) -> bool:
-        while not len(self._rest):
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                return False
-            self._rest = memoryview(chunk)
-        return True
-
-    def pull(self, count: int) -> bytes:
-        """The next ``count`` bytes, or as many as there are."""
-        out = bytearray()
-        while len(out) < count and self._advance():
-            portion = self._rest[: count - len(out)]
-            out += portion
-            self._rest = self._rest[len(portion) :]
-        return bytes(out)
-
-    def push(self, data: memoryview) -> None:
-        """Puts bytes into the stream's buffers."""
-        while len(data):
-            if not self._advance():
-                raise CheckpointError("a peer sent more bytes than were planned")
-            count = min(len(data), len(self._rest))
-            self._rest[:count] = data[:count]
-            self._rest, data = self._rest[count:], data[count:]
-
-    def finish(self) -> None:
-        """Lets the owner of the buffers process the last one.
-
-        Raises:
-            CheckpointError: Not all buffers have been filled.
-        """
-        if self._advance():
-            raise CheckpointError("a peer sent fewer bytes than were planned")

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 from paddle_flexckpt.catalog import LostRankError, ValidationError
 from paddle_flexckpt.catalog.failures import Failure, combine
-from paddle_flexckpt.runtime.carrier import Carrier, CollectiveCarrier, SocketCarrier
+from paddle_flexckpt.runtime.carrier import Carrier, SocketCarrier
 from paddle_flexckpt.runtime.host_channel import HostChannel
 from paddle_flexckpt.runtime.lost_ranks import announce, default_store, describe_lost_ranks, find_lost_ranks
 
 Result = TypeVar("Result")
-
+# Backends of Paddle whose collectives work on device memory.
 DEVICE_BACKENDS = frozenset(("nccl", "bkcl", "xccl", "flagcx"))
 
 
@@ -58,7 +58,12 @@ class Communicator(ABC):
 
     @abstractmethod
     def open_carrier(self) -> Carrier:
-        """A carrier for tensor data between the members."""
+        """Return a carrier for tensor data between the members through host memory."""
+
+    @property
+    def device_group(self) -> Any:
+        """Paddle's group of the members if its collectives work on device memory, or None."""
+        return None
 
     def together(self, work: Callable[[], tuple[Result, bytes]], context: str = "") -> tuple[Result, list[bytes]]:
         """Does a step on every member and goes on only if it went well on all of them.
@@ -168,10 +173,13 @@ class PaddleCommunicator(Communicator):
         return describe_lost_ranks(find_lost_ranks(store, name, self.ranks, self.rank), error)
 
     def open_carrier(self) -> Carrier:
-        """Host sockets under gloo and on CPU; the backend's own all-to-all elsewhere."""
-        if _backend(self._group) in DEVICE_BACKENDS:
-            return CollectiveCarrier(self._group, self.all_gather)
+        """See :meth:`Communicator.open_carrier`."""
         return SocketCarrier(self.ranks, self.position)
+
+    @property
+    def device_group(self) -> Any:
+        """See :attr:`Communicator.device_group`."""
+        return self._group if _backend(self._group) in DEVICE_BACKENDS else None
 
 
 def _backend(group: Any) -> str:

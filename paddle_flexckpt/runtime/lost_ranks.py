@@ -113,12 +113,12 @@ def find_lost_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], rank
     Returns:
         The ranks that have gone; None if the store has.
     """
-    missing = find_missing_ranks(store, group, ranks, rank, spread_seconds=0.0)
+    missing = find_missing_ranks(store, group, ranks, rank, ask_the_living=False)
     return None if missing is None else missing.lost
 
 
 def find_missing_ranks(
-    store: KeyValueStore, group: str, ranks: Sequence[int], rank: int, spread_seconds: float = SPREAD_SECONDS
+    store: KeyValueStore, group: str, ranks: Sequence[int], rank: int, ask_the_living: bool = True
 ) -> Missing | None:
     """Like :func:`find_lost_ranks`; if none has gone, looks which have not failed either.
 
@@ -127,8 +127,7 @@ def find_missing_ranks(
         group: A name of the ranks' group, the same on all of them and no other group's.
         ranks: Its members.
         rank: This rank.
-        spread_seconds: How long to wait for those that live to say that the exchange failed on them too; 0: they are
-            not asked.
+        ask_the_living: Whether those that live are given time to say that the exchange failed on them too.
     """
     prefix = f"flexckpt/{group}"
     found: list[Missing] = []
@@ -154,7 +153,7 @@ def find_missing_ranks(
             missing = look([other for other in ranks if other != rank], failures)
             # Few looks, as each leaves a connection in the backlog of those that live. Also for those that have gone a
             # second one may be needed: a process that ends closes its sockets one after the other.
-            pause, end = _POLL_SECONDS, time.monotonic() + spread_seconds
+            pause, end = _POLL_SECONDS, time.monotonic() + (SPREAD_SECONDS if ask_the_living else 0.0)
             while missing.silent and not missing.lost and time.monotonic() < end:
                 time.sleep(pause)
                 pause *= 2

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 from paddle_flexckpt.execution.mapping import compile_mapping, outputs, source_names, stored
 from paddle_flexckpt.runtime.communicator import SoloCommunicator
 from paddle_flexckpt.runtime.loader import load_state_dict
+from paddle_flexckpt.runtime.tensors import empty_on_host
 from paddle_flexckpt.storage import CheckpointDirectory, Location, VerifyMode
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -57,7 +57,7 @@ def load_merged_state_dict(
     there = stored(manifest.catalog, bool(start)) if mapping is None else outputs(mapping)
     names = [key for key in sorted(there) if key.startswith(start)]
     _check_held(manifest.catalog, names if mapping is None else source_names(mapping, names))
-    tensors = {key: _empty(there[key]) for key in names}
+    tensors = {key: empty_on_host(there[key].shape, there[key].dtype) for key in names}
     if mapping is not None and mapping.unfed:
         first = sorted(mapping.unfed)[0]
         logger.warning(f"nothing feeds {len(mapping.unfed)} keys such as {first!r} ({mapping.provenance.get(first)})")
@@ -79,7 +79,7 @@ def empty_tensors(catalog: Catalog, names: Iterable[str]) -> dict[str, Any]:
     there = stored(catalog, extra_state=True)
     names = list(names)
     _check_held(catalog, names)
-    return {name: _empty(there[name]) for name in names if name in there}
+    return {name: empty_on_host(there[name].shape, there[name].dtype) for name in names if name in there}
 
 
 def _check_held(catalog: Catalog, names: Iterable[str]) -> None:
@@ -102,10 +102,3 @@ def _check_held(catalog: Catalog, names: Iterable[str]) -> None:
     ]
     if problems:
         raise ValidationError(problems)
-
-
-def _empty(info: TensorInfo) -> Any:
-    import paddle
-
-    with paddle.no_grad():
-        return paddle.empty(list(info.shape), dtype=info.dtype).cpu()

@@ -22,14 +22,16 @@ from paddle_flexckpt.aoa import Mapping as AoaMapping
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.execution.mapping import config_digest, moved_keys
-from paddle_flexckpt.execution.transfer import copy_pieces, pack, unpack
+from paddle_flexckpt.execution.transfer import AnyStorage, copy_pieces, pack, unpack
 from paddle_flexckpt.execution.work import Work, plan_work
 from paddle_flexckpt.planning import ExchangePlan, ShardMatcher, plan_exchange
 from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.runtime.carrier import Carrier
-from paddle_flexckpt.runtime.communicator import check_coordinator, communicator_for
+from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, communicator_for
 from paddle_flexckpt.runtime.completion import complete, match
+from paddle_flexckpt.runtime.device_exchange import DeviceExchange
+from paddle_flexckpt.runtime.device_memory import has_views, wait_for_devices
 from paddle_flexckpt.runtime.loader import (
     check_heads,
     check_unexpected,
@@ -38,13 +40,13 @@ from paddle_flexckpt.runtime.loader import (
     used_keys,
 )
 from paddle_flexckpt.runtime.name_compatibility import check_across_ranks
-from paddle_flexckpt.runtime.replicas import differing_replicas, replica_digests
+from paddle_flexckpt.runtime.replicas import check_replicas_equal, replica_digests
 from paddle_flexckpt.runtime.shared_memory import refuse_shared_memory
 from paddle_flexckpt.runtime.sources import CheckedSources, check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
 from paddle_flexckpt.runtime.targets import Policy, Strict, Wanted
-from paddle_flexckpt.runtime.tensors import HostTensor
+from paddle_flexckpt.runtime.tensors import device_of, open_storage
 from paddle_flexckpt.runtime.virtual_files import gather_virtual_files, held_tensors
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -84,8 +86,8 @@ def reshard_sharded_state_dict(
             source and target are the very same shard.
         process_group: The ranks that take part; all ranks of the job by default.
         coordinator_rank: The rank, counted within the group, that writes the log line.
-        offload: Accepted for compatibility: on CPU there is nowhere else to go; device tensors are staged through host
-            memory.
+        offload: Let tensor data of devices go through host memory and sockets, not through the backend's collectives;
+            it takes no device memory then. Without a device it makes no difference.
         aoa_config: As in :func:`load_state_dict`: AOA statements that say what the targets are made of.
         strict: As in :func:`load_state_dict`.
         dtype: As in :func:`load_state_dict`.
@@ -160,7 +162,7 @@ def _load_state_dict(
             this library or of Paddle).
         process_group: The ranks that take part.
         coordinator_rank: The rank, counted within the group, that writes the log line.
-        offload: Accepted for compatibility.
+        offload: As in :func:`reshard_sharded_state_dict`.
         worker_groups: Accepted for compatibility.
         comm_method: Accepted for compatibility: tensors go straight from holder to receiver.
         strict: As in :func:`load_state_dict`.
@@ -190,6 +192,7 @@ def _load_state_dict(
         "dtype": dtype,
         "coordinator_rank": coordinator_rank,
         "check_replicas": check_replicas,
+        "offload": offload,
         "fused": fused,
         "mw_name_compatibility": mw_name_compatibility,
     }
@@ -205,6 +208,7 @@ def _load_state_dict(
 
         @functools.cache
         def digests_of_replicas() -> bytes:
+            wait_for_devices(held.values())
             return replica_digests(held, checked.groups) if check_replicas else b""
 
         def prepare() -> tuple[_Prepared, bytes]:
@@ -237,19 +241,22 @@ def _load_state_dict(
             ready, answers = comm.together(prepare, _CONTEXT)
             _, digests, addresses, bits, encoded, names = check_heads(answers, _CONTEXT)
         check_across_ranks([json.loads(each) for each in names], _CONTEXT)
-        problems = differing_replicas(digests, source, checked.groups)
-        if problems:
-            raise ValidationError(problems, _CONTEXT)
+        if check_replicas:
+            check_replicas_equal(comm, digests, held, source, checked.groups, _CONTEXT)
         unexpected = unexpected_keys(source, bits, ready.mapping)
         check_unexpected(unexpected, strict, _CONTEXT)
         target = concat([decode_catalog(catalog) for catalog in encoded])
-        plan, _ = comm.together(lambda: (_plan(source, checked, target, ready, comm.rank), b""), _CONTEXT)
-        planned = time.perf_counter()
         # Ranks' rows follow each other in the common catalog.
         first = int(np.argmax(target.rank == comm.rank)) if len(target) else 0
-        counts, answers = comm.together(
-            lambda: _exchange(carrier, list(addresses), plan, (source, held), (ready, first)), _CONTEXT
-        )
+
+        def planned() -> tuple[_Exchange, bytes]:
+            plan = _plan(source, checked, target, ready, comm.rank)
+            exchange = _Exchange(comm, plan, (source, held), (ready, first), offload)
+            return exchange, exchange.head
+
+        exchange, heads = comm.together(planned, _CONTEXT)
+        planned_at = time.perf_counter()
+        counts, answers = comm.together(lambda: exchange.run(carrier, list(addresses), heads), _CONTEXT)
     end = time.perf_counter()
     report = LoadReport(
         source="memory",
@@ -269,7 +276,7 @@ def _load_state_dict(
         bytes_sent=counts["sent"],
         peak_scratch_bytes=counts["peak_scratch"],
         total_bytes=sum(int(answer) for answer in answers),
-        seconds={"plan": planned - begin, "exchange": end - planned, "total": end - begin},
+        seconds={"plan": planned_at - begin, "exchange": end - planned_at, "total": end - begin},
     )
     if comm.position == coordinator_rank:
         logger.info(report.summary())
@@ -318,50 +325,88 @@ def _plan(source: Catalog, checked: CheckedSources, target: Catalog, ready: _Pre
     return plan
 
 
-def _exchange(
-    carrier: Carrier,
-    addresses: list[bytes],
-    plan: ExchangePlan,
-    sources: tuple[Catalog, Mapping[int, Any]],
-    targets: tuple[_Prepared, int],
-) -> tuple[dict[str, int], bytes]:
-    """Carries out a plan; returns the bytes copied, received and sent, and the peak of scratch.
+class _Exchange:
+    """One rank's part of a planned exchange.
 
-    Args:
-        carrier: Carries data.
-        addresses: Its addresses on every rank.
-        plan: This rank's part.
-        sources: The source catalog, and this rank's tensors by row of it.
-        targets: This rank's targets, and their first row in the target catalog of all ranks.
+    Attributes:
+        head: What the other ranks have to know before it begins.
     """
-    source, held = sources
-    ready, first = targets
-    memory = TargetMemory(ready.state, ready.wanted, ready.work)
-    opened: dict[int, np.ndarray] = {}
 
-    def source_storage(row: int) -> np.ndarray:
-        if row not in opened:
-            opened[row] = HostTensor(held[row]).array
-        return opened[row]
+    def __init__(
+        self,
+        comm: Communicator,
+        plan: ExchangePlan,
+        sources: tuple[Catalog, Mapping[int, Any]],
+        targets: tuple[_Prepared, int],
+        offload: bool,
+    ) -> None:
+        """Prepare it.
 
-    def target_storage(row: int) -> np.ndarray:
-        return memory.storage(row - first)
+        Args:
+            comm: The ranks.
+            plan: This rank's part.
+            sources: The source catalog, and this rank's tensors by row of it.
+            targets: This rank's targets, and their first row in the target catalog of all ranks.
+            offload: Whether data has to go through host memory, though there are devices.
+        """
+        self._comm, self._plan = comm, plan
+        self._source, self._held = sources
+        self._ready, self._first = targets
+        tensors = [*self._held.values(), *(weight.local_tensor for weight in self._ready.state.weights)]
+        self._devices = any(device_of(tensor) is not None for tensor in tensors)
+        self._on_device: DeviceExchange | None = None
+        if comm.device_group is not None and not offload and has_views():
+            self._on_device = DeviceExchange(comm.device_group, plan, self._source)
+        traffic = None if self._on_device is None else self._on_device.traffic
+        self.head = json.dumps({"devices": self._devices, "traffic": traffic}).encode()
+        wait_for_devices(tensors)
 
-    def source_dtype(row: int) -> np.dtype:
-        return dtype_of(source.dtype_name(row)).numpy
+    def run(self, carrier: Carrier, addresses: list[bytes], heads: list[bytes]) -> tuple[dict[str, int], bytes]:
+        """Carry it out; return the bytes copied, received and sent, and the peak of scratch.
 
-    carrier.exchange(
-        addresses,
-        {rank: pack(pieces, source_storage) for rank, pieces in plan.outgoing.items()},
-        {rank: unpack(pieces, target_storage, source_dtype) for rank, pieces in plan.incoming.items()},
-    )
-    # After the exchange: a rank that failed before it would leave its peers waiting for its connections.
-    copied = copy_pieces(plan.local, source_storage, target_storage)
-    copy_pieces(plan.repeated, target_storage, target_storage)
-    copied += plan.repeated_bytes
-    memory.finish()
-    itemsize = source.itemsize
-    received = sum(int((p.size * itemsize[p.source]).sum()) for p in plan.incoming.values())
-    sent = sum(int((p.size * itemsize[p.source]).sum()) for p in plan.outgoing.values())
-    counts = {"copied": copied, "received": received, "sent": sent, "peak_scratch": memory.peak_scratch_bytes}
-    return counts, str(copied + received).encode()
+        Args:
+            carrier: Carries data through host memory.
+            addresses: Its addresses on every rank.
+            heads: Every rank's :attr:`head`.
+        """
+        memory = TargetMemory(self._ready.state, self._ready.wanted, self._ready.work)
+        opened: dict[int, AnyStorage] = {}
+
+        def source_storage(row: int) -> AnyStorage:
+            if row not in opened:
+                opened[row] = open_storage(self._held[row])
+            return opened[row]
+
+        def target_storage(row: int) -> AnyStorage:
+            return memory.storage(row - self._first)
+
+        def source_dtype(row: int) -> np.dtype:
+            return dtype_of(self._source.dtype_name(row)).numpy
+
+        plan, told = self._plan, [json.loads(head) for head in heads]
+        # Host memory carries everything where a rank cannot use the devices, or where nothing is on one.
+        if (
+            self._on_device is not None
+            and all(head["traffic"] is not None for head in told)
+            and (any(head["devices"] for head in told))
+        ):
+            traffic = [{int(position): nbytes for position, nbytes in head["traffic"].items()} for head in told]
+            self._on_device.run(traffic, self._comm.position, source_storage, target_storage)
+        else:
+            carrier.exchange(
+                addresses,
+                {rank: pack(pieces, source_storage) for rank, pieces in plan.outgoing.items()},
+                {rank: unpack(pieces, target_storage, source_dtype) for rank, pieces in plan.incoming.items()},
+            )
+        # After the exchange: a rank that failed before it would leave its peers waiting for its connections.
+        copied = copy_pieces(plan.local, source_storage, target_storage)
+        copy_pieces(plan.repeated, target_storage, target_storage)
+        copied += plan.repeated_bytes
+        memory.finish()
+        # Copies within a device are only ordered by its stream; whoever looks next may be on another.
+        wait_for_devices(weight.local_tensor for weight in self._ready.state.weights)
+        itemsize = self._source.itemsize
+        received = sum(int((p.size * itemsize[p.source]).sum()) for p in plan.incoming.values())
+        sent = sum(int((p.size * itemsize[p.source]).sum()) for p in plan.outgoing.values())
+        counts = {"copied": copied, "received": received, "sent": sent, "peak_scratch": memory.peak_scratch_bytes}
+        return counts, str(copied + received).encode()

@@ -23,14 +23,16 @@ from paddle_flexckpt.background import (
 )
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError, concat
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
+from paddle_flexckpt.execution.transfer import DEVICE_CHUNK_BYTES
 from paddle_flexckpt.planning import WritePlan, plan_write
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
+from paddle_flexckpt.runtime.device_memory import wait_for_devices
 from paddle_flexckpt.runtime.fused import indivisible_rows
-from paddle_flexckpt.runtime.replicas import differing_replicas, replica_digests
+from paddle_flexckpt.runtime.replicas import check_replicas_equal, replica_digests
 from paddle_flexckpt.runtime.sources import check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
-from paddle_flexckpt.runtime.tensors import HostTensor
+from paddle_flexckpt.runtime.tensors import open_storage
 from paddle_flexckpt.storage import CheckpointDirectory, Location, SaveLock, SaveTicket
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -137,6 +139,7 @@ def save_state_dict(
         waited = time.perf_counter() - queued
         check_coordinator(comm, coordinator_rank)
         state = open_state(state_dict, comm.rank)
+        wait_for_devices(weight.local_tensor for weight in state.weights)
         lock, ticket = None, None
         if comm.position == coordinator_rank:
             lock = directory.lock()
@@ -178,9 +181,8 @@ def save_state_dict(
                 return None, replica_digests(held, groups) if check_replicas else b""
 
             _, digests = comm.together(write, context)
-            problems = differing_replicas(digests, catalog, groups)
-            if problems:
-                raise ValidationError(problems, context)
+            if check_replicas:
+                check_replicas_equal(comm, digests, held, catalog, groups, context)
             written = time.perf_counter()
             report = SaveReport(
                 path=directory.path,
@@ -270,10 +272,19 @@ class _Share:
         self._rows, self._starts = plan.source[mine].tolist(), plan.source_start[mine].tolist()
 
     def _data(self) -> Iterator[np.ndarray]:
-        """The items' bytes: uint8 arrays, each to be used before the next is asked for."""
+        """Yield the items' bytes: uint8 arrays, each to be used before the next is asked for.
+
+        What is written of a device tensor, and no more, crosses to the host in steps of whole blocks; a strided host
+        view is copied one at a time.
+        """
         for row, start, size in zip(self._rows, self._starts, self.items.size.tolist()):
-            # One tensor at a time: a staged copy is released before the next is made.
-            yield HostTensor(self._held[row]).array[start : start + size].view(np.uint8)
+            storage = open_storage(self._held[row])
+            if isinstance(storage, np.ndarray):
+                yield storage[start : start + size].view(np.uint8)
+                continue
+            step = DEVICE_CHUNK_BYTES // storage.dtype.itemsize
+            for begin in range(start, start + size, step) if size else (start,):
+                yield storage.read_range(begin, min(begin + step, start + size)).view(np.uint8)
 
     def write(self) -> None:
         """Writes the data file and the part."""

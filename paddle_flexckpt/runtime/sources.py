@@ -21,8 +21,9 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.catalog.validate import Coverage, row_boxes
+from paddle_flexckpt.execution.transfer import pack_copy
 from paddle_flexckpt.runtime.communicator import Communicator
-from paddle_flexckpt.runtime.tensors import HostTensor
+from paddle_flexckpt.runtime.tensors import open_storage
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,10 +107,11 @@ def _common_digest(catalog: Catalog, pair: tuple[int, int], side: int, tensor: A
     row = pair[side]
     strides = row_major_strides(catalog.shape[[row]])[0]
     base = (offset[hit] - catalog.offset[row]) @ strides - max(int(catalog.flat_start[row]), 0)
-    storage = HostTensor(tensor).array
+    storage = open_storage(tensor)
     hasher = xxhash.xxh3_128()
     for start, extents in zip(base.tolist(), shape[hit].tolist()):
         zeros = (0,) * len(extents)
-        part = StridedCopy(tuple(extents), start, tuple(strides.tolist()), 0, zeros)
-        hasher.update(np.ascontiguousarray(part.gather_from(storage)).view(np.uint8))
+        copy = StridedCopy(tuple(extents), start, tuple(strides.tolist()), 0, zeros)
+        for values in pack_copy(copy, storage):
+            hasher.update(values)
     return hasher.hexdigest()

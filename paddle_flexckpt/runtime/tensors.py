@@ -1,18 +1,25 @@
-"""Tensors as host memory: the only place that knows how a tensor's bytes are reached.
+"""Reach a tensor's bytes: in place where the host can, through a copy or the device elsewhere.
 
-A contiguous CPU tensor is used where it stands, through its address, whatever its dtype and without a copy. Everything
-else (device tensors, strided views) goes through a host copy of that one tensor: :class:`HostTensor` hides which.
+A contiguous host tensor is used where it stands, through its address, whatever its dtype and without a copy. A strided
+host view goes through a host copy of that one tensor: :class:`HostTensor` hides which. Device tensors are reached in
+slices (:mod:`~paddle_flexckpt.runtime.device_memory`), and as a :class:`HostTensor` only where a load fills them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import math
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.catalog import dtype_of
+from paddle_flexckpt.execution.transfer import AnyStorage, copy_values
+
+# "Place(gpu:0)" is a device; "Place(cpu)" and "Place(gpu_pinned)" are memory of the host.
+_DEVICE = re.compile(r"Place\((\w+:\d+)\)")
 
 
 def dtype_name(tensor: Any) -> str:
@@ -46,6 +53,33 @@ def address_range(tensor: Any) -> tuple[int, int] | None:
     return begin, begin + (span + 1) * itemsize
 
 
+def device_of(tensor: Any) -> str | None:
+    """Return the name of the device that holds a tensor, such as ``gpu:0``, or None for host memory."""
+    found = None if isinstance(tensor, np.ndarray) else _DEVICE.fullmatch(str(tensor.place))
+    return found[1] if found else None
+
+
+def empty_on_host(shape: Sequence[int], dtype: str) -> Any:
+    """Return a fresh, uninitialised host tensor, whatever the current device is."""
+    import paddle
+    from paddle.base.framework import convert_np_dtype_to_dtype_
+
+    # paddle.empty() takes memory on the current device, and only newer releases have an argument for another.
+    return paddle._C_ops.empty([int(n) for n in shape], convert_np_dtype_to_dtype_(dtype), paddle.CPUPlace())
+
+
+def open_storage(tensor: Any) -> AnyStorage:
+    """Open a tensor to be read, element by element in row-major order, or to be written where it is not staged.
+
+    Returns:
+        The memory of a contiguous host tensor, a host copy of a strided one, or a
+        :class:`~paddle_flexckpt.runtime.device_memory.DeviceMemory`.
+    """
+    from paddle_flexckpt.runtime.device_memory import DeviceMemory
+
+    return HostTensor(tensor).array if device_of(tensor) is None else DeviceMemory(tensor)
+
+
 class HostTensor:
     """The elements of one tensor as a contiguous 1-D numpy array on the host.
 
@@ -54,65 +88,61 @@ class HostTensor:
         staged: Whether ``array`` is a copy.
     """
 
-    def __init__(self, tensor: Any, stage: bool = False) -> None:
-        """Opens a tensor.
+    def __init__(self, tensor: Any, stage: bool = False, fresh: bool = False) -> None:
+        """Open a tensor.
 
         Args:
             tensor: A Paddle tensor (initialised) or numpy array.
             stage: Copy even where the memory could be used directly.
+            fresh: All of the array will be written before :meth:`store`; a copy starts without the tensor's values.
         """
         self._tensor = tensor
-        direct = not stage and is_contiguous(tensor) and (isinstance(tensor, np.ndarray) or _on_host(tensor))
+        direct = not stage and is_contiguous(tensor) and device_of(tensor) is None
         self.staged = not direct
-        self._copy = None if direct else _host_copy(tensor)
-        self.array = _memory(tensor if direct else self._copy)
+        self._copy = None if direct else _host_copy(tensor, fresh)
+        self.array = host_memory(tensor if direct else self._copy)
 
     def store(self) -> None:
-        """Puts a staged copy's elements back into the tensor, in place."""
+        """Put a staged copy's elements back into the tensor, in place."""
         if not self.staged:
             return
         if isinstance(self._tensor, np.ndarray):
             self._tensor[...] = self._copy
-            return
-        if _on_host(self._tensor):
+        elif device_of(self._tensor) is None:
             # A strided view of host memory: written through its own strides, never through a Paddle view, whose
             # writes are lost when FLAGS_use_stride_kernel is off.
             _strided_memory(self._tensor)[...] = self.array.reshape([int(n) for n in self._tensor.shape])
-            return
-        import paddle
+        elif self.array.size:
+            from paddle_flexckpt.runtime.device_memory import DeviceMemory
 
-        with paddle.no_grad():
-            self._tensor.copy_(self._copy, True)
+            DeviceMemory(self._tensor).fill(self._copy)
 
 
 def is_contiguous(tensor: Any) -> bool:
-    """Whether a tensor's elements lie one after the other in row-major order."""
+    """Return whether a tensor's elements lie one after the other in row-major order."""
     if isinstance(tensor, np.ndarray):
         return bool(tensor.flags.c_contiguous)
     return bool(tensor.is_contiguous())
 
 
-def _on_host(tensor: Any) -> bool:
-    place = tensor.place
-    return bool(place.is_cpu_place() or place.is_cuda_pinned_place())
-
-
-def _host_copy(tensor: Any) -> Any:
+def _host_copy(tensor: Any, fresh: bool) -> Any:
     if isinstance(tensor, np.ndarray):
         return np.array(tensor, order="C")
-    import paddle
+    copy = empty_on_host(tensor.shape, dtype_name(tensor))
+    if fresh:
+        return copy
+    if device_of(tensor) is None:
+        # clone() of a strided view may keep its strides; a fresh row-major tensor is wanted.
+        host_memory(copy).reshape([int(n) for n in tensor.shape])[...] = _strided_memory(tensor)
+    elif element_count(tensor):
+        from paddle_flexckpt.runtime.device_memory import DeviceMemory
 
-    with paddle.no_grad():
-        if _on_host(tensor):
-            # clone() of a strided view may keep its strides; a fresh row-major tensor is wanted.
-            copy = paddle.empty([int(n) for n in tensor.shape], dtype=tensor.dtype)
-            _memory(copy).reshape([int(n) for n in tensor.shape])[...] = _strided_memory(tensor)
-            return copy
-        return tensor.detach().contiguous().cpu()
+        copy_values(DeviceMemory(tensor).whole(), DeviceMemory(tensor), host_memory(copy))
+    return copy
 
 
-def _memory(tensor: Any) -> np.ndarray:
-    """A contiguous host tensor's memory as a 1-D array."""
+def host_memory(tensor: Any) -> np.ndarray:
+    """Return a contiguous host tensor's memory as a 1-D array."""
     if isinstance(tensor, np.ndarray):
         return tensor.reshape(-1)
     dtype = dtype_of(dtype_name(tensor)).numpy

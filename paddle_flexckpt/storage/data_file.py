@@ -74,7 +74,8 @@ class DataFileWriter:
         """Writes the file and makes it durable.
 
         Args:
-            data: The items' bytes in order: contiguous uint8 arrays, each used before the next is asked for.
+            data: The items' bytes in order: contiguous uint8 arrays, each used before the next is asked for. An item
+                may come in several arrays; all but its last are of whole blocks.
 
         Returns:
             This rank's part of the manifest.
@@ -90,18 +91,21 @@ class DataFileWriter:
         file_bytes = len(self._header) + int(lengths.sum())
         with contextlib.closing(HashThread()) as hashing, self._backend.create(self._name, size=file_bytes) as file:
             file.write(self._header)
-            count = 0
-            for item in data:
-                if count >= len(lengths) or item.nbytes != lengths[count]:
-                    raise ValueError(f"item {count} of {self.path} has {item.nbytes} bytes, which were not planned")
-                blocks = [item[start : start + BLOCK_BYTES] for start in range(0, item.nbytes, BLOCK_BYTES)]
+            count = done = 0
+            for part in data:
+                planned = int(lengths[count]) if count < len(lengths) else -1
+                done += part.nbytes
+                if done > planned or (done < planned and part.nbytes % BLOCK_BYTES):
+                    raise ValueError(f"item {count} of {self.path} has {done} bytes, which were not planned")
+                blocks = [part[start : start + BLOCK_BYTES] for start in range(0, part.nbytes, BLOCK_BYTES)]
                 beside = hashing.hash(count, 0, blocks).hashes if len(blocks) > HASHED_INLINE else None
                 for block in blocks:
                     file.write(memoryview(block))
                     if beside is None:
                         checksums.append(hash_block(block))
                 checksums += [] if beside is None else beside.result()
-                count += 1
+                if done == planned:
+                    count, done = count + 1, 0
             if count != len(lengths):
                 raise ValueError(f"{self.path} got {count} items of the {len(lengths)} that were planned")
         return self._part(checksums, file_bytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -11,8 +12,8 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.runtime import carrier, resharder
-from paddle_flexckpt.runtime.communicator import Communicator, PaddleCommunicator, communicator_for
+from paddle_flexckpt.runtime import carrier, device_exchange, resharder
+from paddle_flexckpt.runtime.communicator import Communicator, communicator_for
 from tests.distributed import jobs_common as common
 
 
@@ -345,30 +346,26 @@ def permuted(directory, order):
 # -- reshard -----------------------------------------------------------------------------------------------------------
 
 
-class Collective(PaddleCommunicator):
-    """What a device backend gets: data through the backend's all-to-all, here the CPU world's, in small rounds."""
-
-    def __init__(self, round_bytes):
-        from paddle.distributed.communication.group import _get_global_group
-
-        super().__init__(_get_global_group())
-        self._round_bytes = round_bytes
-
-    def open_carrier(self):
-        return carrier.CollectiveCarrier(self._group, self.all_gather, self._round_bytes)
+@contextlib.contextmanager
+def small_rounds(round_bytes):
+    """Exchanges between devices in rounds of so few bytes."""
+    before = device_exchange.ROUND_BYTES
+    device_exchange.ROUND_BYTES = round_bytes or before
+    try:
+        yield
+    finally:
+        device_exchange.ROUND_BYTES = before
 
 
 def reshard_zoo(source, target, round_bytes=None):
-    """Moves the zoo between two layouts; with ``round_bytes`` over the collective carrier."""
+    """Moves the zoo between two layouts; on devices, in rounds of ``round_bytes``."""
     rank, size = here()
     state, goal = common.zoo_state(source, rank, size), common.zoo_state(target, rank, size, salt="other")
     before = common.snapshot(state)
-    if round_bytes is None:
-        comm, done = counted(None)
-    else:
-        comm, done = Collective(round_bytes), lambda: None
+    comm, done = counted(None)
     unequal = common.zoo_wrong(goal, target, rank, size)
-    report = fc.reshard_sharded_state_dict(state, goal, comm)
+    with small_rounds(round_bytes):
+        report = fc.reshard_sharded_state_dict(state, goal, comm)
     return {
         "calls": done(),
         "collectives": comm.collectives,
@@ -407,8 +404,8 @@ def reshard_model(source_degree, target_degree, round_bytes=None):
     fresh = tensor_parallel.adamw(new)
     model = new.sharded_state_dict()
     target = {**model, **fresh.sharded_state_dict(model)}
-    comm = None if round_bytes is None else Collective(round_bytes)
-    report = fc.reshard_sharded_state_dict(source, target, comm, strict=True)
+    with small_rounds(round_bytes):
+        report = fc.reshard_sharded_state_dict(source, target, strict=True)
     wrong = []
     lacked = 0
     for name, (tensor, axis) in tensor_parallel.optimizer_arrays(new, fresh, target_degree).items():
@@ -452,8 +449,8 @@ def failing_exchange(where, rank, round_bytes=None):
     def attempt():
         state = common.zoo_state("rows", here_rank, size)
         goal = common.zoo_state("columns", here_rank, size, salt="other")
-        comm = None if round_bytes is None else Collective(round_bytes)
-        fc.reshard_sharded_state_dict(state, goal, comm)
+        with small_rounds(round_bytes):
+            fc.reshard_sharded_state_dict(state, goal)
         return common.zoo_wrong(goal, "columns", here_rank, size)
 
     if here_rank == rank:

@@ -189,8 +189,8 @@ def test_staged_targets_are_open_one_after_the_other(monkeypatch):
     events = []
 
     class Logged(target_memory.HostTensor):
-        def __init__(self, tensor):
-            super().__init__(tensor)
+        def __init__(self, tensor, fresh):
+            super().__init__(tensor, fresh=fresh)
             events.append("open")
 
         def store(self):

@@ -5,18 +5,23 @@ device tensors on a machine without a device; it computes nothing faster.
 """
 
 from .build import BuildError, build, missing_tools
-from .control import Span, configure, reset, spans, stats
+from .control import Span, configure, page_lock, page_unlock, reset, spans, stats, trace
 from .environment import DEVICE_TYPE, environment
+from .touches import HostTouchError
 
 __all__ = [
     "DEVICE_TYPE",
     "BuildError",
+    "HostTouchError",
     "Span",
     "build",
     "configure",
     "environment",
     "missing_tools",
+    "page_lock",
+    "page_unlock",
     "reset",
     "spans",
     "stats",
+    "trace",
 ]

@@ -23,14 +23,12 @@ class BuildError(RuntimeError):
 
 def missing_tools() -> str:
     """Return why the rehearsal device cannot be compiled here, or an empty text if it can."""
-    if shutil.which(os.environ.get("CXX", "g++")) is None:
+    if shutil.which(_compiler()) is None:
         return "no C++ compiler: install g++, or name one in the environment variable CXX"
-    spec = importlib.util.find_spec("paddle")
-    if spec is None or spec.submodule_search_locations is None:
+    paddle = _paddle()
+    if paddle is None:
         return "paddlepaddle is not installed"
-    if not (
-        Path(spec.submodule_search_locations[0]) / "include" / "paddle" / "phi" / "backends" / "device_ext.h"
-    ).is_file():
+    if not (paddle / "include" / "paddle" / "phi" / "backends" / "device_ext.h").is_file():
         return "the installed paddlepaddle has no headers for plugins"
     return ""
 
@@ -38,51 +36,80 @@ def missing_tools() -> str:
 def build() -> Path:
     """Compile the plugin if the cache does not have it, and return the directory for ``CUSTOM_DEVICE_ROOT``.
 
+    Any number of processes may do so at the same time: each compiles into a directory of its own, and the first to
+    finish gives it its name.
+
     Raises:
         BuildError: There is no compiler, or it fails; the text has its output.
     """
+    paddle = _paddle()
     reason = missing_tools()
-    if reason:
+    if reason or paddle is None:
         raise BuildError(reason)
-    spec = importlib.util.find_spec("paddle")
-    assert spec is not None and spec.submodule_search_locations is not None
-    paddle = Path(spec.submodule_search_locations[0])
     sources = sorted(SOURCES.glob("*.cc"))
-    digest = hashlib.sha256(str(paddle).encode())
-    for file in [*sources, *sorted(SOURCES.glob("*.h")), paddle / "version" / "__init__.py"]:
-        digest.update(file.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paddle_flexckpt" / "rehearsal_device"
-    root = cache / digest.hexdigest()[:16]
+    root = cache / _digest(paddle, [*sources, *sorted(SOURCES.glob("*.h"))])
     if (root / LIBRARY).is_file():
         return root
     cache.mkdir(parents=True, exist_ok=True)
-    compiler = os.environ.get("CXX", "g++")
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        include = [f"-I{paddle / 'include'}", f"-I{paddle / 'include' / 'third_party'}", f"-I{SOURCES}"]
-        objects = [str(Path(scratch) / f"{source.stem}.o") for source in sources]
-        running = [
-            subprocess.Popen(
-                [compiler, *_FLAGS, *include, "-c", "-o", target, str(source)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for source, target in zip(sources, objects)
-        ]
-        said = [process.communicate()[0] for process in running]
-        if any(process.returncode for process in running):
-            raise BuildError("the compiler failed:\n" + "\n".join(said))
-        output = Path(scratch) / "root"
-        output.mkdir()
-        libraries = paddle / "libs"
-        link = [compiler, "-shared", "-pthread", "-o", str(output / LIBRARY), *objects, f"-L{libraries}"]
-        link += ["-l:libphi_core.so", "-l:libcommon.so", f"-Wl,-rpath,{libraries}"]
-        linked = subprocess.run(link, capture_output=True, text=True)
-        if linked.returncode:
-            raise BuildError(f"the linker failed:\n{linked.stderr}")
+        finished = Path(scratch) / "root"
+        finished.mkdir()
+        _link(paddle, _compile(paddle, sources, Path(scratch)), finished / LIBRARY)
         try:
-            output.rename(root)
+            finished.rename(root)
         except OSError:
-            if not (root / LIBRARY).is_file():  # another process may have finished first
+            if not (root / LIBRARY).is_file():  # not because another process was first
                 raise
     return root
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+def _paddle() -> Path | None:
+    """Find the directory of the installed paddle package without importing it."""
+    spec = importlib.util.find_spec("paddle")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    return Path(spec.submodule_search_locations[0])
+
+
+def _digest(paddle: Path, files: list[Path]) -> str:
+    """Name a build by all that goes into it."""
+    digest = hashlib.sha256(" ".join([str(paddle), _compiler(), *_FLAGS]).encode())
+    for file in [Path(__file__), *files, paddle / "version" / "__init__.py"]:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _compile(paddle: Path, sources: list[Path], scratch: Path) -> list[Path]:
+    """Compile all sources, as many at a time as there are processors, and return the object files."""
+    include = [f"-I{paddle / 'include'}", f"-I{paddle / 'include' / 'third_party'}", f"-I{SOURCES}"]
+    define = f'-DREHEARSAL_FRAMEWORK="{paddle}"'
+    waiting = {scratch / f"{source.stem}.o": source for source in sorted(sources, key=lambda s: -s.stat().st_size)}
+    objects = list(waiting)
+    running: list[subprocess.Popen[str]] = []
+    said: list[str] = []
+    while waiting or running:
+        while waiting and len(running) < (os.cpu_count() or 1):
+            target = next(iter(waiting))
+            command = [_compiler(), *_FLAGS, define, *include, "-c", "-o", str(target), str(waiting.pop(target))]
+            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+        process = running.pop(0)
+        output = process.communicate()[0]
+        if process.returncode:
+            said.append(output)
+    if said:
+        raise BuildError("the compiler failed:\n" + "\n".join(said))
+    return objects
+
+
+def _link(paddle: Path, objects: list[Path], target: Path) -> None:
+    libraries = paddle / "libs"
+    command = [_compiler(), "-shared", "-pthread", "-o", str(target), *map(str, objects), f"-L{libraries}"]
+    command += ["-l:libphi_core.so", "-l:libcommon.so", f"-Wl,-rpath,{libraries}"]
+    linked = subprocess.run(command, capture_output=True, text=True)
+    if linked.returncode:
+        raise BuildError(f"the linker failed:\n{linked.stderr}")

@@ -1,4 +1,4 @@
-"""Read the counters of the rehearsal device, and change its settings."""
+"""Read the counters and the trace of the rehearsal device, and change its settings."""
 
 from __future__ import annotations
 
@@ -12,15 +12,47 @@ from typing import Any, NamedTuple
 
 from .build import LIBRARY
 
+_WAITS = frozenset({"wait_stream", "wait_event", "wait_device", "stream_wait"})
+
 
 class Span(NamedTuple):
-    """One copy or collective: what it was, on which device, from when to when (time.monotonic()), and its bytes."""
+    """One copy, collective or wait on a device.
+
+    Attributes:
+        what: ``h2d``, ``d2h``, ``d2d``; a collective's name, such as ``all_reduce``; ``group`` for messages between
+            ranks that were sent together; ``wait_stream``, ``wait_event``, ``wait_device`` for waits of the host;
+            ``stream_wait`` for a stream's wait for an event.
+        device: Number of the device.
+        begin: When the work began, not when it was asked for; on the clock of ``time.monotonic()``.
+        end: When it was done.
+        nbytes: Bytes that were moved; of a collective, those that were sent to other ranks.
+        stream: Number of the stream, in the order of creation; -1 where none takes part.
+        pageable: Whether the host's memory was pageable.
+        caller: ``file:line`` of the innermost Python frame outside Paddle that asked for it. It is empty unless the
+            setting ``trace`` was 1 at that time, or where the thread runs no Python.
+    """
 
     what: str
     device: int
     begin: float
     end: float
     nbytes: int
+    stream: int = -1
+    pageable: bool = False
+    caller: str = ""
+
+
+class Touch(NamedTuple):
+    """A host access to device memory: where it was, and the allocation that it met."""
+
+    device: int
+    address: int
+    begin: int
+    nbytes: int
+    freed: bool
+    known: bool
+    main_thread: bool
+    origin: str
 
 
 @functools.cache
@@ -36,7 +68,12 @@ def _library() -> Any:
 
 
 def configure(**settings: float) -> None:
-    """Change settings: h2d_gibs, d2h_gibs, d2d_gibs, ccl_gibs, latency_us, pageable_factor, eager_pageable, log."""
+    """Change settings of this process; each counts from the next operation on.
+
+    ``plugin/rehearsal.h`` says what they mean: ``h2d_gibs``, ``d2h_gibs``, ``d2d_gibs``, ``ccl_gibs``,
+    ``latency_us``, ``pageable_factor``, ``eager_pageable``, ``eager_free``, ``lazy``, ``delay_us``, ``seed``, ``memory_gib``,
+    ``patience_s``, ``lose_event``, ``lose_wait``, ``trace``, ``log``.
+    """
     for name, value in settings.items():
         if _library().rehearsal_set(name.encode(), float(value)):
             raise ValueError(f"the rehearsal device has no setting {name!r}")
@@ -44,21 +81,49 @@ def configure(**settings: float) -> None:
 
 def stats() -> dict[str, Any]:
     """Return all counters since the last reset."""
-    out = ctypes.create_string_buffer(1 << 16)
-    if _library().rehearsal_stats(out, len(out)):
-        raise RuntimeError("the counters do not fit into the buffer")
-    return json.loads(out.value)
+    counters: dict[str, Any] = _json(_library().rehearsal_stats)
+    return counters
 
 
 def reset() -> None:
-    """Set all counters to zero, peaks to what is in use."""
+    """Set all counters to zero, peaks to what is in use, and forget the trace."""
     _library().rehearsal_reset()
 
 
 def spans() -> list[Span]:
-    """Return every copy and collective since the last reset."""
+    """Return every copy and collective since the last reset, in the order in which they ended."""
+    return [span for span in trace() if span.what not in _WAITS]
+
+
+def trace() -> list[Span]:
+    """Return every copy and collective since the last reset, and every wait under the setting ``trace``."""
     with tempfile.NamedTemporaryFile(mode="r") as file:
         if _library().rehearsal_spans(file.name.encode()):
             raise OSError(f"the rehearsal device cannot write {file.name}")
-        rows = [line.split() for line in file]
-    return [Span(what, int(device), float(a), float(b), int(n)) for what, device, a, b, n in rows]
+        rows = [line.rstrip("\n").split("\t") for line in file]
+    return [
+        Span(what, int(device), float(begin), float(end), int(n), int(stream), pageable == "1", caller)
+        for what, device, stream, begin, end, n, pageable, caller in rows
+    ]
+
+
+def touches() -> list[Touch]:
+    """Return the host accesses to device memory that nobody has been told of yet, each once."""
+    return [Touch(**touch) for touch in _json(_library().rehearsal_touches)]
+
+
+def page_lock(address: int, nbytes: int) -> None:
+    """Have the device take host memory for page-locked, as ``cudaHostRegister`` does; copies of it do not wait."""
+    _library().rehearsal_register_host(address, nbytes)
+
+
+def page_unlock(address: int) -> None:
+    """End what :func:`page_lock` began."""
+    _library().rehearsal_unregister_host(address)
+
+
+def _json(function: Any) -> Any:
+    out = ctypes.create_string_buffer(1 << 20)
+    if function(out, len(out)):
+        raise RuntimeError("the answer of the rehearsal device does not fit into the buffer")
+    return json.loads(out.value)

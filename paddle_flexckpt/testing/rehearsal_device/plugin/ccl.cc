@@ -1,221 +1,27 @@
-// Collectives between processes: a mesh of local sockets for each communicator, worked on by the stream's thread.
-#include <fcntl.h>
-#include <poll.h>
-#include <sys/socket.h>
-#include <sys/un.h>
+// Collectives between processes: what Paddle calls, worked on by the stream's thread.
 #include <unistd.h>
 
 #include <cstdio>
 #include <cstring>
 #include <random>
-#include <type_traits>
 
-#include "rehearsal.h"
+#include "mesh.h"
 
 namespace rehearsal {
 namespace {
 
 constexpr size_t kIdSize = 64;
-constexpr int kPatienceMs = 300000;
-
-struct Comm {
-  std::string name;
-  int rank = 0, size = 1;
-  std::vector<int> sockets;  // by peer; -1 for itself
-  std::mutex mutex;          // one exchange at a time
-  ~Comm() {
-    for (int fd : sockets)
-      if (fd >= 0) close(fd);
-  }
-};
-
-struct Part {  // one message: to or from a peer
-  int peer;
-  char* data;
-  size_t size;
-  bool sending;
-};
-
-sockaddr_un place(const std::string& id, int rank, socklen_t* length) {
-  sockaddr_un at{};
-  at.sun_family = AF_UNIX;
-  std::string name = "rehearsal/" + id + "/" + std::to_string(rank);
-  memcpy(at.sun_path + 1, name.data(), name.size());  // an abstract name: nothing is left in the file system
-  *length = offsetof(sockaddr_un, sun_path) + 1 + name.size();
-  return at;
-}
-
-bool whole(int fd, void* data, size_t size, bool sending) {
-  char* at = static_cast<char*>(data);
-  while (size) {
-    ssize_t n = sending ? send(fd, at, size, MSG_NOSIGNAL) : recv(fd, at, size, 0);
-    if (n <= 0) return false;
-    at += n;
-    size -= n;
-  }
-  return true;
-}
-
-bool connect_mesh(Comm* comm) {
-  comm->sockets.assign(comm->size, -1);
-  socklen_t length;
-  int listener = socket(AF_UNIX, SOCK_STREAM, 0);
-  sockaddr_un here = place(comm->name, comm->rank, &length);
-  if (bind(listener, reinterpret_cast<sockaddr*>(&here), length) || listen(listener, comm->size)) {
-    perror("rehearsal: bind");
-    return false;
-  }
-  for (int peer = 0; peer < comm->rank; ++peer) {
-    sockaddr_un there = place(comm->name, peer, &length);
-    int fd = -1;
-    for (double until = now() + kPatienceMs / 1000.0;;) {
-      fd = socket(AF_UNIX, SOCK_STREAM, 0);
-      if (!connect(fd, reinterpret_cast<sockaddr*>(&there), length)) break;
-      close(fd);
-      fd = -1;
-      if (now() > until) return false;
-      usleep(5000);
-    }
-    int32_t rank = comm->rank;
-    if (!whole(fd, &rank, sizeof rank, true)) return false;
-    comm->sockets[peer] = fd;
-  }
-  for (int left = comm->size - 1 - comm->rank; left > 0; --left) {
-    pollfd ready{listener, POLLIN, 0};
-    if (poll(&ready, 1, kPatienceMs) <= 0) return false;
-    int fd = accept(listener, nullptr, nullptr);
-    int32_t rank = -1;
-    if (!whole(fd, &rank, sizeof rank, false) || rank < 0 || rank >= comm->size) return false;
-    comm->sockets[rank] = fd;
-  }
-  close(listener);
-  for (int fd : comm->sockets)
-    if (fd >= 0) fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
-  return true;
-}
-
-// All messages at once; those with one peer in their order. False where a peer has gone or says nothing for long.
-bool exchange(Comm* comm, std::vector<Part> parts, int device) {
-  std::lock_guard<std::mutex> lock(comm->mutex);
-  const double begin = now();
-  size_t bytes = 0;
-  std::vector<std::deque<Part>> out(comm->size), in(comm->size);
-  for (const Part& part : parts) {
-    if (part.sending && part.peer != comm->rank) bytes += part.size;
-    (part.sending ? out : in)[part.peer].push_back(part);
-  }
-  auto& mine = out[comm->rank];
-  for (Part& to : in[comm->rank]) {
-    if (mine.empty()) return false;
-    memmove(to.data, mine.front().data, std::min(to.size, mine.front().size));
-    mine.pop_front();
-  }
-  mine.clear();
-  in[comm->rank].clear();
-  for (;;) {
-    std::vector<pollfd> waits;
-    std::vector<int> who;
-    for (int peer = 0; peer < comm->size; ++peer) {
-      while (!out[peer].empty() && !out[peer].front().size) out[peer].pop_front();
-      while (!in[peer].empty() && !in[peer].front().size) in[peer].pop_front();
-      short events = (out[peer].empty() ? 0 : POLLOUT) | (in[peer].empty() ? 0 : POLLIN);
-      if (events) {
-        waits.push_back({comm->sockets[peer], events, 0});
-        who.push_back(peer);
-      }
-    }
-    if (waits.empty()) break;
-    if (poll(waits.data(), waits.size(), kPatienceMs) <= 0) return false;
-    for (size_t i = 0; i < waits.size(); ++i) {
-      for (bool sending : {true, false}) {
-        auto& queue = (sending ? out : in)[who[i]];
-        if (queue.empty() || !(waits[i].revents & (sending ? POLLOUT : POLLIN | POLLHUP | POLLERR))) continue;
-        Part& part = queue.front();
-        ssize_t n = sending ? send(waits[i].fd, part.data, part.size, MSG_NOSIGNAL | MSG_DONTWAIT)
-                            : recv(waits[i].fd, part.data, part.size, MSG_DONTWAIT);
-        if (n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR)) return false;
-        if (n > 0) {
-          part.data += n;
-          part.size -= n;
-        }
-      }
-    }
-  }
-  occupy(Way::CCL, device, bytes, begin);
-  Counter& c = counter(Way::CCL);
-  ++c.calls;
-  c.bytes += bytes;
-  const double end = now();
-  c.nanoseconds += static_cast<uint64_t>((end - begin) * 1e9);
-  record_span("ccl", device, begin, end, bytes);
-  return true;
-}
-
-// ---- element types ----
-
-size_t width(C_DataType type) {
-  switch (type) {
-    case BOOL: case UINT8: case INT8: return 1;
-    case UINT16: case INT16: case FLOAT16: case BFLOAT16: return 2;
-    case UINT32: case INT32: case FLOAT32: return 4;
-    case UINT64: case INT64: case FLOAT64: case COMPLEX64: return 8;
-    case COMPLEX128: return 16;
-    default: return 0;
-  }
-}
-
-struct Brain {  // bfloat16
-  uint16_t bits;
-  operator float() const {
-    uint32_t wide = static_cast<uint32_t>(bits) << 16;
-    float value;
-    memcpy(&value, &wide, 4);
-    return value;
-  }
-  Brain(float value) {
-    uint32_t wide;
-    memcpy(&wide, &value, 4);
-    bits = value != value ? 0x7fc0 : (wide + 0x7fff + ((wide >> 16) & 1)) >> 16;
-  }
-};
-
-template <typename T, typename Wide>
-void combine(std::vector<const char*> inputs, char* output, size_t count, C_CCLReduceOp op) {
-  for (size_t i = 0; i < count; ++i) {
-    Wide value = static_cast<Wide>(reinterpret_cast<const T*>(inputs[0])[i]);
-    for (size_t k = 1; k < inputs.size(); ++k) {
-      const Wide other = static_cast<Wide>(reinterpret_cast<const T*>(inputs[k])[i]);
-      switch (op) {
-        case MAX: value = value < other ? other : value; break;
-        case MIN: value = other < value ? other : value; break;
-        case PRODUCT: value = value * other; break;
-        default: value = value + other;
-      }
-    }
-    if (op == AVG) value = value / static_cast<Wide>(inputs.size());
-    reinterpret_cast<T*>(output)[i] = static_cast<T>(value);
-  }
-}
-
-bool combine_typed(const std::vector<const char*>& inputs, char* output, size_t count, C_DataType type, C_CCLReduceOp op) {
-  switch (type) {
-    case BOOL: combine<bool, int>(inputs, output, count, op); return true;
-    case UINT8: combine<uint8_t, uint8_t>(inputs, output, count, op); return true;
-    case INT8: combine<int8_t, int8_t>(inputs, output, count, op); return true;
-    case INT16: combine<int16_t, int16_t>(inputs, output, count, op); return true;
-    case INT32: combine<int32_t, int32_t>(inputs, output, count, op); return true;
-    case INT64: combine<int64_t, int64_t>(inputs, output, count, op); return true;
-    case FLOAT16: combine<_Float16, float>(inputs, output, count, op); return true;
-    case BFLOAT16: combine<Brain, float>(inputs, output, count, op); return true;
-    case FLOAT32: combine<float, float>(inputs, output, count, op); return true;
-    case FLOAT64: combine<double, double>(inputs, output, count, op); return true;
-    default: return false;
-  }
-}
-
-// ---- what Paddle calls ----
 
 Comm* of(C_CCLComm handle) { return reinterpret_cast<Comm*>(handle); }
+Stream* of(C_Stream handle) { return reinterpret_cast<Stream*>(handle); }
+
+size_t bytes_of(size_t count, C_DataType type) {
+  if (!width(type)) refuse(text("a collective of data type %d", static_cast<int>(type)));
+  return count * width(type);
+}
+
+// The plugin's own address; of nothing, there is none.
+char* reached(const void* pointer, size_t bytes) { return bytes ? shadow(pointer, bytes) : nullptr; }
 
 thread_local int group_depth = 0;
 struct Pending {
@@ -225,12 +31,24 @@ struct Pending {
 };
 thread_local std::vector<Pending> pending;
 
-C_Status start(Comm* comm, Stream* stream, std::function<bool()> work) {
+// Has the stream do the work, which returns what went wrong.
+C_Status start(const char* what, Comm* comm, Stream* stream, std::function<std::string()> work) {
   const int device = stream->device();
-  stream->push([=] {
-    if (!failed(device) && !work()) fail(device, "communicator " + comm->name + ": a peer has gone, or wrong arguments");
+  const uint64_t position = stream->push([=] {
+    if (failed(device)) return;
+    const std::string wrong = work();
+    if (wrong.empty()) return;
+    fail(device, text("communicator %s, rank %d of %d, %s: ", comm->name.c_str(), comm->rank, comm->size, what) + wrong);
   });
+  stream->demand(position);  // the other ranks wait for it
   return C_SUCCESS;
+}
+
+// Called with each collective: it is counted, and a forked child or a device that has failed is told so.
+void begin(const char* what, Stream* stream) {
+  if (forked()) refuse("a forked child has no device: start the process anew");
+  if (failed(stream->device())) refuse(text("device %d: ", stream->device()) + failure(stream->device()));
+  count_collective(what);
 }
 
 C_Status get_comm_name(C_CCLComm comm, char* name) {
@@ -248,13 +66,14 @@ C_Status get_unique_id(C_CCLRootId* id) {
   return C_SUCCESS;
 }
 C_Status comm_init_rank(size_t size, C_CCLRootId* id, size_t rank, C_CCLComm* out) {
-  if (forked()) return C_INTERNAL_ERROR;
-  auto* comm = new Comm;
+  if (forked()) refuse("a forked child has no device: start the process anew");
+  auto comm = std::make_unique<Comm>();
   comm->name = static_cast<char*>(id->data);
   comm->rank = rank;
   comm->size = size;
-  if (!connect_mesh(comm)) return C_INTERNAL_ERROR;
-  *out = reinterpret_cast<C_CCLComm>(comm);
+  const std::string wrong = connect_mesh(comm.get());
+  if (!wrong.empty()) refuse("communicator " + comm->name + text(", rank %zu of %zu, start: ", rank, size) + wrong);
+  *out = reinterpret_cast<C_CCLComm>(comm.release());
   return C_SUCCESS;
 }
 C_Status destroy_comm(C_CCLComm comm) {
@@ -262,14 +81,13 @@ C_Status destroy_comm(C_CCLComm comm) {
   return C_SUCCESS;
 }
 
-C_Status reduce_to(void* send_buf, void* recv_buf, size_t count, C_DataType type, C_CCLReduceOp op, int root, Comm* comm,
-                   Stream* stream) {
-  const size_t bytes = count * width(type);
-  char* from = shadow(send_buf, bytes);
+C_Status reduce_to(const char* what, void* send_buf, void* recv_buf, size_t count, C_DataType type, C_CCLReduceOp op, int root,
+                   Comm* comm, Stream* stream) {
+  begin(what, stream);
+  const size_t bytes = bytes_of(count, type);
   const bool receives = root < 0 || root == comm->rank;
-  char* to = receives ? shadow(recv_buf, bytes) : nullptr;
-  if (!from || (receives && !to)) return C_ERROR;
-  return start(comm, stream, [=] {
+  char *from = reached(send_buf, bytes), *to = receives ? reached(recv_buf, bytes) : nullptr;
+  return start(what, comm, stream, [=]() -> std::string {
     std::vector<std::vector<char>> others(receives ? comm->size : 0);
     std::vector<const char*> inputs(others.size(), from);
     std::vector<Part> parts;
@@ -282,53 +100,57 @@ C_Status reduce_to(void* send_buf, void* recv_buf, size_t count, C_DataType type
         parts.push_back({peer, others[peer].data(), bytes, false});
       }
     }
-    if (!exchange(comm, parts, stream->device())) return false;
-    return !receives || combine_typed(inputs, to, count, type, op);
+    std::string wrong = exchange(what, comm, parts, stream->device());
+    if (!wrong.empty() || !receives || combine(inputs, to, count, type, op)) return wrong;
+    return text("cannot reduce elements of data type %d", static_cast<int>(type));
   });
 }
-C_Status all_reduce(void* send_buf, void* recv_buf, size_t count, C_DataType type, C_CCLReduceOp op, C_CCLComm comm, C_Stream stream) {
-  return reduce_to(send_buf, recv_buf, count, type, op, -1, of(comm), reinterpret_cast<Stream*>(stream));
+C_Status all_reduce(void* send_buf, void* recv_buf, size_t count, C_DataType type, C_CCLReduceOp op, C_CCLComm comm,
+                    C_Stream stream) {
+  return reduce_to("all_reduce", send_buf, recv_buf, count, type, op, -1, of(comm), of(stream));
 }
-C_Status reduce(void* send_buf, void* recv_buf, size_t count, C_DataType type, C_CCLReduceOp op, size_t root, C_CCLComm comm, C_Stream stream) {
-  return reduce_to(send_buf, recv_buf, count, type, op, root, of(comm), reinterpret_cast<Stream*>(stream));
+C_Status reduce(void* send_buf, void* recv_buf, size_t count, C_DataType type, C_CCLReduceOp op, size_t root, C_CCLComm comm,
+                C_Stream stream) {
+  return reduce_to("reduce", send_buf, recv_buf, count, type, op, root, of(comm), of(stream));
 }
 C_Status broadcast(void* buf, size_t count, C_DataType type, size_t root, C_CCLComm handle, C_Stream stream) {
   Comm* comm = of(handle);
-  const size_t bytes = count * width(type);
-  char* data = shadow(buf, bytes);
-  if (!data) return C_ERROR;
-  auto* where = reinterpret_cast<Stream*>(stream);
-  return start(comm, where, [=] {
+  Stream* where = of(stream);
+  begin("broadcast", where);
+  const size_t bytes = bytes_of(count, type);
+  char* data = reached(buf, bytes);
+  return start("broadcast", comm, where, [=] {
     std::vector<Part> parts;
-    if (comm->rank != static_cast<int>(root)) parts.push_back({static_cast<int>(root), data, bytes, false});
-    else
-      for (int peer = 0; peer < comm->size; ++peer)
-        if (peer != comm->rank) parts.push_back({peer, data, bytes, true});
-    return exchange(comm, parts, where->device());
+    for (int peer = 0; peer < comm->size; ++peer) {
+      if (comm->rank == static_cast<int>(root) && peer != comm->rank) parts.push_back({peer, data, bytes, true});
+      if (comm->rank != static_cast<int>(root) && peer == static_cast<int>(root)) parts.push_back({peer, data, bytes, false});
+    }
+    return exchange("broadcast", comm, parts, where->device());
   });
 }
 C_Status all_gather(void* send_buf, void* recv_buf, size_t count, C_DataType type, C_CCLComm handle, C_Stream stream) {
   Comm* comm = of(handle);
-  const size_t bytes = count * width(type);
-  char *from = shadow(send_buf, bytes), *to = shadow(recv_buf, bytes * comm->size);
-  if (!from || !to) return C_ERROR;
-  auto* where = reinterpret_cast<Stream*>(stream);
-  return start(comm, where, [=] {
+  Stream* where = of(stream);
+  begin("all_gather", where);
+  const size_t bytes = bytes_of(count, type);
+  char *from = reached(send_buf, bytes), *to = reached(recv_buf, bytes * comm->size);
+  return start("all_gather", comm, where, [=] {
     std::vector<Part> parts;
     for (int peer = 0; peer < comm->size; ++peer) {
       parts.push_back({peer, from, bytes, true});
       parts.push_back({peer, to + peer * bytes, bytes, false});
     }
-    return exchange(comm, parts, where->device());
+    return exchange("all_gather", comm, parts, where->device());
   });
 }
-C_Status reduce_scatter(void* send_buf, void* recv_buf, size_t count, C_DataType type, C_CCLReduceOp op, C_CCLComm handle, C_Stream stream) {
+C_Status reduce_scatter(void* send_buf, void* recv_buf, size_t count, C_DataType type, C_CCLReduceOp op, C_CCLComm handle,
+                        C_Stream stream) {
   Comm* comm = of(handle);
-  const size_t bytes = count * width(type);
-  char *from = shadow(send_buf, bytes * comm->size), *to = shadow(recv_buf, bytes);
-  if (!from || !to) return C_ERROR;
-  auto* where = reinterpret_cast<Stream*>(stream);
-  return start(comm, where, [=] {
+  Stream* where = of(stream);
+  begin("reduce_scatter", where);
+  const size_t bytes = bytes_of(count, type);
+  char *from = reached(send_buf, bytes * comm->size), *to = reached(recv_buf, bytes);
+  return start("reduce_scatter", comm, where, [=]() -> std::string {
     std::vector<std::vector<char>> mine(comm->size, std::vector<char>(bytes));
     std::vector<const char*> inputs;
     std::vector<Part> parts;
@@ -337,16 +159,18 @@ C_Status reduce_scatter(void* send_buf, void* recv_buf, size_t count, C_DataType
       parts.push_back({peer, mine[peer].data(), bytes, false});
       inputs.push_back(mine[peer].data());
     }
-    return exchange(comm, parts, where->device()) && combine_typed(inputs, to, count, type, op);
+    std::string wrong = exchange("reduce_scatter", comm, parts, where->device());
+    if (!wrong.empty() || combine(inputs, to, count, type, op)) return wrong;
+    return text("cannot reduce elements of data type %d", static_cast<int>(type));
   });
 }
 
-C_Status message(void* buf, size_t count, C_DataType type, size_t peer, Comm* comm, Stream* stream, bool sending) {
-  const size_t bytes = count * width(type);
-  char* data = bytes ? shadow(buf, bytes) : nullptr;
-  if (bytes && !data) return C_ERROR;
-  std::vector<Part> parts{{static_cast<int>(peer), data, bytes, sending}};
-  if (!group_depth) return start(comm, stream, [=] { return exchange(comm, parts, stream->device()); });
+C_Status message(const char* what, void* buf, size_t count, C_DataType type, size_t peer, Comm* comm, Stream* stream,
+                 bool sending) {
+  begin(what, stream);
+  const size_t bytes = bytes_of(count, type);
+  std::vector<Part> parts{{static_cast<int>(peer), reached(buf, bytes), bytes, sending}};
+  if (!group_depth) return start(what, comm, stream, [=] { return exchange(what, comm, parts, stream->device()); });
   for (Pending& p : pending)
     if (p.comm == comm && p.stream == stream) {
       p.parts.push_back(parts[0]);
@@ -363,32 +187,28 @@ C_Status group_end() {
   if (--group_depth) return C_SUCCESS;
   std::vector<Pending> now_due;
   now_due.swap(pending);
-  for (Pending& p : now_due) {
-    start(p.comm, p.stream, [p] { return exchange(p.comm, p.parts, p.stream->device()); });
-  }
+  for (Pending& p : now_due) start("group", p.comm, p.stream, [p] { return exchange("group", p.comm, p.parts, p.stream->device()); });
   return C_SUCCESS;
 }
 C_Status send_to(void* buf, size_t count, C_DataType type, size_t peer, C_CCLComm comm, C_Stream stream) {
-  return message(buf, count, type, peer, of(comm), reinterpret_cast<Stream*>(stream), true);
+  return message("send", buf, count, type, peer, of(comm), of(stream), true);
 }
 C_Status recv_from(void* buf, size_t count, C_DataType type, size_t peer, C_CCLComm comm, C_Stream stream) {
-  return message(buf, count, type, peer, of(comm), reinterpret_cast<Stream*>(stream), false);
+  return message("recv", buf, count, type, peer, of(comm), of(stream), false);
 }
 C_Status all_to_all(const void** send_buf, const size_t* send_count, const C_DataType* send_type, void** recv_buf,
                     const size_t* recv_count, const C_DataType* recv_type, size_t, size_t size, C_CCLComm handle,
                     C_Stream stream) {
+  Comm* comm = of(handle);
+  Stream* where = of(stream);
+  begin("all_to_all", where);
   std::vector<Part> parts;
   for (size_t peer = 0; peer < size; ++peer) {
-    const size_t out = send_count[peer] * width(send_type[peer]), in = recv_count[peer] * width(recv_type[peer]);
-    char* from = out ? shadow(send_buf[peer], out) : nullptr;
-    char* to = in ? shadow(recv_buf[peer], in) : nullptr;
-    if ((out && !from) || (in && !to)) return C_ERROR;
-    parts.push_back({static_cast<int>(peer), from, out, true});
-    parts.push_back({static_cast<int>(peer), to, in, false});
+    const size_t out = bytes_of(send_count[peer], send_type[peer]), in = bytes_of(recv_count[peer], recv_type[peer]);
+    parts.push_back({static_cast<int>(peer), reached(send_buf[peer], out), out, true});
+    parts.push_back({static_cast<int>(peer), reached(recv_buf[peer], in), in, false});
   }
-  Comm* comm = of(handle);
-  auto* where = reinterpret_cast<Stream*>(stream);
-  return start(comm, where, [=] { return exchange(comm, parts, where->device()); });
+  return start("all_to_all", comm, where, [=] { return exchange("all_to_all", comm, parts, where->device()); });
 }
 
 }  // namespace

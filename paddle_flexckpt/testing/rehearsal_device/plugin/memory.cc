@@ -1,6 +1,7 @@
-// Device memory behind addresses that the host cannot follow, and pinned host memory.
+// Device memory behind addresses that the host cannot follow.
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -11,87 +12,49 @@
 namespace rehearsal {
 namespace {
 
-constexpr size_t kAlignment = 256;
+constexpr size_t kAlignment = 256;            // what an allocation takes of a device's memory is a multiple of it
+constexpr size_t kPage = 4096;                // and of a device's addresses, so that each has pages of its own
 constexpr uintptr_t kBase = 0xfa000000000;    // device d's addresses start at kBase + d * kStride
-constexpr uintptr_t kStride = 0x1000000000;   // 64 GiB
+constexpr uintptr_t kStride = 0x1000000000;   // 64 GiB, however small the memory is
+constexpr int kFresh = 0xff;                  // NaN in every float type
+constexpr int kFreed = 0xfb;
+// Addresses are used anew only when so many more have been freed, so that a use of freed memory is recognised.
+constexpr size_t kQuarantinedAddresses = kStride / 4, kQuarantinedBlocks = 20000;
+constexpr size_t kPoisonedBytes = 64 << 20;   // of freed memory that keep their pages
+
+struct Block {
+  size_t size;
+  const char* origin;
+  size_t taken() const { return (std::max<size_t>(size, 1) + kAlignment - 1) / kAlignment * kAlignment; }
+  size_t span() const { return (std::max<size_t>(size, 1) + kPage - 1) / kPage * kPage; }
+};
+using Blocks = std::map<size_t, Block>;  // by offset
 
 struct Arena {
   std::mutex mutex;
   char* visible = nullptr;  // what the framework sees; PROT_NONE
   char* hidden = nullptr;   // where the bytes are
-  size_t capacity = 0, used = 0;
-  std::map<size_t, size_t> live;  // offset -> size
-  std::map<size_t, size_t> gaps;  // offset -> size
+  size_t used = 0;
+  Blocks live, dead;
+  std::map<size_t, size_t> gaps;       // offset -> size
+  std::deque<size_t> poisoned, dry;    // of `dead`, oldest first: those that still have pages, and those without
+  size_t poisoned_bytes = 0, dead_span = 0;
 };
 Arena arenas[kMaxDevices];
-std::mutex pinned_mutex;
-std::map<uintptr_t, size_t> pinned;
 
-size_t rounded(size_t size) { return (std::max<size_t>(size, 1) + kAlignment - 1) / kAlignment * kAlignment; }
-
-void raise_peak(std::atomic<uint64_t>& peak, uint64_t value) {
-  uint64_t seen = peak;
-  while (seen < value && !peak.compare_exchange_weak(seen, value)) {
-  }
+Arena* arena_of(uintptr_t address) {
+  const uintptr_t index = (address - kBase) / kStride;
+  return address >= kBase && index < static_cast<uintptr_t>(device_count()) ? &arenas[index] : nullptr;
 }
 
-}  // namespace
-
-void memory_initialize() {
-  const bool open = getenv("REHEARSAL_OPEN") && atoi(getenv("REHEARSAL_OPEN"));  // host access allowed, to compare with
-  for (int d = 0; d < device_count(); ++d) {
-    Arena& arena = arenas[d];
-    arena.capacity = device_capacity();
-    void* at = reinterpret_cast<void*>(kBase + d * kStride);
-    const int access = open ? PROT_READ | PROT_WRITE : PROT_NONE;
-    void* seen = mmap(at, arena.capacity, access, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE, -1, 0);
-    void* held = open ? seen
-                      : mmap(nullptr, arena.capacity, PROT_READ | PROT_WRITE,
-                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (seen == MAP_FAILED || held == MAP_FAILED) {
-      perror("rehearsal: mmap");
-      abort();
-    }
-    arena.visible = static_cast<char*>(seen);
-    arena.hidden = static_cast<char*>(held);
-    arena.gaps[0] = arena.capacity;
-  }
+Blocks::const_iterator holding(const Blocks& blocks, size_t offset) {
+  auto after = blocks.upper_bound(offset);
+  if (after == blocks.begin()) return blocks.end();
+  auto block = std::prev(after);
+  return offset < block->first + block->second.span() ? block : blocks.end();
 }
 
-bool memory_allocate(int device, void** out, size_t size) {
-  Arena& arena = arenas[device];
-  const size_t need = rounded(size);
-  std::lock_guard<std::mutex> lock(arena.mutex);
-  for (auto gap = arena.gaps.begin(); gap != arena.gaps.end(); ++gap) {
-    if (gap->second < need) continue;
-    const size_t offset = gap->first, rest = gap->second - need;
-    arena.gaps.erase(gap);
-    if (rest) arena.gaps[offset + need] = rest;
-    arena.live[offset] = size;
-    arena.used += need;
-    *out = arena.visible + offset;
-    // Fresh device memory holds anything but zeros: NaN in every float type.
-    memset(arena.hidden + offset, 0xff, need);
-    ++tally().allocations;
-    tally().device_bytes += need;
-    raise_peak(tally().device_peak, tally().device_bytes);
-    return true;
-  }
-  return false;  // out of memory
-}
-
-bool memory_release(int device, void* pointer) {
-  synchronize_device(device);  // as freeing device memory does elsewhere: nothing in flight may still use it
-  Arena& arena = arenas[device];
-  std::lock_guard<std::mutex> lock(arena.mutex);
-  size_t offset = static_cast<char*>(pointer) - arena.visible;
-  auto found = arena.live.find(offset);
-  if (found == arena.live.end()) return false;
-  size_t size = rounded(found->second);
-  arena.live.erase(found);
-  arena.used -= size;
-  tally().device_bytes -= size;
-  madvise(arena.hidden + (offset + 4095) / 4096 * 4096, size > 4096 ? (size - 4096) / 4096 * 4096 : 0, MADV_DONTNEED);
+void add_gap(Arena& arena, size_t offset, size_t size) {
   auto next = arena.gaps.lower_bound(offset);
   if (next != arena.gaps.end() && next->first == offset + size) {
     size += next->second;
@@ -101,75 +64,163 @@ bool memory_release(int device, void* pointer) {
     auto before = std::prev(next);
     if (before->first + before->second == offset) {
       before->second += size;
-      return true;
+      return;
     }
   }
   arena.gaps[offset] = size;
+}
+
+// Takes the pages of what was freed long ago, and then its addresses.
+void retire(Arena& arena) {
+  while (arena.poisoned_bytes > kPoisonedBytes) {
+    const size_t offset = arena.poisoned.front(), span = arena.dead.at(offset).span();
+    madvise(arena.hidden + offset, span, MADV_DONTNEED);
+    arena.poisoned_bytes -= span;
+    arena.poisoned.pop_front();
+    arena.dry.push_back(offset);
+  }
+  while (arena.dead_span > kQuarantinedAddresses || arena.dead.size() > kQuarantinedBlocks) {
+    auto& oldest = arena.dry.empty() ? arena.poisoned : arena.dry;
+    const size_t offset = oldest.front(), span = arena.dead.at(offset).span();
+    if (&oldest == &arena.poisoned) arena.poisoned_bytes -= span;
+    oldest.pop_front();
+    arena.dead.erase(offset);
+    arena.dead_span -= span;
+    add_gap(arena, offset, span);
+  }
+}
+
+bool place_block(Arena& arena, const Block& block, size_t* offset) {
+  for (auto gap = arena.gaps.begin(); gap != arena.gaps.end(); ++gap) {
+    if (gap->second < block.span()) continue;
+    *offset = gap->first;
+    const size_t rest = gap->second - block.span();
+    arena.gaps.erase(gap);
+    if (rest) arena.gaps[*offset + block.span()] = rest;
+    arena.live[*offset] = block;
+    return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void memory_initialize() {
+  const bool open = getenv("REHEARSAL_OPEN") && atoi(getenv("REHEARSAL_OPEN"));  // host access allowed, to compare with
+  for (int d = 0; d < device_count(); ++d) {
+    Arena& arena = arenas[d];
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* at = reinterpret_cast<void*>(kBase + d * kStride);
+    const int access = open ? PROT_READ | PROT_WRITE : PROT_NONE;
+    void* seen = mmap(at, kStride, access, kFlags | MAP_FIXED_NOREPLACE, -1, 0);
+    void* held = open ? seen : mmap(nullptr, kStride, PROT_READ | PROT_WRITE, kFlags, -1, 0);
+    if (seen == MAP_FAILED || held == MAP_FAILED) {
+      perror("rehearsal: mmap");
+      abort();
+    }
+    madvise(held, kStride, MADV_NOHUGEPAGE);
+    arena.visible = static_cast<char*>(seen);
+    arena.hidden = static_cast<char*>(held);
+    arena.gaps[0] = kStride;
+  }
+}
+
+bool memory_allocate(int device, void** out, size_t size) {
+  touch_watch();
+  Arena& arena = arenas[device];
+  const Block block{size, caller()};
+  size_t offset;
+  {
+    std::lock_guard<std::mutex> lock(arena.mutex);
+    if (arena.used + block.taken() > device_capacity() || !place_block(arena, block, &offset)) {
+      ++tally().refused_allocations;
+      return false;
+    }
+    arena.used += block.taken();
+  }
+  // Fresh device memory holds anything but zeros.
+  memset(arena.hidden + offset, kFresh, block.taken());
+  ++tally().allocations;
+  tally().device_bytes += block.taken();
+  raise_peak(tally().device_peak, tally().device_bytes);
+  *out = arena.visible + offset;
+  return true;
+}
+
+bool memory_release(int device, void* pointer) {
+  const bool eager = settings().eager_free != 0;
+  // As freeing device memory does elsewhere: nothing in flight may still use it.
+  if (!eager) synchronize_device(device);
+  Arena& arena = arenas[device];
+  const size_t offset = static_cast<char*>(pointer) - arena.visible;
+  Block block;
+  {
+    std::lock_guard<std::mutex> lock(arena.mutex);
+    auto found = arena.live.find(offset);
+    if (found == arena.live.end()) return false;
+    block = found->second;
+    arena.live.erase(found);
+    arena.used -= block.taken();
+  }
+  tally().device_bytes -= block.taken();
+  char* at = arena.hidden + offset;
+  auto poison = [at, block] { memset(at, kFreed, block.taken()); };
+  // A caching allocator gives freed memory to whatever its stream does next; other streams may still use it.
+  if (eager) main_stream(device)->push(poison);
+  else poison();
+  block.origin = caller();
+  std::lock_guard<std::mutex> lock(arena.mutex);
+  arena.dead[offset] = block;
+  arena.dead_span += block.span();
+  arena.poisoned.push_back(offset);
+  arena.poisoned_bytes += block.span();
+  retire(arena);
   return true;
 }
 
 void memory_statistics(int device, size_t* total, size_t* free) {
   std::lock_guard<std::mutex> lock(arenas[device].mutex);
-  *total = arenas[device].capacity;
-  *free = arenas[device].capacity - arenas[device].used;
+  *total = device_capacity();
+  *free = *total - std::min(*total, arenas[device].used);
+}
+
+bool memory_find(uintptr_t address, Touched* found) {
+  Arena* arena = arena_of(address);
+  if (!arena) return false;
+  const size_t offset = address - reinterpret_cast<uintptr_t>(arena->visible);
+  *found = Touched{static_cast<int>(arena - arenas), address, address / kPage * kPage, kPage, false, false, ""};
+  std::lock_guard<std::mutex> lock(arena->mutex);
+  for (const Blocks* blocks : {&arena->live, &arena->dead}) {
+    auto block = holding(*blocks, offset);
+    if (block == blocks->end()) continue;
+    found->begin = reinterpret_cast<uintptr_t>(arena->visible) + block->first;
+    found->size = block->second.size;
+    found->freed = blocks == &arena->dead;
+    found->known = true;
+    found->origin = block->second.origin;
+    break;
+  }
+  return true;
 }
 
 char* shadow(const void* pointer, size_t size) {
   const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
-  const uintptr_t index = (address - kBase) / kStride;
-  if (address >= kBase && index < static_cast<uintptr_t>(device_count())) {
-    Arena& arena = arenas[index];
-    const size_t offset = address - reinterpret_cast<uintptr_t>(arena.visible);
-    std::lock_guard<std::mutex> lock(arena.mutex);
-    auto after = arena.live.upper_bound(offset);
-    if (after != arena.live.begin()) {
-      auto block = std::prev(after);
-      if (offset + size <= block->first + rounded(block->second)) return arena.hidden + offset;
-    }
+  if (Arena* arena = arena_of(address)) {
+    const size_t offset = address - reinterpret_cast<uintptr_t>(arena->visible);
+    std::lock_guard<std::mutex> lock(arena->mutex);
+    auto block = holding(arena->live, offset);
+    if (block != arena->live.end() && offset + size <= block->first + block->second.taken()) return arena->hidden + offset;
   }
-  fprintf(stderr, "rehearsal: %p + %zu is not within a live allocation of a device\n", pointer, size);
-  return nullptr;
-}
-
-bool pinned_allocate(void** out, size_t size) {
-  size_t need = (std::max<size_t>(size, 1) + 4095) / 4096 * 4096;
-  void* at = mmap(nullptr, need, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (at == MAP_FAILED) return false;
-  std::lock_guard<std::mutex> lock(pinned_mutex);
-  pinned[reinterpret_cast<uintptr_t>(at)] = need;
-  tally().pinned_bytes += need;
-  raise_peak(tally().pinned_peak, tally().pinned_bytes);
-  *out = at;
-  return true;
-}
-
-bool pinned_release(void* pointer) {
-  std::lock_guard<std::mutex> lock(pinned_mutex);
-  auto found = pinned.find(reinterpret_cast<uintptr_t>(pointer));
-  if (found == pinned.end()) return false;
-  munmap(pointer, found->second);
-  tally().pinned_bytes -= found->second;
-  pinned.erase(found);
-  return true;
-}
-
-bool is_pinned(const void* pointer) {
-  const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
-  std::lock_guard<std::mutex> lock(pinned_mutex);
-  auto after = pinned.upper_bound(address);
-  if (after == pinned.begin()) return false;
-  auto block = std::prev(after);
-  return address < block->first + block->second;
+  Touched met{};
+  if (!memory_find(address, &met)) refuse(text("%p is not an address of a device", pointer));
+  const std::string place = text("%zu bytes at %p of device %d", size, pointer, met.device);
+  if (met.freed) {
+    ++tally().freed_uses;
+    const std::string where = *met.origin ? std::string(", at ") + met.origin : "";
+    refuse("use of freed memory: " + place + text(" lie in an allocation of %zu bytes that has been freed", met.size) + where);
+  }
+  if (!met.known) refuse(place + " are in no allocation");
+  refuse(place + text(" go over the end of their allocation, %zu bytes at %#zx", met.size, met.begin));
 }
 
 }  // namespace rehearsal
-
-// For ctypes: page-locks memory that exists (as cudaHostRegister does).
-extern "C" __attribute__((visibility("default"))) void rehearsal_register_host(void* pointer, size_t size) {
-  std::lock_guard<std::mutex> lock(rehearsal::pinned_mutex);
-  rehearsal::pinned[reinterpret_cast<uintptr_t>(pointer)] = size;
-}
-extern "C" __attribute__((visibility("default"))) void rehearsal_unregister_host(void* pointer) {
-  std::lock_guard<std::mutex> lock(rehearsal::pinned_mutex);
-  rehearsal::pinned.erase(reinterpret_cast<uintptr_t>(pointer));
-}

@@ -19,10 +19,45 @@ struct Event {
   }
 };
 
-C_Status outcome(int device) { return failed(device) ? C_INTERNAL_ERROR : C_SUCCESS; }
+// The error of asynchronous work, if there was one. It stays: such a device is lost to the process.
+C_Status outcome(int device) {
+  if (failed(device)) refuse(text("device %d: ", device) + failure(device));
+  return C_SUCCESS;
+}
+
+void check_process() {
+  if (forked()) refuse("a forked child has no device: start the process anew");
+}
+
+// Takes one from a setting that counts down. True: this is the one that is to be lost.
+bool lose(std::atomic<double>& countdown) {
+  double left = countdown;
+  while (left > 0 && !countdown.compare_exchange_weak(left, left - 1)) {
+  }
+  const bool lost = left < 0 || left == 1;
+  if (lost) ++tally().lost;
+  return lost;
+}
+
+// A wait of the host, counted, traced, and lost if that is asked for.
+template <typename Wait>
+C_Status wait(const char* what, int device, std::atomic<uint64_t>& count, Wait&& until) {
+  check_process();
+  ++count;
+  if (lose(settings().lose_wait)) return outcome(device);
+  const double begin = now();
+  until();
+  if (settings().trace) {
+    origin() = {-1, caller()};
+    record_span(what, device, begin, now(), 0);
+  }
+  return outcome(device);
+}
 
 // -- device --
 C_Status initialize() {
+  streams_initialize();
+  python_initialize();
   memory_initialize();
   return C_SUCCESS;
 }
@@ -62,11 +97,12 @@ C_Status query_stream(const C_Device device, C_Stream stream) {
 }
 C_Status stream_add_callback(const C_Device device, C_Stream stream, C_Callback callback, void* data) {
   const int id = device->id;
-  stream_of(stream, id)->push([=] {
+  Stream* where = stream_of(stream, id);
+  where->demand(where->push([=] {  // whoever waits for its effect does not ask the device
     C_Device_st d{id};
     C_Status status = C_SUCCESS;
     callback(&d, stream, data, &status);
-  });
+  }));
   return C_SUCCESS;
 }
 C_Status create_event(const C_Device, C_Event* event) {
@@ -78,13 +114,14 @@ C_Status destroy_event(const C_Device, C_Event event) {
   return C_SUCCESS;
 }
 C_Status record_event(const C_Device device, C_Stream stream, C_Event handle) {
+  ++tally().events;
+  if (lose(settings().lose_event)) return C_SUCCESS;
   auto* event = reinterpret_cast<Event*>(handle);
   auto mark = std::make_shared<Mark>();
-  {
-    std::lock_guard<std::mutex> lock(event->mutex);
-    event->mark = mark;
-  }
-  stream_of(stream, device->id)->push([mark] { mark->finish(); });
+  std::lock_guard<std::mutex> lock(event->mutex);
+  event->mark = mark;
+  mark->stream = stream_of(stream, device->id);
+  mark->position = mark->stream->push([mark] { mark->finish(); });
   return C_SUCCESS;
 }
 C_Status query_event(const C_Device, C_Event event) {
@@ -92,33 +129,35 @@ C_Status query_event(const C_Device, C_Event event) {
   return !mark || mark->query() ? C_SUCCESS : C_FAILED;
 }
 C_Status synchronize_event(const C_Device device, C_Event event) {
-  if (forked()) return C_INTERNAL_ERROR;
-  ++tally().event_syncs;
-  if (auto mark = reinterpret_cast<Event*>(event)->last()) mark->wait();
-  return outcome(device->id);
+  return wait("wait_event", device->id, tally().event_syncs, [&] {
+    if (auto mark = reinterpret_cast<Event*>(event)->last()) mark->wait();
+  });
 }
 C_Status stream_wait_event(const C_Device device, C_Stream stream, C_Event event) {
+  ++tally().stream_waits;
   auto mark = reinterpret_cast<Event*>(event)->last();
-  if (mark) stream_of(stream, device->id)->push([mark] { mark->wait(); });
+  if (!mark || lose(settings().lose_wait)) return C_SUCCESS;
+  const int id = device->id;
+  stream_of(stream, id)->push([mark, id] {
+    const double begin = now();
+    mark->wait();
+    if (settings().trace) record_span("stream_wait", id, begin, now(), 0);
+  });
   return C_SUCCESS;
 }
 C_Status synchronize_stream(const C_Device device, C_Stream stream) {
-  if (forked()) return C_INTERNAL_ERROR;
-  ++tally().stream_syncs;
-  stream_of(stream, device->id)->synchronize();
-  return outcome(device->id);
+  return wait("wait_stream", device->id, tally().stream_syncs, [&] { stream_of(stream, device->id)->synchronize(); });
 }
 C_Status synchronize_whole_device(const C_Device device) {
-  if (forked()) return C_INTERNAL_ERROR;
-  ++tally().device_syncs;
-  synchronize_device(device->id);
-  return outcome(device->id);
+  return wait("wait_device", device->id, tally().device_syncs, [&] { synchronize_device(device->id); });
 }
 
 // -- memory --
 C_Status device_allocate(const C_Device device, void** out, size_t size) {
-  if (forked()) return C_INTERNAL_ERROR;
-  return memory_allocate(device->id, out, size) ? C_SUCCESS : C_FAILED;
+  check_process();
+  // No address and no error: Paddle then frees what it has cached, tries again, and says that the memory is used up.
+  if (!memory_allocate(device->id, out, size)) *out = nullptr;
+  return C_SUCCESS;
 }
 C_Status device_release(const C_Device device, void* pointer, size_t) {
   if (forked()) return C_SUCCESS;
@@ -129,8 +168,9 @@ C_Status host_allocate(const C_Device, void** out, size_t size) {
 }
 C_Status host_release(const C_Device, void* pointer, size_t) { return pinned_release(pointer) ? C_SUCCESS : C_ERROR; }
 C_Status device_set(const C_Device device, void* pointer, unsigned char value, size_t size) {
+  check_process();
+  ++tally().memory_sets;
   char* at = shadow(pointer, size);
-  if (!at) return C_ERROR;
   synchronize_device(device->id);
   memset(at, value, size);
   return C_SUCCESS;
@@ -145,21 +185,21 @@ C_Status min_chunk(const C_Device, size_t* size) {
 }
 
 // -- copies --
-// The host's end of a copy is `host`, or nullptr where both ends are on devices.
 C_Status copy(Way way, int device, C_Stream stream, bool async, void* dst, const void* src, size_t size) {
-  if (forked()) return C_INTERNAL_ERROR;
+  check_process();
   if (!size) return C_SUCCESS;
   ++(async ? tally().asynchronous : tally().synchronous);
   char* to = way == Way::H2D || way == Way::D2D ? shadow(dst, size) : static_cast<char*>(dst);
   const char* from = way == Way::D2H || way == Way::D2D ? shadow(src, size) : static_cast<const char*>(src);
-  if (!to || !from) return C_ERROR;
   const bool pinned = way == Way::D2D || is_pinned(way == Way::H2D ? src : dst);
-  if (settings().log) fprintf(stderr, "rehearsal: copy way %d device %d %s %zu bytes\n", int(way), device, async ? "async" : "sync", size);
+  if (settings().log)
+    fprintf(stderr, "rehearsal: copy way %d device %d %s %zu bytes\n", int(way), device, async ? "async" : "sync", size);
   if (!async) {
     // Paddle's all_gather into a list splits its result with synchronous D2D copies, right after it has started the
     // collective on another stream: they have to wait for all streams, as those of CUDA's default stream do. Copies from
     // and to the host wait for nothing but what Paddle itself waits for, so that a forgotten wait shows.
     if (way == Way::D2D) synchronize_device(device);
+    origin() = {-1, caller()};
     transfer(way, device, to, from, size, pinned);
     return outcome(device);
   }
@@ -174,14 +214,31 @@ C_Status copy(Way way, int device, C_Stream stream, bool async, void* dst, const
   if (!pinned && !settings().eager_pageable) where->synchronize();  // as CUDA: pageable copies wait
   return C_SUCCESS;
 }
-C_Status copy_h2d(const C_Device d, void* dst, const void* src, size_t n) { return copy(Way::H2D, d->id, nullptr, false, dst, src, n); }
-C_Status copy_d2h(const C_Device d, void* dst, const void* src, size_t n) { return copy(Way::D2H, d->id, nullptr, false, dst, src, n); }
-C_Status copy_d2d(const C_Device d, void* dst, const void* src, size_t n) { return copy(Way::D2D, d->id, nullptr, false, dst, src, n); }
-C_Status copy_p2p(const C_Device d, const C_Device, void* dst, const void* src, size_t n) { return copy(Way::D2D, d->id, nullptr, false, dst, src, n); }
-C_Status async_h2d(const C_Device d, C_Stream s, void* dst, const void* src, size_t n) { return copy(Way::H2D, d->id, s, true, dst, src, n); }
-C_Status async_d2h(const C_Device d, C_Stream s, void* dst, const void* src, size_t n) { return copy(Way::D2H, d->id, s, true, dst, src, n); }
-C_Status async_d2d(const C_Device d, C_Stream s, void* dst, const void* src, size_t n) { return copy(Way::D2D, d->id, s, true, dst, src, n); }
-C_Status async_p2p(const C_Device d, const C_Device, C_Stream s, void* dst, const void* src, size_t n) { return copy(Way::D2D, d->id, s, true, dst, src, n); }
+C_Status copy_h2d(const C_Device d, void* dst, const void* src, size_t n) {
+  return copy(Way::H2D, d->id, nullptr, false, dst, src, n);
+}
+C_Status copy_d2h(const C_Device d, void* dst, const void* src, size_t n) {
+  return copy(Way::D2H, d->id, nullptr, false, dst, src, n);
+}
+C_Status copy_d2d(const C_Device d, void* dst, const void* src, size_t n) {
+  return copy(Way::D2D, d->id, nullptr, false, dst, src, n);
+}
+C_Status copy_p2p(const C_Device to, const C_Device from, void* dst, const void* src, size_t n) {
+  synchronize_device(to->id);
+  return copy(Way::D2D, from->id, nullptr, false, dst, src, n);
+}
+C_Status async_h2d(const C_Device d, C_Stream s, void* dst, const void* src, size_t n) {
+  return copy(Way::H2D, d->id, s, true, dst, src, n);
+}
+C_Status async_d2h(const C_Device d, C_Stream s, void* dst, const void* src, size_t n) {
+  return copy(Way::D2H, d->id, s, true, dst, src, n);
+}
+C_Status async_d2d(const C_Device d, C_Stream s, void* dst, const void* src, size_t n) {
+  return copy(Way::D2D, d->id, s, true, dst, src, n);
+}
+C_Status async_p2p(const C_Device d, const C_Device, C_Stream s, void* dst, const void* src, size_t n) {
+  return copy(Way::D2D, d->id, s, true, dst, src, n);
+}
 
 C_Status yes(const C_Device, bool* supported) {
   *supported = true;
@@ -190,10 +247,11 @@ C_Status yes(const C_Device, bool* supported) {
 
 // y = alpha x + beta y, used to add gradients.
 C_Status axpby(const C_Device device, C_Stream stream, C_DataType type, size_t count, float alpha, void* x, float beta, void* y) {
-  if (type != FLOAT32) return C_ERROR;
+  check_process();
+  if (type != FLOAT32) refuse(text("blas_axpby of data type %d", static_cast<int>(type)));
+  ++tally().kernels;
   auto* a = reinterpret_cast<float*>(shadow(x, count * 4));
   auto* b = reinterpret_cast<float*>(shadow(y, count * 4));
-  if (!a || !b) return C_ERROR;
   stream_of(stream, device->id)->push([=] {
     for (size_t i = 0; i < count; ++i) b[i] = alpha * a[i] + beta * b[i];
   });
@@ -202,7 +260,7 @@ C_Status axpby(const C_Device device, C_Stream stream, C_DataType type, size_t c
 
 }  // namespace
 
-extern "C" __attribute__((visibility("default"))) void InitPlugin(CustomRuntimeParams* params) {
+REHEARSAL_EXPORT void InitPlugin(CustomRuntimeParams* params) {
   PADDLE_CUSTOM_RUNTIME_CHECK_VERSION(params);
   params->device_type = const_cast<char*>("rehearsal");
   params->sub_device_type = const_cast<char*>("v1");
@@ -255,8 +313,13 @@ extern "C" __attribute__((visibility("default"))) void InitPlugin(CustomRuntimeP
   fill_ccl(t);
 }
 
-// For ctypes: a copy to host memory, as an extension would make it; returns when it is done.
-extern "C" __attribute__((visibility("default"))) int rehearsal_copy_d2h(int device, void* to, const void* from, size_t size) {
+// A copy to host memory, as an extension would make it; returns when it is done.
+REHEARSAL_EXPORT int rehearsal_copy_d2h(int device, void* to, const void* from, size_t size) {
   const C_Device_st where{device};
-  return copy_d2h(const_cast<C_Device>(&where), to, from, size);
+  try {
+    return copy_d2h(const_cast<C_Device>(&where), to, from, size);
+  } catch (const std::exception& error) {  // ctypes knows none
+    fprintf(stderr, "%s\n", error.what());
+    return C_ERROR;
+  }
 }

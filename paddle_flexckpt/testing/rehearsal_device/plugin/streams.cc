@@ -1,0 +1,203 @@
+// Streams as worker threads, events, seeded delays, and the errors of work that nobody waits for.
+#include <pthread.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <set>
+
+#include "rehearsal.h"
+
+namespace rehearsal {
+namespace {
+
+std::mutex streams_mutex;
+std::set<Stream*> streams;
+Stream* defaults[kMaxDevices];
+std::atomic<Stream*> first[kMaxDevices];
+int created[kMaxDevices];
+std::mutex failures_mutex;
+std::string failures[kMaxDevices];
+std::atomic<bool> device_failed[kMaxDevices];
+std::atomic<bool> is_child{false};
+
+// A number from 0 to 1 that depends on nothing else than its arguments (SplitMix64).
+double scattered(uint64_t seed, uint64_t device, uint64_t stream, uint64_t operation) {
+  uint64_t x = seed;
+  for (uint64_t part : {device, stream, operation}) {
+    x += part + 0x9e3779b97f4a7c15;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+    x ^= x >> 31;
+  }
+  return static_cast<double>(x >> 11) / (1ull << 53);
+}
+
+// Has the stream do its work up to there. A stream that is no more has done all of it.
+void demand(Stream* stream, uint64_t position) {
+  std::lock_guard<std::mutex> lock(streams_mutex);
+  if (streams.count(stream)) stream->demand(position);
+}
+
+}  // namespace
+
+void nap(double seconds) {
+  if (seconds <= 0) return;
+  timespec time{static_cast<time_t>(seconds), static_cast<long>((seconds - static_cast<time_t>(seconds)) * 1e9)};
+  nanosleep(&time, nullptr);
+}
+
+// ---- events ----
+
+void Mark::finish() {
+  std::lock_guard<std::mutex> lock(mutex);
+  done = true;
+  changed.notify_all();
+}
+
+void Mark::wait() {
+  if (query()) return;
+  std::unique_lock<std::mutex> lock(mutex);
+  changed.wait(lock, [this] { return done; });
+}
+
+bool Mark::query() {
+  demand(stream, position);  // it may be asked for again and again until it is done
+  std::lock_guard<std::mutex> lock(mutex);
+  return done;
+}
+
+// ---- streams ----
+
+Stream::Stream(int device) : device_(device) {
+  {
+    std::lock_guard<std::mutex> lock(streams_mutex);
+    number_ = created[device]++;
+    streams.insert(this);
+    Stream* none = nullptr;
+    first[device].compare_exchange_strong(none, this);
+  }
+  worker_ = std::thread(&Stream::run, this);
+}
+
+Stream::~Stream() {
+  {
+    std::lock_guard<std::mutex> lock(streams_mutex);
+    streams.erase(this);
+    Stream* self = this;
+    first[device_].compare_exchange_strong(self, nullptr);
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+    arrived_.notify_all();
+  }
+  worker_.join();
+}
+
+uint64_t Stream::push(std::function<void()> work) {
+  const char* who = caller();
+  std::lock_guard<std::mutex> lock(mutex_);
+  queue_.push_back({std::move(work), who});
+  arrived_.notify_one();
+  return ++pushed_;
+}
+
+void Stream::demand(uint64_t position) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  demanded_ = std::max(demanded_, position);
+  arrived_.notify_one();
+}
+
+void Stream::wake() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  arrived_.notify_one();
+}
+
+void Stream::run() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    arrived_.wait(lock, [this] { return stop_ || (!queue_.empty() && (begun_ < demanded_ || settings().lazy == 0)); });
+    if (queue_.empty()) return;
+    Work work = std::move(queue_.front());
+    queue_.pop_front();
+    ++begun_;
+    busy_ = true;
+    lock.unlock();
+    if (const double longest = settings().delay_us)
+      nap(longest * 1e-6 * scattered(static_cast<uint64_t>(settings().seed), device_, number_, begun_));
+    origin() = {number_, work.caller};
+    work.run();
+    work.run = nullptr;
+    lock.lock();
+    busy_ = false;
+    drained_.notify_all();
+  }
+}
+
+void Stream::synchronize() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  demanded_ = pushed_;
+  arrived_.notify_one();
+  const uint64_t all = pushed_;
+  drained_.wait(lock, [this, all] { return begun_ > all || (begun_ == all && !busy_); });
+}
+
+bool Stream::idle() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  demanded_ = pushed_;
+  arrived_.notify_one();
+  return queue_.empty() && !busy_;
+}
+
+Stream* stream_of(C_Stream handle, int device) {
+  if (handle) return reinterpret_cast<Stream*>(handle);
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!defaults[device]) defaults[device] = new Stream(device);
+  return defaults[device];
+}
+
+Stream* main_stream(int device) {
+  Stream* stream = first[device];
+  return stream ? stream : stream_of(nullptr, device);
+}
+
+void synchronize_device(int device) {
+  std::vector<Stream*> mine;
+  {
+    std::lock_guard<std::mutex> lock(streams_mutex);
+    for (Stream* stream : streams)
+      if (stream->device() == device) mine.push_back(stream);
+  }
+  for (Stream* stream : mine) stream->synchronize();
+}
+
+void wake_streams() {
+  std::lock_guard<std::mutex> lock(streams_mutex);
+  for (Stream* stream : streams) stream->wake();
+}
+
+// ---- errors of asynchronous work ----
+
+void fail(int device, const std::string& why) {
+  fprintf(stderr, "rehearsal: device %d: %s\n", device, why.c_str());
+  std::lock_guard<std::mutex> lock(failures_mutex);
+  if (!device_failed[device]) failures[device] = why;  // the first one: the others follow from it
+  device_failed[device] = true;
+}
+
+bool failed(int device) { return device_failed[device]; }
+
+std::string failure(int device) {
+  std::lock_guard<std::mutex> lock(failures_mutex);
+  return failures[device];
+}
+
+void streams_initialize() {
+  pthread_atfork(nullptr, nullptr, [] { is_child = true; });
+}
+
+bool forked() { return is_child; }
+
+}  // namespace rehearsal
