@@ -9,6 +9,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 from paddle.distributed import fleet
+from paddle.distributed.auto_parallel.api import dtensor_from_local
 from paddle.distributed.fleet.utils import sequence_parallel_utils as sequence
 from paddle.distributed.sharding import group_sharded_parallel
 
@@ -81,6 +82,10 @@ class Trainer:
         model = self.runner.sharded_state_dict()
         return {**model, **self.optimizer.sharded_state_dict(model)}
 
+    def shards(self):
+        """What to look at for the values of the state."""
+        return self.state()
+
 
 class ExpertTrainer:
     """The same of a mixture of experts."""
@@ -101,9 +106,51 @@ class ExpertTrainer:
     def state(self):
         return jobs_experts.state_of(self.net, self.optimizer)
 
+    def shards(self):
+        return self.state()
+
+
+class DistTensors:
+    """The same state as distributed tensors, made of local values. It is not trained."""
+
+    def __init__(self, name, model, salt):
+        fc.install()
+        cpu_world.reset_fleet()
+        size, rank = dist.get_world_size(), dist.get_rank()
+        mesh = dist.ProcessMesh(list(range(size)), dim_names=["x"])
+        plain = build(BY_NAME["single"], model == "tied")
+        trained = [p for p in plain.parameters() if not p.stop_gradient]
+        state = plain.sharded_state_dict()
+        state.update(paddle.optimizer.AdamW(0.01, parameters=trained).sharded_state_dict(state))
+        self._state, self._boxes = {}, {}
+        for key, weight in state.items():
+            shape = list(weight.global_shape)
+            cut = bool(shape) and shape[0] % size == 0
+            local = [shape[0] // size, *shape[1:]] if cut else shape
+            values = paddle.zeros(local, weight.local_tensor.dtype)
+            placement = dist.Shard(0) if cut else dist.Replicate()
+            self._state[key] = dtensor_from_local(values, mesh, [placement])
+            self._boxes[key] = (local, shape, [local[0] * rank if cut else 0, *[0] * (len(shape) - 1)][: len(shape)])
+        fill(self.shards(), salt)
+
+    def steps(self, first, last):
+        raise NotImplementedError("distributed tensors are only moved here")
+
+    def state(self):
+        return self._state
+
+    def shards(self):
+        """The local values, described by hand."""
+        return {
+            key: fc.ShardedWeight(key, self._state[key]._local_value(), *map(tuple, box))
+            for key, box in self._boxes.items()
+        }
+
 
 def begin(strategy, model, salt):
     """A fresh job; the salt decides its values."""
+    if BY_NAME[strategy].semi:
+        return DistTensors(strategy, model, salt)
     return ExpertTrainer(strategy, salt) if model == "experts" else Trainer(strategy, model, salt)
 
 
@@ -134,9 +181,9 @@ def save(strategy, model, folder, trained=True):
     before = trainer.steps(0, BEFORE) if trained else []
     state = trainer.state()
     if not trained:
-        fill(state, "untrained")
+        fill(trainer.shards(), "untrained")
     report = fc.save_state_dict(state, os.path.join(folder, "checkpoint"), unique_id=0, step=BEFORE)
-    leave(state, os.path.join(folder, "saved"))
+    leave(trainer.shards(), os.path.join(folder, "saved"))
     after = trainer.steps(BEFORE, BEFORE + AFTER) if trained else []
     return {"losses": before + after, "bytes": report.total_bytes}
 
@@ -146,7 +193,7 @@ def load(strategy, model, folder, trained=True):
     trainer = begin(strategy, model, "other")
     state = trainer.state()
     report = fc.load_state_dict(state, os.path.join(folder, "checkpoint"), strict=True)
-    leave(trainer.state(), os.path.join(folder, f"loaded-{strategy}"))
+    leave(trainer.shards(), os.path.join(folder, f"loaded-{strategy}"))
     losses = trainer.steps(BEFORE, BEFORE + AFTER) if trained else []
     return {"losses": losses, "seconds": report.seconds["total"]}
 
@@ -158,12 +205,12 @@ def reshard(source, target, model, folder, trained=(True, True)):
         origin.steps(0, BEFORE)
     held = origin.state()
     if not trained[0]:
-        fill(held, "untrained")
-    leave(held, os.path.join(folder, f"live-{source}"))
+        fill(origin.shards(), "untrained")
+    leave(origin.shards(), os.path.join(folder, f"live-{source}"))
     # fleet broadcasts initial values over a group in the order of parameter names. After a pipeline, whose stages have
     # made different numbers of parameters, the counters in those names would differ between the ranks.
     with paddle.utils.unique_name.guard("moved_"):
         destination = begin(target, model, "other")
     fc.reshard_sharded_state_dict(held, destination.state(), strict=True)
-    leave(destination.state(), os.path.join(folder, f"moved-{source}-{target}"))
+    leave(destination.shards(), os.path.join(folder, f"moved-{source}-{target}"))
     return {"losses": destination.steps(BEFORE, BEFORE + AFTER) if trained[1] else []}

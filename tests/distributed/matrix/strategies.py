@@ -23,6 +23,7 @@ class Strategy:
         chunks: Virtual pipeline stages per rank.
         experts: Ranks that a layer's experts are spread over.
         models: Which models it can train: ``tied``, ``untied``, and ``experts``.
+        semi: Semi-automatic: distributed tensors over all ranks, cut on their first axis where it divides evenly.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Strategy:
     chunks: int = 1
     experts: int = 1
     models: tuple[str, ...] = ("tied", "untied")
+    semi: bool = False
 
 
 MODELS = ("tied", "untied", "experts")
@@ -67,7 +69,10 @@ STRATEGIES = (
     Strategy("ep2xtp2", 4, dp=2, mp=2, experts=2, models=("experts",)),
     Strategy("tp2xpp2xv2x2", 8, mp=2, pp=2, sharding=2, split=True),
 )
-BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
+# Those of the matrix on devices which the matrix above does without: the tests of semi-automatic parallelism have their
+# own there.
+FURTHER = (Strategy("semi2", 2, semi=True), Strategy("semi4", 4, semi=True))
+BY_NAME = {strategy.name: strategy for strategy in (*STRATEGIES, *FURTHER)}
 
 # Pairs that differ in one thing, and those that differ in most: what CI runs of each model besides its sample.
 NEIGHBOURS = (

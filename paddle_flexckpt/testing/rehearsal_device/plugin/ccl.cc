@@ -34,12 +34,13 @@ thread_local std::vector<Pending> pending;
 // Has the stream do the work, which returns what went wrong.
 C_Status start(const char* what, Comm* comm, Stream* stream, std::function<std::string()> work) {
   const int device = stream->device();
-  stream->push([=] {
+  const uint64_t position = stream->push([=] {
     if (failed(device)) return;
     const std::string wrong = work();
     if (wrong.empty()) return;
     fail(device, text("communicator %s, rank %d of %d, %s: ", comm->name.c_str(), comm->rank, comm->size, what) + wrong);
   });
+  stream->demand(position);  // the other ranks wait for it
   return C_SUCCESS;
 }
 

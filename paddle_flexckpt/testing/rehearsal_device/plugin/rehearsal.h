@@ -28,9 +28,10 @@ constexpr int kMaxDevices = 16;
   SETTING(latency_us, 0)        /* of every copy */                                                                   \
   SETTING(pageable_factor, 0.5) /* bandwidth of copies from and to pageable host memory, relative */                  \
   SETTING(eager_pageable, 0)    /* 1: asynchronous copies of pageable memory do not wait either (CUDA's do) */        \
-  SETTING(eager_free, 0)        /* 1: freeing memory does not wait for the device: as a caching allocator frees */    \
+  SETTING(eager_free, 1)        /* 1: freeing does not wait, as with a caching allocator; 0: as cudaFree does */      \
   SETTING(delay_us, 0)          /* longest of the random delays before the operations of a stream */                  \
   SETTING(seed, 0)              /* of these delays */                                                                 \
+  SETTING(lazy, 0)              /* 1: a stream does nothing that nobody waits for; collectives are waited for */      \
   SETTING(memory_gib, 4)        /* of each device */                                                                  \
   SETTING(patience_s, 60)       /* how long a collective waits for a peer that says nothing */                        \
   SETTING(lose_event, 0)        /* N: the N-th recording of an event from now on is lost; -1: all */                  \
@@ -64,6 +65,11 @@ void memory_statistics(int device, size_t* total, size_t* free);
 // The plugin's own address of a range of a device. Raises an error where the range is not within one live allocation.
 char* shadow(const void* pointer, size_t size);
 
+class Stream;
+// The stream in which an allocation is used first is its own: freed, it serves the next work of that stream. To be called
+// by the thread that got the addresses.
+void memory_adopt(Stream* stream);
+
 struct Touched {  // what a host access has met
   int device;
   uintptr_t address, begin;  // of the access, and of the allocation
@@ -94,6 +100,8 @@ struct Mark {  // one recording of an event
   std::mutex mutex;
   std::condition_variable changed;
   bool done = false;
+  Stream* stream = nullptr;
+  uint64_t position = 0;
   void finish();
   void wait();
   bool query();
@@ -105,7 +113,9 @@ class Stream {
   ~Stream();
   int device() const { return device_; }
   int number() const { return number_; }  // among the streams of its device, in the order of their creation
-  void push(std::function<void()> work);
+  uint64_t push(std::function<void()> work);  // returns its number, from 1 on
+  void demand(uint64_t position);             // that the work up to this number be done: lazy streams do no other
+  void wake();
   void synchronize();
   bool idle();
 
@@ -121,6 +131,7 @@ class Stream {
   std::condition_variable arrived_, drained_;
   std::deque<Work> queue_;
   bool busy_ = false, stop_ = false;
+  uint64_t pushed_ = 0, demanded_ = 0, begun_ = 0;
   std::thread worker_;
 };
 
@@ -128,6 +139,8 @@ void streams_initialize();
 Stream* stream_of(C_Stream handle, int device);  // nullptr: the device's default stream
 Stream* main_stream(int device);  // the one that the framework computes in: the first
 void synchronize_device(int device);
+void push_if_alive(Stream* stream, int device, std::function<void()> work);  // otherwise, the main stream gets it
+void wake_streams();  // after a change of settings
 void fail(int device, const std::string& why);  // an error of asynchronous work: the next synchronisation raises it
 bool failed(int device);
 std::string failure(int device);

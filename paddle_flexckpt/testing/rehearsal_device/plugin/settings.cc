@@ -57,5 +57,6 @@ REHEARSAL_EXPORT int rehearsal_set(const char* name, double value) {
   auto* at = rehearsal::setting(name);
   if (!at) return -1;
   *at = value;
+  rehearsal::wake_streams();
   return 0;
 }

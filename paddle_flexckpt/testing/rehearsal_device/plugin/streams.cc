@@ -2,6 +2,7 @@
 #include <pthread.h>
 #include <time.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <set>
 
@@ -32,6 +33,12 @@ double scattered(uint64_t seed, uint64_t device, uint64_t stream, uint64_t opera
   return static_cast<double>(x >> 11) / (1ull << 53);
 }
 
+// Has the stream do its work up to there. A stream that is no more has done all of it.
+void demand(Stream* stream, uint64_t position) {
+  std::lock_guard<std::mutex> lock(streams_mutex);
+  if (streams.count(stream)) stream->demand(position);
+}
+
 }  // namespace
 
 void nap(double seconds) {
@@ -49,11 +56,13 @@ void Mark::finish() {
 }
 
 void Mark::wait() {
+  if (query()) return;
   std::unique_lock<std::mutex> lock(mutex);
   changed.wait(lock, [this] { return done; });
 }
 
 bool Mark::query() {
+  demand(stream, position);  // it may be asked for again and again until it is done
   std::lock_guard<std::mutex> lock(mutex);
   return done;
 }
@@ -86,40 +95,59 @@ Stream::~Stream() {
   worker_.join();
 }
 
-void Stream::push(std::function<void()> work) {
+uint64_t Stream::push(std::function<void()> work) {
   const char* who = caller();
+  memory_adopt(this);
   std::lock_guard<std::mutex> lock(mutex_);
   queue_.push_back({std::move(work), who});
+  arrived_.notify_one();
+  return ++pushed_;
+}
+
+void Stream::demand(uint64_t position) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  demanded_ = std::max(demanded_, position);
+  arrived_.notify_one();
+}
+
+void Stream::wake() {
+  std::lock_guard<std::mutex> lock(mutex_);
   arrived_.notify_one();
 }
 
 void Stream::run() {
   std::unique_lock<std::mutex> lock(mutex_);
-  for (uint64_t operation = 0;; ++operation) {
-    arrived_.wait(lock, [this] { return stop_ || !queue_.empty(); });
+  for (;;) {
+    arrived_.wait(lock, [this] { return stop_ || (!queue_.empty() && (begun_ < demanded_ || settings().lazy == 0)); });
     if (queue_.empty()) return;
     Work work = std::move(queue_.front());
     queue_.pop_front();
+    ++begun_;
     busy_ = true;
     lock.unlock();
     if (const double longest = settings().delay_us)
-      nap(longest * 1e-6 * scattered(static_cast<uint64_t>(settings().seed), device_, number_, operation));
+      nap(longest * 1e-6 * scattered(static_cast<uint64_t>(settings().seed), device_, number_, begun_));
     origin() = {number_, work.caller};
     work.run();
     work.run = nullptr;
     lock.lock();
     busy_ = false;
-    if (queue_.empty()) drained_.notify_all();
+    drained_.notify_all();
   }
 }
 
 void Stream::synchronize() {
   std::unique_lock<std::mutex> lock(mutex_);
-  drained_.wait(lock, [this] { return queue_.empty() && !busy_; });
+  demanded_ = pushed_;
+  arrived_.notify_one();
+  const uint64_t all = pushed_;
+  drained_.wait(lock, [this, all] { return begun_ > all || (begun_ == all && !busy_); });
 }
 
 bool Stream::idle() {
   std::lock_guard<std::mutex> lock(mutex_);
+  demanded_ = pushed_;
+  arrived_.notify_one();
   return queue_.empty() && !busy_;
 }
 
@@ -136,6 +164,17 @@ Stream* main_stream(int device) {
   return stream ? stream : stream_of(nullptr, device);
 }
 
+void push_if_alive(Stream* stream, int device, std::function<void()> work) {
+  if (stream) {
+    std::lock_guard<std::mutex> lock(streams_mutex);
+    if (streams.count(stream)) {
+      stream->push(std::move(work));
+      return;
+    }
+  }
+  main_stream(device)->push(std::move(work));
+}
+
 void synchronize_device(int device) {
   std::vector<Stream*> mine;
   {
@@ -144,6 +183,11 @@ void synchronize_device(int device) {
       if (stream->device() == device) mine.push_back(stream);
   }
   for (Stream* stream : mine) stream->synchronize();
+}
+
+void wake_streams() {
+  std::lock_guard<std::mutex> lock(streams_mutex);
+  for (Stream* stream : streams) stream->wake();
 }
 
 // ---- errors of asynchronous work ----
