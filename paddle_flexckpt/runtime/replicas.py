@@ -21,7 +21,7 @@ import xxhash
 from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError
 from paddle_flexckpt.execution.transfer import pack_copy
 from paddle_flexckpt.runtime.communicator import Communicator
-from paddle_flexckpt.runtime.device_memory import DeviceMemory, current_device, has_views, on_host
+from paddle_flexckpt.runtime.device_memory import DeviceMemory, current_device, on_host
 from paddle_flexckpt.runtime.tensors import host_memory, open_storage
 
 MAX_LISTED = 50
@@ -49,7 +49,7 @@ def replica_digests(held: Mapping[int, Any], groups: ReplicaGroups, on_device: b
         if count[row] < 2:
             continue
         storage = open_storage(tensor)
-        by_sums = isinstance(storage, DeviceMemory) and has_views() if on_device is None else on_device
+        by_sums = isinstance(storage, DeviceMemory) and storage.has_views if on_device is None else on_device
         digests.append((row, by_sums, _sums_digest(storage, factors) if by_sums else _bytes_digest(storage)))
     return np.asarray(digests, dtype=_DIGEST).tobytes()
 
@@ -131,7 +131,7 @@ def _sums_digest(storage: Any, factors: dict[str, Any]) -> int:
         factors: The factors on each device that has them already, by its name; is added to.
     """
     if isinstance(storage, DeviceMemory):
-        sums = _device_sums(storage, factors) if has_views() else _host_sums(storage.read_range(0, storage.size))
+        sums = _device_sums(storage, factors) if storage.has_views else _host_sums(storage.read_range(0, storage.size))
     else:
         sums = _host_sums(storage)
     return xxhash.xxh3_64_intdigest(np.concatenate([part.view(np.uint8) for part in sums]))

@@ -27,8 +27,8 @@ def _status(name):
 def measured(work):
     """The plugin's counters of a call, and the host and device memory that it took at most, in bytes."""
     # The plugin keeps some of what was freed, poisoned, in this process's memory: let that be as much before as after.
-    filler = paddle.zeros([128 * MIB], dtype="uint8")
-    del filler
+    fillers = [paddle.zeros([8 * MIB], dtype="uint8") for _ in range(8)]
+    del fillers
     paddle.device.synchronize()
     gc.collect()
     rehearsal_device.reset()

@@ -48,12 +48,13 @@ def test_a_reshard_stays_on_the_devices_in_bounded_memory(costs):
         assert made["reshard"]["collectives"] == STATE // 2 // 16
 
 
-def test_a_reshard_through_the_host_takes_no_device_memory(costs):
+def test_a_reshard_through_the_host_takes_no_collective_and_little_memory(costs):
     for made in costs:
         cost = made["reshard through the host"]
         assert cost["right"]
         assert cost["d2h"] == cost["h2d"] == STATE * MIB // 2
-        assert cost["collectives"] == cost["device"] == 0
+        assert cost["collectives"] == 0
+        assert cost["device"] <= 8 * MIB  # columns are gathered on the device before they cross
         assert cost["host"] <= LIMIT
 
 
