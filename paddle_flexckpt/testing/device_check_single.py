@@ -158,6 +158,8 @@ class SingleChecks:
         return {"nbytes": items.nbytes}
 
     def _training(self) -> dict[str, Any]:
+        fc.install()
+
         def build(seed: int) -> tuple[Any, Any]:
             paddle.seed(seed)
             model = paddle.nn.Sequential(paddle.nn.Linear(32, 64), paddle.nn.ReLU(), paddle.nn.Linear(64, 8))
