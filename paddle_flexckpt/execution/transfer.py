@@ -16,9 +16,9 @@ from paddle_flexckpt.planning import Pieces
 
 # Bytes per step on the host: small enough to stay in cache between the strided side and the contiguous one.
 CHUNK_BYTES = 1 << 20
-# Bytes per step of a copy from, to or within a device: large enough to use the link's bandwidth, and a quarter of the
-# 64 MiB of memory that an exchange may take, because a step can hold its values twice.
-DEVICE_CHUNK_BYTES = 16 << 20
+# Bytes per step of a copy from, to or within a device: enough to use the link's bandwidth. An exchange through the host
+# holds up to five such steps at a time, and may take 64 MiB.
+DEVICE_CHUNK_BYTES = 8 << 20
 
 
 class DeviceStorage(Protocol):

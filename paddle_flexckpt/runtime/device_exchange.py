@@ -73,38 +73,37 @@ class Message:
 
 
 @dataclass(frozen=True, eq=False)
-class Rounds:
-    """How messages are cut, the same on every rank.
+class Traffic:
+    """What all ranks send to each other, in columns; the same on every rank.
 
     Attributes:
-        count: Number of rounds.
-        quota: By pair of (sender's, receiver's) position in the group, the most bytes of a round.
+        sender: int64 ``[n]``, position of the sender in the group.
+        receiver: int64 ``[n]``, position of the receiver.
+        nbytes: int64 ``[n]``, bytes of the message.
     """
 
-    count: int
-    quota: Mapping[tuple[int, int], int]
+    sender: np.ndarray
+    receiver: np.ndarray
+    nbytes: np.ndarray
 
     @classmethod
-    def of(cls, traffic: Sequence[Mapping[int, int]], round_bytes: int) -> Rounds:
-        """Cut messages so that no rank sends or receives more than a round's bytes in a round.
+    def of(cls, sent: Sequence[bytes]) -> Traffic:
+        """Put together what every rank's :attr:`DeviceExchange.sent` says."""
+        rows = [np.frombuffer(each, dtype=np.int64).reshape(-1, 2) for each in sent]
+        sender = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
+        receiver, nbytes = np.concatenate(rows).T
+        return cls(sender, receiver, nbytes)
 
-        A rank's room is shared by those that it has to do with, not by all ranks.
+    def quotas(self, round_bytes: int) -> np.ndarray:
+        """Return int64 ``[n]``, the bytes of each message that go in one round.
 
-        Args:
-            traffic: For every position, the bytes that it sends to others, by their position.
-            round_bytes: The most that a rank sends, and the most that it receives, in one round.
+        No rank sends or receives more than ``round_bytes`` in a round (or ``ALIGNMENT`` for each peer, if that is
+        more). A rank's room is shared by the peers that it has to do with, not by all ranks.
         """
-        senders = np.zeros(len(traffic), dtype=np.int64)
-        for sent in traffic:
-            for receiver in sent:
-                senders[receiver] += 1
-        quota, count = {}, 0
-        for sender, sent in enumerate(traffic):
-            for receiver, nbytes in sent.items():
-                share = round_bytes // max(len(sent), int(senders[receiver])) // ALIGNMENT * ALIGNMENT
-                quota[sender, receiver] = max(ALIGNMENT, share)
-                count = max(count, -(-nbytes // quota[sender, receiver]))
-        return cls(count, quota)
+        busiest = np.maximum(
+            np.bincount(self.sender, minlength=1)[self.sender], np.bincount(self.receiver, minlength=1)[self.receiver]
+        )
+        return np.maximum(round_bytes // np.maximum(busiest, 1) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
 
 
 class _Side:
@@ -139,8 +138,11 @@ class _Side:
 class DeviceExchange:
     """One rank's part of an exchange between devices.
 
-    1. Every rank makes one, and tells the others its :attr:`traffic`.
+    1. Every rank makes one, and tells the others what it will have :attr:`sent`.
     2. Every rank calls :meth:`run` with all that.
+
+    Attributes:
+        sent: What the other ranks have to know: an int64 table of positions in the group and bytes sent there.
     """
 
     def __init__(self, group: Any, plan: ExchangePlan, source: Catalog) -> None:
@@ -156,18 +158,15 @@ class DeviceExchange:
         position = {int(rank): position for position, rank in enumerate(group.ranks)}
         self._outgoing = {position[rank]: Message.of(p, source) for rank, p in plan.outgoing.items() if len(p)}
         self._incoming = {position[rank]: Message.of(p, source) for rank, p in plan.incoming.items() if len(p)}
+        table = [(position, message.nbytes) for position, message in self._outgoing.items()]
+        self.sent = np.asarray(table, dtype=np.int64).tobytes()
 
-    @property
-    def traffic(self) -> dict[int, int]:
-        """What the other ranks have to know: bytes to be sent, by position in the group."""
-        return {position: message.nbytes for position, message in self._outgoing.items()}
-
-    def run(self, traffic: Sequence[Mapping[int, int]], here: int, source: Storage, target: Storage) -> None:
+    def run(self, traffic: Traffic, here: int, source: Storage, target: Storage) -> None:
         """Carry out the exchange.
 
         Args:
-            traffic: Every rank's :attr:`traffic`, by position in the group.
-            here: This rank's position.
+            traffic: Of all ranks.
+            here: This rank's position in the group.
             source: Gives the storage of a source row.
             target: Gives the storage of a target row, to be written.
 
@@ -177,13 +176,17 @@ class DeviceExchange:
         import paddle
         import paddle.distributed as dist
 
-        rounds = Rounds.of(traffic, ROUND_BYTES)
-        outgoing = _Side(self._outgoing, {p: rounds.quota[here, p] for p in self._outgoing}, here, len(traffic))
-        incoming = _Side(self._incoming, {p: rounds.quota[p, here] for p in self._incoming}, here, len(traffic))
+        quotas = traffic.quotas(ROUND_BYTES)
+        rounds = int((-(-traffic.nbytes // quotas)).max(initial=0))
+        mine, yours = traffic.sender == here, traffic.receiver == here
+        size = len(self._group.ranks)
+        outgoing = _Side(self._outgoing, dict(zip(traffic.receiver[mine].tolist(), quotas[mine].tolist())), here, size)
+        incoming = _Side(self._incoming, dict(zip(traffic.sender[yours].tolist(), quotas[yours].tolist())), here, size)
         failure: Exception | None = None
-        with paddle.no_grad(), current_device(_group_device()):
+        device = _group_device()
+        with paddle.no_grad(), current_device(device):
             send, receive = (paddle.empty([side.room], dtype="uint8") for side in (outgoing, incoming))
-            for number in range(rounds.count):
+            for number in range(rounds):
                 if failure is None:
                     try:
                         self._pack(outgoing, number, source, send)
@@ -202,6 +205,8 @@ class DeviceExchange:
                         self._unpack(incoming, number, receive, target)
                     except Exception as error:  # raised after the last round
                         failure = error
+            # The buffers must not be freed while a stream, of the backend maybe, still has to do with them.
+            paddle.device.synchronize(device)
         if failure is not None:
             raise failure
 

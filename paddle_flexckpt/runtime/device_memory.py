@@ -22,12 +22,17 @@ from paddle_flexckpt.runtime.tensors import device_of, dtype_name, element_count
 _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "int64"}
 
 
-def has_views() -> bool:
-    """Return whether Paddle makes views of device memory (``FLAGS_use_stride_kernel``, on by default)."""
+def has_views(dtypes: Iterable[str]) -> bool:
+    """Return whether Paddle makes views of device memory that show elements of some dtypes as integers.
+
+    It does not with ``FLAGS_use_stride_kernel=0``, and Paddle 3.0 divides by the width of float8, which is 0 there.
+    """
     import paddle
 
     flag = "FLAGS_use_stride_kernel"
-    return bool(paddle.get_flags(flag)[flag])
+    if not paddle.get_flags(flag)[flag]:
+        return False
+    return not paddle.__version__.startswith("3.0.") or not any(dtype.startswith("float8") for dtype in dtypes)
 
 
 def wait_for_devices(tensors: Iterable[Any]) -> None:
@@ -65,6 +70,7 @@ class DeviceMemory:
         dtype: The elements' type on the host.
         device: Name of the device, such as ``gpu:0``.
         size: Number of elements.
+        has_views: Whether its elements can be seen as integers; without that they are reached in contiguous runs.
     """
 
     def __init__(self, tensor: Any, dtype: np.dtype | None = None) -> None:
@@ -82,8 +88,8 @@ class DeviceMemory:
         self._shape = (self.size,) if dtype is not None else tuple(int(extent) for extent in tensor.shape)
         self._strides = None if tensor.is_contiguous() else [int(stride) for stride in tensor.strides]
         self._words = max(1, self.dtype.itemsize // 8)
-        self._has_views = has_views()
-        self._anchor, self._offset = self._anchored() if self._has_views and self.size else (tensor, 0)
+        self.has_views = has_views([dtype_name(tensor)])
+        self._anchor, self._offset = self._anchored() if self.has_views and self.size else (tensor, 0)
 
     def _anchored(self) -> tuple[Any, int]:
         """Return a tensor of integers in the same allocation, and the first element's byte offset in that."""
@@ -113,7 +119,7 @@ class DeviceMemory:
         if not copy.size:
             return np.empty(copy.extents, self.dtype)
         with paddle.no_grad(), current_device(self.device):
-            if self._has_views:
+            if self.has_views:
                 part = self._view(copy.extents, copy.source_base, copy.source_strides)
                 return host_memory(part._copy_to(host, True)).view(self.dtype).reshape(copy.extents)
             values = np.empty(copy.size, self.dtype)
@@ -127,7 +133,7 @@ class DeviceMemory:
 
         values = np.ascontiguousarray(values).reshape(-1)
         with paddle.no_grad(), current_device(self.device):
-            if self._has_views:
+            if self.has_views:
                 part = self._view(copy.extents, copy.target_base, copy.target_strides)
                 source = on_host(values.view(_BITS[self.dtype.itemsize]).reshape([int(n) for n in part.shape]))
                 # A strided view is only written by a copy within its device: from the host Paddle would use a kernel of
@@ -147,7 +153,7 @@ class DeviceMemory:
         if not isinstance(source, DeviceMemory):
             raise TypeError(f"a device is copied from a device, not from {type(source).__name__}")
         with paddle.no_grad(), current_device(self.device):
-            if self._has_views:
+            if self.has_views:
                 part = source._view(copy.extents, copy.source_base, copy.source_strides)
                 if source.device != self.device:
                     part = part._copy_to(self._tensor.place, True)
@@ -222,6 +228,11 @@ class DeviceMemory:
 
     def _run(self, start: int, count: int) -> Any:
         """Return a stretch of a contiguous tensor, where there are no views."""
+        if self._strides is not None:
+            raise CheckpointError(
+                f"this Paddle cannot reach a strided {dtype_name(self._tensor)} tensor on {self.device}. Remedy: make "
+                "it contiguous, or use Paddle 3.1"
+            )
         return self._tensor.detach().reshape([-1])._slice(start, start + count)
 
 

@@ -21,7 +21,7 @@ import xxhash
 from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError
 from paddle_flexckpt.execution.transfer import pack_copy
 from paddle_flexckpt.runtime.communicator import Communicator
-from paddle_flexckpt.runtime.device_memory import DeviceMemory, current_device, has_views, on_host
+from paddle_flexckpt.runtime.device_memory import DeviceMemory, current_device, on_host
 from paddle_flexckpt.runtime.tensors import host_memory, open_storage
 
 MAX_LISTED = 50
@@ -43,13 +43,14 @@ def replica_digests(held: Mapping[int, Any], groups: ReplicaGroups, on_device: b
     """
     count = np.zeros(len(groups.order), dtype=np.int64)
     count[groups.order] = np.repeat(groups.count, groups.count)
-    digests = []
+    digests: list[tuple[int, bool, int]] = []
+    factors: dict[str, Any] = {}
     for row, tensor in held.items():
         if count[row] < 2:
             continue
         storage = open_storage(tensor)
-        by_sums = isinstance(storage, DeviceMemory) and has_views() if on_device is None else on_device
-        digests.append((row, by_sums, _sums_digest(storage) if by_sums else _bytes_digest(storage)))
+        by_sums = isinstance(storage, DeviceMemory) and storage.has_views if on_device is None else on_device
+        digests.append((row, by_sums, _sums_digest(storage, factors) if by_sums else _bytes_digest(storage)))
     return np.asarray(digests, dtype=_DIGEST).tobytes()
 
 
@@ -122,10 +123,15 @@ def _factors() -> np.ndarray:
     return (random | np.uint64(1)).view(np.int64)
 
 
-def _sums_digest(storage: Any) -> int:
-    """Return the digest that a device can take; of a device tensor only the sums cross to the host."""
+def _sums_digest(storage: Any, factors: dict[str, Any]) -> int:
+    """Return the digest that a device can take; of a device tensor only the sums cross to the host.
+
+    Args:
+        storage: What to digest.
+        factors: The factors on each device that has them already, by its name; is added to.
+    """
     if isinstance(storage, DeviceMemory):
-        sums = _device_sums(storage) if has_views() else _host_sums(storage.read_range(0, storage.size))
+        sums = _device_sums(storage, factors) if storage.has_views else _host_sums(storage.read_range(0, storage.size))
     else:
         sums = _host_sums(storage)
     return xxhash.xxh3_64_intdigest(np.concatenate([part.view(np.uint8) for part in sums]))
@@ -141,14 +147,16 @@ def _host_sums(array: np.ndarray) -> list[np.ndarray]:
     return [*sums, data[len(words) * 4 :]]
 
 
-def _device_sums(memory: DeviceMemory) -> list[np.ndarray]:
+def _device_sums(memory: DeviceMemory, known: dict[str, Any]) -> list[np.ndarray]:
     import paddle
 
     itemsize = memory.dtype.itemsize
     count = memory.size * itemsize // 4  # words
     sums = []
     with paddle.no_grad(), current_device(memory.device):
-        factors = on_host(_factors())._copy_to(memory.place, True)
+        if memory.device not in known:
+            known[memory.device] = on_host(_factors())._copy_to(memory.place, True)
+        factors = known[memory.device]
         for start in range(0, count, ROW_WORDS * _ROWS_AT_ONCE):
             stop = min(start + ROW_WORDS * _ROWS_AT_ONCE, count)
             words = memory.contiguous_range(start * 4 // itemsize, stop * 4 // itemsize)

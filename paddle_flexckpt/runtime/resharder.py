@@ -20,7 +20,7 @@ import numpy as np
 
 from paddle_flexckpt.aoa import Mapping as AoaMapping
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat, dtype_of
-from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
 from paddle_flexckpt.execution.mapping import config_digest, moved_keys
 from paddle_flexckpt.execution.transfer import AnyStorage, copy_pieces, pack, unpack
 from paddle_flexckpt.execution.work import Work, plan_work
@@ -30,7 +30,7 @@ from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.runtime.carrier import Carrier
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, communicator_for
 from paddle_flexckpt.runtime.completion import complete, match
-from paddle_flexckpt.runtime.device_exchange import DeviceExchange
+from paddle_flexckpt.runtime.device_exchange import DeviceExchange, Traffic
 from paddle_flexckpt.runtime.device_memory import has_views, wait_for_devices
 from paddle_flexckpt.runtime.loader import (
     check_heads,
@@ -353,12 +353,12 @@ class _Exchange:
         self._source, self._held = sources
         self._ready, self._first = targets
         tensors = [*self._held.values(), *(weight.local_tensor for weight in self._ready.state.weights)]
-        self._devices = any(device_of(tensor) is not None for tensor in tensors)
+        devices = any(device_of(tensor) is not None for tensor in tensors)
         self._on_device: DeviceExchange | None = None
-        if comm.device_group is not None and not offload and has_views():
+        if comm.device_group is not None and not offload and has_views(self._source.dtypes):
             self._on_device = DeviceExchange(comm.device_group, plan, self._source)
-        traffic = None if self._on_device is None else self._on_device.traffic
-        self.head = json.dumps({"devices": self._devices, "traffic": traffic}).encode()
+        sent = b"" if self._on_device is None else self._on_device.sent
+        self.head = join((bytes([self._on_device is not None, devices]), sent))
         wait_for_devices(tensors)
 
     def run(self, carrier: Carrier, addresses: list[bytes], heads: list[bytes]) -> tuple[dict[str, int], bytes]:
@@ -383,15 +383,11 @@ class _Exchange:
         def source_dtype(row: int) -> np.dtype:
             return dtype_of(self._source.dtype_name(row)).numpy
 
-        plan, told = self._plan, [json.loads(head) for head in heads]
+        plan = self._plan
+        flags, sent_by_rank = zip(*(split(head) for head in heads))
         # Host memory carries everything where a rank cannot use the devices, or where nothing is on one.
-        if (
-            self._on_device is not None
-            and all(head["traffic"] is not None for head in told)
-            and (any(head["devices"] for head in told))
-        ):
-            traffic = [{int(position): nbytes for position, nbytes in head["traffic"].items()} for head in told]
-            self._on_device.run(traffic, self._comm.position, source_storage, target_storage)
+        if self._on_device is not None and all(can for can, _ in flags) and any(devices for _, devices in flags):
+            self._on_device.run(Traffic.of(sent_by_rank), self._comm.position, source_storage, target_storage)
         else:
             carrier.exchange(
                 addresses,

@@ -71,8 +71,8 @@ def configure(**settings: float) -> None:
     """Change settings of this process; each counts from the next operation on.
 
     ``plugin/rehearsal.h`` says what they mean: ``h2d_gibs``, ``d2h_gibs``, ``d2d_gibs``, ``ccl_gibs``,
-    ``latency_us``, ``pageable_factor``, ``eager_pageable``, ``eager_free``, ``lazy``, ``delay_us``, ``seed``, ``memory_gib``,
-    ``patience_s``, ``lose_event``, ``lose_wait``, ``trace``, ``log``.
+    ``latency_us``, ``pageable_factor``, ``eager_pageable``, ``eager_free``, ``lazy``, ``delay_us``, ``seed``,
+    ``memory_gib``, ``patience_s``, ``lose_event``, ``lose_wait``, ``trace``, ``log``.
     """
     for name, value in settings.items():
         if _library().rehearsal_set(name.encode(), float(value)):

@@ -25,6 +25,7 @@ constexpr size_t kPoisonedBytes = 64 << 20;   // of freed memory that keep their
 struct Block {
   size_t size;
   const char* origin;
+  Stream* owner;
   size_t taken() const { return (std::max<size_t>(size, 1) + kAlignment - 1) / kAlignment * kAlignment; }
   size_t span() const { return (std::max<size_t>(size, 1) + kPage - 1) / kPage * kPage; }
 };
@@ -41,6 +42,8 @@ struct Arena {
   size_t poisoned_bytes = 0, dead_span = 0;
 };
 Arena arenas[kMaxDevices];
+// Allocations that this thread has named, and whose stream is not known yet: device and offset.
+thread_local std::vector<std::pair<int, size_t>> unowned;
 
 Arena* arena_of(uintptr_t address) {
   const uintptr_t index = (address - kBase) / kStride;
@@ -128,7 +131,7 @@ void memory_initialize() {
 bool memory_allocate(int device, void** out, size_t size) {
   touch_watch();
   Arena& arena = arenas[device];
-  const Block block{size, caller()};
+  const Block block{size, caller(), nullptr};
   size_t offset;
   {
     std::lock_guard<std::mutex> lock(arena.mutex);
@@ -166,7 +169,7 @@ bool memory_release(int device, void* pointer) {
   char* at = arena.hidden + offset;
   auto poison = [at, block] { memset(at, kFreed, block.taken()); };
   // A caching allocator gives freed memory to whatever its stream does next; other streams may still use it.
-  if (eager) main_stream(device)->push(poison);
+  if (eager) push_if_alive(block.owner, device, poison);
   else poison();
   block.origin = caller();
   std::lock_guard<std::mutex> lock(arena.mutex);
@@ -182,6 +185,15 @@ void memory_statistics(int device, size_t* total, size_t* free) {
   std::lock_guard<std::mutex> lock(arenas[device].mutex);
   *total = device_capacity();
   *free = *total - std::min(*total, arenas[device].used);
+}
+
+void memory_adopt(Stream* stream) {
+  for (const auto& [device, offset] : unowned) {
+    std::lock_guard<std::mutex> lock(arenas[device].mutex);
+    auto block = arenas[device].live.find(offset);
+    if (block != arenas[device].live.end() && !block->second.owner) block->second.owner = stream;
+  }
+  unowned.clear();
 }
 
 bool memory_find(uintptr_t address, Touched* found) {
@@ -209,7 +221,10 @@ char* shadow(const void* pointer, size_t size) {
     const size_t offset = address - reinterpret_cast<uintptr_t>(arena->visible);
     std::lock_guard<std::mutex> lock(arena->mutex);
     auto block = holding(arena->live, offset);
-    if (block != arena->live.end() && offset + size <= block->first + block->second.taken()) return arena->hidden + offset;
+    if (block != arena->live.end() && offset + size <= block->first + block->second.taken()) {
+      if (!block->second.owner) unowned.emplace_back(arena - arenas, block->first);
+      return arena->hidden + offset;
+    }
   }
   Touched met{};
   if (!memory_find(address, &met)) refuse(text("%p is not an address of a device", pointer));

@@ -9,6 +9,8 @@ using namespace rehearsal;
 namespace {
 
 thread_local int current = 0;
+// The stream that this thread has waited for last. Paddle waits for its current stream before each synchronous copy.
+thread_local Stream* waited_for = nullptr;
 
 struct Event {
   std::mutex mutex;
@@ -146,7 +148,8 @@ C_Status stream_wait_event(const C_Device device, C_Stream stream, C_Event event
   return C_SUCCESS;
 }
 C_Status synchronize_stream(const C_Device device, C_Stream stream) {
-  return wait("wait_stream", device->id, tally().stream_syncs, [&] { stream_of(stream, device->id)->synchronize(); });
+  waited_for = stream_of(stream, device->id);
+  return wait("wait_stream", device->id, tally().stream_syncs, [] { waited_for->synchronize(); });
 }
 C_Status synchronize_whole_device(const C_Device device) {
   return wait("wait_device", device->id, tally().device_syncs, [&] { synchronize_device(device->id); });
@@ -199,6 +202,7 @@ C_Status copy(Way way, int device, C_Stream stream, bool async, void* dst, const
     // collective on another stream: they have to wait for all streams, as those of CUDA's default stream do. Copies from
     // and to the host wait for nothing but what Paddle itself waits for, so that a forgotten wait shows.
     if (way == Way::D2D) synchronize_device(device);
+    memory_adopt(waited_for ? waited_for : main_stream(device));
     origin() = {-1, caller()};
     transfer(way, device, to, from, size, pinned);
     return outcome(device);

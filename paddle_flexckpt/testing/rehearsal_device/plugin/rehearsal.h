@@ -28,7 +28,7 @@ constexpr int kMaxDevices = 16;
   SETTING(latency_us, 0)        /* of every copy */                                                                   \
   SETTING(pageable_factor, 0.5) /* bandwidth of copies from and to pageable host memory, relative */                  \
   SETTING(eager_pageable, 0)    /* 1: asynchronous copies of pageable memory do not wait either (CUDA's do) */        \
-  SETTING(eager_free, 0)        /* 1: freeing memory does not wait for the device: as a caching allocator frees */    \
+  SETTING(eager_free, 1)        /* 1: freeing does not wait, as with a caching allocator; 0: as cudaFree does */      \
   SETTING(delay_us, 0)          /* longest of the random delays before the operations of a stream */                  \
   SETTING(seed, 0)              /* of these delays */                                                                 \
   SETTING(lazy, 0)              /* 1: a stream does nothing that nobody waits for; collectives are waited for */      \
@@ -65,6 +65,11 @@ void memory_statistics(int device, size_t* total, size_t* free);
 // The plugin's own address of a range of a device. Raises an error where the range is not within one live allocation.
 char* shadow(const void* pointer, size_t size);
 
+class Stream;
+// The stream in which an allocation is used first is its own: freed, it serves the next work of that stream. To be called
+// by the thread that got the addresses.
+void memory_adopt(Stream* stream);
+
 struct Touched {  // what a host access has met
   int device;
   uintptr_t address, begin;  // of the access, and of the allocation
@@ -91,8 +96,6 @@ int python_report(const char* otherwise);              // calls touches.report()
 void python_dump_threads(int descriptor);              // tracebacks of all threads; from a handler of signals
 
 // ---- streams.cc: one worker thread each, in order ----
-class Stream;
-
 struct Mark {  // one recording of an event
   std::mutex mutex;
   std::condition_variable changed;
@@ -136,6 +139,7 @@ void streams_initialize();
 Stream* stream_of(C_Stream handle, int device);  // nullptr: the device's default stream
 Stream* main_stream(int device);  // the one that the framework computes in: the first
 void synchronize_device(int device);
+void push_if_alive(Stream* stream, int device, std::function<void()> work);  // otherwise, the main stream gets it
 void wake_streams();  // after a change of settings
 void fail(int device, const std::string& why);  // an error of asynchronous work: the next synchronisation raises it
 bool failed(int device);

@@ -97,6 +97,7 @@ Stream::~Stream() {
 
 uint64_t Stream::push(std::function<void()> work) {
   const char* who = caller();
+  memory_adopt(this);
   std::lock_guard<std::mutex> lock(mutex_);
   queue_.push_back({std::move(work), who});
   arrived_.notify_one();
@@ -161,6 +162,17 @@ Stream* stream_of(C_Stream handle, int device) {
 Stream* main_stream(int device) {
   Stream* stream = first[device];
   return stream ? stream : stream_of(nullptr, device);
+}
+
+void push_if_alive(Stream* stream, int device, std::function<void()> work) {
+  if (stream) {
+    std::lock_guard<std::mutex> lock(streams_mutex);
+    if (streams.count(stream)) {
+      stream->push(std::move(work));
+      return;
+    }
+  }
+  main_stream(device)->push(std::move(work));
 }
 
 void synchronize_device(int device) {
