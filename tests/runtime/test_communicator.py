@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Problem, ValidationError
-from paddle_flexckpt.runtime.communicator import SoloCommunicator, check_coordinator, check_same
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, Problem, ValidationError
+from paddle_flexckpt.runtime import communicator
+from paddle_flexckpt.runtime.communicator import PaddleCommunicator, SoloCommunicator, check_coordinator, check_same
+from paddle_flexckpt.runtime.lost_ranks import announce
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 
 
@@ -114,3 +118,97 @@ def test_ranks_that_disagree_are_told():
     check_same([b'{"step": 1}'] * 3, "cannot save")
     with pytest.raises(ValidationError, match=r'cannot save: ranks disagree: \{"step": 1\}; \{"step": 2\}\. Remedy'):
         check_same([b'{"step": 2}', b'{"step": 1}', b'{"step": 2}'], "cannot save")
+
+
+# -- which way the bytes of a Paddle group take ------------------------------------------------------------------------
+
+
+class Store:
+    """As little of a key-value store as a rank that meets nobody needs."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+
+    def add(self, key: str, value: int) -> int:
+        self.values[key] = str(int(self.values.get(key, 0)) + value)
+        return int(self.values[key])
+
+    def set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.values[key].encode()
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """``job(own, world, store)``: the communicator of a group of ranks 0 and 1 in a job of given backends.
+
+    Its ``sent`` is what Paddle's own collective was given.
+    """
+    dist = pytest.importorskip("paddle.distributed")
+    communicator._host_channel.cache_clear()
+
+    def make(own: str, world: str, store: Store | None, ranks=(0, 1), number: int = 7) -> PaddleCommunicator:
+        group = SimpleNamespace(id=number, ranks=list(ranks), rank=0, backend=own)
+        monkeypatch.setattr(dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(communicator, "default_store", lambda: store)
+        monkeypatch.setattr(communicator, "_global_group", lambda: SimpleNamespace(backend=world))
+        made = PaddleCommunicator(group)
+        made.sent = []
+
+        def all_gather_object(into, payload, group):
+            made.sent.append(payload)
+            into.extend([payload, b"of the other"])
+
+        monkeypatch.setattr(dist, "all_gather_object", all_gather_object)
+        return made
+
+    yield make
+    communicator._host_channel.cache_clear()
+
+
+DEVICES = ["NCCL", "BKCL", "XCCL", "FLAGCX"]
+
+
+@pytest.mark.paddle
+@pytest.mark.parametrize("store", [None, Store()], ids=["without a store", "with a store"])
+def test_on_a_host_backend_paddle_carries_agreements(job, store):
+    comm = job("GLOO", "GLOO", store)
+    assert comm.all_gather(b"x") == [b"x", b"of the other"]
+    assert comm.sent == [b"x"]
+
+
+@pytest.mark.paddle
+@pytest.mark.parametrize(("own", "world"), [*zip(DEVICES, DEVICES), ("GLOO", "NCCL"), ("NCCL", "GLOO")])
+def test_in_a_job_on_devices_sockets_of_the_hosts_do(job, monkeypatch, own, world):
+    """A gloo group of such a job too: Paddle would hand it tensors of the device that is current."""
+    store = Store()
+    comm = job(own, world, store)
+    announce(store, 1)
+    monkeypatch.setattr(comm._channel, "_patience", 0.0)
+    monkeypatch.setattr("paddle_flexckpt.runtime.lost_ranks.SPREAD_SECONDS", 0.0)
+    monkeypatch.setattr("paddle_flexckpt.runtime.lost_ranks.FAREWELL_SECONDS", 0.0)
+    with pytest.raises(LostRankError, match="rank 1 takes no part in .* rank 1 has not come for 0 s"):
+        comm.all_gather(b"x")
+    assert comm.sent == []
+
+
+@pytest.mark.paddle
+@pytest.mark.parametrize(("own", "world"), [*zip(DEVICES, DEVICES), ("GLOO", "NCCL"), ("NCCL", "GLOO")])
+def test_without_a_store_a_job_on_devices_is_refused(job, own, world):
+    with pytest.raises(ValidationError, match="cannot agree on anything: .* Remedy: .*init_parallel_env"):
+        job(own, world, None)
+
+
+@pytest.mark.paddle
+def test_a_rank_alone_needs_no_store(job):
+    assert job("NCCL", "NCCL", None, ranks=(0,)).all_gather(b"x") == [b"x"]
+
+
+@pytest.mark.paddle
+def test_a_groups_ranks_meet_once(job):
+    store = Store()
+    first, again, other = (job("NCCL", "NCCL", store, number=number) for number in (7, 7, 8))
+    assert first._channel is again._channel
+    assert first._channel is not other._channel

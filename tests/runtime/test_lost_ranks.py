@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from paddle_flexckpt.runtime import lost_ranks
-from paddle_flexckpt.runtime.lost_ranks import announce, describe_lost_ranks, find_lost_ranks
+from paddle_flexckpt.runtime.lost_ranks import announce, describe_lost_ranks, find_lost_ranks, find_missing_ranks
 
 
 class Store:
@@ -118,6 +118,49 @@ def test_a_rank_that_never_came_is_not_said_to_have_gone():
     assert find_lost_ranks(store, "g", (1, 2), 1) == []
 
 
+def test_a_rank_that_lives_and_does_not_fail_takes_no_part(monkeypatch):
+    monkeypatch.setattr(lost_ranks, "SPREAD_SECONDS", 0.2)
+    store = Store()
+    for rank in (1, 2, 3):
+        announce(store, rank)
+    assert find_lost_ranks(store, "g", (1, 2, 3), 3) == []  # on this rank the exchange has failed
+    assert find_missing_ranks(store, "g", (1, 2, 3), 1) == ([], [2])
+
+
+def test_those_that_live_are_waited_for_until_they_have_failed_too(monkeypatch):
+    monkeypatch.setattr(lost_ranks, "SPREAD_SECONDS", 60.0)
+    store = Store()
+    for rank in (1, 2):
+        announce(store, rank)
+    found = {}
+    first = threading.Thread(target=lambda: found.update({1: find_missing_ranks(store, "g", (1, 2), 1)}))
+    first.start()
+    while store.add("flexckpt/g/1", 0) == 0:
+        pass
+    assert find_missing_ranks(store, "g", (1, 2), 2) == ([], [])
+    first.join(30)
+    assert found == {1: ([], [])}
+
+
+def test_a_rank_that_still_closes_its_sockets_when_it_is_looked_for_is_lost(gone):
+    store = Store()
+    announce(store, 1)
+    announce(store, 2)
+    looks = []
+    add = store.add
+
+    def count(key: str, value: int) -> int:
+        if key == "flexckpt/present/2":
+            looks.append(key)
+            if len(looks) == 2:
+                store.set("flexckpt/presence/2", gone)
+        return add(key, value)
+
+    store.add = count
+    assert find_missing_ranks(store, "g", (1, 2), 1) == ([2], [])
+    assert len(looks) == 2
+
+
 def test_what_is_said():
     error = RuntimeError("TIMEOUT self_rank = 0\nmore")
     assert describe_lost_ranks(None, error).startswith("rank 0 is lost: the job's key-value store")
@@ -125,3 +168,7 @@ def test_what_is_said():
     assert describe_lost_ranks([], error) == (
         "an exchange between ranks failed, though all of them are alive: RuntimeError: TIMEOUT self_rank = 0"
     )
+    silent = describe_lost_ranks([], error, [4, 6])
+    assert silent.startswith("rank 4, 6 takes no part in an exchange between ranks, though it is alive")
+    assert silent.endswith("What this rank saw: RuntimeError: TIMEOUT self_rank = 0")
+    assert describe_lost_ranks([3], error, [4]).startswith("rank 3 is lost")

@@ -145,6 +145,7 @@ void Arange(const CustomContext& context, const phi::Scalar& start, const phi::S
     using T = typename decltype(tag)::type;
     using W = std::conditional_t<std::is_integral_v<T>, int64_t, double>;
     const W first = start.to<W>(), last = end.to<W>(), stride = step.to<W>();
+    PADDLE_ENFORCE_EQ(stride == W(0), false, common::errors::InvalidArgument("rehearsal: a range with a step of 0"));
     int64_t count = 0;
     if constexpr (std::is_integral_v<T>) {
       count = (last - first + stride + (stride > 0 ? -1 : 1)) / stride;
@@ -317,6 +318,113 @@ void Transpose(const CustomContext& context, const DenseTensor& x, const std::ve
   move(context, phi::SizeOf(x.dtype()), to, extents, row_major(extents), source, extents, strides);
 }
 
+// ---- x[a:b:c, ...] = value ----
+
+struct Region {
+  Extents extents, strides, unit;  // of the tensor's axes; `unit`: as the value counts them, without decreased axes
+  int64_t begin = 0;
+
+  Region(const DenseTensor& x, const Extents& starts, const Extents& ends, const Extents& steps, const Extents& axes,
+         const Extents& decreased)
+      : extents(list(x.dims())), strides(row_major(extents)) {
+    std::vector<bool> gone(extents.size(), false);
+    for (int64_t axis : decreased) gone[axis_of(axis, extents.size())] = true;
+    for (size_t i = 0; i < axes.size(); ++i) {
+      const int axis = axis_of(axes[i], extents.size());
+      const int64_t extent = extents[axis], step = steps[i], low = step > 0 ? 0 : -1;
+      const auto bounded = [&](int64_t at) {
+        if (at < 0) at = std::max(at + extent, low);
+        return std::min(at, step > 0 ? extent : extent - 1);
+      };
+      // A step backwards to before the first element is written as an end of -(extent + 1) or less.
+      const int64_t first = bounded(starts[i]), last = bounded(ends[i]);
+      const int64_t count = step > 0 ? (last - first + step - 1) / step : (first - last - step - 1) / -step;
+      begin += first * strides[axis];
+      extents[axis] = std::max<int64_t>(count, 0);
+      strides[axis] *= step;
+    }
+    for (size_t i = 0; i < extents.size(); ++i) {
+      if (!gone[i]) unit.push_back(extents[i]);
+    }
+  }
+};
+
+using Fetch = std::function<const char*()>;
+
+// Copies x to `out` where they are not the same, then the value over the region of it.
+void set_region(const CustomContext& context, const DenseTensor& x, const Region& region, const Extents& decreased,
+                const Extents& none, const Extents& value_extents, const Fetch& value, DenseTensor* out) {
+  const size_t width = phi::SizeOf(x.dtype());
+  const char* from = x.numel() ? reached(x.data(), x.numel() * width) : nullptr;
+  char* at = output(context, out, x.dtype());
+  if (!at) return;
+  const size_t bytes = x.numel() * width;
+  // The value's axes, from the last: those that the region has not (new axes, leading ones) are of extent 1.
+  Extents shape = value_extents;
+  if (!none.empty()) shape.erase(std::remove(shape.begin(), shape.end(), 1), shape.end());
+  while (shape.size() > region.unit.size() && shape.front() == 1) shape.erase(shape.begin());
+  PADDLE_ENFORCE_LE(shape.size(), region.unit.size(),
+                    common::errors::Unimplemented("rehearsal: set_value of a value with more axes than the target"));
+  const Extents reduced = broadcast_strides(shape, region.unit);
+  Extents strides(region.extents.size(), 0);
+  std::vector<bool> gone(region.extents.size(), false);
+  for (int64_t axis : decreased) gone[axis_of(axis, gone.size())] = true;
+  for (size_t i = 0, k = 0; i < strides.size(); ++i) {
+    if (!gone[i]) strides[i] = reduced[k++];
+  }
+  launch(context, [=] {
+    if (at != from) memcpy(at, from, bytes);
+    const char* source = value();
+    each_run(region.extents, {region.strides, strides}, [&](const int64_t* offset, int64_t length) {
+      for (int64_t i = 0; i < length; ++i) {
+        memcpy(at + (region.begin + offset[0] + i * run_stride(region.strides)) * static_cast<int64_t>(width),
+               source + (offset[1] + i * run_stride(strides)) * static_cast<int64_t>(width), width);
+      }
+    });
+  });
+}
+
+void SetValueWithTensor(const CustomContext& context, const DenseTensor& x, const DenseTensor& value,
+                        const phi::IntArray& starts, const phi::IntArray& ends, const phi::IntArray& steps,
+                        const std::vector<int64_t>& axes, const std::vector<int64_t>& decreased,
+                        const std::vector<int64_t>& none, DenseTensor* out) {
+  const Region region(x, starts.GetData(), ends.GetData(), steps.GetData(), axes, decreased);
+  const char* from = value.numel() ? reached(value.data(), value.numel() * phi::SizeOf(value.dtype())) : nullptr;
+  set_region(context, x, region, decreased, none, list(value.dims()), [from] { return from; }, out);
+}
+
+void SetValue(const CustomContext& context, const DenseTensor& x, const phi::IntArray& starts, const phi::IntArray& ends,
+              const phi::IntArray& steps, const std::vector<int64_t>& axes, const std::vector<int64_t>& decreased,
+              const std::vector<int64_t>& none, const std::vector<int64_t>& shape,
+              const std::vector<phi::Scalar>& values, DenseTensor* out) {
+  const Region region(x, starts.GetData(), ends.GetData(), steps.GetData(), axes, decreased);
+  // Paddle's Python hands no values over where it does not know the data type (float8).
+  PADDLE_ENFORCE_EQ(static_cast<int64_t>(values.size()), product(shape),
+                    common::errors::Unimplemented("rehearsal: set_value without values"));
+  auto held = std::make_shared<std::vector<char>>();
+  by_type(x.dtype(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    held->resize(values.size() * sizeof(T));
+    for (size_t i = 0; i < values.size(); ++i) reinterpret_cast<T*>(held->data())[i] = values[i].to<T>();
+  });
+  set_region(context, x, region, decreased, none, shape, [held] { return held->data(); }, out);
+}
+
+void Numel(const CustomContext& context, const DenseTensor& x, DenseTensor* out) {
+  auto* at = output<int64_t>(context, out);
+  launch(context, [at, count = x.numel()] { *at = count; });
+}
+
+// start, end and step as tensors, which Paddle's Python makes on the host.
+void ArangeTensor(const CustomContext& context, const DenseTensor& start, const DenseTensor& end,
+                  const DenseTensor& step, DenseTensor* out) {
+  Arange(context, phi::Scalar(start), phi::Scalar(end), phi::Scalar(step), out);
+}
+
+void on_host(const phi::KernelKey&, phi::Kernel* kernel) {
+  for (size_t i = 0; i < 3; ++i) kernel->InputAt(i).SetBackend(phi::Backend::CPU);
+}
+
 void any_backend(const phi::KernelKey&, phi::Kernel* kernel) {
   kernel->InputAt(0).SetBackend(phi::Backend::ALL_BACKEND);  // only its meta data are read
 }
@@ -329,6 +437,11 @@ const Registered<&FullLike> full_like("full_like", {REHEARSAL_ALL}, any_backend)
 const Registered<&Fill> fill_in_place("fill", {REHEARSAL_ALL});
 const Registered<&AssignValue> assign_value("assign_value", {REHEARSAL_ALL});
 const Registered<&Arange> arange("arange", {DataType::INT32, DataType::INT64, REHEARSAL_FLOATS});
+const Registered<&ArangeTensor> arange_tensor("arange_tensor", {DataType::INT32, DataType::INT64, REHEARSAL_FLOATS},
+                                              on_host);
+const Registered<&SetValue> set_value("set_value", {REHEARSAL_ALL});
+const Registered<&SetValueWithTensor> set_value_with_tensor("set_value_with_tensor", {REHEARSAL_ALL});
+const Registered<&Numel> numel("numel", {REHEARSAL_ALL}, any_backend);
 const Registered<&Cast> cast("cast", {REHEARSAL_ALL});
 const Registered<&Concat> concat("concat", {REHEARSAL_ALL});
 const Registered<&Split> split("split", {REHEARSAL_ALL});

@@ -1,0 +1,210 @@
+"""Prove the library on this machine's accelerators: ``python -m paddle_flexckpt.testing.device_check``.
+
+It saves, loads and reshards, alone and with several ranks over the real backend, compares everything bit for bit with
+values known on the host, and prints a table. ``--json`` writes what a report should have with it. Where there is no
+accelerator, or with ``--rehearsal``, the checks run on a simulated device, and say so.
+
+This process does not import Paddle: a check that crashes is a line of the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from paddle_flexckpt import __version__
+from paddle_flexckpt.testing import rehearsal_device
+from paddle_flexckpt.testing.device_check_record import Outcome, read_record
+
+_SINGLE = "paddle_flexckpt.testing.device_check_single"
+_RANKS = Path(__file__).with_name("device_check_ranks.py")
+#: Seconds for one process or one job; NCCL alone takes some to begin.
+_PATIENCE = 600.0
+#: Bytes that are timed: on a device, and on the simulated one, which is no faster than this machine's memory.
+_MEASURED = (256 << 20, 32 << 20)
+_SIMULATED = "simulated device"
+#: Random delays before the work of a stream, so that a wait that is missing shows.
+_SETTINGS = {"memory_gib": 0.5, "delay_us": 200, "seed": 1}
+
+
+class DeviceCheck:
+    """All checks of one machine.
+
+    Attributes:
+        simulated: Whether they run on the simulated device.
+        outcomes: What came of them.
+        facts: What a reader has to know of the machine.
+    """
+
+    def __init__(self, ranks: int, rehearsal: bool) -> None:
+        """Look which devices there are.
+
+        Args:
+            ranks: Number of devices and ranks wanted.
+            rehearsal: Whether to take the simulated device though there may be another.
+
+        Raises:
+            BuildError: There is no accelerator, and the simulated device cannot be compiled.
+        """
+        self.outcomes: list[Outcome] = []
+        self.facts: dict[str, Any] = {}
+        self._folder = tempfile.TemporaryDirectory(prefix="flexckpt-device-check-")
+        self._path = Path(self._folder.name)
+        self._env = dict(os.environ)
+        self._devices: list[str] = []
+        if not rehearsal:
+            self._single(0, 0)
+            self._devices = self.facts.pop("accelerators", [])
+        simulated = {name.partition(":")[0] for name in self._devices} <= {rehearsal_device.DEVICE_TYPE}
+        self.simulated = simulated
+        if simulated:
+            self._env.update(rehearsal_device.environment(devices=max(2, ranks), **_SETTINGS))
+            self._single(0, 0)
+            self._devices = self.facts.pop("accelerators", [])
+        self._ranks = min(ranks, len(self._devices))
+        self._wanted = ranks
+
+    def run(self) -> None:
+        """Make all checks."""
+        measured = _MEASURED[self.simulated]
+        self._single(max(2, self._ranks) if len(self._devices) > 1 else 1, measured)
+        if self._ranks < 2:
+            reason = f"{self._wanted} ranks were wanted, and there are {len(self._devices)} devices"
+            self.outcomes.append(Outcome("several ranks", "skipped", detail=reason))
+            return
+        self._job("all", measured)
+        self._job("killed", measured)
+
+    def _single(self, count: int, measured: int) -> None:
+        """Run the checks of one process; with a count of 0, only look which devices there are."""
+        record = self._path / f"single.{count}"
+        command = [sys.executable, "-m", _SINGLE, str(record), str(count), str(measured)]
+        code, said = self._process(command)
+        outcomes, facts = read_record(record)
+        self.facts.update(facts)
+        self._take(outcomes, code, said, "one process")
+
+    def _job(self, what: str, measured: int) -> None:
+        """Run the checks of several ranks."""
+        devices = ",".join(name.partition(":")[2] for name in self._devices[: self._ranks])
+        logs = self._path / f"logs-{what}"
+        command = [sys.executable, "-m", "paddle.distributed.launch", "--devices", devices, "--host", "127.0.0.1"]
+        command += ["--log_dir", str(logs), str(_RANKS), str(self._path), str(measured), what]
+        _, said = self._process(command)
+        for rank in range(self._ranks):
+            outcomes, _ = read_record(self._path / f"{what}.{rank}")
+            log = logs / f"workerlog.{rank}"
+            tail = log.read_text(errors="replace")[-3000:] if log.exists() else said
+            if what == "killed" and rank == self._ranks - 1:
+                continue  # the rank that was killed
+            self._take(outcomes, 0 if outcomes else 1, tail, f"rank {rank}")
+
+    def _take(self, outcomes: Sequence[Outcome], code: int, said: str, who: str) -> None:
+        unfinished = [outcome for outcome in outcomes if outcome.result == "begun"]
+        for outcome in unfinished:
+            outcome.result, outcome.detail = "WRONG", f"the process ended during this check. {said[-2000:]}"
+        self.outcomes += outcomes
+        if code and not unfinished:
+            self.outcomes.append(Outcome(who, "WRONG", detail=f"ended with code {code}. {said[-2000:]}"))
+
+    def _process(self, command: list[str]) -> tuple[int, str]:
+        try:
+            done = subprocess.run(
+                command, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_PATIENCE
+            )
+        except subprocess.TimeoutExpired as error:
+            return 1, f"not done within {_PATIENCE:.0f} s\n{(error.stdout or b'').decode(errors='replace')}"
+        return done.returncode, done.stdout.decode(errors="replace")
+
+    def close(self) -> None:
+        """Remove what was written."""
+        self._folder.cleanup()
+
+    def report(self, seconds: float) -> dict[str, Any]:
+        """Return everything, for the JSON."""
+        prefixes = ("FLAGS_", "NCCL_", "XCCL_", "PADDLE_", "REHEARSAL_", "CUDA_VISIBLE_DEVICES")
+        return {
+            "device": _SIMULATED if self.simulated else self._devices[0].partition(":")[0],
+            "simulated": self.simulated,
+            "ok": self.ok,
+            "seconds": seconds,
+            "ranks": self._ranks,
+            "paddle_flexckpt": __version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "environment": {name: value for name, value in sorted(self._env.items()) if name.startswith(prefixes)},
+            **self.facts,
+            "checks": [asdict(outcome) for outcome in self.outcomes],
+        }
+
+    @property
+    def ok(self) -> bool:
+        """Whether checks were made, and nothing was wrong."""
+        made = [outcome for outcome in self.outcomes if outcome.result != "skipped"]
+        return bool(made) and all(outcome.result == "ok" for outcome in made)
+
+
+def table(report: Mapping[str, Any]) -> str:
+    """Return the results as text, one line a check; what was wrong is told in full below."""
+    simulated = report["simulated"]
+    loud = f"*** {_SIMULATED.upper()}: this proves nothing about an accelerator ***"
+    devices = ", ".join(report.get("devices", {}))
+    lines = [loud] if simulated else []
+    lines.append(f"paddle_flexckpt {report['paddle_flexckpt']}, Paddle {report.get('paddle')}, on {devices}")
+    lines.append(f"{'check':42s} {'rank':>4s} {'result':8s} {'bytes':>12s} {'s':>7s}  found")
+    wrong = []
+    for check in report["checks"]:
+        rank = "" if check["rank"] is None else str(check["rank"])
+        first = check["detail"].splitlines()[0][:100] if check["detail"] else ""
+        lines.append(
+            f"{check['check'][:42]:42s} {rank:>4s} {check['result']:8s} {check['nbytes']:12,d} "
+            f"{check['seconds']:7.2f}  {first}"
+        )
+        if check["result"] == "WRONG":
+            wrong.append(f"--- {check['check']} {rank}\n{check['detail']}")
+    lines += wrong
+    number = sum(check["result"] == "ok" for check in report["checks"])
+    skipped = sum(check["result"] == "skipped" for check in report["checks"])
+    verdict = "everything is right" if report["ok"] else "SOMETHING IS WRONG"
+    where = f" (on a {_SIMULATED})" if simulated else ""
+    lines.append(
+        f"{verdict}{where}: {number} checks ok, {len(wrong)} wrong, {skipped} skipped, {report['seconds']:.0f} s"
+    )
+    return "\n".join(lines + ([loud] if simulated else []))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the checks; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m paddle_flexckpt.testing.device_check", description=__doc__)
+    parser.add_argument("--devices", type=int, default=2, help="number of devices, one rank each (2 by default)")
+    parser.add_argument("--json", type=Path, help="where to write everything")
+    parser.add_argument("--rehearsal", action="store_true", help="use the simulated device")
+    options = parser.parse_args(arguments)
+    begin = time.perf_counter()
+    check = DeviceCheck(options.devices, options.rehearsal)
+    try:
+        if check.simulated:
+            sys.stdout.write(f"*** no accelerator is used: the checks run on a {_SIMULATED} ***\n")
+            sys.stdout.flush()
+        check.run()
+        report = check.report(time.perf_counter() - begin)
+    finally:
+        check.close()
+    sys.stdout.write(table(report) + "\n")
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0 if report["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,164 @@
+"""What the checks of a device share: results, written down as they come, and values known on the host."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+#: Data types by the bytes of an element. A Paddle that lacks one says so in the results.
+DTYPES = {
+    "bool": 1,
+    "uint8": 1,
+    "int8": 1,
+    "int16": 2,
+    "int32": 4,
+    "int64": 8,
+    "float16": 2,
+    "bfloat16": 2,
+    "float32": 4,
+    "float64": 8,
+    "complex64": 8,
+}
+FP8 = {"float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+class CheckFailed(Exception):
+    """A check has found values that are not what they should be."""
+
+
+class NotHere(Exception):
+    """A check cannot be made on this machine."""
+
+
+@dataclass
+class Outcome:
+    """One check.
+
+    Attributes:
+        check: What was checked.
+        result: ``ok``, ``WRONG``, ``skipped``, or ``begun`` for one that never ended.
+        nbytes: Bytes of tensors that were saved, loaded or moved.
+        seconds: How long it took.
+        detail: What was wrong, why it was skipped, or what was found.
+        figures: What was measured.
+        rank: The rank that it was checked on; None for the checks of one process.
+    """
+
+    check: str
+    result: str = "begun"
+    nbytes: int = 0
+    seconds: float = 0.0
+    detail: str = ""
+    figures: dict[str, float] = field(default_factory=dict)
+    rank: int | None = None
+
+
+class Record:
+    """Makes checks and writes down what comes of them, one line each, so that a crash leaves what was before it."""
+
+    def __init__(self, path: Path, rank: int | None = None) -> None:
+        """Open the file.
+
+        Args:
+            path: Where the lines go.
+            rank: This process's rank.
+        """
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (open as long as the process)
+        self._rank = rank
+
+    def note(self, **facts: Any) -> None:
+        """Write down facts that are not checks."""
+        self._write(facts)
+
+    def check(self, name: str, work: Callable[[], Mapping[str, Any] | None]) -> None:
+        """Make a check.
+
+        Args:
+            name: What is checked.
+            work: Does it; returns ``nbytes``, ``detail`` and ``figures``, or what there is of them.
+        """
+        outcome = Outcome(name, rank=self._rank)
+        self._write(asdict(outcome))
+        begin = time.perf_counter()
+        try:
+            found = work() or {}
+        except NotHere as reason:
+            outcome.result, outcome.detail = "skipped", str(reason)
+        except Exception as error:  # whatever it is, it is the result of this check, and the next one is made
+            outcome.result, outcome.detail = "WRONG", f"{type(error).__name__}: {error}"
+            traceback.print_exc(file=sys.stderr)
+        else:
+            outcome.result = "ok"
+            outcome.nbytes = int(found.get("nbytes", 0))
+            outcome.detail = str(found.get("detail", ""))
+            outcome.figures = dict(found.get("figures", {}))
+        outcome.seconds = time.perf_counter() - begin
+        self._write(asdict(outcome))
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def read_record(path: Path) -> tuple[list[Outcome], dict[str, Any]]:
+    """Return the checks of a record, each with the last that is known of it, and its facts."""
+    outcomes: dict[str, Outcome] = {}
+    facts: dict[str, Any] = {}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    for line in lines:
+        entry = json.loads(line)
+        if "check" in entry:
+            outcomes[entry["check"]] = Outcome(**entry)
+        else:
+            facts.update(entry)
+    return list(outcomes.values()), facts
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def elements(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Return random elements as opaque items that follow from the name: no arithmetic of a dtype comes in between."""
+    width = {**DTYPES, **FP8}[dtype]
+    generator = np.random.RandomState(zlib.crc32(name.encode()) % 2**31)
+    data = generator.randint(0, 2 if dtype == "bool" else 256, int(np.prod(shape)) * width).astype("uint8")
+    return np.frombuffer(data.tobytes(), f"V{width}").reshape(shape)
+
+
+def on_device(items: np.ndarray, dtype: str, device: str | None = None) -> Any:
+    """Return a tensor of opaque items on a device; on the current one by default."""
+    import paddle
+
+    place = None if device is None else paddle.device.device_to_place(device)
+    if not items.size:
+        tensor = paddle.empty(list(items.shape), dtype=dtype)
+        return tensor if place is None else tensor._copy_to(place, True)
+    data = np.frombuffer(items.tobytes(), "uint8").copy()
+    return paddle.to_tensor(data, place=place).view(dtype).reshape(list(items.shape)).clone()
+
+
+def same(tensor: Any, items: np.ndarray) -> bool:
+    """Return whether a contiguous tensor has exactly these elements."""
+    import paddle
+
+    if tuple(tensor.shape) != items.shape:
+        return False
+    if not items.size:
+        return True
+    host = tensor.detach()._copy_to(paddle.CPUPlace(), True)
+    return bool(host.reshape([-1]).view("uint8").numpy().tobytes() == items.tobytes())
+
+
+def require(truth: bool, otherwise: str) -> None:
+    """Raise :class:`CheckFailed` unless something is true."""
+    if not truth:
+        raise CheckFailed(otherwise)

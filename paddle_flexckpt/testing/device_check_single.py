@@ -1,0 +1,309 @@
+"""The checks of one process on a device. Started by :mod:`~paddle_flexckpt.testing.device_check`."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.testing.device_check_record import (
+    DTYPES,
+    FP8,
+    NotHere,
+    Record,
+    elements,
+    on_device,
+    require,
+    same,
+)
+
+
+class SingleChecks:
+    """The checks of one process, in the order in which they are made."""
+
+    def __init__(self, devices: list[str], folder: Path, measured_bytes: int) -> None:
+        """Set out.
+
+        Args:
+            devices: Names of all accelerators; the first is used unless a check says otherwise.
+            folder: Where checkpoints go.
+            measured_bytes: Size of the state whose save and load are timed.
+        """
+        self._devices, self._folder, self._measured = devices, folder, measured_bytes
+        paddle.set_device(devices[0])
+
+    def all(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+        """Yield the checks by name."""
+        yield "save and load, all dtypes", lambda: self._round_trip("dtypes", DTYPES)
+        yield "float8", lambda: self._round_trip("float8", FP8)
+        yield "views and strided tensors", self._views
+        yield "a tensor written on another stream", self._other_stream
+        yield "tensors change after an asynchronous save", self._asynchronous
+        yield "a tensor on the second device", self._second_device
+        yield "reshard in one process", self._reshard
+        yield "model, optimizer and random state", self._training
+        yield "little device memory left", self._out_of_memory
+        yield "speed", self._speed
+
+    def _round_trip(self, name: str, dtypes: dict[str, int]) -> dict[str, Any]:
+        known = {dtype: width for dtype, width in dtypes.items() if hasattr(paddle, dtype)}
+        if not known:
+            raise NotHere(f"this Paddle has none of {', '.join(dtypes)}")
+        shapes: list[tuple[int, ...]] = [(257, 129), (), (0, 3), (1,)]
+        items = {
+            f"{dtype}{list(shape)}": (elements(f"{dtype}{shape}", shape, dtype), dtype)
+            for dtype in known
+            for shape in (shapes if name == "dtypes" else shapes[:1])
+        }
+        source = {key: on_device(*item) for key, item in items.items()}
+        fc.save_state_dict(source, self._folder / name)
+        target = {key: on_device(np.zeros_like(item[0]), item[1]) for key, item in items.items()}
+        fc.load_state_dict(target, self._folder / name)
+        wrong = [key for key, (values, _) in items.items() if not same(target[key], values)]
+        require(not wrong, f"other values after the load: {wrong}")
+        changed = [key for key, (values, _) in items.items() if not same(source[key], values)]
+        require(not changed, f"the save has changed {changed}")
+        return {"nbytes": sum(values.nbytes for values, _ in items.values()), "detail": f"{len(known)} dtypes"}
+
+    def _views(self) -> dict[str, Any]:
+        whole = np.random.RandomState(1).rand(96, 80).astype("float32")
+        base = paddle.to_tensor(whole)
+        cuts = {
+            "rows": (slice(8, 40), slice(None)),
+            "columns": (slice(None), slice(16, 48)),
+            "steps": (slice(1, 90, 3), slice(2, 70, 2)),
+        }
+        views = {key: base[cut] for key, cut in cuts.items()}
+        views["turned"] = base.transpose([1, 0])
+        wanted = {**{key: whole[cut] for key, cut in cuts.items()}, "turned": whole.T}
+        fc.save_state_dict(views, self._folder / "views")
+        saved = fc.load_merged_state_dict(self._folder / "views")
+        wrong = [key for key, values in wanted.items() if not np.array_equal(saved[key].numpy(), values)]
+        require(not wrong, f"other values in the checkpoint: {wrong}")
+        base.fill_(0.0)
+        require(float(np.abs(views["rows"].numpy()).max()) == 0.0, "the save has cut a view off its tensor")
+        for key, cut in cuts.items():
+            target = paddle.zeros([96, 80])
+            fc.load_state_dict({key: target[cut]}, self._folder / "views", strict=False)
+            expected = np.zeros_like(whole)
+            expected[cut] = whole[cut]
+            require(np.array_equal(target.numpy(), expected), f"a load into a view ({key}) has not reached its tensor")
+        return {"nbytes": sum(values.nbytes for values in wanted.values())}
+
+    def _other_stream(self) -> dict[str, Any]:
+        steps, shape = 60, [1024, 1024]
+        tensor = paddle.zeros(shape)
+        paddle.device.synchronize()
+        stream = paddle.device.Stream(self._devices[0])
+        with paddle.device.stream_guard(stream):
+            for _ in range(steps):
+                tensor.add_(paddle.ones(shape))
+        # Nothing has waited for that stream.
+        fc.save_state_dict({"w": tensor}, self._folder / "stream")
+        values = fc.load_merged_state_dict(self._folder / "stream")["w"].numpy()
+        share = float((values == steps).mean())
+        require(share == 1.0, f"saved while another stream wrote it: {share:.0%} of the values are the last ones")
+        return {"nbytes": tensor.numpy().nbytes}
+
+    def _asynchronous(self) -> dict[str, Any]:
+        shape, count = [512, 1024], 8
+        tensors = {str(i): paddle.full(shape, float(i + 1)) for i in range(count)}
+        begin = time.perf_counter()
+        with fc.BackgroundWriter() as writer:
+            handle: Any = fc.save_state_dict(tensors, self._folder / "async", async_save=writer)
+            blocked = time.perf_counter() - begin
+            for tensor in tensors.values():
+                tensor.fill_(-1.0)
+            handle.result()
+        total = time.perf_counter() - begin
+        saved = fc.load_merged_state_dict(self._folder / "async")
+        wrong = [key for key in tensors if not (saved[key].numpy() == float(int(key) + 1)).all()]
+        require(not wrong, f"values from after the save are in it: {wrong}")
+        nbytes = sum(tensor.numpy().nbytes for tensor in tensors.values())
+        return {"nbytes": nbytes, "figures": {"blocked_seconds": blocked, "total_seconds": total}}
+
+    def _second_device(self) -> dict[str, Any]:
+        if len(self._devices) < 2:
+            raise NotHere("this process sees one device only")
+        items = {"first": elements("first", (300, 70), "float32"), "second": elements("second", (300, 70), "float32")}
+        state = {key: on_device(values, "float32", self._devices[i]) for i, (key, values) in enumerate(items.items())}
+        places = {key: str(tensor.place) for key, tensor in state.items()}
+        require(len(set(places.values())) == 2, f"the tensors are on {places}")
+        fc.save_state_dict(state, self._folder / "second")
+        empty = np.zeros_like(items["first"])
+        # The other way round: each is loaded on the device on which it was not.
+        target = {key: on_device(empty, "float32", self._devices[1 - i]) for i, key in enumerate(items)}
+        fc.load_state_dict(target, self._folder / "second")
+        wrong = [key for key, values in items.items() if not same(target[key], values)]
+        require(not wrong, f"other values after the load: {wrong}")
+        require(paddle.get_device() == self._devices[0], "the library has changed the current device")
+        return {"nbytes": sum(values.nbytes for values in items.values()), "detail": " and ".join(places.values())}
+
+    def _reshard(self) -> dict[str, Any]:
+        items = elements("reshard", (512, 96), "bfloat16")
+        source = {"w": on_device(items, "bfloat16")}
+        target = {"w": on_device(np.zeros_like(items), "bfloat16")}
+        fc.reshard_sharded_state_dict(source, target)
+        require(same(target["w"], items), "other values after the reshard")
+        return {"nbytes": items.nbytes}
+
+    def _training(self) -> dict[str, Any]:
+        fc.install()
+
+        def build(seed: int) -> tuple[Any, Any]:
+            paddle.seed(seed)
+            model = paddle.nn.Sequential(paddle.nn.Linear(32, 64), paddle.nn.ReLU(), paddle.nn.Linear(64, 8))
+            return model, paddle.optimizer.AdamW(0.01, parameters=model.parameters())
+
+        def train(model: Any, optimizer: Any, steps: int) -> list[float]:
+            losses = []
+            for _ in range(steps):
+                loss = (model(paddle.randn([16, 32])) ** 2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.clear_grad()
+                losses.append(float(loss))
+            return losses
+
+        model, optimizer = build(1)
+        train(model, optimizer, 3)
+        with fc.CheckpointManager(self._folder / "training") as manager:
+            manager.save(3, model=model, optimizer=optimizer)
+        wanted = train(model, optimizer, 3)
+        with paddle.utils.unique_name.guard():
+            model, optimizer = build(2)
+        with fc.CheckpointManager(self._folder / "training") as manager:
+            manager.restore(model=model, optimizer=optimizer)
+        losses = train(model, optimizer, 3)
+        require(losses == wanted, f"losses after the restore are {losses}, without it {wanted}")
+        return {"detail": f"losses {', '.join(f'{loss:.6f}' for loss in losses)}"}
+
+    def _out_of_memory(self) -> dict[str, Any]:
+        items = elements("oom", (2048, 1024), "float32")
+        state, target = {"w": on_device(items, "float32")}, {"w": on_device(np.zeros_like(items), "float32")}
+        hoard, size, errors = [], 1 << 40, []
+        try:
+            while size >= 1 << 20:
+                try:
+                    hoard.append(paddle.empty([size], dtype="uint8"))
+                except (RuntimeError, MemoryError, SystemError, OSError, ValueError):
+                    size //= 2
+            for name, work in (
+                ("save", lambda: fc.save_state_dict(state, self._folder / "oom")),
+                ("load", lambda: fc.load_state_dict(target, self._folder / "oom")),
+            ):
+                try:
+                    work()
+                except Exception as error:  # any that says what it is will do
+                    require("memory" in str(error).lower(), f"an error that does not name memory: {error!r}")
+                    errors.append(name)
+        finally:
+            hoarded = sum(int(np.prod(tensor.shape)) for tensor in hoard)
+            hoard.clear()
+            gc.collect()
+        if not errors:
+            require(same(target["w"], items), "other values after a load with little memory left")
+        require(same(state["w"], items), "the save with little memory left has changed its source")
+        found = f"{' and '.join(errors)}: clear error" if errors else "save and load went well"
+        return {"nbytes": items.nbytes, "detail": f"{found}, with {hoarded >> 20} MiB held"}
+
+    def _speed(self) -> dict[str, Any]:
+        count, each = 8, self._measured // 8 // 4
+        state = {str(i): paddle.full([each], float(i)) for i in range(count)}
+        nbytes = count * each * 4
+        host = paddle.CPUPlace()
+        paddle.device.synchronize()
+        copies = {key: tensor._copy_to(host, True) for key, tensor in state.items()}  # memory and caches get warm
+        down = _timed(lambda: [tensor._copy_to(host, True) for tensor in state.values()])
+        up = _timed(lambda: [copy._copy_to(state["0"].place, True) for copy in copies.values()])
+        write = _timed(lambda: self._write(copies))
+        fc.save_state_dict(state, self._folder / "speed")
+        save = _timed(lambda: fc.save_state_dict(state, self._folder / "speed"))
+        load = _timed(lambda: fc.load_state_dict(state, self._folder / "speed"))
+        wrong = [key for key, tensor in state.items() if not (tensor.numpy() == float(int(key))).all()]
+        require(not wrong, f"other values after the load: {wrong}")
+        overlap = (down + write - save) / min(down, write)
+        gib = nbytes / 2**30
+        figures = {
+            "raw_device_to_host_gib_per_s": gib / down,
+            "raw_host_to_device_gib_per_s": gib / up,
+            "raw_write_gib_per_s": gib / write,
+            "save_gib_per_s": gib / save,
+            "load_gib_per_s": gib / load,
+            "overlap_of_copy_and_write": max(0.0, min(1.0, overlap)),
+        }
+        detail = (
+            f"save {gib / save:.2f} GiB/s (raw copy {gib / down:.2f}, raw write {gib / write:.2f}, overlap "
+            f"{figures['overlap_of_copy_and_write']:.0%}), load {gib / load:.2f} (raw copy {gib / up:.2f})"
+        )
+        return {"nbytes": nbytes, "detail": detail, "figures": figures}
+
+    def _write(self, copies: dict[str, Any]) -> None:
+        with open(self._folder / "raw", "wb") as file:
+            for copy in copies.values():
+                file.write(memoryview(copy.numpy()).cast("B"))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def _timed(work: Callable[[], object]) -> float:
+    paddle.device.synchronize()
+    begin = time.perf_counter()
+    work()
+    paddle.device.synchronize()
+    return time.perf_counter() - begin
+
+
+def accelerators() -> list[str]:
+    """Return the names of the devices that are not the host, such as ``gpu:0``."""
+    names = [*paddle.device.get_available_device(), *(paddle.device.get_available_custom_device() or [])]
+    return list(dict.fromkeys(name for name in names if name.partition(":")[0] != "cpu"))
+
+
+def facts(devices: list[str]) -> dict[str, Any]:
+    """Return what a reader of the results has to know of the machine."""
+    described: dict[str, str] = {}
+    for device in devices:
+        described[device] = ""
+        # Not every kind of device and version of Paddle tells.
+        with contextlib.suppress(RuntimeError, ValueError, TypeError, AttributeError, OSError):
+            described[device] = str(paddle.device.get_device_properties(device))
+    flags = ("FLAGS_use_stride_kernel", "FLAGS_allocator_strategy", "FLAGS_fraction_of_gpu_memory_to_use")
+    known = {}
+    for flag in flags:
+        with contextlib.suppress(ValueError):  # not in every build
+            known.update(paddle.get_flags(flag))
+    return {
+        "paddle": paddle.__version__,
+        "paddle_commit": paddle.version.commit,
+        "cuda": str(paddle.version.cuda()),
+        "devices": described,
+        "flags": known,
+    }
+
+
+def main() -> None:
+    """Make the checks: ``RECORD DEVICE-COUNT MEASURED-BYTES``; a count of 0 only looks which devices there are."""
+    record, count, measured = Record(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+    devices = accelerators()
+    record.note(accelerators=devices)
+    if not count:
+        return
+    record.note(**facts(devices[:count]))
+    with tempfile.TemporaryDirectory() as folder:
+        for name, work in SingleChecks(devices[:count], Path(folder), measured).all():
+            record.check(name, work)
+
+
+if __name__ == "__main__":
+    main()

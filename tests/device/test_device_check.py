@@ -1,0 +1,104 @@
+"""The check that a user runs once on an accelerator: here on the simulated device, right and with a mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paddle_flexckpt.testing import rehearsal_device
+from paddle_flexckpt.testing.device_check_record import Record, require
+
+pytest.importorskip("paddle")
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.paddle,
+    pytest.mark.skipif(bool(rehearsal_device.missing_tools()), reason=rehearsal_device.missing_tools()),
+]
+ROOT = Path(__file__).resolve().parents[2]
+
+SINGLE = {
+    *("save and load, all dtypes", "float8", "views and strided tensors", "a tensor written on another stream"),
+    *("tensors change after an asynchronous save", "a tensor on the second device", "reshard in one process"),
+    *("model, optimizer and random state", "little device memory left", "speed"),
+}
+RANKS = {
+    *("ranks have a device each", "save in rows, load in columns", "replicated state is written once"),
+    *("asynchronous save of all ranks", "reshard from rows to columns", "reshard one way"),
+    *("reshard of unequal amounts", "reshard, speed"),
+}
+# Runs in every process of the check, before all else: the last byte that is read off a device is another one.
+MISTAKE = """
+import numpy as np
+from paddle_flexckpt.runtime.device_memory import DeviceMemory
+
+right = DeviceMemory.read
+
+
+def read(self, copy):
+    values = np.array(right(self, copy))
+    values.reshape(-1).view("uint8")[-1:] ^= 1
+    return values
+
+
+DeviceMemory.read = read
+"""
+
+
+def run(tmp_path, mistake: str = "") -> tuple[int, str, dict]:
+    (tmp_path / "sitecustomize.py").write_text(mistake, encoding="utf-8")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PADDLE_", "REHEARSAL_"))}
+    env.pop("CUSTOM_DEVICE_ROOT", None)
+    env.update(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]), OMP_NUM_THREADS="1")
+    command = [sys.executable, "-m", "paddle_flexckpt.testing.device_check", "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 1), done.stderr
+    return done.returncode, done.stdout, json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
+
+
+def test_everything_is_right_on_the_simulated_device_which_is_said_loudly(tmp_path):
+    status, said, report = run(tmp_path)
+    assert status == 0, said
+    assert said.count("SIMULATED DEVICE") >= 2
+    assert report["simulated"] is True
+    assert report["device"] == "simulated device"
+    checks = {(check["check"], check["rank"]): check for check in report["checks"]}
+    wanted = {(name, None) for name in SINGLE} | {(name, rank) for name in RANKS for rank in (0, 1)}
+    assert set(checks) == wanted | {("a killed rank", 0)}
+    assert {check["result"] for check in checks.values()} == {"ok"}
+    for name in ("speed", "reshard, speed"):
+        figures = [check["figures"] for (each, _), check in checks.items() if each == name]
+        assert all(figure > 0 for each in figures for key, figure in each.items() if key.endswith("gib_per_s")), figures
+    assert checks["reshard of unequal amounts", 0]["nbytes"] == 4 * 1000
+    assert checks["reshard of unequal amounts", 1]["nbytes"] == 4 * 1_000_003
+    assert report["paddle"]
+    assert list(report["devices"]) == ["rehearsal:0", "rehearsal:1"]
+
+
+def test_a_mistake_of_one_bit_is_found(tmp_path):
+    status, said, report = run(tmp_path, MISTAKE)
+    assert status == 1, said
+    assert "SOMETHING IS WRONG" in said
+    wrong = {check["check"] for check in report["checks"] if check["result"] == "WRONG"}
+    assert {"save and load, all dtypes", "save in rows, load in columns"} <= wrong
+    # What does not read a device's memory on the host is as right as before.
+    right = {check["check"] for check in report["checks"] if check["result"] == "ok"}
+    assert {"ranks have a device each", "reshard from rows to columns"} <= right
+
+
+def test_a_check_that_never_ends_is_told(tmp_path):
+    """A process that dies within a check leaves the line that it had begun it."""
+    from paddle_flexckpt.testing.device_check_record import read_record
+
+    record = Record(tmp_path / "r", rank=1)
+    record.check("fine", lambda: {"nbytes": 3})
+    record.check("wrong", lambda: require(False, "two are not three"))
+    record._write({"check": "deadly", "rank": 1})
+    outcomes = {outcome.check: outcome for outcome in read_record(tmp_path / "r")[0]}
+    assert [outcomes[name].result for name in ("fine", "wrong", "deadly")] == ["ok", "WRONG", "begun"]
+    assert outcomes["fine"].nbytes == 3
+    assert "two are not three" in outcomes["wrong"].detail
