@@ -36,8 +36,8 @@ def missing_tools() -> str:
 def build() -> Path:
     """Compile the plugin if the cache does not have it, and return the directory for ``CUSTOM_DEVICE_ROOT``.
 
-    Any number of processes may do so at the same time: each compiles into a directory of its own, and the first to
-    finish gives it its name.
+    Any number of processes may do so at the same time: each writes under names of its own, and the first to finish
+    gives the result its name.
 
     Raises:
         BuildError: There is no compiler, or it fails; the text has its output.
@@ -55,7 +55,7 @@ def build() -> Path:
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
         finished = Path(scratch) / "root"
         finished.mkdir()
-        _link(paddle, _compile(paddle, sources, Path(scratch)), finished / LIBRARY)
+        _link(paddle, _compile(paddle, sources, cache), finished / LIBRARY)
         try:
             finished.rename(root)
         except OSError:
@@ -84,26 +84,32 @@ def _digest(paddle: Path, files: list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _compile(paddle: Path, sources: list[Path], scratch: Path) -> list[Path]:
-    """Compile all sources, as many at a time as there are processors, and return the object files."""
+def _compile(paddle: Path, sources: list[Path], cache: Path) -> list[Path]:
+    """Compile the sources that the cache has no object of, as many at a time as there are processors."""
     include = [f"-I{paddle / 'include'}", f"-I{paddle / 'include' / 'third_party'}", f"-I{SOURCES}"]
     define = f'-DREHEARSAL_FRAMEWORK="{paddle}"'
-    waiting = {scratch / f"{source.stem}.o": source for source in sorted(sources, key=lambda s: -s.stat().st_size)}
-    objects = list(waiting)
-    running: list[subprocess.Popen[str]] = []
+    headers = sorted(SOURCES.glob("*.h"))
+    objects = {cache / f"{source.stem}-{_digest(paddle, [source, *headers])}.o": source for source in sources}
+    # The largest first, so that no processor is left alone with one at the end.
+    waiting = sorted((o for o in objects if not o.is_file()), key=lambda o: objects[o].stat().st_size)
+    running: list[tuple[Path, Path, subprocess.Popen[str]]] = []
     said: list[str] = []
     while waiting or running:
         while waiting and len(running) < (os.cpu_count() or 1):
-            target = next(iter(waiting))
-            command = [_compiler(), *_FLAGS, define, *include, "-c", "-o", str(target), str(waiting.pop(target))]
-            running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
-        process = running.pop(0)
+            target = waiting.pop()
+            own = target.with_suffix(f".{os.getpid()}.o")  # another process may compile the same
+            command = [_compiler(), *_FLAGS, define, *include, "-c", "-o", str(own), str(objects[target])]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            running.append((own, target, process))
+        own, target, process = running.pop(0)
         output = process.communicate()[0]
         if process.returncode:
             said.append(output)
+        else:
+            own.rename(target)
     if said:
         raise BuildError("the compiler failed:\n" + "\n".join(said))
-    return objects
+    return list(objects)
 
 
 def _link(paddle: Path, objects: list[Path], target: Path) -> None:
