@@ -115,7 +115,7 @@ class Meeting:
             if self._store.add(f"{self._prefix}/failed", 0):
                 raise ConnectionError("another rank could not connect to all that it needs")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {', '.join(map(str, self.absent))} has not come for {patience:.0f} s")
+                raise TimeoutError(f"rank {', '.join(map(str, self.absent))} has not come for {patience:g} s")
             if pause == _PAUSES[1]:
                 # Not at once: what watches a rank takes a place in its backlog.
                 self._watch()
