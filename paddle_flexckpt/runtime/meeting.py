@@ -25,8 +25,9 @@ GREETING_SECONDS = 10.0
 _PAUSES = (0.01, 1.0)
 # The peers' connections are few; the rest is for strangers.
 _BACKLOG = 128
-# A host that went down says nothing. The kernel asks it after 30 seconds of silence, and gives up after 90.
-_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 90_000}
+# A host that went down says nothing. The kernel asks it after 30 seconds of silence, and gives up after 90. There is no
+# limit for data that is not taken (TCP_USER_TIMEOUT): a rank that is busy may read nothing for long.
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 _HELLO = struct.Struct("<16si")
 
 

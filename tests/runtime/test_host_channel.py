@@ -393,6 +393,43 @@ def test_an_interrupt_leaves_the_channel_closed_and_not_out_of_step(ranks, point
         assert str(outcomes[rank]).startswith("rank 1 takes no part")
 
 
+def test_control_c_while_a_rank_waits(store):
+    context = multiprocessing.get_context("fork")
+    said, go_on = context.Queue(), context.Event()
+
+    def interrupted() -> None:
+        announce(store, 1)
+        channel = HostChannel(store, "g", (0, 1), 1)
+        channel.all_gather(b"")
+        real = channel._send_and_receive
+        channel._send_and_receive = lambda *args: (said.put("begins to wait"), real(*args))[1]
+        try:
+            channel.all_gather(b"x")
+        except KeyboardInterrupt:
+            said.put("interrupted")
+        try:
+            channel.all_gather(b"y")
+        except LostRankError as error:
+            said.put(str(error))
+        go_on.wait(60)
+
+    announce(store, 0)
+    process = context.Process(target=interrupted)
+    process.start()
+    try:
+        channel = HostChannel(store, "g", (0, 1), 0)
+        channel.all_gather(b"")
+        assert said.get(timeout=60) == "begins to wait"
+        os.kill(process.pid, signal.SIGINT)
+        assert said.get(timeout=60) == "interrupted"
+        assert "is closed since an exchange failed: it was interrupted" in said.get(timeout=60)
+        with pytest.raises(LostRankError, match="rank 1 takes no part .* rank 1 has closed its connection"):
+            channel.all_gather(b"x")
+    finally:
+        go_on.set()
+        process.join(60)
+
+
 def test_ranks_out_of_step_are_told(ranks):
     group = ranks(2)
     group.run(lambda channel: channel.all_gather(b""))
