@@ -140,7 +140,10 @@ class PaddleCommunicator(Communicator):
         self._channel: HostChannel | None = None
         store = default_store()
         if store is not None:
-            announce(store, rank)
+            try:
+                announce(store, rank)
+            except Exception as error:
+                raise LostRankError(describe_lost_ranks(None, error)) from error
         if self.size > 1 and not DEVICE_BACKENDS.isdisjoint((_backend(group), _backend(_global_group()))):
             if store is None:
                 raise ValidationError(

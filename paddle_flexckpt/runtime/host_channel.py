@@ -161,9 +161,9 @@ class HostChannel:
             while not (leaving.is_done and arriving.is_done):
                 ready = waiting.select(self._patience)
                 if not ready and not arriving.is_done:
-                    raise TimeoutError(f"rank {source_rank} has sent nothing for {self._patience:.0f} s")
+                    raise TimeoutError(f"rank {source_rank} has sent nothing for {self._patience:g} s")
                 if not ready:
-                    raise TimeoutError(f"rank {target_rank} has taken nothing for {self._patience:.0f} s")
+                    raise TimeoutError(f"rank {target_rank} has taken nothing for {self._patience:g} s")
                 for key, events in ready:
                     if key.fileobj is source:
                         with _blaming(source_rank):

@@ -50,11 +50,20 @@ class Presence:
         # Connections are never accepted: that they can be made is all that is asked. They stay in the backlog; a job
         # in which this is asked is about to end.
         self._listener = socket.create_server((self._host, 0), backlog=4096)
+        self._announced: list[tuple[KeyValueStore, int]] = []
 
     @property
     def address(self) -> str:
         """What others need to look for it."""
         return f"{self._host}:{self._listener.getsockname()[1]}"
+
+    def announce(self, store: KeyValueStore, rank: int) -> None:
+        """See :func:`announce`."""
+        if any(there is store and who == rank for there, who in self._announced):
+            return
+        store.set(f"flexckpt/presence/{rank}", self.address)
+        store.add(f"flexckpt/present/{rank}", 1)
+        self._announced.append((store, rank))
 
     def close(self) -> None:
         """Stops listening in this process."""
@@ -81,9 +90,8 @@ def _leave(presence: Presence) -> None:
 
 
 def announce(store: KeyValueStore, rank: int) -> None:
-    """Tells the others where this rank can be looked for. It has to come before anything that can fail."""
-    store.set(f"flexckpt/presence/{rank}", own_presence().address)
-    store.add(f"flexckpt/present/{rank}", 1)
+    """Tells the others, once, where this rank can be looked for. It has to come before anything that can fail."""
+    own_presence().announce(store, rank)
 
 
 def presence_of(store: KeyValueStore, rank: int) -> tuple[str, int] | None:

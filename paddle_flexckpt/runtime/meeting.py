@@ -25,8 +25,9 @@ GREETING_SECONDS = 10.0
 _PAUSES = (0.01, 1.0)
 # The peers' connections are few; the rest is for strangers.
 _BACKLOG = 128
-# A host that went down says nothing. The kernel asks it after 30 seconds of silence, and gives up after 90.
-_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6, "TCP_USER_TIMEOUT": 90_000}
+# A host that went down says nothing. The kernel asks it after 30 seconds of silence, and gives up after 90. There is no
+# limit for data that is not taken (TCP_USER_TIMEOUT): a rank that is busy may read nothing for long.
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 _HELLO = struct.Struct("<16si")
 
 
@@ -115,7 +116,7 @@ class Meeting:
             if self._store.add(f"{self._prefix}/failed", 0):
                 raise ConnectionError("another rank could not connect to all that it needs")
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {', '.join(map(str, self.absent))} has not come for {patience:.0f} s")
+                raise TimeoutError(f"rank {', '.join(map(str, self.absent))} has not come for {patience:g} s")
             if pause == _PAUSES[1]:
                 # Not at once: what watches a rank takes a place in its backlog.
                 self._watch()

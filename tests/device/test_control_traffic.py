@@ -43,7 +43,7 @@ def answers(request, environment, tmp_path_factory) -> list[dict[str, dict[str, 
     command += ["--host", "127.0.0.1", "--log_dir", str(work / "logs"), str(SCRIPT), str(work), request.param]
     with (work / "launch.log").open("wb") as log:
         launched = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=300)
-    logs = "\n".join(path.read_text()[-3000:] for path in sorted((work / "logs").glob("workerlog.*")))
+    logs = "\n".join(path.read_text()[-6000:] for path in sorted((work / "logs").glob("workerlog.*")))
     assert launched.returncode == 0, (work / "launch.log").read_text() + logs
     return [json.loads((work / f"{request.param}.{rank}.json").read_text()) for rank in range(SIZE)]
 
@@ -64,7 +64,12 @@ def test_without_a_store_to_meet_through_nothing_falls_back_to_the_device(answer
         )
 
 
-def test_a_killed_rank_is_named(environment, tmp_path):
+@pytest.mark.parametrize(
+    ("victim", "reason"),
+    [(1, "it has gone, or does not answer"), (0, "the job's key-value store, which it keeps, does not answer")],
+    ids=["a rank", "the rank with the store"],
+)
+def test_a_killed_rank_is_named(environment, tmp_path, victim, reason):
     # Without the launcher, which would end the others too.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -83,7 +88,7 @@ def test_a_killed_rank_is_named(environment, tmp_path):
             f"FLAGS_selected_{rehearsal_device.DEVICE_TYPE}s": str(rank),
         }
         with (tmp_path / f"stderr.{rank}").open("w") as log:
-            command = [sys.executable, str(SCRIPT), str(tmp_path), "killed"]
+            command = [sys.executable, str(SCRIPT), str(tmp_path), "killed", str(victim)]
             environ = {**environment, **own}
             started.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=log, text=True))
     try:
@@ -92,10 +97,11 @@ def test_a_killed_rank_is_named(environment, tmp_path):
     finally:
         for process in started:
             process.kill()
-    logs = [path.read_text()[-3000:] for path in sorted(tmp_path.glob("stderr.*"))]
-    assert [process.returncode for process in started] == [3, -signal.SIGKILL], (outputs, logs)
+    logs = [path.read_text()[-6000:] for path in sorted(tmp_path.glob("stderr.*"))]
+    ended = [process.returncode for process in started]
+    assert (ended[victim], ended[1 - victim]) == (-signal.SIGKILL, 3), "\n".join([*outputs, *logs])
     assert (
-        outputs[0]
+        outputs[1 - victim]
         .splitlines()[-1]
-        .startswith(f"LostRankError cannot save to {str(tmp_path / 'checkpoint')!r}: rank 1 is lost: it has gone")
+        .startswith(f"LostRankError cannot save to {str(tmp_path / 'checkpoint')!r}: rank {victim} is lost: {reason}")
     )

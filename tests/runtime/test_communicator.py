@@ -207,6 +207,15 @@ def test_a_rank_alone_needs_no_store(job):
 
 
 @pytest.mark.paddle
+@pytest.mark.parametrize("backend", ["GLOO", "NCCL"])
+def test_a_store_that_has_gone_before_the_first_call_means_that_rank_0_has(job, monkeypatch, backend):
+    store = Store()
+    monkeypatch.delattr(Store, "set")
+    with pytest.raises(LostRankError, match="rank 0 is lost: the job's key-value store"):
+        job(backend, backend, store)
+
+
+@pytest.mark.paddle
 def test_a_groups_ranks_meet_once(job):
     store = Store()
     first, again, other = (job("NCCL", "NCCL", store, number=number) for number in (7, 7, 8))

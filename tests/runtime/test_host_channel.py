@@ -68,6 +68,11 @@ class Ranks:
         for rank in ranks:
             announce(store, rank)
 
+    def lose_patience(self) -> None:
+        """From now on a rank is given up soon."""
+        for channel in self.channels:
+            channel._patience = 0.5
+
     def run(self, work: Callable[[HostChannel], Any], absent: tuple[int, ...] = ()) -> dict[int, Any]:
         """``work(channel)`` on all ranks but the absent ones: its result, or its exception, by rank."""
         outcomes: dict[int, Any] = {}
@@ -117,8 +122,8 @@ def ranks(store: Store) -> Iterator[Callable[..., Ranks]]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here is far away or slow."""
-    monkeypatch.setattr(lost_ranks, "SPREAD_SECONDS", 1.0)
-    monkeypatch.setattr(lost_ranks, "FAREWELL_SECONDS", 1.0)
+    monkeypatch.setattr(lost_ranks, "SPREAD_SECONDS", 1.5)
+    monkeypatch.setattr(lost_ranks, "FAREWELL_SECONDS", 0.0)
 
 
 def payload(rank: int, size: int) -> bytes:
@@ -302,20 +307,22 @@ def test_a_rank_that_dies_is_named_on_all_others_soon(store, size, point):
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_a_rank_that_hangs_is_named_on_all_others_after_the_patience(ranks, size):
-    group = ranks(size, patience=1.0)
+    group = ranks(size)
     group.run(lambda channel: channel.all_gather(b""))
+    group.lose_patience()
     outcomes = group.run(lambda channel: channel.all_gather(b""), absent=(1,))
     assert {type(outcome) for outcome in outcomes.values()} == {LostRankError}
     for outcome in outcomes.values():
         assert str(outcome).startswith(
             "rank 1 takes no part in an exchange between ranks, though it is alive: it hangs"
         )
-    assert any("TimeoutError: rank 1 has sent nothing for 1 s" in str(outcome) for outcome in outcomes.values())
+    assert any("TimeoutError: rank 1 has sent nothing for 0.5 s" in str(outcome) for outcome in outcomes.values())
 
 
 def test_a_rank_that_reads_nothing_is_named(ranks):
-    group = ranks(2, patience=1.0)
+    group = ranks(2)
     group.run(lambda channel: channel.all_gather(b""))
+    group.lose_patience()
     # It has said what it had to, and then hangs.
     hanging = group.channels[1]
     outcomes = group.run(
@@ -326,11 +333,13 @@ def test_a_rank_that_reads_nothing_is_named(ranks):
         )
     )
     assert "rank 0" not in str(outcomes[0])
-    assert "TimeoutError: rank 1 has taken nothing for 1 s" in str(outcomes[0])
+    assert "TimeoutError: rank 1 has taken nothing for 0.5 s" in str(outcomes[0])
 
 
 def test_a_rank_that_never_comes_is_named(ranks):
-    outcomes = ranks(3, patience=1.0).run(lambda channel: channel.all_gather(b""), absent=(2,))
+    group = ranks(3)
+    group.lose_patience()
+    outcomes = group.run(lambda channel: channel.all_gather(b""), absent=(2,))
     for rank in (0, 1):
         assert isinstance(outcomes[rank], LostRankError)
         assert str(outcomes[rank]).startswith("rank 2 takes no part")
@@ -384,6 +393,43 @@ def test_an_interrupt_leaves_the_channel_closed_and_not_out_of_step(ranks, point
         assert str(outcomes[rank]).startswith("rank 1 takes no part")
 
 
+def test_control_c_while_a_rank_waits(store):
+    context = multiprocessing.get_context("fork")
+    said, go_on = context.Queue(), context.Event()
+
+    def interrupted() -> None:
+        announce(store, 1)
+        channel = HostChannel(store, "g", (0, 1), 1)
+        channel.all_gather(b"")
+        real = channel._send_and_receive
+        channel._send_and_receive = lambda *args: (said.put("begins to wait"), real(*args))[1]
+        try:
+            channel.all_gather(b"x")
+        except KeyboardInterrupt:
+            said.put("interrupted")
+        try:
+            channel.all_gather(b"y")
+        except LostRankError as error:
+            said.put(str(error))
+        go_on.wait(60)
+
+    announce(store, 0)
+    process = context.Process(target=interrupted)
+    process.start()
+    try:
+        channel = HostChannel(store, "g", (0, 1), 0)
+        channel.all_gather(b"")
+        assert said.get(timeout=60) == "begins to wait"
+        os.kill(process.pid, signal.SIGINT)
+        assert said.get(timeout=60) == "interrupted"
+        assert "is closed since an exchange failed: it was interrupted" in said.get(timeout=60)
+        with pytest.raises(LostRankError, match="rank 1 takes no part .* rank 1 has closed its connection"):
+            channel.all_gather(b"x")
+    finally:
+        go_on.set()
+        process.join(60)
+
+
 def test_ranks_out_of_step_are_told(ranks):
     group = ranks(2)
     group.run(lambda channel: channel.all_gather(b""))
@@ -394,8 +440,9 @@ def test_ranks_out_of_step_are_told(ranks):
 
 
 def test_a_store_that_has_gone_means_that_rank_0_has(ranks, store):
-    group = ranks((0, 1), patience=1.0)
+    group = ranks((0, 1))
     group.run(lambda channel: channel.all_gather(b""))
+    group.lose_patience()
     store.path.unlink()
     outcomes = group.run(lambda channel: channel.all_gather(b""), absent=(0,))
     assert str(outcomes[1]).startswith("rank 0 is lost: the job's key-value store")

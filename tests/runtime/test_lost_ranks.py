@@ -161,6 +161,21 @@ def test_a_rank_that_still_closes_its_sockets_when_it_is_looked_for_is_lost(gone
     assert len(looks) == 2
 
 
+def test_a_rank_says_once_where_it_is():
+    """So that a store that goes between two calls is met by an exchange, whose error says what it means."""
+    store = Store()
+    announce(store, 1)
+    store.left = 0
+    announce(store, 1)
+    with pytest.raises(RuntimeError, match="connection reset by peer"):
+        announce(store, 2)
+    with pytest.raises(RuntimeError, match="connection reset by peer"):
+        announce(store, 2)
+    other = Store()
+    announce(other, 1)
+    assert other.counts == {"flexckpt/present/1": 1}
+
+
 def test_what_is_said():
     error = RuntimeError("TIMEOUT self_rank = 0\nmore")
     assert describe_lost_ranks(None, error).startswith("rank 0 is lost: the job's key-value store")
