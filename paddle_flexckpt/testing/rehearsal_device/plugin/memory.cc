@@ -189,6 +189,7 @@ void memory_statistics(int device, size_t* total, size_t* free) {
 
 void memory_adopt(Stream* stream) {
   for (const auto& [device, offset] : unowned) {
+    if (!stream) break;
     std::lock_guard<std::mutex> lock(arenas[device].mutex);
     auto block = arenas[device].live.find(offset);
     if (block != arenas[device].live.end() && !block->second.owner) block->second.owner = stream;

@@ -66,8 +66,8 @@ void memory_statistics(int device, size_t* total, size_t* free);
 char* shadow(const void* pointer, size_t size);
 
 class Stream;
-// The stream in which an allocation is used first is its own: freed, it serves the next work of that stream. To be called
-// by the thread that got the addresses.
+// The stream in which an allocation is used first, but for collectives, is its own: freed, it serves the next work of that
+// stream. To be called by the thread that got the addresses; nullptr: this was no such use.
 void memory_adopt(Stream* stream);
 
 struct Touched {  // what a host access has met
