@@ -10,9 +10,9 @@ variables of :func:`environment`; :func:`missing_tools` says why there is none.
   an error, counted as ``freed_uses``. When ``memory_gib`` are used up, Paddle raises its MemoryError.
 * What was freed serves the next work of the stream that used it first, as with a caching allocator: other streams that
   still use it meet 0xfb. With ``eager_free=0``, freeing waits for the device instead, as ``cudaFree`` does.
-* Streams: a thread each, with bandwidths, latency and random delays that follow from ``seed``. Under ``lazy=1`` a stream
+* Streams: a thread each, with bandwidths, latency and delays that follow from ``seed``; under ``lazy=1`` a stream
   does only what somebody waits for, so that a missing wait always shows. ``lose_event`` and ``lose_wait`` drop one.
-* Collectives: sockets between processes. A peer that has ended or says nothing for ``patience_s`` makes the device fail:
+* Collectives: sockets between processes. A peer that has ended, or is silent for ``patience_s``, makes the device fail:
   each later wait raises an error with the communicator and the rank.
 * :func:`stats`: counters; :func:`trace`: every copy and collective, with waits and Python callers under ``trace=1``.
 """
