@@ -34,6 +34,7 @@ thread_local std::vector<Pending> pending;
 // Has the stream do the work, which returns what went wrong.
 C_Status start(const char* what, Comm* comm, Stream* stream, std::function<std::string()> work) {
   const int device = stream->device();
+  memory_adopt(nullptr);  // collectives have streams of their own, but their tensors come from the framework's
   const uint64_t position = stream->push([=] {
     if (failed(device)) return;
     const std::string wrong = work();

@@ -26,6 +26,7 @@ struct Block {
   size_t size;
   const char* origin;
   Stream* owner;
+  uint64_t serial;
   size_t taken() const { return (std::max<size_t>(size, 1) + kAlignment - 1) / kAlignment * kAlignment; }
   size_t span() const { return (std::max<size_t>(size, 1) + kPage - 1) / kPage * kPage; }
 };
@@ -131,7 +132,8 @@ void memory_initialize() {
 bool memory_allocate(int device, void** out, size_t size) {
   touch_watch();
   Arena& arena = arenas[device];
-  const Block block{size, caller(), nullptr};
+  static std::atomic<uint64_t> serials{0};
+  const Block block{size, caller(), nullptr, ++serials};
   size_t offset;
   {
     std::lock_guard<std::mutex> lock(arena.mutex);
@@ -164,20 +166,23 @@ bool memory_release(int device, void* pointer) {
     block = found->second;
     arena.live.erase(found);
     arena.used -= block.taken();
+    block.origin = caller();
+    arena.dead[offset] = block;
+    arena.dead_span += block.span();
+    arena.poisoned.push_back(offset);
+    arena.poisoned_bytes += block.span();
+    retire(arena);
   }
   tally().device_bytes -= block.taken();
-  char* at = arena.hidden + offset;
-  auto poison = [at, block] { memset(at, kFreed, block.taken()); };
-  // A caching allocator gives freed memory to whatever its stream does next; other streams may still use it.
-  if (eager) push_if_alive(block.owner, device, poison);
+  auto poison = [&arena, offset, serial = block.serial] {
+    std::lock_guard<std::mutex> lock(arena.mutex);
+    auto found = arena.dead.find(offset);
+    if (found == arena.dead.end() || found->second.serial != serial) return;  // in use again
+    memset(arena.hidden + offset, kFreed, found->second.taken());
+  };
+  // A caching allocator gives freed memory to what its stream does next; other streams may still use it.
+  if (eager) defer_if_alive(block.owner, device, poison);
   else poison();
-  block.origin = caller();
-  std::lock_guard<std::mutex> lock(arena.mutex);
-  arena.dead[offset] = block;
-  arena.dead_span += block.span();
-  arena.poisoned.push_back(offset);
-  arena.poisoned_bytes += block.span();
-  retire(arena);
   return true;
 }
 
@@ -189,6 +194,7 @@ void memory_statistics(int device, size_t* total, size_t* free) {
 
 void memory_adopt(Stream* stream) {
   for (const auto& [device, offset] : unowned) {
+    if (!stream) break;
     std::lock_guard<std::mutex> lock(arenas[device].mutex);
     auto block = arenas[device].live.find(offset);
     if (block != arenas[device].live.end() && !block->second.owner) block->second.owner = stream;

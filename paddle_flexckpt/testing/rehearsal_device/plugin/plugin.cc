@@ -100,7 +100,7 @@ C_Status query_stream(const C_Device device, C_Stream stream) {
 C_Status stream_add_callback(const C_Device device, C_Stream stream, C_Callback callback, void* data) {
   const int id = device->id;
   Stream* where = stream_of(stream, id);
-  where->demand(where->push([=] {  // whoever waits for its effect does not ask the device
+  where->demand(where->push_order([=] {  // whoever waits for its effect does not ask the device
     C_Device_st d{id};
     C_Status status = C_SUCCESS;
     callback(&d, stream, data, &status);
@@ -123,7 +123,7 @@ C_Status record_event(const C_Device device, C_Stream stream, C_Event handle) {
   std::lock_guard<std::mutex> lock(event->mutex);
   event->mark = mark;
   mark->stream = stream_of(stream, device->id);
-  mark->position = mark->stream->push([mark] { mark->finish(); });
+  mark->position = mark->stream->push_order([mark] { mark->finish(); });
   return C_SUCCESS;
 }
 C_Status query_event(const C_Device, C_Event event) {
@@ -140,7 +140,7 @@ C_Status stream_wait_event(const C_Device device, C_Stream stream, C_Event event
   auto mark = reinterpret_cast<Event*>(event)->last();
   if (!mark || lose(settings().lose_wait)) return C_SUCCESS;
   const int id = device->id;
-  stream_of(stream, id)->push([mark, id] {
+  stream_of(stream, id)->push_order([mark, id] {
     const double begin = now();
     mark->wait();
     if (settings().trace) record_span("stream_wait", id, begin, now(), 0);

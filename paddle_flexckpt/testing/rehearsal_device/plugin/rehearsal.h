@@ -66,8 +66,8 @@ void memory_statistics(int device, size_t* total, size_t* free);
 char* shadow(const void* pointer, size_t size);
 
 class Stream;
-// The stream in which an allocation is used first is its own: freed, it serves the next work of that stream. To be called
-// by the thread that got the addresses.
+// The stream in which an allocation is used first, but for collectives, is its own: freed, it serves the next work of that
+// stream. To be called by the thread that got the addresses; nullptr: this was no such use.
 void memory_adopt(Stream* stream);
 
 struct Touched {  // what a host access has met
@@ -113,7 +113,9 @@ class Stream {
   ~Stream();
   int device() const { return device_; }
   int number() const { return number_; }  // among the streams of its device, in the order of their creation
-  uint64_t push(std::function<void()> work);  // returns its number, from 1 on
+  uint64_t push(std::function<void()> work);        // returns its number, from 1 on
+  uint64_t push_order(std::function<void()> work);  // what uses no memory: a recording of an event, a wait
+  void defer(std::function<void()> work);           // to be done before the next use of memory, if there is one
   void demand(uint64_t position);             // that the work up to this number be done: lazy streams do no other
   void wake();
   void synchronize();
@@ -130,6 +132,7 @@ class Stream {
   std::mutex mutex_;
   std::condition_variable arrived_, drained_;
   std::deque<Work> queue_;
+  std::vector<std::function<void()>> deferred_;
   bool busy_ = false, stop_ = false;
   uint64_t pushed_ = 0, demanded_ = 0, begun_ = 0;
   std::thread worker_;
@@ -139,7 +142,7 @@ void streams_initialize();
 Stream* stream_of(C_Stream handle, int device);  // nullptr: the device's default stream
 Stream* main_stream(int device);  // the one that the framework computes in: the first
 void synchronize_device(int device);
-void push_if_alive(Stream* stream, int device, std::function<void()> work);  // otherwise, the main stream gets it
+void defer_if_alive(Stream* stream, int device, std::function<void()> work);  // otherwise, the main stream gets it
 void wake_streams();  // after a change of settings
 void fail(int device, const std::string& why);  // an error of asynchronous work: the next synchronisation raises it
 bool failed(int device);

@@ -101,12 +101,29 @@ Stream::~Stream() {
 }
 
 uint64_t Stream::push(std::function<void()> work) {
-  const char* who = caller();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& before : deferred_) {
+      queue_.push_back({std::move(before), ""});
+      ++pushed_;
+    }
+    deferred_.clear();
+  }
   memory_adopt(this);
+  return push_order(std::move(work));
+}
+
+uint64_t Stream::push_order(std::function<void()> work) {
+  const char* who = caller();
   std::lock_guard<std::mutex> lock(mutex_);
   queue_.push_back({std::move(work), who});
   arrived_.notify_one();
   return ++pushed_;
+}
+
+void Stream::defer(std::function<void()> work) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  deferred_.push_back(std::move(work));
 }
 
 void Stream::demand(uint64_t position) {
@@ -168,15 +185,15 @@ Stream* main_stream(int device) {
   return stream ? stream : stream_of(nullptr, device);
 }
 
-void push_if_alive(Stream* stream, int device, std::function<void()> work) {
+void defer_if_alive(Stream* stream, int device, std::function<void()> work) {
   if (stream) {
     std::lock_guard<std::mutex> lock(streams_mutex);
     if (streams.count(stream)) {
-      stream->push(std::move(work));
+      stream->defer(std::move(work));
       return;
     }
   }
-  main_stream(device)->push(std::move(work));
+  main_stream(device)->defer(std::move(work));
 }
 
 void synchronize_device(int device) {
