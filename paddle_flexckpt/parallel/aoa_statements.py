@@ -18,6 +18,7 @@ A layer whose parameters are its own says so with a method; a layer may speak fo
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass
@@ -254,14 +255,13 @@ def _rename(key: str, main: str, treatment: str, direction: str, hf_names: Any) 
 
 
 def _of_all_ranks(mine: list[Rename], process_group: Any) -> list[Rename]:
-    """The statements of all ranks, each parameter's once."""
-    from paddle import distributed
+    """Return the statements of all ranks, each parameter's once."""
+    from paddle_flexckpt.runtime.communicator import communicator_for
 
-    gathered: list[list[tuple[Any, ...]]] = []
-    distributed.all_gather_object(gathered, [astuple(rename) for rename in mine], group=process_group)
+    told = communicator_for(process_group).all_gather(json.dumps([astuple(rename) for rename in mine]).encode())
     found: dict[str, Rename] = {}
-    for rank, renames in enumerate(gathered):
-        for rename in (Rename(*fields) for fields in renames):
+    for rank, renames in enumerate(told):
+        for rename in (Rename(*fields) for fields in json.loads(renames)):
             if found.setdefault(rename.key, rename) != rename:
                 raise ValueError(
                     f"ranks have different AOA rules or checkpoint's names for {rename.key!r}: {found[rename.key]} on "

@@ -19,6 +19,7 @@ from paddle_flexckpt import gen_aoa_statements
 from paddle_flexckpt.aoa.model_rules import model_rules
 from paddle_flexckpt.aoa.parser import parse
 from paddle_flexckpt.parallel import ColumnParallelMixin, ExpertParallelMixin, RowParallelMixin, VocabParallelMixin
+from paddle_flexckpt.runtime import communicator
 from tests.parallel.test_sharding import Wrapper as SlicingWrapper
 
 HIDDEN, HEADS, KV_HEADS, WIDTH, INNER, VOCABULARY, LAYERS, EXPERTS = 6, 4, 2, 2, 5, 7, 3, 4
@@ -447,10 +448,15 @@ def stages(monkeypatch, number, descs):
 def together(monkeypatch, models, **kwargs):
     """The statements of ranks that call with one process group: every rank's answer."""
     said = []
-    monkeypatch.setattr(paddle.distributed, "all_gather_object", lambda into, mine, group: said.append(mine))
+
+    def gathers(answer):
+        channel = SimpleNamespace(all_gather=answer)
+        monkeypatch.setattr(communicator, "communicator_for", lambda group: channel if group == "all" else None)
+
+    gathers(lambda mine: said.append(mine) or [mine])
     for model in models:
         gen_aoa_statements(model, process_group="all", **kwargs)
-    monkeypatch.setattr(paddle.distributed, "all_gather_object", lambda into, mine, group: into.extend(said))
+    gathers(lambda mine: list(said))
     return [gen_aoa_statements(model, process_group="all", **kwargs) for model in models]
 
 
