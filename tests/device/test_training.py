@@ -1,9 +1,10 @@
 """Training on the simulated device under every strategy, with its memory closed to the host: losses as on the CPU.
 
 The losses of the same model on the same batches, computed by Paddle's CPU kernels in this process, are the oracle. The
-device's kernels add in double precision and round once, so in float32 they differ from it by the last bits: 1e-7 of the
-loss was measured without clipping, 7e-7 with (the norm is a sum over all parameters); 1e-5 is allowed. bfloat16 has 8 bits
-of mantissa: what is asserted is that a strategy in bfloat16 follows float32 to 5 %, and that the loss falls.
+device's kernels add in double precision and round once, so in float32 they differ from it by the last bits: 1e-7 of
+the loss was measured without clipping, 7e-7 with (the norm is a sum over all parameters); 1e-5 is allowed. bfloat16
+has 8 bits of mantissa: 2e-3 was measured; what is asserted is that a strategy in bfloat16 follows float32 to 5 %, and
+that the loss falls.
 """
 
 from __future__ import annotations
@@ -32,8 +33,7 @@ FLOAT32 = {
 }
 FOUR = {
     "tp x v2": {"kind": "tpxv2", "micro_batches": 2},
-    "tp x pp": {"kind": "tpxpp", "micro_batches": 4},
-    "v2 x pp": {"kind": "v2xpp", "micro_batches": 2},
+    "tp x v2, clipped": {"kind": "tpxv2", "clip": 0.1},
 }
 HALF = {
     name: {"kind": name, "dtype": "bfloat16"} for name in ("plain", "dp", "v1", "v2", "stage2", "stage3", "tp", "pp")
