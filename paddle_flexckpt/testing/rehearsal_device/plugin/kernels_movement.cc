@@ -93,6 +93,12 @@ void Assign(const CustomContext& context, const DenseTensor& x, DenseTensor* out
   launch(context, [=] { transfer(Way::D2D, device, to, from, bytes, true); });
 }
 
+// What tensor parallelism's forward does before a column-parallel layer. The wheel has it for custom devices in all
+// types but bfloat16.
+void Identity(const CustomContext& context, const DenseTensor& x, int, bool, bool, DenseTensor* out) {
+  Assign(context, x, out);
+}
+
 void fill(const CustomContext& context, const phi::Scalar& value, DenseTensor* out) {
   char* at = output(context, out, out->dtype());
   if (!at) return;
@@ -432,6 +438,7 @@ void any_backend(const phi::KernelKey&, phi::Kernel* kernel) {
 const Registered<&Contiguous> contiguous("contiguous", {REHEARSAL_ALL});
 const Registered<&StridedCopy> strided_copy("strided_copy", {REHEARSAL_ALL});
 const Registered<&Assign> assign("assign", {REHEARSAL_ALL});
+const Registered<&Identity> identity("c_identity", {DataType::BFLOAT16});
 const Registered<&Full> full("full", {REHEARSAL_ALL});
 const Registered<&FullLike> full_like("full_like", {REHEARSAL_ALL}, any_backend);
 const Registered<&Fill> fill_in_place("fill", {REHEARSAL_ALL});
