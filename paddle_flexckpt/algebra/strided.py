@@ -205,7 +205,7 @@ def array_axes(stride: int, extent: int, shape: tuple[int, ...]) -> list[tuple[i
         if axis < 0 or stride % units[axis]:
             raise ValueError(f"a step of {stride} elements is along no axis of shape {shape}")
         steps = stride // units[axis]
-        whole = shape[axis] // steps
+        whole = -(-shape[axis] // steps)
         if extent > whole and (extent % whole or shape[axis] % steps):
             raise ValueError(f"{extent} steps of {stride} elements leave axis {axis} of shape {shape}")
         count = min(extent, whole)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.algebra import ByteRuns, StridedCopy, coalesce_runs
+from paddle_flexckpt.algebra import ByteRuns, StridedCopy, array_axes, coalesce_runs, row_major_strides
 from tests.property import examples
 
 
@@ -246,3 +246,47 @@ def test_coalescing_nothing_gives_nothing():
 def test_a_long_run_swallows_the_short_ones_inside_it():
     runs = coalesce_runs(ByteRuns(np.asarray([2, 0, 50, 4]), np.asarray([3, 40, 2, 1])))
     assert (runs.start.tolist(), runs.length.tolist()) == ([0, 50], [40, 2])
+
+
+@st.composite
+def boxes_of_arrays(draw):
+    """A shape, and a copy of a box of such an array with its axes in any order."""
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
+    offset = [draw(st.integers(0, extent - 1)) for extent in shape]
+    step = [draw(st.sampled_from((1, 1, 2))) for _ in shape]
+    count = [draw(st.integers(1, (n - o + s - 1) // s)) for n, o, s in zip(shape, offset, step)]
+    order = draw(st.permutations(range(len(shape))))
+    units = row_major_strides(np.asarray([shape]))[0].tolist()
+    base = sum(o * unit for o, unit in zip(offset, units))
+    extents = tuple(count[axis] for axis in order)
+    target = tuple(row_major_strides(np.asarray([extents]))[0].tolist())
+    return shape, StridedCopy(extents, base, tuple(units[axis] * step[axis] for axis in order), 0, target)
+
+
+@examples(300)
+@given(boxes_of_arrays(), st.sampled_from((0, 1)))
+def test_axes_of_an_array_are_found_again_after_simplification(made, side):
+    shape, copy = made
+    if side:
+        copy = StridedCopy(copy.extents, copy.target_base, copy.target_strides, copy.source_base, copy.source_strides)
+    found = copy.simplified().along_axes(side, shape)
+    assert stream([found]) == stream([copy])
+    strides = found.target_strides if side else found.source_strides
+    base = found.target_base if side else found.source_base
+    index = np.unravel_index(base, shape)
+    for extent, stride in zip(found.extents, strides):
+        ((count, axis, steps),) = array_axes(stride, extent, shape)
+        assert count == extent
+        if axis >= 0:
+            # All of it is within that one axis.
+            assert index[axis] + (extent - 1) * steps < shape[axis]
+            assert stride == steps * math.prod(shape[axis + 1 :])
+
+
+def test_a_step_along_no_axis_is_an_error():
+    with pytest.raises(ValueError, match=r"5 elements is along no axis of shape \(3, 4\)"):
+        array_axes(5, 2, (3, 4))
+    with pytest.raises(ValueError, match="12 elements is along no axis"):
+        array_axes(12, 2, (3, 4))
+    with pytest.raises(ValueError, match="3 steps of 2 elements leave axis 1"):
+        array_axes(2, 3, (3, 4))

@@ -5,7 +5,7 @@ device tensors on a machine without a device; it computes nothing faster.
 """
 
 from .build import BuildError, build, missing_tools
-from .control import Span, configure, page_lock, page_unlock, reset, spans, stats, trace
+from .control import Span, configure, delay, page_lock, page_unlock, read, reset, spans, stats, trace
 from .environment import DEVICE_TYPE, environment
 from .touches import HostTouchError
 
@@ -16,10 +16,12 @@ __all__ = [
     "Span",
     "build",
     "configure",
+    "delay",
     "environment",
     "missing_tools",
     "page_lock",
     "page_unlock",
+    "read",
     "reset",
     "spans",
     "stats",

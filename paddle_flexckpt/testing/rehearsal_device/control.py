@@ -62,6 +62,10 @@ def _library() -> Any:
         raise RuntimeError("CUSTOM_DEVICE_ROOT is not set: start the process with rehearsal_device.environment()")
     library = ctypes.CDLL(str(Path(root) / LIBRARY))
     library.rehearsal_set.argtypes = [ctypes.c_char_p, ctypes.c_double]
+    library.rehearsal_delay.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
+    library.rehearsal_delay.restype = ctypes.c_double
+    copy: list[Any] = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    library.rehearsal_read.argtypes = [*copy, ctypes.c_char_p, ctypes.c_size_t]
     library.rehearsal_register_host.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.rehearsal_unregister_host.argtypes = [ctypes.c_void_p]
     return library
@@ -120,6 +124,24 @@ def page_lock(address: int, nbytes: int) -> None:
 def page_unlock(address: int) -> None:
     """End what :func:`page_lock` began."""
     _library().rehearsal_unregister_host(address)
+
+
+def read(address: int, nbytes: int, device: int = 0) -> bytes:
+    """Copy device memory to the host through the device, as an extension would; it waits for no stream.
+
+    Raises:
+        RuntimeError: The range is not within one live allocation.
+    """
+    to, wrong = ctypes.create_string_buffer(max(nbytes, 1)), ctypes.create_string_buffer(1 << 16)
+    if _library().rehearsal_read(device, to, address, nbytes, wrong, len(wrong)):
+        raise RuntimeError(wrong.value.decode(errors="replace"))
+    return to.raw[:nbytes]
+
+
+def delay(device: int, stream: int, operation: int) -> float:
+    """Return the seconds before an operation of a stream (the first is number 1) under the present settings."""
+    seconds: float = _library().rehearsal_delay(device, stream, operation)
+    return seconds
 
 
 def _json(function: Any) -> Any:

@@ -42,8 +42,9 @@ void AddGrad(const CustomContext& context, const DenseTensor& x, const DenseTens
     using W = Wide<T>;
     const Extents a = list(x.dims()), b = list(y.dims());
     const T* none = nullptr;
-    of_operand<T>(context, gradient, none, a, none, b, true, dx, [](W g, W, W) { return g; });
+    // dx may lie where the gradient lies (Paddle computes it in place): it comes last.
     of_operand<T>(context, gradient, none, a, none, b, false, dy, [](W g, W, W) { return W(sign) * g; });
+    of_operand<T>(context, gradient, none, a, none, b, true, dx, [](W g, W, W) { return g; });
   });
 }
 

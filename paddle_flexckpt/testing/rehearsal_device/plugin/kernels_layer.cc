@@ -89,6 +89,11 @@ void Matmul(const CustomContext& context, const DenseTensor& x, const DenseTenso
             DenseTensor* out) {
   const Matrices left(x, transpose_x, true), right(y, transpose_y, false);
   const Extents batch = broadcast(left.batch, right.batch);
+  // The shape inference takes the batch of the operand with more axes, broadcast or not: the kernel knows it right.
+  Extents extents = batch;
+  if (x.dims().size() > 1) extents.push_back(left.rows);
+  if (y.dims().size() > 1) extents.push_back(right.columns);
+  out->Resize(common::make_ddim(extents));
   by_float(x.dtype(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const Matrices result(batch, left.rows, right.columns);

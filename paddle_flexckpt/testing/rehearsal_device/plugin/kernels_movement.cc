@@ -145,6 +145,7 @@ void Arange(const CustomContext& context, const phi::Scalar& start, const phi::S
     using T = typename decltype(tag)::type;
     using W = std::conditional_t<std::is_integral_v<T>, int64_t, double>;
     const W first = start.to<W>(), last = end.to<W>(), stride = step.to<W>();
+    PADDLE_ENFORCE_EQ(stride == W(0), false, common::errors::InvalidArgument("rehearsal: a range with a step of 0"));
     int64_t count = 0;
     if constexpr (std::is_integral_v<T>) {
       count = (last - first + stride + (stride > 0 ? -1 : 1)) / stride;

@@ -317,13 +317,13 @@ REHEARSAL_EXPORT void InitPlugin(CustomRuntimeParams* params) {
   fill_ccl(t);
 }
 
-// A copy to host memory, as an extension would make it; returns when it is done.
-REHEARSAL_EXPORT int rehearsal_copy_d2h(int device, void* to, const void* from, size_t size) {
+// A copy to host memory, as an extension would make it; returns when it is done, with the error's text if there is one.
+REHEARSAL_EXPORT int rehearsal_read(int device, void* to, const void* from, size_t size, char* wrong, size_t room) {
   const C_Device_st where{device};
   try {
     return copy_d2h(const_cast<C_Device>(&where), to, from, size);
   } catch (const std::exception& error) {  // ctypes knows none
-    fprintf(stderr, "%s\n", error.what());
+    snprintf(wrong, room, "%s", error.what());
     return C_ERROR;
   }
 }

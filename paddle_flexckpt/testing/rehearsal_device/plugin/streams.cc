@@ -33,6 +33,11 @@ double scattered(uint64_t seed, uint64_t device, uint64_t stream, uint64_t opera
   return static_cast<double>(x >> 11) / (1ull << 53);
 }
 
+double delay(int device, int stream, uint64_t operation) {
+  const double longest = settings().delay_us * 1e-6;
+  return longest > 0 ? longest * scattered(static_cast<uint64_t>(settings().seed), device, stream, operation) : 0;
+}
+
 // Has the stream do its work up to there. A stream that is no more has done all of it.
 void demand(Stream* stream, uint64_t position) {
   std::lock_guard<std::mutex> lock(streams_mutex);
@@ -125,8 +130,7 @@ void Stream::run() {
     ++begun_;
     busy_ = true;
     lock.unlock();
-    if (const double longest = settings().delay_us)
-      nap(longest * 1e-6 * scattered(static_cast<uint64_t>(settings().seed), device_, number_, begun_));
+    nap(delay(device_, number_, begun_));
     origin() = {number_, work.caller};
     work.run();
     work.run = nullptr;
@@ -213,3 +217,8 @@ void streams_initialize() {
 bool forked() { return is_child; }
 
 }  // namespace rehearsal
+
+// The delay before an operation of a stream (the first is number 1) in seconds, under the present settings.
+REHEARSAL_EXPORT double rehearsal_delay(int device, int stream, uint64_t operation) {
+  return rehearsal::delay(device, stream, operation);
+}
