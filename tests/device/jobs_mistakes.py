@@ -83,7 +83,8 @@ def check_stream(folder):
         tensor = paddle.zeros([1024], "int32")
         new = paddle.to_tensor(values(1024))
         paddle.device.synchronize()
-        with paddle.device.stream_guard(paddle.device.Stream(paddle.device.get_device())):
+        stream = paddle.device.Stream(paddle.device.get_device())  # kept: its end would wait for its work
+        with paddle.device.stream_guard(stream):
             paddle.assign(new, tensor)
         fc.save_state_dict({"t": tensor}, folder, process_group="self")
     return different(fc.load_merged_state_dict(folder)["t"].cpu().numpy(), values(1024), "written by another stream")
@@ -96,7 +97,8 @@ def check_other_device(folder):
         paddle.set_device(other)
         tensor, new = paddle.zeros([1024], "int32"), paddle.to_tensor(values(1024))
         paddle.device.synchronize(other)
-        with paddle.device.stream_guard(paddle.device.Stream(other)):
+        stream = paddle.device.Stream(other)
+        with paddle.device.stream_guard(stream):
             paddle.assign(new, tensor)
         paddle.set_device(mine)
         fc.save_state_dict({"t": tensor}, folder, process_group="self")
@@ -242,10 +244,11 @@ def reused_buffer():
 
 def wrong_stream():
     """Pieces are packed on a stream that the collective does not wait for."""
-    right = device_exchange.DeviceExchange._pack
+    right, streams = device_exchange.DeviceExchange._pack, []
 
     def pack(self, *arguments):
-        with paddle.device.stream_guard(paddle.device.Stream(paddle.device.get_device())):
+        streams.append(paddle.device.Stream(paddle.device.get_device()))  # kept: its end would wait for its work
+        with paddle.device.stream_guard(streams[-1]):
             right(self, *arguments)
 
     return replaced(device_exchange.DeviceExchange, "_pack", pack)
@@ -304,14 +307,20 @@ def dropped_last_round():
 
 def zero_size_round():
     """A rank that has nothing to send hands an empty slice to the backend."""
-    right = device_exchange._Side.sizes
+    right, alltoall = device_exchange._Side.sizes, dist.alltoall_single
 
     def sizes(self, number):
         found = right(self, number)
         found[self._here] = 0
         return found
 
-    return replaced(device_exchange._Side, "sizes", sizes)
+    def alltoall_single(receive, send, **rest):
+        return alltoall(receive, send if int(send.shape[0]) else paddle.zeros([1], "uint8")[:-1], **rest)
+
+    patches = contextlib.ExitStack()
+    patches.enter_context(replaced(device_exchange._Side, "sizes", sizes))
+    patches.enter_context(replaced(dist, "alltoall_single", alltoall_single))
+    return patches
 
 
 def host_read():
