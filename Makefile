@@ -71,6 +71,15 @@ test-paddleformers: $(FORMERS_STAMP) ## run the tests through the trainer of Pad
 	@echo "[make] tests of the trainer of PaddleFormers"
 	@$(FORMERS_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/paddleformers
 
+.PHONY: test-device
+test-device: $(TEST_STAMP) ## run the suites with a simulated device current, and the matrix of strategies on 2 and 4 of them; results in device-matrix.json
+	@echo "[make] tests on the device"
+	@$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/device
+	@echo "[make] suites for the host, with a device current"
+	@$(BIN)/python -m tests.device.suites
+	@echo "[make] the matrix of strategies on devices"
+	@$(BIN)/python -m tests.device.matrix --json device-matrix.json
+
 .PHONY: test-aoa
 test-aoa: $(TEST_STAMP) ## run 100,000 random AOA programs against an oracle on whole arrays
 	@echo "[make] the AOA compiler against its oracle"

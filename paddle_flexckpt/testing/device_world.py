@@ -1,7 +1,8 @@
 """One rank of a world of simulated accelerators: what its process needs, and what is checked of each job.
 
-Unlike the CPU world it lends Paddle nothing but an entry in a table: groups, collectives and kernels are Paddle's own
-and the device's.
+Unlike the CPU world it lends Paddle almost nothing: an entry in a table, and the clearing of V2's gradients (U5 of the
+CPU world, which holds wherever Paddle adds gradients without a kernel of CUDA). Groups, collectives and kernels are
+Paddle's own and the device's.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 import paddle
 
 from . import rehearsal_device
+from .cpu_world.optimizers import patch_sharding_v2
+from .cpu_world.patches import PatchSet
 
 #: Counters of the device that a correct program leaves at zero.
 MISUSES = ("host_touches", "freed_uses")
@@ -34,6 +37,7 @@ def prepare() -> None:
     # The tables have the types gpu, npu and xpu only (and keep the first answer to what the current type is).
     for module in (tensor_fusion_helper, fusion_utils):
         module.alignment.setdefault(rehearsal_device.DEVICE_TYPE, _ALIGNMENT)
+    patch_sharding_v2(PatchSet())
 
 
 @contextlib.contextmanager
