@@ -203,7 +203,7 @@ def host_views(directory):
 def unfinished(directory, what):
     """The share of right values when a tensor is saved or resharded that another stream is still writing.
 
-    The device copies so slowly that the write is under way for a while after it was asked for.
+    The device's streams do only what somebody waits for, so that a write that nobody waits for is not done.
     """
     size, rank = 512, dist.get_rank()
     new = paddle.full([size, size], 7.0)
@@ -215,7 +215,7 @@ def unfinished(directory, what):
         state = {"t": ShardedWeight("t", part, (half, size), (size, size), (half * rank, 0))}
     paddle.device.synchronize()
     stream = paddle.device.Stream(paddle.device.get_device())
-    rehearsal_device.configure(d2d_gibs=0.005)
+    rehearsal_device.configure(lazy=1)
     try:
         with paddle.device.stream_guard(stream):
             paddle.assign(new, tensor)
@@ -224,7 +224,7 @@ def unfinished(directory, what):
         else:
             saved = fc.save_state_dict(state, directory, async_save=what == "async save")
     finally:
-        rehearsal_device.configure(d2d_gibs=0)
+        rehearsal_device.configure(lazy=0)
     paddle.device.synchronize()
     if what == "async save":
         saved.result()
