@@ -34,6 +34,8 @@ FLOAT32 = {
 FOUR = {
     "tp x v2": {"kind": "tpxv2", "micro_batches": 2},
     "tp x v2, clipped": {"kind": "tpxv2", "clip": 0.1},
+    "tp x pp": {"kind": "tpxpp", "micro_batches": 4},
+    "v2 x pp": {"kind": "v2xpp", "micro_batches": 2},
 }
 HALF = {
     name: {"kind": name, "dtype": "bfloat16"} for name in ("plain", "dp", "v1", "v2", "stage2", "stage3", "tp", "pp")

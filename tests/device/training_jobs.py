@@ -144,7 +144,8 @@ class Job:
         with paddle.utils.unique_name.guard():
             if self.pipelined:
                 descriptions = [fleet.meta_parallel.LayerDesc(part, self.parallel) for part in (Embed, Block, Head)]
-                self.net = fleet.meta_parallel.PipelineLayer(descriptions, num_stages=2, loss_fn=loss_of)
+                topology = fleet.get_hybrid_communicate_group().topology()
+                self.net = fleet.meta_parallel.PipelineLayer(descriptions, topology=topology, loss_fn=loss_of)
             else:
                 self.net = Net(self.parallel)
         fill(self.net, self.parallel)
