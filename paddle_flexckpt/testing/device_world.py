@@ -1,8 +1,7 @@
 """One rank of a world of simulated accelerators: what its process needs, and what is checked of each job.
 
-Unlike the CPU world it lends Paddle almost nothing: an entry in a table, and the clearing of V2's gradients (U5 of the
-CPU world, which holds wherever Paddle adds gradients without a kernel of CUDA). Groups, collectives and kernels are
-Paddle's own and the device's.
+Unlike the CPU world it lends Paddle almost nothing (:mod:`~.rehearsal_device.lending`). Groups, collectives and kernels
+are Paddle's own and the device's.
 """
 
 from __future__ import annotations
@@ -14,13 +13,10 @@ from typing import Any
 import paddle
 
 from . import rehearsal_device
-from .cpu_world.optimizers import patch_sharding_v2
-from .cpu_world.patches import PatchSet
+from .rehearsal_device.lending import lend
 
 #: Counters of the device that a correct program leaves at zero.
 MISUSES = ("host_touches", "freed_uses")
-# Tensor fusion aligns parameters in its buffers to so many bytes on every device that Paddle knows.
-_ALIGNMENT = 256
 
 
 class DeviceMisuseError(RuntimeError):
@@ -28,16 +24,10 @@ class DeviceMisuseError(RuntimeError):
 
 
 def prepare() -> None:
-    """Make this rank's device current, and complete Paddle's table of alignments. Call it once, after the import."""
-    from paddle.distributed.fleet.utils import tensor_fusion_helper
-    from paddle.optimizer import fusion_utils
-
+    """Make this rank's device current, and lend Paddle what it needs. Call it once, after the import."""
     environment = paddle.distributed.ParallelEnv()
     paddle.set_device(f"{rehearsal_device.DEVICE_TYPE}:{environment.device_id}")
-    # The tables have the types gpu, npu and xpu only (and keep the first answer to what the current type is).
-    for module in (tensor_fusion_helper, fusion_utils):
-        module.alignment.setdefault(rehearsal_device.DEVICE_TYPE, _ALIGNMENT)
-    patch_sharding_v2(PatchSet())
+    lend()
 
 
 @contextlib.contextmanager

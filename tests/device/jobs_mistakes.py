@@ -6,7 +6,6 @@ A check returns what it finds wrong, as text. Without a mistake that is nothing.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import sys
@@ -268,19 +267,16 @@ def copy_after_the_step():
 
 def freed_memory():
     """A save reads the memory of a copy that has been freed."""
-    library = ctypes.CDLL(os.path.join(os.environ["CUSTOM_DEVICE_ROOT"], "libpaddle-rehearsal.so"))
-    library.rehearsal_copy_d2h.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
     def read_range(self, start, stop):
         copy = self._tensor.clone()
         paddle.device.synchronize()
         address, width = int(copy.data_ptr()), self.dtype.itemsize
         del copy
-        out = np.empty(stop - start, self.dtype)
-        device = int(self.device.rpartition(":")[2])
-        if library.rehearsal_copy_d2h(device, out.ctypes.data, address + start * width, out.nbytes):
-            raise RuntimeError("the device refused to copy freed memory")
-        return out
+        data = rehearsal_device.read(
+            address + start * width, (stop - start) * width, int(self.device.rpartition(":")[2])
+        )
+        return np.frombuffer(data, self.dtype)
 
     return replaced(DeviceMemory, "read_range", read_range)
 

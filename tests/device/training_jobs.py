@@ -16,7 +16,6 @@ from paddle import nn
 from paddle.distributed import fleet
 
 from paddle_flexckpt.testing import cpu_world, rehearsal_device
-from paddle_flexckpt.testing.rehearsal_device.lending import lend
 
 VOCABULARY, WIDTH, HIDDEN, CLASSES, ROWS, STEPS = 32, 16, 24, 8, 8, 5
 SHAPES = {
@@ -204,14 +203,6 @@ class Job:
 
 def train(kind, dtype="float32", micro_batches=1, optimizer="adamw", clip=None):
     """Train some steps; return the losses, and what the parameters and their masters are."""
-    patches = lend()
-    try:
-        return _train(kind, dtype, micro_batches, optimizer, clip)
-    finally:
-        patches.undo()
-
-
-def _train(kind, dtype, micro_batches, optimizer, clip):
     job = Job(kind, dtype, micro_batches, optimizer, clip)
     losses = []
     for number in range(STEPS):
