@@ -49,3 +49,8 @@ def checked() -> Iterator[None]:
 def misuses(counters: Mapping[str, Any]) -> dict[str, int]:
     """Return those of the device's counters that count mistakes."""
     return {name: int(counters.get(name, 0)) for name in MISUSES}
+
+
+def guarded_calls() -> int:
+    """Return how often this process has given the device an address, which the device has checked."""
+    return int(rehearsal_device.stats()["guarded_calls_ever"])

@@ -81,6 +81,7 @@ class World:
         self._keep_logs = log_dir is not None
         self.log_dir = Path(tempfile.mkdtemp(prefix="flexckpt-world-") if log_dir is None else log_dir).absolute()
         self.starts = 0
+        self._guarded: dict[tuple[int, int], int] = {}
         self._logs_now = self.log_dir
         self._job = 0
         self._log_starts: dict[int, int] = {}
@@ -96,6 +97,11 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def guarded_calls(self) -> int:
+        """Return how often simulated devices have checked an address, over all jobs that have answered."""
+        return sum(self._guarded.values())
 
     @property
     def alive(self) -> bool:
@@ -196,6 +202,8 @@ class World:
                         if answer.get("job") != message.get("job"):
                             continue  # what an aborted start left behind
                         answers[worker.rank] = answer
+                        if "guarded_calls" in answer:
+                            self._guarded[self.starts, worker.rank] = answer["guarded_calls"]
                         if "error" not in answer:
                             continue
                         problem = f"rank {worker.rank} failed"

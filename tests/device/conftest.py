@@ -8,9 +8,18 @@ import pytest
 
 from paddle_flexckpt.testing import World, rehearsal_device
 
+_GUARDED = pytest.StashKey[int]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if _GUARDED in config.stash:
+        terminalreporter.write_line(
+            f"device worlds: {config.stash[_GUARDED]} guarded calls; host touches and uses of freed memory fail their job"
+        )
+
 
 @pytest.fixture(scope="session")
-def device_world() -> Iterator[Callable[[int], World]]:
+def device_world(pytestconfig: pytest.Config) -> Iterator[Callable[[int], World]]:
     """``device_world(n)`` is the session's world of n ranks with a device each. It starts with its first job."""
     reason = rehearsal_device.missing_tools()
     if reason:
@@ -23,6 +32,7 @@ def device_world() -> Iterator[Callable[[int], World]]:
         return worlds[size]
 
     yield of_size
+    pytestconfig.stash[_GUARDED] = sum(each.guarded_calls for each in worlds.values())
     for each in worlds.values():
         each.close()
 

@@ -59,11 +59,13 @@ def main() -> int:
                 for way, chosen in (("files", pairs()), ("memory", moves()))
             }
             results = [result for way, chosen in wanted.items() for result in run(matrix, MODEL, way, chosen)]
+            guarded = sum(each.guarded_calls for each in worlds.values())
         finally:
             for each in worlds.values():
                 each.close()
     failed = [result for result in results if not result.ok]
     print(f"{len(results) - len(failed)} of {len(results)} pairs ok in {time.perf_counter() - begin:.0f} s")
+    print(f"device: {guarded} guarded calls; a host touch or a use of freed memory fails its job")
     if args.json:
         args.json.write_text(json.dumps([asdict(result) for result in results], indent=1), encoding="utf-8")
     return 1 if failed else 0

@@ -57,8 +57,7 @@ def _on_device() -> Iterator[None]:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     counters = rehearsal_device.stats()
-    guarded = sum(counters[name] for name in ("synchronous", "asynchronous", "kernels", "allocations"))
     terminalreporter.write_line(
-        f"device: {guarded} guarded calls, {counters['host_touches']} host touches, "
+        f"device: {counters['guarded_calls_ever']} guarded calls, {counters['host_touches']} host touches, "
         f"{counters['freed_uses']} uses of freed memory"
     )

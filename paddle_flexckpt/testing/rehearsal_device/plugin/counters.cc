@@ -25,6 +25,15 @@ std::vector<Span> spans;
 std::mutex collectives_mutex;
 std::map<std::string, uint64_t> collectives;
 
+// Of what the counters were before they were set to zero.
+std::atomic<uint64_t> guarded_before{0};
+
+// Every call that got the address of a device and had it checked.
+uint64_t guarded() {
+  const Tally& t = tally();
+  return t.asynchronous + t.synchronous + t.kernels + t.memory_sets + t.collective_calls;
+}
+
 void append(std::string& out, const char* name, uint64_t value) { out += text("\"%s\": %lu, ", name, value); }
 
 }  // namespace
@@ -78,8 +87,8 @@ REHEARSAL_EXPORT int rehearsal_stats(char* out, size_t size) {
 #define REHEARSAL_SHOW(name, resets) append(all, #name, t.name);
   REHEARSAL_TALLIES(REHEARSAL_SHOW)
 #undef REHEARSAL_SHOW
-  // Every call that got the address of a device and had it checked.
-  append(all, "guarded_calls", t.asynchronous + t.synchronous + t.kernels + t.memory_sets + t.collective_calls);
+  append(all, "guarded_calls", guarded());
+  append(all, "guarded_calls_ever", guarded_before + guarded());
   append(all, "waits", t.stream_syncs + t.device_syncs + t.event_syncs);
   all += "\"collectives\": {";
   {
@@ -97,6 +106,7 @@ REHEARSAL_EXPORT int rehearsal_stats(char* out, size_t size) {
 }
 
 REHEARSAL_EXPORT void rehearsal_reset() {
+  guarded_before += guarded();
   for (int i = 0; i < 4; ++i) {
     Counter& c = counter(static_cast<Way>(i));
     c.calls = c.bytes = c.pageable_bytes = c.nanoseconds = c.largest = 0;
