@@ -111,7 +111,6 @@ class _Side:
 
     def __init__(self, messages: Mapping[int, Message], quota: Mapping[int, int], here: int, size: int) -> None:
         self._messages, self._quota, self._here, self._size = messages, quota, here, size
-        self.room = ALIGNMENT + sum(min(quota[position], message.nbytes) for position, message in messages.items())
 
     def sizes(self, number: int) -> list[int]:
         """Return the bytes of a round, by position in the group."""
@@ -138,7 +137,8 @@ class _Side:
 class DeviceExchange:
     """One rank's part of an exchange between devices.
 
-    1. Every rank makes one, and tells the others what it will have :attr:`sent`.
+    1. Every rank makes one, which takes all the device memory that it needs for its buffers, and tells the others what
+       it will have :attr:`sent`.
     2. Every rank calls :meth:`run` with all that.
 
     Attributes:
@@ -152,6 +152,9 @@ class DeviceExchange:
             group: The Paddle group of the ranks, of a backend that works on device memory.
             plan: This rank's part of the plan.
             source: The source catalog of all ranks.
+
+        Raises:
+            MemoryError: The device has no room for the buffers.
         """
         self._group = group
         self._source = source
@@ -160,6 +163,9 @@ class DeviceExchange:
         self._incoming = {position[rank]: Message.of(p, source) for rank, p in plan.incoming.items() if len(p)}
         table = [(position, message.nbytes) for position, message in self._outgoing.items()]
         self.sent = np.asarray(table, dtype=np.int64).tobytes()
+        self._device = _group_device()
+        with current_device(self._device):
+            self._buffers = [_buffer(messages) for messages in (self._outgoing, self._incoming)]
 
     def run(self, traffic: Traffic, here: int, source: Storage, target: Storage) -> None:
         """Carry out the exchange.
@@ -183,9 +189,8 @@ class DeviceExchange:
         outgoing = _Side(self._outgoing, dict(zip(traffic.receiver[mine].tolist(), quotas[mine].tolist())), here, size)
         incoming = _Side(self._incoming, dict(zip(traffic.sender[yours].tolist(), quotas[yours].tolist())), here, size)
         failure: Exception | None = None
-        device = _group_device()
-        with paddle.no_grad(), current_device(device):
-            send, receive = (paddle.empty([side.room], dtype="uint8") for side in (outgoing, incoming))
+        send, receive = self._buffers
+        with paddle.no_grad(), current_device(self._device):
             for number in range(rounds):
                 if failure is None:
                     try:
@@ -206,7 +211,7 @@ class DeviceExchange:
                     except Exception as error:  # raised after the last round
                         failure = error
             # The buffers must not be freed while a stream, of the backend maybe, still has to do with them.
-            paddle.device.synchronize(device)
+            paddle.device.synchronize(self._device)
         if failure is not None:
             raise failure
 
@@ -249,12 +254,19 @@ def _units(extents: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(row_major_strides(np.asarray([extents], dtype=np.int64))[0].tolist()) if extents else ()
 
 
-def _group_device() -> str:
-    """Return the device on which this rank's collectives work."""
+def _buffer(messages: Mapping[int, Message]) -> Any:
+    """Return device memory for the largest round that these messages can have (see :meth:`Traffic.quotas`)."""
     import paddle
 
-    device = paddle.get_device()
-    if device != "cpu":
-        return device
+    most = max(ROUND_BYTES, ALIGNMENT * len(messages))
+    return paddle.empty([min(most, sum(message.nbytes for message in messages.values())) + ALIGNMENT], dtype="uint8")
+
+
+def _group_device() -> str:
+    """Return the device on which this rank's collectives work, whatever the current device is."""
+    import paddle
+
     environment = paddle.distributed.ParallelEnv()
-    return f"{environment.device_type}:{environment.device_id}"
+    # Paddle names the type of custom devices only.
+    kind = environment.device_type or ("gpu" if paddle.is_compiled_with_cuda() else "xpu")
+    return f"{kind}:{environment.device_id}"

@@ -20,7 +20,7 @@ import numpy as np
 
 from paddle_flexckpt.aoa import Mapping as AoaMapping
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat, dtype_of
-from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.execution.mapping import config_digest, moved_keys
 from paddle_flexckpt.execution.transfer import AnyStorage, copy_pieces, pack, unpack
 from paddle_flexckpt.execution.work import Work, plan_work
@@ -228,18 +228,19 @@ def _load_state_dict(
                 np.packbits(used_keys(source, wanted, mapping)).tobytes(),
                 encode_catalog(work.catalog),
                 json.dumps(wanted.raw_meanings).encode(),
+                _device_use(comm, offload, source, held, state),
             )
             return _Prepared(state, wanted, mapping, work), join(parts)
 
         ready, answers = comm.together(prepare, _CONTEXT)
-        needed, digests, addresses, bits, encoded, names = check_heads(answers, _CONTEXT)
+        needed, digests, addresses, bits, encoded, names, use = check_heads(answers, _CONTEXT)
         statements = sorted({statement for texts in needed for statement in json.loads(texts)})
         if statements:
             # Whoever sends has to know them too.
             if all_targets is None:
                 all_targets = gather_targets(comm, describe, _CONTEXT)
             ready, answers = comm.together(prepare, _CONTEXT)
-            _, digests, addresses, bits, encoded, names = check_heads(answers, _CONTEXT)
+            _, digests, addresses, bits, encoded, names, use = check_heads(answers, _CONTEXT)
         check_across_ranks([json.loads(each) for each in names], _CONTEXT)
         if check_replicas:
             check_replicas_equal(comm, digests, held, source, checked.groups, _CONTEXT)
@@ -251,12 +252,12 @@ def _load_state_dict(
 
         def planned() -> tuple[_Exchange, bytes]:
             plan = _plan(source, checked, target, ready, comm.rank)
-            exchange = _Exchange(comm, plan, (source, held), (ready, first), offload)
-            return exchange, exchange.head
+            exchange = _Exchange(comm, plan, (source, held), (ready, first), _on_devices(use))
+            return exchange, exchange.sent
 
-        exchange, heads = comm.together(planned, _CONTEXT)
+        exchange, sent = comm.together(planned, _CONTEXT)
         planned_at = time.perf_counter()
-        counts, answers = comm.together(lambda: exchange.run(carrier, list(addresses), heads), _CONTEXT)
+        counts, answers = comm.together(lambda: exchange.run(carrier, list(addresses), sent), _CONTEXT)
     end = time.perf_counter()
     report = LoadReport(
         source="memory",
@@ -325,11 +326,26 @@ def _plan(source: Catalog, checked: CheckedSources, target: Catalog, ready: _Pre
     return plan
 
 
+def _device_use(
+    comm: Communicator, offload: bool, source: Catalog, held: Mapping[int, Any], state: LocalState
+) -> bytes:
+    """Return two flags for the other ranks: whether this rank can exchange between devices, and has a tensor on one."""
+    usable = comm.device_group is not None and not offload and has_views([*source.dtypes, *state.catalog.dtypes])
+    tensors = (*held.values(), *(weight.local_tensor for weight in state.weights))
+    return bytes([usable, any(device_of(tensor) is not None for tensor in tensors)])
+
+
+def _on_devices(flags: Iterable[bytes]) -> bool:
+    """Return whether data goes between devices, the same on every rank; where one cannot, host memory carries all."""
+    usable, used = zip(*flags)
+    return all(usable) and any(used)
+
+
 class _Exchange:
     """One rank's part of a planned exchange.
 
     Attributes:
-        head: What the other ranks have to know before it begins.
+        sent: What the other ranks have to know before it begins.
     """
 
     def __init__(
@@ -338,36 +354,31 @@ class _Exchange:
         plan: ExchangePlan,
         sources: tuple[Catalog, Mapping[int, Any]],
         targets: tuple[_Prepared, int],
-        offload: bool,
+        on_devices: bool,
     ) -> None:
-        """Prepare it.
+        """Take what memory it needs, and wait for what the devices still have to do.
 
         Args:
             comm: The ranks.
             plan: This rank's part.
             sources: The source catalog, and this rank's tensors by row of it.
             targets: This rank's targets, and their first row in the target catalog of all ranks.
-            offload: Whether data has to go through host memory, though there are devices.
+            on_devices: Whether data goes between devices, and not through host memory.
         """
-        self._comm, self._plan = comm, plan
+        self._position, self._plan = comm.position, plan
         self._source, self._held = sources
         self._ready, self._first = targets
-        tensors = [*self._held.values(), *(weight.local_tensor for weight in self._ready.state.weights)]
-        devices = any(device_of(tensor) is not None for tensor in tensors)
-        self._on_device: DeviceExchange | None = None
-        if comm.device_group is not None and not offload and has_views(self._source.dtypes):
-            self._on_device = DeviceExchange(comm.device_group, plan, self._source)
-        sent = b"" if self._on_device is None else self._on_device.sent
-        self.head = join((bytes([self._on_device is not None, devices]), sent))
-        wait_for_devices(tensors)
+        self._on_device = DeviceExchange(comm.device_group, plan, self._source) if on_devices else None
+        self.sent = b"" if self._on_device is None else self._on_device.sent
+        wait_for_devices([*self._held.values(), *(weight.local_tensor for weight in self._ready.state.weights)])
 
-    def run(self, carrier: Carrier, addresses: list[bytes], heads: list[bytes]) -> tuple[dict[str, int], bytes]:
+    def run(self, carrier: Carrier, addresses: list[bytes], sent: list[bytes]) -> tuple[dict[str, int], bytes]:
         """Carry it out; return the bytes copied, received and sent, and the peak of scratch.
 
         Args:
             carrier: Carries data through host memory.
             addresses: Its addresses on every rank.
-            heads: Every rank's :attr:`head`.
+            sent: Every rank's :attr:`sent`.
         """
         memory = TargetMemory(self._ready.state, self._ready.wanted, self._ready.work)
         opened: dict[int, AnyStorage] = {}
@@ -384,10 +395,8 @@ class _Exchange:
             return dtype_of(self._source.dtype_name(row)).numpy
 
         plan = self._plan
-        flags, sent_by_rank = zip(*(split(head) for head in heads))
-        # Host memory carries everything where a rank cannot use the devices, or where nothing is on one.
-        if self._on_device is not None and all(can for can, _ in flags) and any(devices for _, devices in flags):
-            self._on_device.run(Traffic.of(sent_by_rank), self._comm.position, source_storage, target_storage)
+        if self._on_device is not None:
+            self._on_device.run(Traffic.of(sent), self._position, source_storage, target_storage)
         else:
             carrier.exchange(
                 addresses,
@@ -402,7 +411,9 @@ class _Exchange:
         # Copies within a device are only ordered by its stream; whoever looks next may be on another.
         wait_for_devices(weight.local_tensor for weight in self._ready.state.weights)
         itemsize = self._source.itemsize
-        received = sum(int((p.size * itemsize[p.source]).sum()) for p in plan.incoming.values())
-        sent = sum(int((p.size * itemsize[p.source]).sum()) for p in plan.outgoing.values())
-        counts = {"copied": copied, "received": received, "sent": sent, "peak_scratch": memory.peak_scratch_bytes}
+        received, outgoing = (
+            sum(int((p.size * itemsize[p.source]).sum()) for p in side.values())
+            for side in (plan.incoming, plan.outgoing)
+        )
+        counts = {"copied": copied, "received": received, "sent": outgoing, "peak_scratch": memory.peak_scratch_bytes}
         return counts, str(copied + received).encode()

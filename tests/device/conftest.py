@@ -14,7 +14,7 @@ _GUARDED = pytest.StashKey[int]()
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     if _GUARDED in config.stash:
         terminalreporter.write_line(
-            f"device worlds: {config.stash[_GUARDED]} guarded calls; host touches and uses of freed memory fail their job"
+            f"device worlds: {config.stash[_GUARDED]} guarded calls, none of which misused device memory"
         )
 
 
