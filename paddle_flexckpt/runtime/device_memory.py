@@ -41,10 +41,12 @@ def wait_for_devices(tensors: Iterable[Any]) -> None:
     A copy waits for the current stream only. Paddle itself leaves work on others: overlapped broadcasts of sharding,
     collectives that were not waited for. Without this, a tensor that is still being written would be saved torn.
     """
-    import paddle
+    devices = sorted({device for tensor in tensors if (device := device_of(tensor)) is not None})
+    if devices:
+        import paddle  # not before: arrays are saved without it
 
-    for device in sorted({device for tensor in tensors if (device := device_of(tensor)) is not None}):
-        paddle.device.synchronize(device)
+        for device in devices:
+            paddle.device.synchronize(device)
 
 
 @contextlib.contextmanager

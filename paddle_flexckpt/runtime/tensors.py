@@ -55,7 +55,10 @@ def address_range(tensor: Any) -> tuple[int, int] | None:
 
 def device_of(tensor: Any) -> str | None:
     """Return the name of the device that holds a tensor, such as ``gpu:0``, or None for host memory."""
-    found = None if isinstance(tensor, np.ndarray) else _DEVICE.fullmatch(str(tensor.place))
+    if isinstance(tensor, np.ndarray):
+        return None
+    place = tensor.place
+    found = None if place.is_cpu_place() else _DEVICE.fullmatch(str(place))
     return found[1] if found else None
 
 

@@ -17,8 +17,8 @@ from tests.distributed.matrix.table import Matrix, run
 
 MODEL = "untied"
 NAMES = (
-    *("dp2", "tp2", "pp2", "v1x2", "v2x2", "stage2x2", "stage3x2", "semi2"),
-    *("tp4", "pp4", "v2x4", "stage3x4", "tp2xpp2", "tp2xv2x2"),
+    *("dp2", "tp2", "tp2+sp", "pp2", "v1x2", "v2x2", "stage2x2", "stage3x2", "semi2"),
+    *("tp4", "pp4", "v2x4", "stage3x4", "tp2xpp2", "tp2xv2x2", "tp2xv1x2", "dp2xpp2", "v2x2xpp2"),
 )
 #: Strategies that cannot be trained on the device, each with the reason; their states are given values instead.
 UNTRAINED = {

@@ -87,7 +87,7 @@ class Block(nn.Layer):
     def forward(self, x):
         y = self.ln(x)
         if self.sequence_parallel:
-            y = sequence.ScatterOp.apply(y.transpose([1, 0, 2]))
+            y = sequence.ScatterOp.apply(y.transpose([1, 0, 2]).contiguous())
         y = self.fc2(F.relu(self.fc1(y)))
         if self.sequence_parallel:
             y = sequence.GatherOp.apply(y).transpose([1, 0, 2])
