@@ -72,11 +72,13 @@ test-paddleformers: $(FORMERS_STAMP) ## run the tests through the trainer of Pad
 	@$(FORMERS_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/paddleformers
 
 .PHONY: test-device
-test-device: $(TEST_STAMP) ## run the suites with a simulated device current, and the matrix of strategies on 2 and 4 of them; results in device-matrix.json
+test-device: $(TEST_STAMP) $(NLP_STAMP) ## run the suites with a simulated device current, and the matrix of strategies on 2 and 4 of them; results in device-matrix.json
 	@echo "[make] tests on the device"
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/device
 	@echo "[make] suites for the host, with a device current"
 	@$(BIN)/python -m tests.device.suites
+	@echo "[make] the trainer of PaddleNLP on a device"
+	@$(NLP_VENV)/bin/python -m tests.device.suites tests/trainer/test_trainer.py
 	@echo "[make] the matrix of strategies on devices"
 	@$(BIN)/python -m tests.device.matrix --json device-matrix.json
 

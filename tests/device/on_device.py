@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,7 @@ MISUSES = ("host_touches", "freed_uses")
 def pytest_configure(config: pytest.Config) -> None:
     import paddle
 
+    os.environ["REHEARSED_DEVICE"] = f"{rehearsal_device.DEVICE_TYPE}:0"  # for tests that name their device
     paddle.set_device(f"{rehearsal_device.DEVICE_TYPE}:0")
 
 

@@ -23,7 +23,7 @@ from tests.trainer.matrix import differences, tensors
 from tests.trainer.models import Sequences, build
 
 FLAGS = {
-    "device": "cpu",
+    "device": os.environ.get("REHEARSED_DEVICE", "cpu"),
     "max_steps": 6,
     "save_steps": 3,
     "logging_steps": 1,
