@@ -22,11 +22,11 @@ DEVICE_CHUNK_BYTES = 8 << 20
 
 
 class DeviceStorage(Protocol):
-    """Elements in memory that the host cannot touch. Positions count elements in row-major order."""
+    """Reach elements in memory that the host cannot touch. Positions count elements in row-major order."""
 
     @property
     def dtype(self) -> np.dtype:
-        """The elements' type."""
+        """Return the elements' type."""
 
     def along_axes(self, copy: StridedCopy, side: int) -> StridedCopy:
         """Return a copy in such a form that the parts of it can be reached; side 0 is its source, 1 its target."""

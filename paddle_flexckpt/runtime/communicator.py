@@ -40,7 +40,7 @@ class Communicator(ABC):
 
     @property
     def rank(self) -> int:
-        """This rank's global number."""
+        """Return this rank's global number."""
         return self.ranks[self.position]
 
     @property
@@ -62,7 +62,7 @@ class Communicator(ABC):
 
     @property
     def device_group(self) -> Any:
-        """Paddle's group of the members if its collectives work on device memory, or None."""
+        """Return Paddle's group of the members if its collectives work on device memory, or None."""
         return None
 
     def together(self, work: Callable[[], tuple[Result, bytes]], context: str = "") -> tuple[Result, list[bytes]]:
@@ -196,13 +196,13 @@ def _global_group() -> Any:
 
 
 def _name_of(group_id: int, ranks: tuple[int, ...]) -> str:
-    """A name of a group that its members agree about."""
+    """Return a name of a group that its members agree about."""
     return hashlib.sha256(repr((group_id, ranks)).encode()).hexdigest()[:16]
 
 
 @functools.cache
 def _host_channel(group_id: int, ranks: tuple[int, ...], position: int) -> HostChannel:
-    """The channel of a group: its members meet once, and stay connected as long as they live."""
+    """Return the channel of a group, whose members meet once and stay connected as long as they live."""
     return HostChannel(default_store(), _name_of(group_id, ranks), ranks, position)
 
 

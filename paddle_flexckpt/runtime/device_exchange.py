@@ -29,7 +29,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """The pieces that go from one rank to another.
+    """Lay out the pieces that go from one rank to another.
 
     Attributes:
         pieces: In the order in which both ranks have them.
@@ -74,7 +74,7 @@ class Message:
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """What all ranks send to each other, in columns; the same on every rank.
+    """Hold what all ranks send to each other, in columns; the same on every rank.
 
     Attributes:
         sender: int64 ``[n]``, position of the sender in the group.
@@ -107,7 +107,7 @@ class Traffic:
 
 
 class _Side:
-    """The messages that one rank sends, or those that it receives, round by round."""
+    """Cut the messages that one rank sends, or those that it receives, into rounds."""
 
     def __init__(self, messages: Mapping[int, Message], quota: Mapping[int, int], here: int, size: int) -> None:
         self._messages, self._quota, self._here, self._size = messages, quota, here, size
@@ -135,7 +135,7 @@ class _Side:
 
 
 class DeviceExchange:
-    """One rank's part of an exchange between devices.
+    """Carry out one rank's part of an exchange between devices.
 
     1. Every rank makes one, which takes all the device memory that it needs for its buffers, and tells the others what
        it will have :attr:`sent`.

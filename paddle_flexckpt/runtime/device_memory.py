@@ -66,7 +66,7 @@ def current_device(device: str) -> Iterator[None]:
 
 
 class DeviceMemory:
-    """The elements of one device tensor; see :class:`~paddle_flexckpt.execution.transfer.DeviceStorage`.
+    """Reach the elements of one device tensor; see :class:`~paddle_flexckpt.execution.transfer.DeviceStorage`.
 
     Attributes:
         dtype: The elements' type on the host.
@@ -106,7 +106,7 @@ class DeviceMemory:
 
     @property
     def place(self) -> Any:
-        """Paddle's place of the device."""
+        """Return Paddle's place of the device."""
         return self._tensor.place
 
     def along_axes(self, copy: StridedCopy, side: int) -> StridedCopy:

@@ -1,4 +1,4 @@
-"""Host channels: bytes from every rank to every rank, without a device and without pickle.
+"""Exchange bytes between all ranks of a group, without a device and without pickle.
 
 On a device backend Paddle's own exchange of objects goes through device memory, which training may have used up, and
 needs the device to be current. A channel needs neither: the ranks of a group meet once, through the job's key-value
@@ -38,7 +38,7 @@ _HEAD = struct.Struct("<QQ")  # number of the exchange, number of payloads; afte
 
 
 class HostChannel:
-    """The ranks of a group, connected by host sockets.
+    """Connect the ranks of a group by host sockets.
 
     Attributes:
         ranks: Global ranks of the members, in the group's order.
@@ -55,7 +55,7 @@ class HostChannel:
         position: int,
         patience: float = PATIENCE_SECONDS,
     ) -> None:
-        """Prepares a channel; its members meet at the first exchange.
+        """Prepare a channel; its members meet at the first exchange.
 
         Args:
             store: The job's key-value store.
@@ -82,11 +82,11 @@ class HostChannel:
 
     @property
     def rank(self) -> int:
-        """This rank's global number."""
+        """Return this rank's global number."""
         return self.ranks[self.position]
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Every member's payload, in the group's order.
+        """Return every member's payload, in the group's order.
 
         Raises:
             LostRankError: A member has gone or takes no part, now or in an earlier call.
@@ -113,12 +113,12 @@ class HostChannel:
             return gathered
 
     def close(self) -> None:
-        """Closes the connections; the channel cannot be used any more."""
+        """Close the connections; the channel cannot be used any more."""
         self._broken = self._broken or "it was closed"
         self._hang_up()
 
     def leave_to_parent(self) -> None:
-        """Closes this process's copies of the connections, after a fork, and lets the parent have its own."""
+        """Close this process's copies of the connections, after a fork, and lets the parent have its own."""
         self._lock = threading.Lock()  # a thread that does not exist here may hold it
         self._broken = "this process is a fork of the one that made it. Remedy: call it there"
         self._hang_up()
@@ -147,7 +147,7 @@ class HostChannel:
         return [bytes(known[(position - self.position) % size]) for position in range(size)]
 
     def _send_and_receive(self, distance: int, payloads: Sequence[bytes | memoryview]) -> list[memoryview]:
-        """Sends payloads to the one side and gets as many from the other, at the same time: no ring of sends waits."""
+        """Send payloads to the one side and get as many from the other, at the same time: no ring of sends waits."""
         target, source = self._targets[distance], self._sources[distance]
         target_rank = self.ranks[(self.position - distance) % len(self.ranks)]
         source_rank = self.ranks[(self.position + distance) % len(self.ranks)]
@@ -181,7 +181,7 @@ class HostChannel:
         return arriving.payloads
 
     def _meet(self) -> None:
-        """Connects to the members that this one sends to, and lets those connect that it receives from."""
+        """Connect to the members that this one sends to, and let those connect that it receives from."""
         size = len(self.ranks)
         distances = [1 << k for k in range((size - 1).bit_length())]
         targets = {distance: self.ranks[(self.position - distance) % size] for distance in distances}
@@ -194,7 +194,7 @@ class HostChannel:
 
 
 class _Leaving:
-    """A message on its way out."""
+    """Send a message, as much at a time as the connection takes."""
 
     def __init__(self, exchange: int, payloads: Sequence[bytes | memoryview]) -> None:
         lengths = [len(payload) for payload in payloads]
@@ -209,7 +209,7 @@ class _Leaving:
         return not self._parts
 
     def send(self, connection: socket.socket) -> None:
-        """Sends what the connection takes now."""
+        """Send what the connection takes now."""
         part = self._parts.pop()
         sent = 0
         try:
@@ -220,7 +220,7 @@ class _Leaving:
 
 
 class _Arriving:
-    """A message on its way in: its head, which tells the lengths, and then the payloads."""
+    """Receive a message: its head, which tells the lengths, and then the payloads."""
 
     def __init__(self, exchange: int, count: int) -> None:
         self.payloads: list[memoryview] = []
@@ -231,7 +231,7 @@ class _Arriving:
         self._filled = 0
 
     def receive(self, connection: socket.socket) -> None:
-        """Takes what the connection has now."""
+        """Take what the connection has now."""
         got = connection.recv_into(self._buffer[self._filled :])
         if got == 0:
             raise EOFError
@@ -263,7 +263,7 @@ def _expect_nothing(connection: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _blaming(rank: int) -> Iterator[None]:
-    """Names the rank at the other end in what goes wrong with a connection."""
+    """Name the rank at the other end in what goes wrong with a connection."""
     try:
         yield
     except BlockingIOError:
@@ -275,7 +275,7 @@ def _blaming(rank: int) -> Iterator[None]:
 
 
 def _forget(reference: weakref.ref[HostChannel]) -> None:
-    """In a fork: its copies of the connections would keep them open when the process that made them has gone."""
+    """Close a fork's copies of the connections, which would keep them open when the process that made them has gone."""
     channel = reference()
     if channel is not None:
         channel.leave_to_parent()

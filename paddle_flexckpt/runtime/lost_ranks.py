@@ -66,7 +66,7 @@ class Presence:
         self._announced.append((store, rank))
 
     def close(self) -> None:
-        """Stops listening in this process."""
+        """Stop listening in this process."""
         self._listener.close()
 
 
@@ -90,7 +90,7 @@ def _leave(presence: Presence) -> None:
 
 
 def announce(store: KeyValueStore, rank: int) -> None:
-    """Tells the others, once, where this rank can be looked for. It has to come before anything that can fail."""
+    """Tell the others, once, where this rank can be looked for. It has to come before anything that can fail."""
     own_presence().announce(store, rank)
 
 
@@ -103,7 +103,7 @@ def presence_of(store: KeyValueStore, rank: int) -> tuple[str, int] | None:
 
 
 class Missing(NamedTuple):
-    """Why an exchange failed: the ranks that have gone, and those that live and have not failed, so take no part."""
+    """Say why an exchange failed: which ranks have gone, and which live but take no part."""
 
     lost: list[int]
     silent: list[int]
@@ -128,7 +128,7 @@ def find_lost_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], rank
 def find_missing_ranks(
     store: KeyValueStore, group: str, ranks: Sequence[int], rank: int, ask_the_living: bool = True
 ) -> Missing | None:
-    """Like :func:`find_lost_ranks`; if none has gone, looks which have not failed either.
+    """Do what :func:`find_lost_ranks` does; if none has gone, look which have not failed either.
 
     Args:
         store: The job's key-value store.

@@ -1,4 +1,4 @@
-"""Meetings: how ranks that know each other's numbers only get connected by sockets.
+"""Connect ranks that know only each other's numbers by sockets.
 
 Every rank listens, and says in the job's key-value store where. With the address goes a random token, by which a
 connection shows that it comes from one who can read the store. Nobody waits for a rank that has gone: its presence is
@@ -32,7 +32,7 @@ _HELLO = struct.Struct("<16si")
 
 
 class Meeting:
-    """One rank's part in a meeting. A context: what it opened, it closes, but the connections if all came.
+    """Take one rank's part in a meeting. A context: what it opened, it closes, but the connections if all came.
 
     Attributes:
         targets: Connections, which do not block, to the ranks that this one was to connect to.
@@ -40,7 +40,7 @@ class Meeting:
     """
 
     def __init__(self, store: KeyValueStore, name: str, rank: int, targets: set[int], sources: set[int]) -> None:
-        """Prepares it.
+        """Prepare it.
 
         Args:
             store: The job's key-value store.
@@ -61,7 +61,7 @@ class Meeting:
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Meeting:
-        """Opens the door."""
+        """Open the door."""
         try:
             self._open_door()
         except BaseException:
@@ -80,7 +80,7 @@ class Meeting:
         self._store.add(f"{self._prefix}/{self._rank}/there", 1)
 
     def __exit__(self, *error: Any) -> None:
-        """Closes the door, and after an error all else too, and tells the others."""
+        """Close the door, and after an error all else too, and tell the others."""
         self._open.close()
         for open_socket in (*self._callers, *self._watched):
             open_socket.close()
@@ -93,11 +93,11 @@ class Meeting:
 
     @property
     def absent(self) -> list[int]:
-        """The ranks that have not come."""
+        """Return the ranks that have not come."""
         return sorted(self._wanted | self._expected)
 
     def hold(self, patience: float) -> None:
-        """Waits until all have come.
+        """Wait until all have come.
 
         Args:
             patience: Seconds.
@@ -138,7 +138,7 @@ class Meeting:
         self._wanted.discard(rank)
 
     def _watch(self) -> None:
-        """Connects to the presences of those that are absent: such a connection ends when the process does."""
+        """Connect to the presences of those that are absent: such a connection ends when the process does."""
         for rank in {*self.absent} - {*self._watched.values()}:
             presence = presence_of(self._store, rank)
             if presence is None:

@@ -342,7 +342,7 @@ def _on_devices(flags: Iterable[bytes]) -> bool:
 
 
 class _Exchange:
-    """One rank's part of a planned exchange.
+    """Carry out one rank's part of a planned exchange.
 
     Attributes:
         sent: What the other ranks have to know before it begins.

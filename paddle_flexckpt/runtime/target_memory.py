@@ -14,7 +14,7 @@ from paddle_flexckpt.runtime.tensors import HostTensor, device_of, dtype_name, e
 
 
 class TargetMemory:
-    """The memory of a load's rows.
+    """Hold the memory of a load's rows.
 
     A strided host view is filled in a copy, and so is a device tensor that is read from files: such copies go back when
     the last of their pieces has arrived. A device tensor that is filled by a reshard is written in place. Scratch is

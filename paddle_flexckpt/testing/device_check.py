@@ -38,7 +38,7 @@ _SETTINGS = {"memory_gib": 0.5, "delay_us": 200, "seed": 1}
 
 
 class DeviceCheck:
-    """All checks of one machine.
+    """Make all checks of one machine.
 
     Attributes:
         simulated: Whether they run on the simulated device.
@@ -149,7 +149,7 @@ class DeviceCheck:
 
     @property
     def ok(self) -> bool:
-        """Whether checks were made, and nothing was wrong."""
+        """Return whether checks were made, and nothing was wrong."""
         made = [outcome for outcome in self.outcomes if outcome.result != "skipped"]
         return bool(made) and all(outcome.result == "ok" for outcome in made)
 
@@ -190,6 +190,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="where to write everything")
     parser.add_argument("--rehearsal", action="store_true", help="use the simulated device")
     options = parser.parse_args(arguments)
+    if options.devices < 1:
+        parser.error(f"--devices has to be 1 or more; got {options.devices}")
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        parser.error(f"--json names a file in a directory that is not there: {options.json}")
     begin = time.perf_counter()
     check = DeviceCheck(options.devices, options.rehearsal)
     try:

@@ -1,4 +1,4 @@
-"""The checks of several ranks over the device backend; run by the launcher of Paddle, not imported."""
+"""Check several ranks over the device backend; run by the launcher of Paddle, not imported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Work = Callable[[], dict[str, Any]]
 
 
 class RankChecks:
-    """One rank's part of the checks, in the order in which they are made."""
+    """Make one rank's part of the checks, in the order in which they are made."""
 
     def __init__(self, folder: Path, measured_bytes: int) -> None:
         """Set out.

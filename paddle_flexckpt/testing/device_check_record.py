@@ -1,4 +1,4 @@
-"""What the checks of a device share: results, written down as they come, and values known on the host."""
+"""Write down the results of checks as they come, and make values that are known on the host."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ FP8 = {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
 
 class CheckFailed(Exception):
-    """A check has found values that are not what they should be."""
+    """Say that a check has found values that are not what they should be."""
 
 
 class NotHere(Exception):
-    """A check cannot be made on this machine."""
+    """Say that a check cannot be made on this machine."""
 
 
 @dataclass
 class Outcome:
-    """One check.
+    """Describe one check.
 
     Attributes:
         check: What was checked.
@@ -63,7 +63,7 @@ class Outcome:
 
 
 class Record:
-    """Makes checks and writes down what comes of them, one line each, so that a crash leaves what was before it."""
+    """Make checks and write down what comes of them, one line each, so that a crash leaves what was before it."""
 
     def __init__(self, path: Path, rank: int | None = None) -> None:
         """Open the file.

@@ -1,4 +1,4 @@
-"""The checks of one process on a device. Started by :mod:`~paddle_flexckpt.testing.device_check`."""
+"""Check the library in one process on a device. Started by :mod:`~paddle_flexckpt.testing.device_check`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paddle_flexckpt.testing.device_check_record import (
 
 
 class SingleChecks:
-    """The checks of one process, in the order in which they are made."""
+    """Make the checks of one process, in their order."""
 
     def __init__(self, devices: list[str], folder: Path, measured_bytes: int) -> None:
         """Set out.

@@ -1,4 +1,4 @@
-"""One rank of a world of simulated accelerators: what its process needs, and what is checked of each job.
+"""Prepare one rank of a world of simulated accelerators, and check each of its jobs.
 
 Unlike the CPU world it lends Paddle almost nothing (:mod:`~.rehearsal_device.lending`). Groups, collectives and kernels
 are Paddle's own and the device's.
@@ -20,7 +20,7 @@ MISUSES = ("host_touches", "freed_uses")
 
 
 class DeviceMisuseError(RuntimeError):
-    """A job used device memory in a way that real devices do not survive."""
+    """Say that a job used device memory in a way that real devices do not survive."""
 
 
 def prepare() -> None:

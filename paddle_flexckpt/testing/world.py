@@ -391,7 +391,7 @@ def _selector(workers: Mapping[int, _Worker]) -> selectors.BaseSelector:
 
 
 def _clean_environment() -> dict[str, str]:
-    """This process's environment without what would make the workers look for a device or for another world."""
+    """Return this process's environment without what would make the workers look for a device or for another world."""
     foreign = ("PADDLE_", "FLAGS_selected_", "REHEARSAL_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     for name in ("CUDA_VISIBLE_DEVICES", "CUSTOM_DEVICE_ROOT", "MASTER_ADDR", "MASTER_PORT", "POD_IP"):

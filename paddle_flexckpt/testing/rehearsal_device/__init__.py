@@ -1,4 +1,4 @@
-"""A simulated accelerator for Paddle's CPU wheel: device memory, streams, events, copies and collectives.
+"""Simulate an accelerator for Paddle's CPU wheel: device memory, streams, events, copies and collectives.
 
 It is a plugin of Paddle's CustomDevice interface, compiled by g++ at first use. It serves to test code that handles
 device tensors on a machine without a device; it computes nothing faster. A process has it if it is started with the

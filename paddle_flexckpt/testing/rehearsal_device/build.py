@@ -18,7 +18,7 @@ _FLAGS = (
 
 
 class BuildError(RuntimeError):
-    """The rehearsal device cannot be compiled here."""
+    """Say that the rehearsal device cannot be compiled here."""
 
 
 def missing_tools() -> str:

@@ -16,7 +16,7 @@ _WAITS = frozenset({"wait_stream", "wait_event", "wait_device", "stream_wait"})
 
 
 class Span(NamedTuple):
-    """One copy, collective or wait on a device.
+    """Describe one copy, collective or wait on a device.
 
     Attributes:
         what: ``h2d``, ``d2h``, ``d2d``; a collective's name, such as ``all_reduce``; ``group`` for messages between
@@ -43,7 +43,7 @@ class Span(NamedTuple):
 
 
 class Touch(NamedTuple):
-    """A host access to device memory: where it was, and the allocation that it met."""
+    """Describe a host access to device memory: where it was, and the allocation that it met."""
 
     device: int
     address: int
