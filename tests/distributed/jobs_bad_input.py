@@ -421,6 +421,7 @@ def saves(directory, unique_id):
             extra.setdefault("unique_id", unique_id)
         dist.barrier()
         disk = files(path)
+        dist.barrier()  # a rank that is ahead begins its save, and leaves a marker while it is under way
         with broken_disk(case):
             error = common.outcome(lambda: fc.save_state_dict(state, path, **extra))  # noqa: B023
         dist.barrier()

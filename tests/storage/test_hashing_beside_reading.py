@@ -120,7 +120,7 @@ class Memory:
     def advance(self, row):
         self.events.append(("advance", row, self.reader.begun - self.reader.settled))
 
-    def storage(self, row):
+    def host_storage(self, row):
         return self.rows[row]
 
     def piece_done(self, row):
