@@ -13,6 +13,7 @@ from paddle_flexckpt.algebra.flat import (
     minimal_nd_slice,
     ravel_index,
     row_major_strides,
+    strides_of_shape,
     unravel_index,
 )
 from paddle_flexckpt.algebra.mesh_split import balanced_split, nested_piece
@@ -35,6 +36,7 @@ __all__ = [
     "nested_piece",
     "ravel_index",
     "row_major_strides",
+    "strides_of_shape",
     "subtract_boxes",
     "unravel_index",
 ]

@@ -40,6 +40,11 @@ def row_major_strides(shape: np.ndarray) -> np.ndarray:
     return strides
 
 
+def strides_of_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the row-major strides of one shape, in elements."""
+    return tuple(row_major_strides(np.asarray([shape], dtype=np.int64))[0].tolist()) if shape else ()
+
+
 def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
     """The boxes, in row-major order, that make up the flattened range ``[start, stop)`` of a tensor.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paddle_flexckpt.algebra.flat import flat_range_to_boxes, row_major_strides
+from paddle_flexckpt.algebra.flat import flat_range_to_boxes, strides_of_shape
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def array_axes(stride: int, extent: int, shape: tuple[int, ...]) -> list[tuple[i
     Raises:
         ValueError: The view's axis is along none of the array.
     """
-    units = row_major_strides(np.asarray([shape], dtype=np.int64))[0].tolist() if shape else []
+    units = strides_of_shape(shape)
     parts: list[tuple[int, int, int]] = []
     while extent > 1 and stride:
         # The innermost axis that is long enough for one step.

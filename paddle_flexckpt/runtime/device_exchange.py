@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.algebra import StridedCopy, row_major_strides
+from paddle_flexckpt.algebra import StridedCopy, strides_of_shape
 from paddle_flexckpt.catalog import Catalog, dtype_of
 from paddle_flexckpt.execution.transfer import AnyStorage, Storage, copy_values
 from paddle_flexckpt.planning import ExchangePlan, Pieces
@@ -223,7 +223,9 @@ class DeviceExchange:
             view = _view_as(storage.dtype, buffer, views)
             position = at // storage.dtype.itemsize
             for part in _range_of(pieces.copy(piece), storage, 0, start, stop):
-                copy_values(replace(part, target_base=position, target_strides=_units(part.extents)), storage, view)
+                copy_values(
+                    replace(part, target_base=position, target_strides=strides_of_shape(part.extents)), storage, view
+                )
                 position += part.size
 
     def _unpack(self, side: _Side, number: int, buffer: Any, target: Storage) -> None:
@@ -234,7 +236,9 @@ class DeviceExchange:
             view, storage = _view_as(dtype, buffer, views), target(int(pieces.target[piece]))
             position = at // dtype.itemsize
             for part in _range_of(pieces.copy(piece), storage, 1, start, stop):
-                copy_values(replace(part, source_base=position, source_strides=_units(part.extents)), view, storage)
+                copy_values(
+                    replace(part, source_base=position, source_strides=strides_of_shape(part.extents)), view, storage
+                )
                 position += part.size
 
 
@@ -248,10 +252,6 @@ def _view_as(dtype: np.dtype, buffer: Any, views: dict[np.dtype, DeviceMemory]) 
     if dtype not in views:
         views[dtype] = DeviceMemory(buffer, dtype)
     return views[dtype]
-
-
-def _units(extents: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(row_major_strides(np.asarray([extents], dtype=np.int64))[0].tolist()) if extents else ()
 
 
 def _buffer(messages: Mapping[int, Message]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.algebra import StridedCopy, array_axes, row_major_strides
+from paddle_flexckpt.algebra import StridedCopy, array_axes, strides_of_shape
 from paddle_flexckpt.catalog import CheckpointError, dtype_of
 from paddle_flexckpt.execution.transfer import DEVICE_CHUNK_BYTES, DeviceStorage
 from paddle_flexckpt.runtime.tensors import device_of, dtype_name, element_count, empty_on_host, host_memory
@@ -125,7 +125,9 @@ class DeviceMemory:
                 part = self._view(copy.extents, copy.source_base, copy.source_strides)
                 return host_memory(part._copy_to(host, True)).view(self.dtype).reshape(copy.extents)
             values = np.empty(copy.size, self.dtype)
-            for source, target, count in _runs(replace(copy, target_base=0, target_strides=_units(copy.extents))):
+            for source, target, count in _runs(
+                replace(copy, target_base=0, target_strides=strides_of_shape(copy.extents))
+            ):
                 values[target : target + count] = host_memory(self._run(source, count)._copy_to(host, True))
         return values.reshape(copy.extents)
 
@@ -142,7 +144,9 @@ class DeviceMemory:
                 # the host on the device's address.
                 part.copy_(source if part.is_contiguous() else source._copy_to(part.place, True), True)
                 return
-            for source, target, count in _runs(replace(copy, source_base=0, source_strides=_units(copy.extents))):
+            for source, target, count in _runs(
+                replace(copy, source_base=0, source_strides=strides_of_shape(copy.extents))
+            ):
                 part = self._run(target, count)
                 chunk = empty_on_host([count], dtype_name(self._tensor))
                 host_memory(chunk)[...] = values[source : source + count]
@@ -198,14 +202,14 @@ class DeviceMemory:
             copy = DeviceMemory(flat, self.dtype)
             position = 0
             for part in self.whole().part(start, stop):
-                units = _units(part.extents)
+                units = strides_of_shape(part.extents)
                 copy.copy_from(self, replace(part, target_base=position, target_strides=units))
                 position += part.size
             return flat
 
     def whole(self) -> StridedCopy:
         """Return the copy of all elements to a storage of the same shape."""
-        units = _units(self._shape)
+        units = strides_of_shape(self._shape)
         return StridedCopy(self._shape, 0, units, 0, units)
 
     def _view(self, extents: tuple[int, ...], base: int, strides: tuple[int, ...]) -> Any:
@@ -236,10 +240,6 @@ class DeviceMemory:
                 "it contiguous, or use Paddle 3.1"
             )
         return self._tensor.detach().reshape([-1])._slice(start, start + count)
-
-
-def _units(extents: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(row_major_strides(np.asarray([extents], dtype=np.int64))[0].tolist()) if extents else ()
 
 
 def on_host(values: np.ndarray) -> Any:
