@@ -35,18 +35,21 @@ def has_views(dtypes: Iterable[str]) -> bool:
     return not paddle.__version__.startswith("3.0.") or not any(dtype.startswith("float8") for dtype in dtypes)
 
 
-def wait_for_devices(tensors: Iterable[Any]) -> None:
-    """Wait until all work on the devices of some tensors is done, whichever stream it is on.
+def devices_of(tensors: Iterable[Any]) -> list[str]:
+    """Return the names of the devices that hold some tensors, each once, sorted."""
+    return sorted({device for tensor in tensors if (device := device_of(tensor)) is not None})
+
+
+def wait_for_devices(devices: Iterable[str]) -> None:
+    """Wait until all work on some devices is done, whichever stream it is on.
 
     A copy waits for the current stream only. Paddle itself leaves work on others: overlapped broadcasts of sharding,
     collectives that were not waited for. Without this, a tensor that is still being written would be saved torn.
     """
-    devices = sorted({device for tensor in tensors if (device := device_of(tensor)) is not None})
-    if devices:
+    for device in devices:
         import paddle  # not before: arrays are saved without it
 
-        for device in devices:
-            paddle.device.synchronize(device)
+        paddle.device.synchronize(device)
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from paddle_flexckpt.planning import ReadPlan, ShardMatcher
 from paddle_flexckpt.report import LoadReport, replica_warning
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
 from paddle_flexckpt.runtime.completion import complete, match
-from paddle_flexckpt.runtime.device_memory import wait_for_devices
+from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.runtime.name_compatibility import check_across_ranks
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
@@ -216,7 +216,7 @@ class _Prepared:
 
     def read(self) -> tuple[int, bytes]:
         """Reads every piece into its target and computes what is computed; returns the peak of scratch, in bytes."""
-        wait_for_devices(weight.local_tensor for weight in self.state.weights)
+        wait_for_devices(devices_of(weight.local_tensor for weight in self.state.weights))
         memory = TargetMemory(self.state, self.wanted, self.work, self.plan.pieces.target)
         read_pieces(self.reader, self.plan.pieces, memory, computes=bool(self.work.tiles))
         memory.finish()

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from paddle_flexckpt.runtime.carrier import Carrier
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, communicator_for
 from paddle_flexckpt.runtime.completion import complete, match
 from paddle_flexckpt.runtime.device_exchange import DeviceExchange, Traffic
-from paddle_flexckpt.runtime.device_memory import has_views, wait_for_devices
+from paddle_flexckpt.runtime.device_memory import devices_of, has_views, wait_for_devices
 from paddle_flexckpt.runtime.loader import (
     check_heads,
     check_unexpected,
@@ -46,7 +46,7 @@ from paddle_flexckpt.runtime.sources import CheckedSources, check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
 from paddle_flexckpt.runtime.targets import Policy, Strict, Wanted
-from paddle_flexckpt.runtime.tensors import device_of, open_storage
+from paddle_flexckpt.runtime.tensors import open_storage
 from paddle_flexckpt.runtime.virtual_files import gather_virtual_files, held_tensors
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -208,11 +208,12 @@ def _load_state_dict(
 
         @functools.cache
         def digests_of_replicas() -> bytes:
-            wait_for_devices(held.values())
             return replica_digests(held, checked.groups) if check_replicas else b""
 
         def prepare() -> tuple[_Prepared, bytes]:
             state, head = describe()
+            devices = devices_of((*held.values(), *(weight.local_tensor for weight in state.weights)))
+            wait_for_devices(devices)
             policy = Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility)
             mapping, wanted = match(state, source, policy, aoa_config, None if aoa_config is None else all_targets)
             needs = wanted.completion(source)
@@ -228,9 +229,9 @@ def _load_state_dict(
                 np.packbits(used_keys(source, wanted, mapping)).tobytes(),
                 encode_catalog(work.catalog),
                 json.dumps(wanted.raw_meanings).encode(),
-                _device_use(comm, offload, source, held, state),
+                _device_use(comm, offload, source, state, devices),
             )
-            return _Prepared(state, wanted, mapping, work), join(parts)
+            return _Prepared(state, wanted, mapping, work, devices), join(parts)
 
         ready, answers = comm.together(prepare, _CONTEXT)
         needed, digests, addresses, bits, encoded, names, use = check_heads(answers, _CONTEXT)
@@ -292,6 +293,7 @@ class _Prepared:
     wanted: Wanted
     mapping: AoaMapping | None
     work: Work
+    devices: list[str]
 
 
 def _in_place(state: LocalState, wanted: Wanted, mapping: AoaMapping | None) -> LocalState:
@@ -326,13 +328,10 @@ def _plan(source: Catalog, checked: CheckedSources, target: Catalog, ready: _Pre
     return plan
 
 
-def _device_use(
-    comm: Communicator, offload: bool, source: Catalog, held: Mapping[int, Any], state: LocalState
-) -> bytes:
+def _device_use(comm: Communicator, offload: bool, source: Catalog, state: LocalState, devices: Sequence[str]) -> bytes:
     """Return two flags for the other ranks: whether this rank can exchange between devices, and has a tensor on one."""
     usable = comm.device_group is not None and not offload and has_views([*source.dtypes, *state.catalog.dtypes])
-    tensors = (*held.values(), *(weight.local_tensor for weight in state.weights))
-    return bytes([usable, any(device_of(tensor) is not None for tensor in tensors)])
+    return bytes([usable, bool(devices)])
 
 
 def _on_devices(flags: Iterable[bytes]) -> bool:
@@ -356,7 +355,7 @@ class _Exchange:
         targets: tuple[_Prepared, int],
         on_devices: bool,
     ) -> None:
-        """Take what memory it needs, and wait for what the devices still have to do.
+        """Take what memory it needs.
 
         Args:
             comm: The ranks.
@@ -370,7 +369,6 @@ class _Exchange:
         self._ready, self._first = targets
         self._on_device = DeviceExchange(comm.device_group, plan, self._source) if on_devices else None
         self.sent = b"" if self._on_device is None else self._on_device.sent
-        wait_for_devices([*self._held.values(), *(weight.local_tensor for weight in self._ready.state.weights)])
 
     def run(self, carrier: Carrier, addresses: list[bytes], sent: list[bytes]) -> tuple[dict[str, int], bytes]:
         """Carry it out; return the bytes copied, received and sent, and the peak of scratch.
@@ -409,7 +407,7 @@ class _Exchange:
         copied += plan.repeated_bytes
         memory.finish()
         # Copies within a device are only ordered by its stream; whoever looks next may be on another.
-        wait_for_devices(weight.local_tensor for weight in self._ready.state.weights)
+        wait_for_devices(self._ready.devices)
         itemsize = self._source.itemsize
         received, outgoing = (
             sum(int((p.size * itemsize[p.source]).sum()) for p in side.values())

@@ -27,7 +27,7 @@ from paddle_flexckpt.execution.transfer import DEVICE_CHUNK_BYTES
 from paddle_flexckpt.planning import WritePlan, plan_write
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
-from paddle_flexckpt.runtime.device_memory import wait_for_devices
+from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.runtime.fused import indivisible_rows
 from paddle_flexckpt.runtime.replicas import check_replicas_equal, replica_digests
 from paddle_flexckpt.runtime.sources import check_sources
@@ -139,7 +139,7 @@ def save_state_dict(
         waited = time.perf_counter() - queued
         check_coordinator(comm, coordinator_rank)
         state = open_state(state_dict, comm.rank)
-        wait_for_devices(weight.local_tensor for weight in state.weights)
+        wait_for_devices(devices_of(weight.local_tensor for weight in state.weights))
         lock, ticket = None, None
         if comm.position == coordinator_rank:
             lock = directory.lock()

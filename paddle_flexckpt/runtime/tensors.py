@@ -78,9 +78,11 @@ def open_storage(tensor: Any) -> AnyStorage:
         The memory of a contiguous host tensor, a host copy of a strided one, or a
         :class:`~paddle_flexckpt.runtime.device_memory.DeviceMemory`.
     """
+    if device_of(tensor) is None:
+        return host_memory(tensor) if is_contiguous(tensor) else HostTensor(tensor).array
     from paddle_flexckpt.runtime.device_memory import DeviceMemory
 
-    return HostTensor(tensor).array if device_of(tensor) is None else DeviceMemory(tensor)
+    return DeviceMemory(tensor)
 
 
 class HostTensor:
