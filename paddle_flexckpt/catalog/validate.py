@@ -43,7 +43,7 @@ def validate_shards(catalog: Catalog) -> list[Problem]:
             )
 
     remedy = "correct global_shape, global_offset and local_shape of this ShardedWeight"
-    negative = catalog.shape < 0
+    negative: np.ndarray = catalog.shape < 0
     report(negative.any(axis=1), "shard with a negative extent", "extents of 0 or more", remedy)
     outside = (catalog.offset < 0) | (catalog.offset + catalog.shape > catalog.global_shape)
     report(outside.any(axis=1), "shard outside its global shape", "offset >= 0 and offset + shape <= global", remedy)
