@@ -43,8 +43,8 @@ def validate_shards(catalog: Catalog) -> list[Problem]:
             )
 
     remedy = "correct global_shape, global_offset and local_shape of this ShardedWeight"
-    negative: np.ndarray = catalog.shape < 0
-    report(negative.any(axis=1), "shard with a negative extent", "extents of 0 or more", remedy)
+    negative = catalog.shape < 0
+    report(np.logical_or.reduce(negative, axis=1), "shard with a negative extent", "extents of 0 or more", remedy)
     outside = (catalog.offset < 0) | (catalog.offset + catalog.shape > catalog.global_shape)
     report(outside.any(axis=1), "shard outside its global shape", "offset >= 0 and offset + shape <= global", remedy)
     box_size = catalog.shape.prod(axis=1, dtype=np.int64)
