@@ -39,6 +39,15 @@ def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
     )
 
 
+def _of_one_rank(replicas: dict[str, str]) -> str:
+    """Return what a summary says of keys whose replicas need not be equal."""
+    differing = [key for key, text in replicas.items() if text != "equal"]
+    if not differing:
+        return ""
+    key = differing[0]
+    return f", replicas of {len(differing)} tensors differ, such as {key!r}: {replicas[key]}"
+
+
 def _rate(count: int, seconds: float) -> str:
     return f"{format_bytes(int(count / seconds))}/s" if seconds > 0 else "-"
 
@@ -58,6 +67,9 @@ class SaveReport:
         imbalance: Most loaded rank's bytes over the mean.
         seconds: Wall time on this rank, by phase; ``total`` is all. An asynchronous save ``blocked`` the caller for
             so long, of which ``queue`` was spent waiting for earlier saves; ``write`` and ``commit`` are the writer's.
+        replicas: Of keys whose replicas need not be equal (``check_replicas``; running statistics): ``"equal"``, or
+            that and by how much they differ, and whose values were saved. Without those that are only to be close and
+            are equal.
         warnings: What did not go as it should have, without harm to the checkpoint.
     """
 
@@ -70,6 +82,7 @@ class SaveReport:
     held_bytes: int
     imbalance: float
     seconds: dict[str, float] = field(default_factory=dict)
+    replicas: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -83,7 +96,7 @@ class SaveReport:
         return (
             f"saved {self.keys} tensors to {self.path} (id {self.unique_id}): {format_bytes(self.total_bytes)} of "
             f"{format_bytes(self.held_bytes)} held, {self.items} items, imbalance {self.imbalance:.2f}, "
-            f"{total:.2f} s, {_rate(self.total_bytes, total)}{blocked}"
+            f"{total:.2f} s, {_rate(self.total_bytes, total)}{blocked}{_of_one_rank(self.replicas)}"
         )
 
 
@@ -115,6 +128,7 @@ class LoadReport:
         peak_scratch_bytes: The most memory that operands of computed values took at any time.
         total_bytes: ``bytes_needed`` of all ranks.
         replicas_used: By key, what was damaged of what this rank read, and which file of which rank served instead.
+        replicas: Of a reshard: as in SaveReport, of the sources.
         seconds: Wall time of the call on this rank, by phase; ``total`` is all of it.
     """
 
@@ -140,6 +154,7 @@ class LoadReport:
     peak_scratch_bytes: int = 0
     total_bytes: int = 0
     replicas_used: dict[str, str] = field(default_factory=dict)
+    replicas: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -168,6 +183,7 @@ class LoadReport:
         ):
             if count:
                 text += f", {count} {name}"
+        text += _of_one_rank(self.replicas)
         if self.bytes_extra:
             text += f", {format_bytes(self.bytes_extra)} more than needed read on this rank to verify it"
         return text

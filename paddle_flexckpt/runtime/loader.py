@@ -26,6 +26,7 @@ from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator
 from paddle_flexckpt.runtime.completion import complete, match
 from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.runtime.name_compatibility import check_across_ranks
+from paddle_flexckpt.runtime.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
 from paddle_flexckpt.runtime.targets import MASTER, Policy, Strict, Wanted
@@ -42,6 +43,16 @@ from paddle_flexckpt.storage import (
 logger = logging.getLogger("paddle_flexckpt")
 
 
+@same_on_all_ranks(
+    state_dict=SHARDS,
+    path=PATH,
+    process_group=GROUP,
+    unique_id="what is compared is the checkpoint that it stands for",
+    offload=UNUSED,
+    safetensors=UNUSED,
+    worker_groups=UNUSED,
+    comm_method=UNUSED,
+)
 def load_state_dict(
     state_dict: Mapping[str, Any],
     path: Location,
@@ -114,6 +125,7 @@ def load_state_dict(
         CorruptCheckpointError: The checkpoint is damaged (likewise). Damage that only reading can find may leave
             targets partly overwritten; the text says so.
     """
+    options = locals()
     begin = time.perf_counter()
     comm = communicator_for(process_group)
     directory = CheckpointDirectory(path)
@@ -125,16 +137,13 @@ def load_state_dict(
         verify_mode(verify)
         manifest = stack.enter_context(HeldManifest(directory, unique_id))
         state = open_state(state_dict, comm.rank)
-        head = {
-            "checkpoint": f"id {manifest.unique_id} ({manifest.save_token})",
-            "coordinator_rank": coordinator_rank,
-            "strict": strict,
-            "dtype": dtype,
-            "fused": fused,
-            "mw_name_compatibility": mw_name_compatibility,
-            "aoa_config": config_digest(aoa_config, master_weights),
-        }
-        return _Described(manifest, state, json.dumps(head).encode())
+        head = encode_options(
+            load_state_dict,
+            options,
+            checkpoint=f"id {manifest.unique_id} ({manifest.save_token})",
+            aoa_config=config_digest(aoa_config, master_weights),
+        )
+        return _Described(manifest, state, head)
 
     def prepare() -> tuple[_Prepared, bytes]:
         manifest, state, head = describe()
