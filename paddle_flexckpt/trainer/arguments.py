@@ -78,8 +78,8 @@ class FlexTrainingArguments:
     flex_check_replicas: str = field(
         default="close",
         metadata={
-            "help": "Replicas that differ between ranks. close: one rank's values are saved, and a warning says how far "
-            "apart they are. equal: an error of the save. first: one rank's values are saved without comparing."
+            "help": "Replicas that differ between ranks. close: one rank's values are saved, and a warning says by how "
+            "much they differ. equal: an error of the save. first: one rank's values are saved without comparing."
         },
     )
     flex_cast: bool = field(
@@ -106,7 +106,7 @@ class TrainerOptions:
         fallback: Whether an older checkpoint may serve.
         export_hf: Whether weights are exported after each save.
         save_replicas: As of :func:`save_state_dict`.
-        check_replicas: Likewise. Ranks that drift apart by rounding do not end a training, so the default is ``"close"``.
+        check_replicas: Likewise. The default is ``"close"``: ranks that drift apart by rounding do not end a training.
         cast: Whether dtypes may differ on load.
         convert_master_weights: Whether masters and parameters may replace each other.
     """

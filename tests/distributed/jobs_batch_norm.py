@@ -1,4 +1,4 @@
-"""Jobs of test_batch_norm: data parallelism over different data, so that every rank has running statistics of its own."""
+"""Jobs of test_batch_norm: data parallelism, with other data and other running statistics on every rank."""
 
 from __future__ import annotations
 
