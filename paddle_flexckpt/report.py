@@ -39,13 +39,17 @@ def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
     )
 
 
+def _tensors(count: int) -> str:
+    return "1 tensor" if count == 1 else f"{count} tensors"
+
+
 def _of_one_rank(replicas: dict[str, str]) -> str:
     """Return what a summary says of keys whose replicas need not be equal."""
     differing = [key for key, text in replicas.items() if text != "equal"]
     if not differing:
         return ""
     key = differing[0]
-    return f", replicas of {len(differing)} tensors differ, such as {key!r}: {replicas[key]}"
+    return f", replicas of {_tensors(len(differing))} differ, such as {key!r}: {replicas[key]}"
 
 
 def _rate(count: int, seconds: float) -> str:
@@ -94,7 +98,7 @@ class SaveReport:
         total = self.seconds.get("total", 0.0)
         blocked = f", training stood still for {self.seconds['blocked']:.2f} s" if "blocked" in self.seconds else ""
         return (
-            f"saved {self.keys} tensors to {self.path} (id {self.unique_id}): {format_bytes(self.total_bytes)} of "
+            f"saved {_tensors(self.keys)} to {self.path} (id {self.unique_id}): {format_bytes(self.total_bytes)} of "
             f"{format_bytes(self.held_bytes)} held, {self.items} items, imbalance {self.imbalance:.2f}, "
             f"{total:.2f} s, {_rate(self.total_bytes, total)}{blocked}{_of_one_rank(self.replicas)}"
         )
@@ -167,7 +171,7 @@ class LoadReport:
         what = "resharded" if self.source == "memory" else "loaded"
         origin = "in memory" if self.source == "memory" else f"from {self.source} (id {self.unique_id})"
         text = (
-            f"{what} {self.keys} tensors {origin}: {format_bytes(self.total_bytes)} on all ranks, "
+            f"{what} {_tensors(self.keys)} {origin}: {format_bytes(self.total_bytes)} on all ranks, "
             f"{total:.2f} s, {_rate(self.total_bytes, total)}"
         )
         for name, count in (
@@ -235,7 +239,7 @@ class ExportReport:
         total = self.seconds.get("total", 0.0)
         files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         text = (
-            f"exported {self.keys} tensors from {self.source} (id {self.unique_id}) to {files} in {self.output}: "
+            f"exported {_tensors(self.keys)} from {self.source} (id {self.unique_id}) to {files} in {self.output}: "
             f"{format_bytes(self.total_bytes)}, {total:.2f} s, {_rate(self.total_bytes, total)}"
         )
         if self.left_out:
@@ -297,11 +301,11 @@ class VerifyReport:
         if not self.has_checksums:
             found += " with headers and sizes" if self.ok else ""
             return (
-                f"looked through {self.path}: {found}; {self.keys} tensors, {self.items} items, {self.files} files; "
+                f"looked through {self.path}: {found}; {_tensors(self.keys)}, {self.items} items, {self.files} files; "
                 f"{format_bytes(self.total_bytes)} have no checksums and were not read, {total:.2f} s"
             )
         return (
-            f"verified {self.path} (id {self.unique_id}): {found}; {self.keys} tensors, {self.items} items, "
+            f"verified {self.path} (id {self.unique_id}): {found}; {_tensors(self.keys)}, {self.items} items, "
             f"{self.files} files, {format_bytes(self.bytes_verified)} of {format_bytes(self.total_bytes)} as written, "
             f"{total:.2f} s, {_rate(self.bytes_read, total)}"
         )
@@ -344,7 +348,7 @@ class RepairReport:
         total = self.seconds.get("total", 0.0)
         text = (
             f"rebuilt the manifest of id {self.unique_id} in {self.path} from {len(self.files)} data files: "
-            f"{self.keys} tensors, {self.items} items, {format_bytes(self.bytes_read)}, {total:.2f} s"
+            f"{_tensors(self.keys)}, {self.items} items, {format_bytes(self.bytes_read)}, {total:.2f} s"
         )
         if self.left_out:
             text += f", {len(self.left_out)} files of other saves left out"

@@ -34,28 +34,20 @@ from paddle_flexckpt.manager.policies import (
     check_policies,
 )
 from paddle_flexckpt.manager.preemption import PreemptionSignals
+from paddle_flexckpt.manager.readiness import OWN_OBJECTS, check, given
 from paddle_flexckpt.manager.restore import RestoreReport, Targets, restore_first
 from paddle_flexckpt.manager.schedule import SaveSchedule
 from paddle_flexckpt.manager.steps import UNIQUE_ID, StepDirectories, Which
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.runtime.communicator import check_same, communicator_for
 from paddle_flexckpt.runtime.extra_state import collect_extra_state
-from paddle_flexckpt.runtime.options import GROUP, SHARDS, encode_options, same_on_all_ranks
+from paddle_flexckpt.runtime.options import GROUP, encode_options, same_on_all_ranks
 from paddle_flexckpt.runtime.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.runtime.saver import save_state_dict
 from paddle_flexckpt.runtime.targets import Strict
 from paddle_flexckpt.storage import CheckpointInfo, Location, VerifyMode
 
 EVERY_STEP = SaveEvery(1)
-_OWN = {
-    **dict.fromkeys(("model", "optimizer", "state"), SHARDS),
-    **dict.fromkeys(("lr_scheduler", "scaler"), "every rank has its own; whether there is one is compared"),
-}
-
-
-def _given(options: Mapping[str, Any]) -> dict[str, bool]:
-    """Return what is compared of a rank's schedule and scaler: a rank without one would save or restore none."""
-    return {name: options[name] is not None for name in ("lr_scheduler", "scaler")}
 
 
 class CheckpointManager:
@@ -86,7 +78,7 @@ class CheckpointManager:
         path: The root, as it was given.
     """
 
-    @same_on_all_ranks(process_group=GROUP)
+    @same_on_all_ranks(**OWN_OBJECTS, process_group=GROUP)
     def __init__(
         self,
         root: Location,
@@ -96,6 +88,11 @@ class CheckpointManager:
         process_group: Any = None,
         async_save: bool | BackgroundWriter = False,
         preemption_signals: Iterable[int] = (signal.SIGTERM,),
+        model: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        scaler: Any = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         """Makes no directory yet.
 
@@ -108,9 +105,11 @@ class CheckpointManager:
             async_save: Whether saves run in the background, as in :func:`save_state_dict`.
             preemption_signals: Signals that say that this process will soon be ended. They are caught, until
                 :meth:`close`: the loop saves at its next step and stops. That needs the main thread.
+            model: What :meth:`save` will be given; so are ``optimizer``, ``lr_scheduler``, ``scaler`` and ``state``.
+                They are checked now, by :func:`check`, and not kept.
 
         Raises:
-            ValidationError: An argument is not usable, or ranks differ in theirs.
+            ValidationError: An argument is not usable, ranks differ in theirs, or the model cannot be saved.
         """
         options = locals()
         self._comm = communicator_for(process_group)
@@ -139,12 +138,15 @@ class CheckpointManager:
                 keep=repr(self._keep),
                 async_save=bool(async_save),
                 preemption_signals=sorted(map(int, numbers)),
+                **given(options),
             )
 
         context = "cannot make a CheckpointManager"
         try:
             _, heads = self._comm.together(open_root, context)
             check_same(heads, context)
+            if any(options[name] is not None for name in OWN_OBJECTS):
+                check(model, optimizer, lr_scheduler, scaler, state, self._comm)
         except CheckpointError:
             self._signals.close()
             raise
@@ -190,7 +192,7 @@ class CheckpointManager:
         return self._schedule.should_save(step, f"cannot decide about saving in {self.path!r}")
 
     @same_on_all_ranks(
-        **_OWN,
+        **OWN_OBJECTS,
         dataloader="every rank has its own position in the data",
         extra="saved like a replicated tensor, and compared like one",
         metrics="compared by a rule of their own, whose error names the metric",
@@ -251,7 +253,7 @@ class CheckpointManager:
             if self._comm.position == 0:
                 self._steps.prepare(step, overwrite or step in self._damaged)
             said = {"blocking": not background, "check_replicas": ReplicaPolicies(check_replicas).said}
-            head = encode_options(CheckpointManager.save, options, **said, **_given(options))
+            head = encode_options(CheckpointManager.save, options, **said, **given(options))
             numbers_said = {"time": time.time(), "metrics": {name: repr(number) for name, number in numbers.items()}}
             return (contents, numbers), join((head, json.dumps(numbers_said).encode()))
 
@@ -314,7 +316,7 @@ class CheckpointManager:
 
         self._comm.together(work, f"{done}, but what need not be kept in {self.path!r} could not be removed")
 
-    @same_on_all_ranks(**_OWN)
+    @same_on_all_ranks(**OWN_OBJECTS)
     def restore(
         self,
         step: Which = "latest",
@@ -367,7 +369,7 @@ class CheckpointManager:
             targets = Targets(collect_shards(model, optimizer, state), lr_scheduler, scaler, rng)
             order, damaged = self._steps.order(step, self._best(), fallback) if self._comm.position == 0 else ([], {})
             digest = config_digest(aoa_config, master_weights)
-            head = encode_options(CheckpointManager.restore, options, aoa_config=digest, **_given(options))
+            head = encode_options(CheckpointManager.restore, options, aoa_config=digest, **given(options))
             return targets, join((head, json.dumps([order, list(damaged.items())]).encode()))
 
         self._pending.settle(context, wait_for="all")

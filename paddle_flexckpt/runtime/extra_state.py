@@ -31,7 +31,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
 from paddle_flexckpt.runtime.communicator import check_same, communicator_for
-from paddle_flexckpt.runtime.loader import load_state_dict
+from paddle_flexckpt.runtime.loader import load_state_dict, quiet_loads
 from paddle_flexckpt.runtime.merged import empty_tensors
 from paddle_flexckpt.runtime.options import GROUP, PATH, same_on_all_ranks
 from paddle_flexckpt.runtime.portable import decode, encode
@@ -145,7 +145,8 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
 
     def read(names: list[str]) -> None:
         tensors = empty_tensors(catalog, names)
-        load_state_dict(tensors, path, comm, unique_id=chosen)
+        with quiet_loads():
+            load_state_dict(tensors, path, comm, unique_id=chosen)
         state.update(tensors)
 
     # What is common says whether the layout is the same, and so what else is needed.
@@ -158,6 +159,15 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
             mine.append(key)
     read(mine)
     return state
+
+
+def saved_world_size(state: Mapping[str, Any]) -> int:
+    """Return the number of ranks that saved; errors of :func:`restore_extra_state`.
+
+    Args:
+        state: Of :func:`load_extra_state`.
+    """
+    return int(_common(state)["layout"]["world_size"])
 
 
 def restore_extra_state(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -41,6 +42,7 @@ from paddle_flexckpt.storage import (
 )
 
 logger = logging.getLogger("paddle_flexckpt")
+_report_level = contextvars.ContextVar("report_level", default=logging.INFO)
 
 
 @same_on_all_ranks(
@@ -199,8 +201,18 @@ def load_state_dict(
     if report.replicas_used:
         logger.warning(f"rank {comm.rank}: {replica_warning(directory.path, report.replicas_used)}")
     if comm.position == coordinator_rank:
-        logger.info(report.summary())
+        logger.log(_report_level.get(), report.summary())
     return report
+
+
+@contextlib.contextmanager
+def quiet_loads() -> Iterator[None]:
+    """Let loads report at the level DEBUG: where the caller reads for itself, or reports itself."""
+    token = _report_level.set(logging.DEBUG)
+    try:
+        yield
+    finally:
+        _report_level.reset(token)
 
 
 class _Described(NamedTuple):

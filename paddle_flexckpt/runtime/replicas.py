@@ -212,7 +212,7 @@ class Replicas:
         if warns and new:
             _warned.update(new)
             logger.warning(
-                f"{self._context.removeprefix('cannot ')}: replicas of {len(warnings)} tensors differ: "
+                f"{self._context.removeprefix('cannot ')}: replicas of {len(warnings)} tensor(s) differ: "
                 + "; ".join(f"{key!r}: {warnings[key]}" for key in new[:3])
                 + ". Ranks that drift apart by rounding are no fault of a checkpoint; ranks out of step, or different "
                 "tensors under one name, are"

@@ -34,12 +34,19 @@ def build():
     paddle.seed(7)
     model = Net()
     optimizer = paddle.optimizer.AdamW(0.01, parameters=model.parameters())
+    if dist.get_world_size() == 1:
+        return model, optimizer
     return fleet.distributed_model(model), fleet.distributed_optimizer(optimizer)
 
 
 def describe(wrapper, optimizer):
     shards = wrapper.sharded_state_dict()
     return {**shards, **fc.optimizer_sharded_state_dict(optimizer, shards)}
+
+
+def hexed(state):
+    """The bytes of every tensor, as text."""
+    return {key: data.hex() for key, data in common.snapshot(state).items()}
 
 
 def train(wrapper, optimizer, steps=2):
@@ -68,11 +75,11 @@ def save(directory, drift):
             weight = state["linear.weight"].local_tensor
             weight.set_value(paddle.to_tensor(np.nextafter(weight.numpy(), np.float32(2))))
     report = fc.save_state_dict(state, directory, check_replicas=policy)
-    return {"held": common.snapshot(state), "replicas": report.replicas, "summary": report.summary()}
+    return {"held": hexed(state), "replicas": report.replicas, "summary": report.summary()}
 
 
 def load(directory):
     wrapper, optimizer = build()
     state = describe(wrapper, optimizer)
     fc.load_state_dict(state, directory, strict=True)
-    return common.snapshot(state)
+    return hexed(state)

@@ -120,8 +120,8 @@ def test_what_a_layer_says_counts_unless_a_pattern_does(tmp_path):
     assert (found["bn._mean"] == 0).all()
     assert (found["bn._variance"] == 0).all()
     # What has to be equal is still shared among the ranks.
-    assert all(report.bytes_written > 3_000_000 for report in reports)
-    assert reports[0].imbalance < 1.01
+    assert all(report.bytes_written > 2_700_000 for report in reports)
+    assert reports[0].imbalance < 1.6  # four rows of 2.8 MB for three ranks
 
 
 def test_one_ulp_is_measured_and_said_once(tmp_path, caplog):
