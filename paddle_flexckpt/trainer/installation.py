@@ -28,7 +28,7 @@ _UNDO = "_flexckpt_undo"
 # The trainer of --enable_auto_parallel.
 _SEMI_AUTOMATIC = "AutoTrainer"
 # Methods that a version of a library, or all but its semi-automatic trainer, may lack.
-_OPTIONAL = frozenset({"_load_best_model_from_peft_checkpoint", "_wrap_for_dist_loader"})
+_OPTIONAL = frozenset({"_load_best_model_from_peft_checkpoint", "_wrap_for_auto", "_wrap_for_dist_loader"})
 
 
 def install(library: str = "paddlenlp", replace_in_tree: bool = False) -> None:

@@ -57,7 +57,9 @@ class FlexTrainerMixin:
         return result
 
     def _inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        upstream = upstream_of(self, "_inner_training_loop")
+        upstream, flex = upstream_of(self, "_inner_training_loop"), checkpointer_of(self)
+        if flex.options.save and not is_semi_automatic(self):
+            flex.check()  # model and optimizer are wrapped by now
         if self._flex_resuming is None:
             return upstream(*args, **kwargs)
         bound = inspect.signature(upstream).bind(*args, **kwargs)
@@ -65,7 +67,7 @@ class FlexTrainerMixin:
             self._flex_steps_per_epoch = bound.arguments["num_update_steps_per_epoch"]
         else:
             # A fall-back has gone to another one: the trainer state has to be of the same.
-            bound.arguments["resume_from_checkpoint"] = checkpointer_of(self).restored_from
+            bound.arguments["resume_from_checkpoint"] = flex.restored_from
         return upstream(*bound.args, **bound.kwargs)
 
     def save_model(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,6 +105,14 @@ class FlexTrainerMixin:
             if self.state.global_step % self._flex_steps_per_epoch == 0:
                 flex.restore_random_state()
         return None  # once model and optimizer are wrapped, with the optimizer
+
+    def _wrap_for_auto(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The semi-automatic trainer's, which wraps model and optimizer within its loop."""
+        wrapped = upstream_of(self, "_wrap_for_auto")(*args, **kwargs)
+        flex = checkpointer_of(self)
+        if flex.options.save:
+            flex.check()
+        return wrapped
 
     def _wrap_for_dist_loader(self: Any, train_dataloader: Any) -> Any:
         """The semi-automatic trainer's: it resumes with the shuffle of the first epoch, whichever it is in."""
