@@ -29,11 +29,12 @@ from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
 from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.runtime.fused import indivisible_rows
+from paddle_flexckpt.runtime.node_saves import NodeSave, Storage, check_storage, check_visible, meet_nodes
 from paddle_flexckpt.runtime.replicas import check_replicas_equal, replica_digests
 from paddle_flexckpt.runtime.sources import check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.tensors import open_storage
-from paddle_flexckpt.storage import CheckpointDirectory, Location, SaveLock, SaveTicket
+from paddle_flexckpt.storage import CheckpointDirectory, Location, NodeDirectory, SaveLock, SaveTicket
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -51,6 +52,8 @@ def save_state_dict(
     *,
     step: int | None = ...,
     check_replicas: bool = ...,
+    storage: Storage = ...,
+    node_copies: int = ...,
 ) -> SaveReport: ...
 
 
@@ -67,6 +70,8 @@ def save_state_dict(
     *,
     step: int | None = ...,
     check_replicas: bool = ...,
+    storage: Storage = ...,
+    node_copies: int = ...,
 ) -> SaveReport | SaveHandle: ...
 
 
@@ -82,8 +87,10 @@ def save_state_dict(
     *,
     step: int | None = None,
     check_replicas: bool = True,
+    storage: Storage = "shared",
+    node_copies: int = 1,
 ) -> SaveReport | SaveHandle:
-    """Saves a distributed state to a directory that all ranks share.
+    """Saves a distributed state to a directory that all ranks share, or to one on each node.
 
     Every rank of the group calls this with its own shards. Each distinct shard is written once; replicas share the
     work evenly. The checkpoint exists, whole, once this returns on any rank; until then whatever was there before is
@@ -107,6 +114,12 @@ def save_state_dict(
         step: Training step to record in the manifest.
         check_replicas: Whether replicas of one shard have to be equal, byte for byte. Without the check, whichever rank
             the plan chooses is the one whose values are saved.
+        storage: ``"shared"``: all ranks see the same directory. ``"per_node"``: the ranks of each node see one of their
+            own, under the same path or another; each gets the data of its ranks and a manifest of all, and the
+            checkpoint exists on all of them or on none. Which ranks share a directory is found out. It is loaded with
+            ``storage="per_node"``; not with ``async_save``.
+        node_copies: With ``storage="per_node"``: on how many nodes each data file is kept. With 2, a checkpoint
+            survives the loss of any one node.
 
     Returns:
         What was done; of an asynchronous save, a handle. A failure of an asynchronous save is raised by its handle's
@@ -120,8 +133,9 @@ def save_state_dict(
     """
     begin = time.perf_counter()
     comm = communicator_for(process_group)
-    directory = CheckpointDirectory(path)
-    context = f"cannot save to {directory.path!r}"
+    per_node = storage == "per_node"
+    directory = NodeDirectory(path)
+    context = "cannot save to the nodes' directories" if per_node else f"cannot save to {directory.path!r}"
     head = {
         "unique_id": unique_id,
         "coordinator_rank": coordinator_rank,
@@ -129,9 +143,24 @@ def save_state_dict(
         "save_replicas": save_replicas,
         "check_replicas": check_replicas,
         "step": step,
+        "storage": storage,
+        "node_copies": node_copies,
     }
 
+    def check_options() -> None:
+        check_storage(storage)
+        if per_node and async_save is not False:
+            raise ValidationError(
+                [
+                    "async_save does not work with storage='per_node': the writer processes of all ranks settle a save "
+                    "through one directory, which they have to share. Remedy: save with async_save=False"
+                ]
+            )
+        if not per_node and node_copies != 1:
+            raise ValidationError([f"node_copies={node_copies!r} needs storage='per_node'"])
+
     def describe() -> tuple[_Own, bytes]:
+        check_options()
         queued = time.perf_counter()
         writer = _background_writer(async_save, directory)
         admission = None if writer is None else stack.enter_context(writer.admit())
@@ -141,23 +170,35 @@ def save_state_dict(
         state = open_state(state_dict, comm.rank)
         wait_for_devices(devices_of(weight.local_tensor for weight in state.weights))
         lock, ticket = None, None
-        if comm.position == coordinator_rank:
+        if nodes is not None:
+            ticket = nodes.ticket
+            stack.enter_context(opened).callback(nodes.discard)
+            nodes.begin(node_copies)
+        elif comm.position == coordinator_rank:
             lock = directory.lock()
             stack.enter_context(locked).callback(lock.release)
             ticket = directory.open_save(unique_id, comm.size)
             # If a rank fails that has not even begun, the marker is all there is.
             stack.enter_context(opened).callback(directory.discard, ticket, comm.rank)
         parts: tuple[bytes, ...] = (json.dumps(head).encode(), json.dumps(ticket and asdict(ticket)).encode())
+        place, address = directory.backend.place().encode(), b"" if carrier is None else carrier.address()
         whole = indivisible_rows(state.catalog, (getattr(weight, "fused", None) for weight in state.weights))
-        parts = (*parts, np.packbits(whole).tobytes(), encode_catalog(state.catalog))
+        parts = (*parts, place, address, np.packbits(whole).tobytes(), encode_catalog(state.catalog))
         return _Own(state, lock, admission, waited), join(parts)
 
     locked, opened = contextlib.ExitStack(), contextlib.ExitStack()
     with contextlib.ExitStack() as stack:
+        nodes, carrier = None, None
+        if per_node:
+            nodes = meet_nodes(comm, directory, unique_id, json.dumps(head).encode(), stack, check_options, context)
+            carrier = stack.enter_context(contextlib.closing(comm.open_carrier())) if node_copies > 1 else None
         own, answers = comm.together(describe, context)
-        heads, tickets, wholes, catalogs = zip(*(split(answer) for answer in answers))
-        check_same(heads, context)
+        messages = [split(answer) for answer in answers]
+        check_same([message[0] for message in messages], context)
+        _, tickets, places, addresses, wholes, catalogs = zip(*messages)
         ticket = SaveTicket(**json.loads(tickets[coordinator_rank]))
+        if nodes is None and len(set(places)) > 1:
+            comm.together(lambda: check_visible(directory, ticket), "cannot save, and nothing was written")
         opened.pop_all()  # from here on every rank removes what it wrote
         try:
             decoded = [decode_catalog(encoded) for encoded in catalogs]
@@ -170,17 +211,19 @@ def save_state_dict(
             plan = plan_write(
                 catalog, ticket.data_file, save_replicas=save_replicas, groups=groups, indivisible=indivisible
             )
-            share = _Share(directory, ticket, comm, comm.ranks[coordinator_rank], plan, held, step)
+            share = _Share(directory, ticket, comm, comm.ranks[coordinator_rank], plan, held, step, nodes)
             planned = time.perf_counter()
 
             def write() -> tuple[None, bytes]:
+                part = b""
                 if own.admission is None:
-                    share.write()
+                    part = share.write()
                 else:
                     share.stage(own.admission, own.lock)
-                return None, replica_digests(held, groups) if check_replicas else b""
+                return None, join((part, replica_digests(held, groups) if check_replicas else b""))
 
-            _, digests = comm.together(write, context)
+            _, answers = comm.together(write, context)
+            written_parts, digests = zip(*map(split, answers))
             if check_replicas:
                 check_replicas_equal(comm, digests, held, catalog, groups, context)
             written = time.perf_counter()
@@ -201,11 +244,16 @@ def save_state_dict(
                 locked.pop_all()
                 # What goes wrong from here on is the outcome of the save: the ranks do not meet again.
                 return own.admission.hand_over(report, begin, own.lock)
-            comm.together(share.commit, context)
+            if nodes is not None:
+                nodes.commit(written_parts, carrier, list(addresses))
+            else:
+                comm.together(share.commit, context)
         except CheckpointError as error:
             if own.admission is not None and isinstance(error, LostRankError):
                 # Others may not have noticed, and have handed their shares over.
                 tell_writers(directory, ticket, comm.rank, comm.ranks[coordinator_rank], error)
+            elif nodes is not None:
+                nodes.discard()
             else:
                 directory.discard(ticket, comm.rank)
             raise
@@ -262,9 +310,10 @@ class _Share:
         plan: WritePlan,
         held: Mapping[int, Any],
         step: int | None,
+        nodes: NodeSave | None,
     ) -> None:
         """Takes this rank's part of the plan; ``held`` has its tensors by row of the planned catalog."""
-        self._directory, self._ticket, self._comm, self._step = directory, ticket, comm, step
+        self._directory, self._ticket, self._comm, self._step, self._nodes = directory, ticket, comm, step, nodes
         self._coordinator, self._held = coordinator, held
         self.is_coordinator = comm.rank == coordinator
         mine = np.flatnonzero(plan.catalog.rank == comm.rank)
@@ -286,13 +335,19 @@ class _Share:
             for begin in range(start, start + size, step) if size else (start,):
                 yield storage.read_range(begin, min(begin + step, start + size)).view(np.uint8)
 
-    def write(self) -> None:
-        """Writes the data file and the part."""
+    def write(self) -> bytes:
+        """Writes the data file and the part; the part of a save to nodes is not a file, but returned."""
+        if self._nodes is not None:
+            self._nodes.clean_up()
+            return self._directory.write_data(
+                self._ticket, self.items, self._data(), world_size=self._comm.size, step=self._step
+            ).encode()
         if self.is_coordinator:
             self._directory.remove_dead_saves(self._ticket)
         self._directory.write_share(
             self._ticket, self._comm.rank, self.items, self._data(), world_size=self._comm.size, step=self._step
         )
+        return b""
 
     def stage(self, admission: Admission, lock: SaveLock | None) -> None:
         """Copies the data to where the writer finds it."""
