@@ -19,7 +19,15 @@ from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.execution.transfer import CHUNK_BYTES
 from paddle_flexckpt.runtime.carrier import Carrier
 from paddle_flexckpt.runtime.communicator import Communicator, check_same
-from paddle_flexckpt.storage import Backend, CheckpointDirectory, FileLock, Manifest, NodeDirectory, SaveTicket, merge_parts
+from paddle_flexckpt.storage import (
+    Backend,
+    CheckpointDirectory,
+    FileLock,
+    Manifest,
+    NodeDirectory,
+    SaveTicket,
+    merge_parts,
+)
 
 Storage = Literal["shared", "per_node"]
 
@@ -142,8 +150,13 @@ class NodeSave:
                 directory.finish(self.ticket, being_read=replaced[0] is None)
             return None, b""
 
+        def copy_files() -> tuple[None, bytes]:
+            if carrier is not None:
+                self._copy_files(sizes, carrier, addresses)
+            return None, b""
+
         if carrier is not None:
-            comm.together(lambda: (self._copy_files(sizes, carrier, addresses), b""), context)
+            comm.together(copy_files, context)
         self.may_exist = True
         try:
             comm.together(prepare, context)
@@ -184,9 +197,7 @@ class NodeSave:
         ranks, here, backend = self.comm.ranks, self.comm.position, self.directory.backend
         names = [self.ticket.data_file(rank) for rank in ranks]
         outgoing = {
-            ranks[other]: _read(backend, names[here])
-            for other in self._receivers(here)
-            if names[here] in sizes
+            ranks[other]: _read(backend, names[here]) for other in self._receivers(here) if names[here] in sizes
         }
         incoming = {
             ranks[other]: _write(backend, names[other], sizes[names[other]])
@@ -258,7 +269,8 @@ def meet_nodes(
         committer = next((position for position, name in enumerate(tokens) if _is_there(backend, name)), None)
         if committer is None or committer > comm.position:
             raise CheckpointError(
-                f"{backend.where(own)} has vanished as soon as it was written: another save is writing to {backend.path}"
+                f"{backend.where(own)} is not there any more: another save is writing to {backend.path}. Remedy: wait "
+                "until it has finished"
             )
         said: dict[str, object] = {"committer": committer}
         if committer == comm.position:

@@ -12,8 +12,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -182,29 +182,95 @@ def _load_state_dict(
         ValidationError: The two sides do not fit; no target was changed.
         CheckpointError: A rank failed during the exchange.
     """
-    begin = time.perf_counter()
     comm = communicator_for(process_group)
     source = gather_virtual_files(
         comm, source_state_dict, metadata_list, lambda: open_state(target_state_dict, comm.rank).catalog, _CONTEXT
     )
     held = held_tensors(source, source_state_dict, comm.rank, _CONTEXT)
     checked = check_sources(comm, held, source, _CONTEXT)
-    options = {
-        "strict": strict,
-        "dtype": dtype,
-        "coordinator_rank": coordinator_rank,
-        "check_replicas": check_replicas,
-        "offload": offload,
-        "fused": fused,
-        "mw_name_compatibility": mw_name_compatibility,
-    }
+    report = fill_targets(
+        comm,
+        target_state_dict,
+        Source(source, checked, held, lambda row: open_storage(held[row])),
+        lambda: Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility),
+        _CONTEXT,
+        coordinator_rank=coordinator_rank,
+        offload=offload,
+        check_replicas=check_replicas,
+        aoa_config=aoa_config,
+    )
+    if comm.position == coordinator_rank:
+        logger.info(report.summary())
+    return report
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What all ranks hold together, in memory or in files that not every rank sees.
+
+    Attributes:
+        catalog: One row per shard, with the rank that holds it.
+        checked: What is known about it.
+        held: This rank's tensors by row; none where they are in files.
+        storage: Gives the storage of a row that this rank holds.
+        check_plan: Raises where this rank's part of the exchange cannot be carried out.
+    """
+
+    catalog: Catalog
+    checked: CheckedSources
+    held: Mapping[int, Any]
+    storage: Callable[[int], AnyStorage]
+    check_plan: Callable[[ExchangePlan], None] = lambda plan: None
+
+
+def fill_targets(
+    comm: Communicator,
+    target_state_dict: Mapping[str, Any],
+    source: Source,
+    make_policy: Callable[[], Policy],
+    context: str,
+    *,
+    coordinator_rank: int,
+    offload: bool,
+    check_replicas: bool,
+    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None,
+) -> LoadReport:
+    """Fills targets from what all ranks hold together: each rank copies what it holds and receives what it lacks.
+
+    Args:
+        comm: The ranks that take part.
+        target_state_dict: Names to the shards to fill.
+        source: What they are filled from.
+        make_policy: Says what is allowed, or raises.
+        context: What is being done, for errors.
+        coordinator_rank: As in :func:`_load_state_dict`; so are the arguments that follow.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValidationError: The two sides do not fit; no target was changed.
+        CheckpointError: A rank failed during the exchange.
+    """
+    begin = time.perf_counter()
+    catalog, checked, held = source.catalog, source.checked, source.held
+
+    @functools.cache
+    def policy() -> Policy:
+        return make_policy()
 
     @functools.cache
     def describe() -> tuple[LocalState, bytes]:
-        digest = config_digest(aoa_config, master_weights)
-        return open_state(target_state_dict, comm.rank), json.dumps({**options, "aoa_config": digest}).encode()
+        head = {
+            **asdict(policy()),
+            "coordinator_rank": coordinator_rank,
+            "check_replicas": check_replicas,
+            "offload": offload,
+            "aoa_config": config_digest(aoa_config, policy().master_weights),
+        }
+        return open_state(target_state_dict, comm.rank), json.dumps(head).encode()
 
-    all_targets = None if aoa_config is None else gather_targets(comm, describe, _CONTEXT)
+    all_targets = None if aoa_config is None else gather_targets(comm, describe, context)
     statements: list[str] = []
     with contextlib.closing(comm.open_carrier()) as carrier:
 
@@ -216,53 +282,53 @@ def _load_state_dict(
             state, head = describe()
             devices = devices_of((*held.values(), *(weight.local_tensor for weight in state.weights)))
             wait_for_devices(devices)
-            policy = Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility)
-            mapping, wanted = match(state, source, policy, aoa_config, None if aoa_config is None else all_targets)
-            needs = wanted.completion(source)
+            mapping, wanted = match(state, catalog, policy(), aoa_config, None if aoa_config is None else all_targets)
+            needs = wanted.completion(catalog)
             if statements and all_targets is not None:
-                mapping, wanted = complete(wanted, statements, state, source, policy, aoa_config, all_targets)
-            refuse_shared_memory(source, held, _in_place(state, wanted, mapping))
+                mapping, wanted = complete(wanted, statements, state, catalog, policy(), aoa_config, all_targets)
+            refuse_shared_memory(catalog, held, _in_place(state, wanted, mapping))
             work = plan_work(wanted.catalog, wanted.rows, mapping)
             parts = (
                 head,
                 json.dumps(needs).encode(),
                 digests_of_replicas(),
                 carrier.address(),
-                np.packbits(used_keys(source, wanted, mapping)).tobytes(),
+                np.packbits(used_keys(catalog, wanted, mapping)).tobytes(),
                 encode_catalog(work.catalog),
                 json.dumps(wanted.raw_meanings).encode(),
-                _device_use(comm, offload, source, state, devices),
+                _device_use(comm, offload, catalog, state, devices),
             )
             return _Prepared(state, wanted, mapping, work, devices), join(parts)
 
-        ready, answers = comm.together(prepare, _CONTEXT)
-        needed, digests, addresses, bits, encoded, names, use = check_heads(answers, _CONTEXT)
+        ready, answers = comm.together(prepare, context)
+        needed, digests, addresses, bits, encoded, names, use = check_heads(answers, context)
         statements = sorted({statement for texts in needed for statement in json.loads(texts)})
         if statements:
             # Whoever sends has to know them too.
             if all_targets is None:
-                all_targets = gather_targets(comm, describe, _CONTEXT)
-            ready, answers = comm.together(prepare, _CONTEXT)
-            _, digests, addresses, bits, encoded, names, use = check_heads(answers, _CONTEXT)
-        check_across_ranks([json.loads(each) for each in names], _CONTEXT)
+                all_targets = gather_targets(comm, describe, context)
+            ready, answers = comm.together(prepare, context)
+            _, digests, addresses, bits, encoded, names, use = check_heads(answers, context)
+        check_across_ranks([json.loads(each) for each in names], context)
         if check_replicas:
-            check_replicas_equal(comm, digests, held, source, checked.groups, _CONTEXT)
-        unexpected = unexpected_keys(source, bits, ready.mapping)
-        check_unexpected(unexpected, strict, _CONTEXT)
-        target = concat([decode_catalog(catalog) for catalog in encoded])
+            check_replicas_equal(comm, digests, held, catalog, checked.groups, context)
+        unexpected = unexpected_keys(catalog, bits, ready.mapping)
+        check_unexpected(unexpected, policy().strict, context)
+        target = concat([decode_catalog(each) for each in encoded])
         # Ranks' rows follow each other in the common catalog.
         first = int(np.argmax(target.rank == comm.rank)) if len(target) else 0
 
         def planned() -> tuple[_Exchange, bytes]:
-            plan = _plan(source, checked, target, ready, comm.rank)
-            exchange = _Exchange(comm, plan, (source, held), (ready, first), _on_devices(use))
+            plan = _plan(catalog, checked, target, ready, comm.rank)
+            source.check_plan(plan)
+            exchange = _Exchange(comm, plan, source, (ready, first), _on_devices(use))
             return exchange, exchange.sent
 
-        exchange, sent = comm.together(planned, _CONTEXT)
+        exchange, sent = comm.together(planned, context)
         planned_at = time.perf_counter()
-        counts, answers = comm.together(lambda: exchange.run(carrier, list(addresses), sent), _CONTEXT)
+        counts, answers = comm.together(lambda: exchange.run(carrier, list(addresses), sent), context)
     end = time.perf_counter()
-    report = LoadReport(
+    return LoadReport(
         source="memory",
         unique_id=None,
         keys=len(ready.wanted.rows),
@@ -282,9 +348,6 @@ def _load_state_dict(
         total_bytes=sum(int(answer) for answer in answers),
         seconds={"plan": planned_at - begin, "exchange": end - planned_at, "total": end - begin},
     )
-    if comm.position == coordinator_rank:
-        logger.info(report.summary())
-    return report
 
 
 @dataclass(frozen=True, eq=False)
@@ -353,7 +416,7 @@ class _Exchange:
         self,
         comm: Communicator,
         plan: ExchangePlan,
-        sources: tuple[Catalog, Mapping[int, Any]],
+        source: Source,
         targets: tuple[_Prepared, int],
         on_devices: bool,
     ) -> None:
@@ -362,12 +425,12 @@ class _Exchange:
         Args:
             comm: The ranks.
             plan: This rank's part.
-            sources: The source catalog, and this rank's tensors by row of it.
+            source: What the targets are filled from.
             targets: This rank's targets, and their first row in the target catalog of all ranks.
             on_devices: Whether data goes between devices, and not through host memory.
         """
         self._position, self._plan = comm.position, plan
-        self._source, self._held = sources
+        self._source, self._open = source.catalog, source.storage
         self._ready, self._first = targets
         self._on_device = DeviceExchange(comm.device_group, plan, self._source) if on_devices else None
         self.sent = b"" if self._on_device is None else self._on_device.sent
@@ -385,7 +448,7 @@ class _Exchange:
 
         def source_storage(row: int) -> AnyStorage:
             if row not in opened:
-                opened[row] = open_storage(self._held[row])
+                opened[row] = self._open(row)
             return opened[row]
 
         def target_storage(row: int) -> AnyStorage:

@@ -145,8 +145,8 @@ def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) 
         if nodes:
             raise CorruptCheckpointError(
                 f"{path} is missing: the checkpoint was saved with storage='per_node', and the file is on node "
-                f"{' and '.join(nodes)}. Remedy: load with storage='per_node' where a rank sees that directory, or copy "
-                "the nodes' directories together"
+                f"{' and '.join(nodes)}. Remedy: load with storage='per_node' where a rank sees that directory, or "
+                "copy the nodes' directories into one"
             ) from error
         raise CorruptCheckpointError(f"{path} is missing; the manifest names it. {remedy}") from error
     with contextlib.ExitStack() as stack:

@@ -103,7 +103,7 @@ class NodeDirectory(CheckpointDirectory):
         """Which data files of a checkpoint are here as they were written.
 
         Returns:
-            A flag for each file of the manifest; and by name, what is wrong with those that are here and are not usable.
+            A flag for each file of the manifest; and by name, what is wrong with those that are here but not usable.
         """
         here, wrong = set(self.backend.names()), dict[str, str]()
 
