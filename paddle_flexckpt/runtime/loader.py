@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +28,7 @@ from paddle_flexckpt.runtime.completion import complete, match
 from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.runtime.name_compatibility import check_across_ranks
 from paddle_flexckpt.runtime.node_saves import Storage, check_storage
+from paddle_flexckpt.runtime.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
 from paddle_flexckpt.runtime.targets import MASTER, Policy, Strict, Wanted
@@ -41,8 +43,19 @@ from paddle_flexckpt.storage import (
 )
 
 logger = logging.getLogger("paddle_flexckpt")
+_report_level = contextvars.ContextVar("report_level", default=logging.INFO)
 
 
+@same_on_all_ranks(
+    state_dict=SHARDS,
+    path=PATH,
+    process_group=GROUP,
+    unique_id="what is compared is the checkpoint that it stands for",
+    offload=UNUSED,
+    safetensors=UNUSED,
+    worker_groups=UNUSED,
+    comm_method=UNUSED,
+)
 def load_state_dict(
     state_dict: Mapping[str, Any],
     path: Location,
@@ -119,16 +132,19 @@ def load_state_dict(
         CorruptCheckpointError: The checkpoint is damaged (likewise). Damage that only reading can find may leave
             targets partly overwritten; the text says so.
     """
+    options = locals()
     begin = time.perf_counter()
     comm = communicator_for(process_group)
     directory = NodeDirectory(path)
     per_node = storage == "per_node"
     context = "cannot load from the nodes' directories" if per_node else f"cannot load from {directory.path!r}"
 
-    def check_arguments() -> None:
+    def head(checkpoint: str) -> bytes:
         check_coordinator(comm, coordinator_rank)
         verify_mode(verify)
         check_storage(storage)
+        digest = config_digest(aoa_config, master_weights)
+        return encode_options(load_state_dict, options, checkpoint=checkpoint, aoa_config=digest)
 
     def policy() -> Policy:
         return Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility)
@@ -137,43 +153,33 @@ def load_state_dict(
         # It stands on the exchange, which stands on this module.
         from paddle_flexckpt.runtime.node_loads import find_checkpoint, load_from_nodes
 
-        head = {"storage": storage, "unique_id": unique_id, "coordinator_rank": coordinator_rank}
         with contextlib.ExitStack() as held:
-            found = find_checkpoint(comm, directory, unique_id, check_arguments, head, held, context)
+            found = find_checkpoint(comm, directory, unique_id, lambda: head(f"id {unique_id}"), held, context)
             unique_id = found.manifest.unique_id
             if not found.everywhere:
-                return load_from_nodes(
+                report = load_from_nodes(
                     comm,
                     state_dict,
                     directory,
                     found,
+                    lambda: head(found.manifest.save_token),
                     policy,
                     context,
                     verify=verify,
                     use_replicas=use_replicas,
-                    coordinator_rank=coordinator_rank,
                     aoa_config=aoa_config,
                 )
+                _tell(report, comm, coordinator_rank)
+                return report
 
     @functools.cache
     def describe() -> _Described:
-        check_arguments()
         manifest = stack.enter_context(HeldManifest(directory, unique_id))
         state = open_state(state_dict, comm.rank)
-        head = {
-            "checkpoint": f"id {manifest.unique_id} ({manifest.save_token})",
-            "storage": storage,
-            "coordinator_rank": coordinator_rank,
-            "strict": strict,
-            "dtype": dtype,
-            "fused": fused,
-            "mw_name_compatibility": mw_name_compatibility,
-            "aoa_config": config_digest(aoa_config, master_weights),
-        }
-        return _Described(manifest, state, json.dumps(head).encode())
+        return _Described(manifest, state, head(f"id {manifest.unique_id} ({manifest.save_token})"))
 
     def prepare() -> tuple[_Prepared, bytes]:
-        manifest, state, head = describe()
+        manifest, state, said = describe()
         mapping, wanted = match(state, manifest.catalog, policy(), aoa_config, all_targets)
         if wanted.cuts:
             targets = state.catalog if all_targets is None else all_targets
@@ -185,7 +191,7 @@ def load_state_dict(
         reader.check_files(plan.pieces.source)
         used = np.packbits(used_keys(manifest.catalog, wanted, mapping)).tobytes()
         names = json.dumps(wanted.raw_meanings).encode()
-        return _Prepared(manifest, state, wanted, mapping, work, plan, reader), join((head, used, names))
+        return _Prepared(manifest, state, wanted, mapping, work, plan, reader), join((said, used, names))
 
     all_targets = None
     with contextlib.ExitStack() as stack:
@@ -222,11 +228,26 @@ def load_state_dict(
         replicas_used=ready.reader.replicas_used,
         seconds={"plan": planned - begin, "read": end - planned, "total": end - begin},
     )
-    if report.replicas_used:
-        logger.warning(f"rank {comm.rank}: {replica_warning(directory.path, report.replicas_used)}")
-    if comm.position == coordinator_rank:
-        logger.info(report.summary())
+    _tell(report, comm, coordinator_rank)
     return report
+
+
+def _tell(report: LoadReport, comm: Communicator, coordinator_rank: int) -> None:
+    """Log what was done, and warn of damage."""
+    if report.replicas_used:
+        logger.warning(f"rank {comm.rank}: {replica_warning(report.source, report.replicas_used)}")
+    if comm.position == coordinator_rank:
+        logger.log(_report_level.get(), report.summary())
+
+
+@contextlib.contextmanager
+def quiet_loads() -> Iterator[None]:
+    """Let loads report at the level DEBUG: where the caller reads for itself, or reports itself."""
+    token = _report_level.set(logging.DEBUG)
+    try:
+        yield
+    finally:
+        _report_level.reset(token)
 
 
 class _Described(NamedTuple):

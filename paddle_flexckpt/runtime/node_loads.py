@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.planning import ExchangePlan
-from paddle_flexckpt.report import LoadReport, replica_warning
+from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.runtime.communicator import Communicator
 from paddle_flexckpt.runtime.loader import check_heads
 from paddle_flexckpt.runtime.resharder import Source, fill_targets
@@ -65,8 +65,7 @@ def find_checkpoint(
     comm: Communicator,
     directory: NodeDirectory,
     unique_id: int | None,
-    check: Callable[[], None],
-    head: Mapping[str, Any],
+    head: Callable[[], bytes],
     held: contextlib.ExitStack,
     context: str,
 ) -> Found:
@@ -79,8 +78,7 @@ def find_checkpoint(
         comm: The ranks.
         directory: This rank's; it need not exist.
         unique_id: Its id; None takes the highest.
-        check: Checks the other arguments of the load.
-        head: What ranks have to agree about.
+        head: Gives what ranks have to agree about, or raises.
         held: Takes the lock of the manifest, where this rank has it.
         context: What is being done, for errors.
 
@@ -90,9 +88,9 @@ def find_checkpoint(
     """
 
     def list_ids() -> tuple[list[int], bytes]:
-        check()
+        said = head()
         ids = [each for each in directory.list_ids() if unique_id is None or each == unique_id]
-        return ids, join((json.dumps(head).encode(), json.dumps(ids).encode()))
+        return ids, join((said, json.dumps(ids).encode()))
 
     def none_found() -> tuple[None, bytes]:
         directory.read_manifest(unique_id)  # which says what is there instead
@@ -177,48 +175,59 @@ class _StoredItem:
         return values
 
 
-class NodeFiles:
-    """The files of a checkpoint, of which each rank sees some, as the source of an exchange."""
+@dataclass(frozen=True, eq=False)
+class _NodeFiles(Source):
+    """The files of a checkpoint, of which each rank sees some.
 
-    def __init__(self, comm: Communicator, found: Found, reader: FileReader, directory: NodeDirectory) -> None:
-        """Args: comm: the ranks. found: the checkpoint. reader: of the files here. directory: this rank's."""
-        self._comm, self._found, self._reader, self._directory = comm, found, reader, directory
+    Attributes:
+        found: The checkpoint.
+        item: By row of the catalog, the row of the manifest's.
+        nobody: The rank to which rows belong that no rank can read.
+        reader: Of the files that this rank sees.
+    """
+
+    found: Found
+    item: np.ndarray
+    nobody: int
+    reader: FileReader
+
+    @classmethod
+    def open(cls, ranks: Sequence[int], found: Found, reader: FileReader) -> _NodeFiles:
+        """Args: ranks: those that take part. found: the checkpoint. reader: of the files that this rank sees."""
         stored = found.manifest.catalog
-        # A row for every rank that can read it; what no rank can read belongs to a rank that there is not.
-        position, self._item = np.nonzero(found.seen[:, stored.file])
+        # A row for every rank that can read it, so that each finds what it sees on itself.
+        position, item = np.nonzero(found.seen[:, stored.file])
         lost = np.flatnonzero(found.lost)
-        self._nobody = max(comm.ranks) + 1
-        self._item = np.concatenate([self._item, lost])
-        rank = np.concatenate([np.asarray(comm.ranks)[position], np.full(len(lost), self._nobody)])
-        catalog = replace(stored.take(self._item), rank=rank.astype(np.int32))
+        nobody = max(ranks) + 1
+        item = np.concatenate([item, lost])
+        rank = np.concatenate([np.asarray(ranks)[position], np.full(len(lost), nobody)])
+        catalog = replace(stored.take(item), rank=rank.astype(np.int32))
         groups = group_replicas(catalog)
-        checked = CheckedSources(groups, validate_coverage(catalog, groups))
-        self.source = Source(catalog, checked, {}, self._storage, self._check)
+        return cls(catalog, CheckedSources(groups, validate_coverage(catalog, groups)), found, item, nobody, reader)
 
-    def _storage(self, row: int) -> Any:  # it is only read from
-        catalog = self.source.catalog
-        return _StoredItem(self._reader, int(self._item[row]), dtype_of(catalog.dtype_name(row)).numpy)
+    def storage(self, row: int) -> Any:  # it is only read from
+        return _StoredItem(self.reader, int(self.item[row]), dtype_of(self.catalog.dtype_name(row)).numpy)
 
-    def _check(self, plan: ExchangePlan) -> None:
+    def check_plan(self, plan: ExchangePlan) -> None:
         """Opens the files that this rank is to read, and raises where nobody can."""
-        pieces = plan.incoming.get(self._nobody)
+        pieces = plan.incoming.get(self.nobody)
         if pieces is not None:
             raise CorruptCheckpointError(
                 f"no rank can read {'; '.join(self._lost(np.unique(pieces.source)))}. Remedy: let a rank see these "
                 "directories, or load another checkpoint; saves with node_copies=2 survive the loss of a node"
             )
         used = [plan.local.source, *(pieces.source for pieces in plan.outgoing.values())]
-        self._reader.check_files(self._item[np.concatenate(used)])
+        self.reader.check_files(self.item[np.concatenate(used)])
 
     def _lost(self, rows: np.ndarray) -> list[str]:
         """What of some source rows is lost, by file."""
-        catalog, manifest = self.source.catalog, self._found.manifest
+        catalog, manifest = self.catalog, self.found.manifest
         texts = []
         for file in np.unique(catalog.file[rows]).tolist():
             name = catalog.files[file]
             keys = sorted({catalog.key_name(row) for row in rows[catalog.file[rows] == file].tolist()})
             more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
-            why = self._found.wrong.get(name, "no rank sees it")
+            why = self.found.wrong.get(name, "no rank sees it")
             nodes = " and ".join(manifest.nodes_of(name)) or "storage that was shared"
             texts.append(
                 f"{name!r} of id {manifest.unique_id} with shards of {', '.join(map(repr, keys[:_MOST_KEYS]))}{more}: "
@@ -232,12 +241,12 @@ def load_from_nodes(
     state_dict: Mapping[str, Any],
     directory: NodeDirectory,
     found: Found,
+    head: Callable[[], bytes],
     make_policy: Callable[[], Policy],
     context: str,
     *,
     verify: bool | VerifyMode,
     use_replicas: bool,
-    coordinator_rank: int,
     aoa_config: Any,
 ) -> LoadReport:
     """Fills targets from the files that the ranks see: a rank reads those that it sees, and receives the rest.
@@ -247,6 +256,7 @@ def load_from_nodes(
         state_dict: As of :func:`load_state_dict`.
         directory: This rank's.
         found: The checkpoint.
+        head: Gives what ranks have to agree about, or raises.
         make_policy: Says what is allowed, or raises.
         context: What is being done, for errors.
         verify: As of :func:`load_state_dict`; so are the arguments that follow.
@@ -260,15 +270,15 @@ def load_from_nodes(
         report = fill_targets(
             comm,
             state_dict,
-            NodeFiles(comm, found, reader, directory).source,
+            _NodeFiles.open(comm.ranks, found, reader),
+            head,
             make_policy,
             context,
-            coordinator_rank=coordinator_rank,
+            coordinator_rank=0,
             offload=True,  # files are read into host memory
-            check_replicas=False,
             aoa_config=aoa_config,
         )
-        report = replace(
+        return replace(
             report,
             source=directory.path,
             unique_id=found.manifest.unique_id,
@@ -278,8 +288,3 @@ def load_from_nodes(
             reads=reader.count.reads,
             replicas_used=reader.replicas_used,
         )
-    if report.replicas_used:
-        logger.warning(f"rank {comm.rank}: {replica_warning(directory.path, report.replicas_used)}")
-    if comm.position == coordinator_rank:
-        logger.info(report.summary())
-    return report

@@ -207,10 +207,19 @@ class NodeSave:
         carrier.exchange(addresses, outgoing, incoming)
 
 
-def check_storage(storage: Storage) -> None:
-    """Raises ValidationError if there is no such kind of storage."""
+def check_storage(storage: Storage, copies: int = 1, in_background: bool = False) -> None:
+    """Raises ValidationError if there is no such kind of storage, or it cannot be had with the other options."""
     if storage not in ("shared", "per_node"):
         raise ValidationError([f"storage has to be 'shared' or 'per_node'; got {storage!r}"])
+    if storage == "per_node" and in_background:
+        raise ValidationError(
+            [
+                "async_save does not work with storage='per_node': the writer processes of all ranks settle a save "
+                "through one directory, which they have to share. Remedy: save with async_save=False"
+            ]
+        )
+    if storage == "shared" and copies != 1:
+        raise ValidationError([f"node_copies={copies!r} needs storage='per_node'"])
 
 
 def check_visible(directory: CheckpointDirectory, ticket: SaveTicket) -> tuple[None, bytes]:
@@ -235,9 +244,8 @@ def meet_nodes(
     comm: Communicator,
     directory: NodeDirectory,
     unique_id: int | None,
-    head: bytes,
+    head: Callable[[], bytes],
     locks: contextlib.ExitStack,
-    check: Callable[[], None],
     context: str,
 ) -> NodeSave:
     """Finds out which ranks see the same directory, and agrees on one id and the names of a save. Two collectives.
@@ -246,9 +254,8 @@ def meet_nodes(
         comm: The ranks.
         directory: This rank's.
         unique_id: The id that is wanted; None takes the one after the highest that any node has.
-        head: What ranks have to agree about.
+        head: Gives what ranks have to agree about.
         locks: Takes the right to save, on the ranks that commit.
-        check: Checks the other arguments of the save.
         context: What is being done, for errors.
 
     Raises:
@@ -259,11 +266,11 @@ def meet_nodes(
     own = f"{comm.rank}.{os.urandom(16).hex()}.node"
 
     def show() -> tuple[None, bytes]:
-        check()
+        said = head()
         backend.prepare()
         locks.callback(_remove, backend, own)
         backend.write(own, b"")
-        return None, join((head, own.encode()))
+        return None, join((said, own.encode()))
 
     def look() -> tuple[None, bytes]:
         committer = next((position for position, name in enumerate(tokens) if _is_there(backend, name)), None)

@@ -30,7 +30,9 @@ from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator
 from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.runtime.fused import indivisible_rows
 from paddle_flexckpt.runtime.node_saves import NodeSave, Storage, check_storage, check_visible, meet_nodes
-from paddle_flexckpt.runtime.replicas import check_replicas_equal, replica_digests
+from paddle_flexckpt.runtime.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
+from paddle_flexckpt.runtime.replica_policies import CheckReplicas, ReplicaPolicies
+from paddle_flexckpt.runtime.replicas import Replicas, replica_digests
 from paddle_flexckpt.runtime.sources import check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.tensors import open_storage
@@ -51,7 +53,7 @@ def save_state_dict(
     save_replicas: bool = ...,
     *,
     step: int | None = ...,
-    check_replicas: bool = ...,
+    check_replicas: CheckReplicas = ...,
     storage: Storage = ...,
     node_copies: int = ...,
 ) -> SaveReport: ...
@@ -69,12 +71,13 @@ def save_state_dict(
     save_replicas: bool = ...,
     *,
     step: int | None = ...,
-    check_replicas: bool = ...,
+    check_replicas: CheckReplicas = ...,
     storage: Storage = ...,
     node_copies: int = ...,
 ) -> SaveReport | SaveHandle: ...
 
 
+@same_on_all_ranks(state_dict=SHARDS, path=PATH, process_group=GROUP, safetensors=UNUSED)
 def save_state_dict(
     state_dict: Mapping[str, Any],
     path: Location,
@@ -86,7 +89,7 @@ def save_state_dict(
     save_replicas: bool = False,
     *,
     step: int | None = None,
-    check_replicas: bool = True,
+    check_replicas: CheckReplicas = True,
     storage: Storage = "shared",
     node_copies: int = 1,
 ) -> SaveReport | SaveHandle:
@@ -112,8 +115,13 @@ def save_state_dict(
         safetensors: Accepted for compatibility: data files are safetensors files always.
         save_replicas: Write every replica of every shard.
         step: Training step to record in the manifest.
-        check_replicas: Whether replicas of one shard have to be equal, byte for byte. Without the check, whichever rank
-            the plan chooses is the one whose values are saved.
+        check_replicas: What is asked of the replicas of one shard. For all keys, or in a dict by glob or compiled
+            regular expression: the first that matches counts, and ``"*"`` is the default (``"equal"`` without it).
+            ``"equal"``, or True: the same bytes, else the save is an error. ``"close"``: where they differ, the values
+            of one rank are saved, and the report and a warning say how far apart they are. ``"first"``: the values of
+            one rank are saved, and the report says whether others differ. False: the same without comparing (with
+            ``save_replicas`` they are compared nonetheless). That rank is, for a whole layer and its states, the lowest
+            that holds them. Running statistics of normalisation layers are ``"first"`` unless a pattern matches them.
         storage: ``"shared"``: all ranks see the same directory. ``"per_node"``: the ranks of each node see one of their
             own, under the same path or another; each gets the data of its ranks and a manifest of all, and the
             checkpoint exists on all of them or on none. Which ranks share a directory is found out. It is loaded with
@@ -131,36 +139,20 @@ def save_state_dict(
         CheckpointError: A rank could not write (likewise); the directory holds what it held before. Or an earlier
             asynchronous save failed and nobody has seen that; this one was not begun.
     """
+    options = locals()
     begin = time.perf_counter()
     comm = communicator_for(process_group)
     per_node = storage == "per_node"
     directory = NodeDirectory(path)
     context = "cannot save to the nodes' directories" if per_node else f"cannot save to {directory.path!r}"
-    head = {
-        "unique_id": unique_id,
-        "coordinator_rank": coordinator_rank,
-        "async_save": async_save is not False,
-        "save_replicas": save_replicas,
-        "check_replicas": check_replicas,
-        "step": step,
-        "storage": storage,
-        "node_copies": node_copies,
-    }
 
-    def check_options() -> None:
-        check_storage(storage)
-        if per_node and async_save is not False:
-            raise ValidationError(
-                [
-                    "async_save does not work with storage='per_node': the writer processes of all ranks settle a save "
-                    "through one directory, which they have to share. Remedy: save with async_save=False"
-                ]
-            )
-        if not per_node and node_copies != 1:
-            raise ValidationError([f"node_copies={node_copies!r} needs storage='per_node'"])
+    def encoded_head() -> bytes:
+        check_storage(storage, node_copies, async_save is not False)
+        said = ReplicaPolicies(check_replicas).said
+        return encode_options(save_state_dict, options, async_save=async_save is not False, check_replicas=said)
 
     def describe() -> tuple[_Own, bytes]:
-        check_options()
+        head = encoded_head()
         queued = time.perf_counter()
         writer = _background_writer(async_save, directory)
         admission = None if writer is None else stack.enter_context(writer.admit())
@@ -180,22 +172,25 @@ def save_state_dict(
             ticket = directory.open_save(unique_id, comm.size)
             # If a rank fails that has not even begun, the marker is all there is.
             stack.enter_context(opened).callback(directory.discard, ticket, comm.rank)
-        parts: tuple[bytes, ...] = (json.dumps(head).encode(), json.dumps(ticket and asdict(ticket)).encode())
-        place, address = directory.backend.place().encode(), b"" if carrier is None else carrier.address()
+        rules = ReplicaPolicies(check_replicas)
         whole = indivisible_rows(state.catalog, (getattr(weight, "fused", None) for weight in state.weights))
-        parts = (*parts, place, address, np.packbits(whole).tobytes(), encode_catalog(state.catalog))
-        return _Own(state, lock, admission, waited), join(parts)
+        policies = rules.of(state.catalog.keys, state.weights)
+        place, address = directory.backend.place().encode(), b"" if carrier is None else carrier.address()
+        encoded = (place, address, np.packbits(whole).tobytes(), policies.tobytes(), encode_catalog(state.catalog))
+        return _Own(state, lock, admission, waited), join(
+            (head, json.dumps(ticket and asdict(ticket)).encode(), *encoded)
+        )
 
     locked, opened = contextlib.ExitStack(), contextlib.ExitStack()
     with contextlib.ExitStack() as stack:
         nodes, carrier = None, None
         if per_node:
-            nodes = meet_nodes(comm, directory, unique_id, json.dumps(head).encode(), stack, check_options, context)
+            nodes = meet_nodes(comm, directory, unique_id, encoded_head, stack, context)
             carrier = stack.enter_context(contextlib.closing(comm.open_carrier())) if node_copies > 1 else None
         own, answers = comm.together(describe, context)
         messages = [split(answer) for answer in answers]
         check_same([message[0] for message in messages], context)
-        _, tickets, places, addresses, wholes, catalogs = zip(*messages)
+        _, tickets, places, addresses, wholes, policies, catalogs = zip(*messages)
         ticket = SaveTicket(**json.loads(tickets[coordinator_rank]))
         if nodes is None and len(set(places)) > 1:
             comm.together(lambda: check_visible(directory, ticket), "cannot save, and nothing was written")
@@ -208,8 +203,18 @@ def save_state_dict(
             first_row = int(np.argmax(catalog.rank == comm.rank)) if len(own.state.weights) else 0
             held = {first_row + row: weight.local_tensor for row, weight in enumerate(own.state.weights)}
             groups = check_sources(comm, held, catalog, context).groups
+            asked, compares = np.frombuffer(b"".join(policies), dtype=np.uint8), check_replicas is not False
+            replicas = Replicas(comm, held, catalog, groups, asked, compares, context, save_replicas)
+            differing = None
+            if replicas.comes_first:
+                _, digests = comm.together(lambda: (None, replica_digests(held, groups)), context)
+                differing = replicas.compare(digests)
             plan = plan_write(
-                catalog, ticket.data_file, save_replicas=save_replicas, groups=groups, indivisible=indivisible
+                catalog,
+                ticket.data_file,
+                save_replicas=save_replicas,
+                groups=replicas.narrowed(differing),
+                indivisible=indivisible,
             )
             share = _Share(directory, ticket, comm, comm.ranks[coordinator_rank], plan, held, step, nodes)
             planned = time.perf_counter()
@@ -220,12 +225,13 @@ def save_state_dict(
                     part = share.write()
                 else:
                     share.stage(own.admission, own.lock)
-                return None, join((part, replica_digests(held, groups) if check_replicas else b""))
+                digests = replica_digests(held, groups) if replicas.compares and differing is None else b""
+                return None, join((part, digests))
 
             _, answers = comm.together(write, context)
-            written_parts, digests = zip(*map(split, answers))
-            if check_replicas:
-                check_replicas_equal(comm, digests, held, catalog, groups, context)
+            parts, told = zip(*map(split, answers))
+            differing = replicas.compare(told) if differing is None else differing
+            found = replicas.report(differing, warns=share.is_coordinator)
             written = time.perf_counter()
             report = SaveReport(
                 path=directory.path,
@@ -236,6 +242,7 @@ def save_state_dict(
                 total_bytes=plan.total_bytes,
                 held_bytes=int(catalog.byte_length.sum()),
                 imbalance=plan.imbalance,
+                replicas=found,
                 seconds={"plan": planned - begin - own.waited},
             )
             if own.admission is not None:
@@ -245,7 +252,7 @@ def save_state_dict(
                 # What goes wrong from here on is the outcome of the save: the ranks do not meet again.
                 return own.admission.hand_over(report, begin, own.lock)
             if nodes is not None:
-                nodes.commit(written_parts, carrier, list(addresses))
+                nodes.commit(parts, carrier, list(addresses))
             else:
                 comm.together(share.commit, context)
         except CheckpointError as error:
