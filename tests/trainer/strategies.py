@@ -34,6 +34,12 @@ STRATEGIES = {
     "sharding2_v2": Strategy(
         2, "--per_device_train_batch_size 2 --sharding stage1 --sharding_parallel_degree 2", split_param=True
     ),
+    **{
+        f"stage{stage}": Strategy(
+            2, f"--per_device_train_batch_size 2 --sharding stage{stage} --sharding_parallel_degree 2"
+        )
+        for stage in (2, 3)
+    },
     "tp2_pp2": Strategy(4, f"--per_device_train_batch_size 2 --tensor_parallel_degree 2 {_PIPELINE}"),
     "tp2_dp2": Strategy(4, "--per_device_train_batch_size 2 --tensor_parallel_degree 2"),
     "tp2_sharding2": Strategy(
