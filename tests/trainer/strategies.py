@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 _PIPELINE = (
     "--gradient_accumulation_steps 2 --pipeline_parallel_degree 2 --pipeline_parallel_config disable_partial_send_recv"
@@ -73,3 +74,18 @@ ON_DEVICE = {
         "--sharding_parallel_config split_param",
     ),
 }
+
+
+def split_parameters() -> None:
+    """Sharding V2 for float32: the flag asks for half precision, which the CPU cannot compute."""
+    from paddle.distributed import fleet
+
+    original = fleet.init
+
+    def init(*args: Any, **kwargs: Any) -> Any:
+        strategy = kwargs.get("strategy")
+        if strategy is not None:
+            strategy.hybrid_configs["sharding_configs"].split_param = True
+        return original(*args, **kwargs)
+
+    fleet.init = init

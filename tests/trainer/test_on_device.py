@@ -19,7 +19,8 @@ LOSS = 2e-2
 def test_each_strategy_resumes_what_another_has_saved(tmp_path):
     names = list(ON_DEVICE)
     jobs = [{"name": name, "strategy": name} for name in names]
-    pairs = list(zip((names[-1], *names), names))
+    # Paddle's DataParallel, the first, cannot be made again once fleet has been initialised.
+    pairs = [*zip(names, names[1:]), (names[-1], names[1])]
     for a, b in pairs:
         resume, loaded = (str(tmp_path / each) for each in (f"{a}/checkpoint-3", f"{a} to {b}/loaded"))
         flags = ["--save_strategy", "no"]
