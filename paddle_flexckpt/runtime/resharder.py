@@ -36,7 +36,6 @@ from paddle_flexckpt.runtime.loader import (
     check_heads,
     check_unexpected,
     gather_targets,
-    unexpected_keys,
     used_keys,
 )
 from paddle_flexckpt.runtime.name_compatibility import check_across_ranks
@@ -45,7 +44,7 @@ from paddle_flexckpt.runtime.shared_memory import refuse_shared_memory
 from paddle_flexckpt.runtime.sources import CheckedSources, check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
-from paddle_flexckpt.runtime.targets import Policy, Strict, Wanted
+from paddle_flexckpt.runtime.targets import OptimizerStates, Policy, Strict, Wanted
 from paddle_flexckpt.runtime.tensors import open_storage
 from paddle_flexckpt.runtime.virtual_files import gather_virtual_files, held_tensors
 
@@ -73,6 +72,7 @@ def reshard_sharded_state_dict(
     fused: Literal["convert", "exact"] = "convert",
     mw_name_compatibility: bool = True,
     check_replicas: bool = True,
+    optimizer_states: OptimizerStates = "raise",
 ) -> LoadReport:
     """Moves live state from one layout to another, in memory.
 
@@ -97,6 +97,7 @@ def reshard_sharded_state_dict(
         mw_name_compatibility: As in :func:`load_state_dict`.
         check_replicas: Whether replicas of one source shard have to be equal, byte for byte. Without the check, a rank
             is given its own replica's values, or any other's.
+        optimizer_states: As in :func:`load_state_dict`.
 
     Returns:
         What was done; ``bytes_received`` are the bytes that this rank lacked.
@@ -131,6 +132,7 @@ def reshard_sharded_state_dict(
         mw_name_compatibility=mw_name_compatibility,
         check_replicas=check_replicas,
         aoa_config=aoa_config,
+        optimizer_states=optimizer_states,
     )
 
 
@@ -152,6 +154,7 @@ def _load_state_dict(
     mw_name_compatibility: bool = True,
     check_replicas: bool = True,
     aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    optimizer_states: OptimizerStates = "raise",
 ) -> LoadReport:
     """Fills targets from (virtual) files whose tensors are in the ranks' memory.
 
@@ -174,6 +177,7 @@ def _load_state_dict(
         check_replicas: Whether replicas of one source shard have to be equal, byte for byte. Without the check, a rank
             is given its own replica's values, or any other's.
         aoa_config: As in :func:`load_state_dict`.
+        optimizer_states: As in :func:`load_state_dict`.
 
     Returns:
         What was done.
@@ -195,6 +199,7 @@ def _load_state_dict(
         "offload": offload,
         "fused": fused,
         "mw_name_compatibility": mw_name_compatibility,
+        "optimizer_states": optimizer_states,
     }
 
     @functools.cache
@@ -214,7 +219,7 @@ def _load_state_dict(
             state, head = describe()
             devices = devices_of((*held.values(), *(weight.local_tensor for weight in state.weights)))
             wait_for_devices(devices)
-            policy = Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility)
+            policy = Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility, optimizer_states)
             mapping, wanted = match(state, source, policy, aoa_config, None if aoa_config is None else all_targets)
             needs = wanted.completion(source)
             if statements and all_targets is not None:
@@ -245,8 +250,8 @@ def _load_state_dict(
         check_across_ranks([json.loads(each) for each in names], _CONTEXT)
         if check_replicas:
             check_replicas_equal(comm, digests, held, source, checked.groups, _CONTEXT)
-        unexpected = unexpected_keys(source, bits, ready.mapping)
-        check_unexpected(unexpected, strict, _CONTEXT)
+        policy = Policy(strict, optimizer_states=optimizer_states)
+        unexpected = check_unexpected(source, bits, ready.mapping, policy, _CONTEXT)
         target = concat([decode_catalog(catalog) for catalog in encoded])
         # Ranks' rows follow each other in the common catalog.
         first = int(np.argmax(target.rank == comm.rank)) if len(target) else 0

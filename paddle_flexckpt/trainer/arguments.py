@@ -80,6 +80,10 @@ class FlexTrainingArguments:
             "help": "Start master weights that the checkpoint lacks from its parameters, and the other way round."
         },
     )
+    flex_ignore_optimizer_states: bool = field(
+        default=False,
+        metadata={"help": "Load without the optimizer states that only the checkpoint has; else they are an error."},
+    )
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,7 @@ class TrainerOptions:
         save_replicas: As of :func:`save_state_dict`; so is ``check_replicas``.
         cast: Whether dtypes may differ on load.
         convert_master_weights: Whether masters and parameters may replace each other.
+        ignore_optimizer_states: Whether optimizer states that only the checkpoint has are left out.
     """
 
     save: bool = False
@@ -111,6 +116,7 @@ class TrainerOptions:
     check_replicas: bool = True
     cast: bool = False
     convert_master_weights: bool = False
+    ignore_optimizer_states: bool = False
 
     def loading(self) -> dict[str, Any]:
         """The options of :func:`load_state_dict`."""
@@ -120,6 +126,7 @@ class TrainerOptions:
             "verify": self.verify,
             "dtype": "cast" if self.cast else "raise",
             "master_weights": "convert" if self.convert_master_weights else "exact",
+            "optimizer_states": "ignore" if self.ignore_optimizer_states else "raise",
         }
 
 
@@ -169,6 +176,7 @@ _SWITCHES = (
     "check_replicas",
     "cast",
     "convert_master_weights",
+    "ignore_optimizer_states",
 )
 
 

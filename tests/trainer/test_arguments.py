@@ -33,6 +33,7 @@ def test_without_flags_nothing_is_asked_for():
         ({"flex_strict": "unexpected"}, {"strict": "unexpected"}),
         ({"flex_cast": True}, {"dtype": "cast"}),
         ({"flex_convert_master_weights": True}, {"master_weights": "convert"}),
+        ({"flex_ignore_optimizer_states": True}, {"optimizer_states": "ignore"}),
         ({"aoa_config": '["a -> b"]'}, {"aoa_config": {"aoa_statements": ["a -> b"]}}),
         ({"aoa_config": "rules.yaml"}, {"aoa_config": "rules.yaml"}),
         ({"aoa_config": {"aoa_statements": ["a -> b"]}}, {"aoa_config": {"aoa_statements": ["a -> b"]}}),
