@@ -25,7 +25,7 @@ _TAKEN = ("lr_scheduler", "scaler", "step", "rng", "dataloader")
 
 
 def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the shards of this rank, one level deep. With a model, ``install()`` is in effect from then on.
+    """Return the shards of this rank, one level deep. With a model, ``install()`` is in effect from then on.
 
     Args:
         model: Has ``sharded_state_dict()``.

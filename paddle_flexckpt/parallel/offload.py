@@ -20,7 +20,7 @@ from paddle_flexckpt.parallel.state_creation import create_dense_states
 
 
 def on_host(optimizer: Any) -> AbstractContextManager[None]:
-    """Returns what makes new tensors be in host memory, where an optimizer of group sharding has them there."""
+    """Return what makes new tensors be in host memory, where an optimizer of group sharding has them there."""
     if not getattr(optimizer, "offload", False):
         return nullcontext()
     from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_utils import device_guard
@@ -29,7 +29,7 @@ def on_host(optimizer: Any) -> AbstractContextManager[None]:
 
 
 def stage2_tables(optimizer: Any) -> StateTables:
-    """Returns the tables of a stage-2 optimizer with offload, by parameter; states that are not there are created.
+    """Return the tables of a stage-2 optimizer with offload, by parameter; states that are not there are created.
 
     Every parameter of the rank has the same number for what is kept per buffer (powers of beta): one and the same
     tensor, so that a load into it needs equal numbers.
@@ -68,7 +68,7 @@ def stage2_tables(optimizer: Any) -> StateTables:
 
 
 def stage3_tables(optimizer: Any, parameters: Collection[Any]) -> StateTables:
-    """Returns the tables of an optimizer of stage 3 with offload, with the masters of small half-precision parameters.
+    """Return the tables of an optimizer of stage 3 with offload, with the masters of small half-precision parameters.
 
     Args:
         optimizer: The optimizer that steps.
@@ -86,7 +86,7 @@ class Stage3OffloadMixin:
     """What ``install()`` gives to GroupShardedStage3."""
 
     def _update_params(self: Any) -> Any:
-        """As Paddle's; masters of small float32 parameters first take what a load has put into the parameters.
+        """Do as Paddle does; masters of small float32 parameters first take what a load has put into the parameters.
 
         For half-precision parameters the masters themselves are loaded.
         """

@@ -56,7 +56,7 @@ def wrapped_model(wrapper: Any) -> Any:
 
 
 def optimizer_sharded_state_dict(optimizer: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """Describes the state of an optimizer, whatever is wrapped around it; ``install()`` is in effect from then on.
+    """Describe the state of an optimizer, whatever is wrapped around it; ``install()`` is in effect from then on.
 
     Args:
         optimizer: An optimizer, or a wrapper that passes its attributes on or keeps the optimizer under a usual name.
@@ -95,7 +95,7 @@ def _optimizer_inside(wrapper: Any) -> Any:
 
 
 def _check_stateless(optimizer: Any) -> None:
-    """Raises ValueError where an optimizer that was described as stateless has parameters to train."""
+    """Raise ValueError where an optimizer that was described as stateless has parameters to train."""
     import paddle
 
     steps = optimizer
