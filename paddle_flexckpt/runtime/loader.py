@@ -36,6 +36,7 @@ from paddle_flexckpt.storage import (
     Location,
     Manifest,
     VerifyMode,
+    shown,
     verify_mode,
 )
 
@@ -116,13 +117,13 @@ def load_state_dict(
     """
     begin = time.perf_counter()
     comm = communicator_for(process_group)
-    directory = CheckpointDirectory(path)
-    context = f"cannot load from {directory.path!r}"
+    context = f"cannot load from {shown(path)}"
 
     @functools.cache
     def describe() -> _Described:
         check_coordinator(comm, coordinator_rank)
         verify_mode(verify)
+        directory = CheckpointDirectory(path)
         manifest = stack.enter_context(HeldManifest(directory, unique_id))
         state = open_state(state_dict, comm.rank)
         head = {
@@ -134,10 +135,10 @@ def load_state_dict(
             "mw_name_compatibility": mw_name_compatibility,
             "aoa_config": config_digest(aoa_config, master_weights),
         }
-        return _Described(manifest, state, json.dumps(head).encode())
+        return _Described(directory, manifest, state, json.dumps(head).encode())
 
     def prepare() -> tuple[_Prepared, bytes]:
-        manifest, state, head = describe()
+        directory, manifest, state, head = describe()
         policy = Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility)
         mapping, wanted = match(state, manifest.catalog, policy, aoa_config, all_targets)
         if wanted.cuts:
@@ -150,7 +151,7 @@ def load_state_dict(
         reader.check_files(plan.pieces.source)
         used = np.packbits(used_keys(manifest.catalog, wanted, mapping)).tobytes()
         names = json.dumps(wanted.raw_meanings).encode()
-        return _Prepared(manifest, state, wanted, mapping, work, plan, reader), join((head, used, names))
+        return _Prepared(directory, manifest, state, wanted, mapping, work, plan, reader), join((head, used, names))
 
     all_targets = None
     with contextlib.ExitStack() as stack:
@@ -166,7 +167,7 @@ def load_state_dict(
     end = time.perf_counter()
     count = ready.reader.count
     report = LoadReport(
-        source=directory.path,
+        source=ready.directory.path,
         unique_id=ready.manifest.unique_id,
         keys=len(ready.wanted.rows),
         missing=ready.wanted.missing,
@@ -188,7 +189,7 @@ def load_state_dict(
         seconds={"plan": planned - begin, "read": end - planned, "total": end - begin},
     )
     if report.replicas_used:
-        logger.warning(f"rank {comm.rank}: {replica_warning(directory.path, report.replicas_used)}")
+        logger.warning(f"rank {comm.rank}: {replica_warning(ready.directory.path, report.replicas_used)}")
     if comm.position == coordinator_rank:
         logger.info(report.summary())
     return report
@@ -197,6 +198,7 @@ def load_state_dict(
 class _Described(NamedTuple):
     """One rank's load: what is there, what is wanted, and what ranks have to agree about."""
 
+    directory: CheckpointDirectory
     manifest: Manifest
     state: LocalState
     head: bytes
@@ -206,6 +208,7 @@ class _Described(NamedTuple):
 class _Prepared:
     """One rank's load, checked and planned."""
 
+    directory: CheckpointDirectory
     manifest: Manifest
     state: LocalState
     wanted: Wanted

@@ -29,11 +29,12 @@ from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
 from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.runtime.fused import indivisible_rows
+from paddle_flexckpt.runtime.lost_ranks import own_presence
 from paddle_flexckpt.runtime.replicas import check_replicas_equal, replica_digests
 from paddle_flexckpt.runtime.sources import check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.tensors import open_storage
-from paddle_flexckpt.storage import CheckpointDirectory, Location, SaveLock, SaveTicket
+from paddle_flexckpt.storage import CheckpointDirectory, Location, SaveLock, SaveTicket, shown
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -120,8 +121,7 @@ def save_state_dict(
     """
     begin = time.perf_counter()
     comm = communicator_for(process_group)
-    directory = CheckpointDirectory(path)
-    context = f"cannot save to {directory.path!r}"
+    context = f"cannot save to {shown(path)}"
     head = {
         "unique_id": unique_id,
         "coordinator_rank": coordinator_rank,
@@ -133,6 +133,7 @@ def save_state_dict(
 
     def describe() -> tuple[_Own, bytes]:
         queued = time.perf_counter()
+        directory = CheckpointDirectory.to_save_in(path)
         writer = _background_writer(async_save, directory)
         admission = None if writer is None else stack.enter_context(writer.admit())
         await_earlier(directory.path)
@@ -149,16 +150,26 @@ def save_state_dict(
             stack.enter_context(opened).callback(directory.discard, ticket, comm.rank)
         parts: tuple[bytes, ...] = (json.dumps(head).encode(), json.dumps(ticket and asdict(ticket)).encode())
         whole = indivisible_rows(state.catalog, (getattr(weight, "fused", None) for weight in state.weights))
-        parts = (*parts, np.packbits(whole).tobytes(), encode_catalog(state.catalog))
-        return _Own(state, lock, admission, waited), join(parts)
+        # Where the other ranks' writers can look whether this rank's processes are alive.
+        presences = [own_presence().address, admission.address] if admission is not None and admission.address else []
+        parts = (*parts, np.packbits(whole).tobytes(), encode_catalog(state.catalog), json.dumps(presences).encode())
+        return _Own(directory, state, lock, admission, waited), join(parts)
 
     locked, opened = contextlib.ExitStack(), contextlib.ExitStack()
     with contextlib.ExitStack() as stack:
-        own, answers = comm.together(describe, context)
-        heads, tickets, wholes, catalogs = zip(*(split(answer) for answer in answers))
+        try:
+            own, answers = comm.together(describe, context)
+        except LostRankError:
+            opened.pop_all()  # others may know the ticket, and be writing already: the next save needs the marker
+            raise
+        heads, tickets, wholes, catalogs, presences = zip(*(split(answer) for answer in answers))
         check_same(heads, context)
         ticket = SaveTicket(**json.loads(tickets[coordinator_rank]))
         opened.pop_all()  # from here on every rank removes what it wrote
+        directory = own.directory
+        # A rank removes what it wrote only if the coordinator cannot commit: all know then that the save has failed.
+        # If an exchange fails (a rank is lost) nobody knows how far the others are, and after the last exchange before
+        # the commit only the coordinator does. The marker stays, and the next save removes what is left.
         try:
             decoded = [decode_catalog(encoded) for encoded in catalogs]
             catalog = concat(decoded)
@@ -177,7 +188,7 @@ def save_state_dict(
                 if own.admission is None:
                     share.write()
                 else:
-                    share.stage(own.admission, own.lock)
+                    share.stage(own.admission, own.lock, tuple(tuple(json.loads(each)) for each in presences))
                 return None, replica_digests(held, groups) if check_replicas else b""
 
             _, digests = comm.together(write, context)
@@ -201,14 +212,15 @@ def save_state_dict(
                 locked.pop_all()
                 # What goes wrong from here on is the outcome of the save: the ranks do not meet again.
                 return own.admission.hand_over(report, begin, own.lock)
-            comm.together(share.commit, context)
-        except CheckpointError as error:
-            if own.admission is not None and isinstance(error, LostRankError):
+        except LostRankError as error:
+            if own.admission is not None:
                 # Others may not have noticed, and have handed their shares over.
                 tell_writers(directory, ticket, comm.rank, comm.ranks[coordinator_rank], error)
-            else:
-                directory.discard(ticket, comm.rank)
             raise
+        except CheckpointError:
+            directory.discard(ticket, comm.rank)
+            raise
+        comm.together(share.commit, context)
     end = time.perf_counter()
     seconds = {"write": written - planned, "commit": end - written, "total": end - begin}
     report = replace(report, seconds={**report.seconds, **seconds})
@@ -218,8 +230,17 @@ def save_state_dict(
 
 
 class _Own(NamedTuple):
-    """What one rank brings to a save: its shards, the coordinator's lock, room with a writer, seconds waited for it."""
+    """What one rank brings to a save.
 
+    Attributes:
+        directory: Where to.
+        state: Its shards.
+        lock: The coordinator's lock.
+        admission: Room with a background writer.
+        waited: Seconds waited for that.
+    """
+
+    directory: CheckpointDirectory
     state: LocalState
     lock: SaveLock | None
     admission: Admission | None
@@ -294,8 +315,8 @@ class _Share:
             self._ticket, self._comm.rank, self.items, self._data(), world_size=self._comm.size, step=self._step
         )
 
-    def stage(self, admission: Admission, lock: SaveLock | None) -> None:
-        """Copies the data to where the writer finds it."""
+    def stage(self, admission: Admission, lock: SaveLock | None, presences: tuple[tuple[str, ...], ...]) -> None:
+        """Copies the data to where the writer finds it; ``presences`` of all ranks."""
         job = WriteJob(
             path=self._directory.path,
             storage=self._directory.backend.describe(),
@@ -307,6 +328,7 @@ class _Share:
             coordinator=self._coordinator,
             step=self._step,
             timeout=admission.timeout,
+            presences=presences,
         )
         space, end = admission.stage(job), 0
         for data in self._data():

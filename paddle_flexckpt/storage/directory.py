@@ -23,7 +23,7 @@ from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointE
 from paddle_flexckpt.storage.absence import what_is_wrong
 from paddle_flexckpt.storage.backend import Location, SaveLock
 from paddle_flexckpt.storage.data_file import DataFileWriter, check_data_file
-from paddle_flexckpt.storage.formats import find_foreign, open_source
+from paddle_flexckpt.storage.formats import find_foreign, open_destination, open_source
 from paddle_flexckpt.storage.manifest import Manifest, Origin, merge_parts
 from paddle_flexckpt.storage.paddle_checkpoint import paddle_ids
 from paddle_flexckpt.storage.ticket import MANIFEST, OF_RANK, SaveTicket, save_of
@@ -52,6 +52,15 @@ class CheckpointDirectory:
         """Args: location: the directory, which need not exist; or a safetensors file or index of another program's."""
         self.backend, self._file = open_source(location)
         self.path = self.backend.where(self._file) if self._file else self.backend.path
+
+    @classmethod
+    def to_save_in(cls, location: Location) -> CheckpointDirectory:
+        """Return a directory that is to be saved to, whether it exists or not.
+
+        Raises:
+            ValidationError: The location is a file's, by its name.
+        """
+        return cls(open_destination(location))
 
     def list_ids(self) -> list[int]:
         """Ids of the checkpoints that have a manifest, in rising order."""
@@ -253,8 +262,11 @@ class CheckpointDirectory:
     def commit(self, ticket: SaveTicket, ranks: Sequence[int]) -> Manifest:
         """Merges the parts of all ranks into the manifest and makes the checkpoint exist.
 
+        The data files are looked at once more right before: they have to be there, of their size and of this save.
+
         Raises:
-            CheckpointError: A part is not there; or the checkpoint is complete, but leftovers could not be removed.
+            CheckpointError: A part or a data file is not there, or the directory is another one by now: nothing has
+                changed. Or the checkpoint is complete, but leftovers could not be removed.
             OSError: The file system refused; :meth:`is_committed` tells whether that was before or after the commit.
         """
 
@@ -269,10 +281,21 @@ class CheckpointDirectory:
                 ) from error
 
         manifest = merge_parts(self.backend.each(part, ranks))
+
+        def check() -> None:
+            try:
+                self.check_complete(manifest)
+            except CorruptCheckpointError as error:
+                what = str(error).partition(" Remedy:")[0]
+                raise CheckpointError(
+                    f"nothing was committed, as somebody else has changed the files of this save: {what} Remedy: find "
+                    "out who removes files there, and save again"
+                ) from error
+
         name = f"{ticket.unique_id}.manifest"
         replaced = self.backend.claim(name)
         try:
-            self.backend.publish(name, manifest.encode())
+            self.backend.publish(name, manifest.encode(), check)
             try:
                 doomed = self._doomed(ticket, self.backend.names(), being_read=replaced is None)
                 self._remove(doomed, ticket.marker_file)
@@ -326,7 +349,7 @@ class CheckpointDirectory:
             return False
 
     def discard(self, ticket: SaveTicket, rank: int) -> None:
-        """Removes what a rank wrote in a save that failed; does nothing if the save was committed before it failed.
+        """Removes what a rank wrote in a save that cannot be committed any more; the caller knows that.
 
         The marker goes with the last file of the save.
         """

@@ -118,7 +118,7 @@ def test_leftovers_that_cannot_be_removed_are_a_warning_on_a_checkpoint_that_is_
 
 def test_a_commit_that_fails_is_the_outcome_on_every_rank(tmp_path):
     class Unpublished(LocalBackend):
-        def publish(self, name, data):
+        def publish(self, name, data, check):
             raise OSError(errno.EIO, "injected", name)
 
     job, directory, data = job_of(tmp_path, backend=Unpublished(str(tmp_path)))
