@@ -242,6 +242,11 @@ def make_replicated_sharded_weight(key: str, tensor: Any) -> ShardedWeight:
     return ShardedWeight(key, tensor, shape, shape, (0,) * len(shape))
 
 
+# Older names of the same functions.
+make_tp_sharded_tensor_for_checkpoint = make_tp_sharded_weight_for_checkpoint
+make_replicated_sharded_tensor = make_replicated_sharded_weight
+
+
 def create_sharded_weight_with_new_local(
     new_key: str, new_local_tensor: Any, reference_tensor: ShardedWeight
 ) -> ShardedWeight:

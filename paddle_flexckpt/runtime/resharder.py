@@ -159,7 +159,7 @@ def _load_state_dict(
         target_state_dict: Names to the shards to fill.
         source_state_dict: For every file that this rank holds, its tensors (or ShardedWeights) by name.
         metadata_list: What all files of all ranks hold, the same on every rank: catalogs, or ``Metadata`` objects (of
-            this library or of Paddle).
+            this library or of Paddle). Global shapes that they leave out are those of the targets.
         process_group: The ranks that take part.
         coordinator_rank: The rank, counted within the group, that writes the log line.
         offload: As in :func:`reshard_sharded_state_dict`.
@@ -184,7 +184,9 @@ def _load_state_dict(
     """
     begin = time.perf_counter()
     comm = communicator_for(process_group)
-    source = gather_virtual_files(comm, source_state_dict, metadata_list, _CONTEXT)
+    source = gather_virtual_files(
+        comm, source_state_dict, metadata_list, lambda: open_state(target_state_dict, comm.rank).catalog, _CONTEXT
+    )
     held = held_tensors(source, source_state_dict, comm.rank, _CONTEXT)
     checked = check_sources(comm, held, source, _CONTEXT)
     options = {

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, concat
-from paddle_flexckpt.catalog.metadata import catalog_from_metadata
+from paddle_flexckpt.catalog.metadata import catalog_from_metadata, lacks_global_shapes
 from paddle_flexckpt.runtime.communicator import Communicator
 from paddle_flexckpt.runtime.tensors import dtype_name, element_count
 from paddle_flexckpt.sharded_weight import is_sharded_weight
@@ -19,22 +19,43 @@ def gather_virtual_files(
     comm: Communicator,
     source_state_dict: Mapping[str, Mapping[str, Any]],
     metadata_list: Iterable[Any],
+    targets: Callable[[], Catalog],
     context: str,
 ) -> Catalog:
-    """The catalog of all ranks' files, each row with the rank that holds its file."""
+    """Return the catalog of all ranks' files, each row with the rank that holds its file.
+
+    Args:
+        comm: The ranks.
+        source_state_dict: This rank's files, each with its tensors by name.
+        metadata_list: Catalogs, or ``Metadata`` objects.
+        targets: Gives this rank's targets: they tell the global shapes that the metadata leaves out.
+        context: What is being done, for the error.
+
+    Raises:
+        ValidationError: The metadata does not describe what the ranks hold; the same on every rank.
+    """
     metadata = list(metadata_list)
     if all(isinstance(entry, Catalog) for entry in metadata):
         return concat(metadata)
 
-    _, answers = comm.together(lambda: (None, json.dumps(sorted(source_state_dict)).encode()), context)
-    holders = {file: rank for rank, answer in zip(comm.ranks, answers) for file in json.loads(answer)}
+    def own() -> tuple[None, bytes]:
+        shapes = {}
+        if lacks_global_shapes(metadata):
+            catalog = targets()
+            shapes = {catalog.key_name(i): catalog.unpadded(i, catalog.global_shape) for i in range(len(catalog))}
+        return None, json.dumps([sorted(source_state_dict), shapes]).encode()
+
+    _, answers = comm.together(own, context)
+    told = [json.loads(answer) for answer in answers]
+    holders = {file: rank for rank, (files, _) in zip(comm.ranks, told) for file in files}
+    global_shapes = {key: shape for _, shapes in told for key, shape in shapes.items()}
 
     def build() -> tuple[Catalog, bytes]:
         files = {file for entry in metadata for file in entry.storage_metadata.values()}
         lost = sorted(files - set(holders))
         if lost:
             raise ValidationError([Problem("no rank holds a file that the metadata names", file=file) for file in lost])
-        source = catalog_from_metadata(metadata, holders.__getitem__)
+        source = catalog_from_metadata(metadata, holders.__getitem__, global_shapes)
         held_tensors(source, source_state_dict, comm.rank, context)  # what is wrong here has to be every rank's error
         return source, b""
 
