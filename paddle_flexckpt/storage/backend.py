@@ -15,7 +15,7 @@ from typing import Any, TypeVar, Union
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.storage.file_names import check_file_name
-from paddle_flexckpt.storage.urls import redacted, split_url
+from paddle_flexckpt.storage.urls import path_of, redacted, split_url
 
 Buffer = Union[bytes, memoryview]
 Item = TypeVar("Item")
@@ -343,30 +343,6 @@ Location = Union[str, "os.PathLike[str]", Backend]
 # What open_storage() takes itself; the rest is fsspec's.
 _LOCAL_OPTIONS = frozenset({"lock", "lease_seconds"})
 _REMOTE_OPTIONS = _LOCAL_OPTIONS | {"retries", "part_bytes", "commit"}
-
-
-def path_of(location: object) -> str:
-    """Return the text of a path or URL.
-
-    Raises:
-        ValidationError: It is neither.
-    """
-    if not isinstance(location, (str, os.PathLike)) or not isinstance(text := os.fspath(location), str):
-        raise ValidationError(
-            [
-                "path has to be a path or URL as text or os.PathLike, or what open_storage() gives; got "
-                f"{location!r} ({type(location).__name__})"
-            ]
-        )
-    return text
-
-
-def shown(location: object) -> str:
-    """Return how errors name a location, sound or not: as the caller does, without what is secret."""
-    if isinstance(location, Backend):
-        return repr(location.path)
-    text = os.fspath(location) if isinstance(location, os.PathLike) else location
-    return repr(redacted(text) if isinstance(text, str) else text)
 
 
 def open_backend(location: Location) -> Backend:

@@ -13,13 +13,14 @@ import os
 from dataclasses import dataclass
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.storage.backend import Backend, Location, open_backend, path_of
+from paddle_flexckpt.storage.backend import Backend, Location, open_backend
 from paddle_flexckpt.storage.huggingface import find_weights, manifest_of_weights
 from paddle_flexckpt.storage.manifest import ORIGINS, Manifest, Origin
 from paddle_flexckpt.storage.paddle_checkpoint import paddle_ids, read_paddle_manifest
 from paddle_flexckpt.storage.paddleformers_checkpoint import paddleformers_directories, read_paddleformers_manifest
 from paddle_flexckpt.storage.tensor_files import INDEX_FILE, TENSOR_FILE, Weights, read_weights
 from paddle_flexckpt.storage.unified_checkpoint import is_unified_checkpoint, read_unified_manifest
+from paddle_flexckpt.storage.urls import path_of, redacted
 
 # What no directory is called that a save makes: a load takes such a path for a file's.
 _FILE_NAMES = (TENSOR_FILE, ".index.json")
@@ -38,6 +39,14 @@ def open_source(location: Location) -> tuple[Backend, str | None]:
         directory, _, name = path.rpartition("/")
         return open_backend(directory or ("/" if path.startswith("/") else ".")), name
     return open_backend(location), None
+
+
+def shown(location: object) -> str:
+    """Return how errors name a location, sound or not: as the caller does, without what is secret."""
+    if isinstance(location, Backend):
+        return repr(location.path)
+    text = os.fspath(location) if isinstance(location, os.PathLike) else location
+    return repr(redacted(text) if isinstance(text, str) else text)
 
 
 def open_destination(location: Location) -> Backend:
