@@ -151,7 +151,8 @@ def save_state_dict(
         parts: tuple[bytes, ...] = (json.dumps(head).encode(), json.dumps(ticket and asdict(ticket)).encode())
         whole = indivisible_rows(state.catalog, (getattr(weight, "fused", None) for weight in state.weights))
         # Where the other ranks' writers can look whether this rank's processes are alive.
-        presences = [own_presence().address, admission.address] if admission is not None and admission.address else []
+        watched = admission is not None and admission.address and comm.size > 1
+        presences = [own_presence().address, admission.address] if watched else []
         parts = (*parts, np.packbits(whole).tobytes(), encode_catalog(state.catalog), json.dumps(presences).encode())
         return _Own(directory, state, lock, admission, waited), join(parts)
 

@@ -9,6 +9,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.runtime.lost_ranks import default_store
 
 directory, transport, victim, point = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 if transport == "mesh":
@@ -24,10 +25,13 @@ def state(version):
     return {"w": fc.ShardedWeight("w", paddle.to_tensor(rows), (4, 10), (4 * size, 10), (4 * rank, 0))}
 
 
-if rank == victim and point == "before the first call":
-    os.kill(os.getpid(), signal.SIGKILL)
 if point != "before the first call":
     fc.save_state_dict(state(1), directory, unique_id=0)
+elif rank == victim:
+    default_store().get("all are connected")  # waits
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    default_store().set("all are connected", "")
 if rank == victim and point == "in the middle of a collective":
     # The others but rank 0 get its part of the collective after it has written, and go on to the next one.
     from paddle_flexckpt.testing.cpu_world import Mesh
