@@ -69,6 +69,7 @@ class WriterProcess:
         # What it says before it dies; a file without a name, as the descriptors of this process may be somebody's pipe
         # that is read to its end.
         self._words = os.memfd_create("paddle_flexckpt-stderr", os.MFD_CLOEXEC)
+        options = {"path": list(map(str, sys.path)), "nice": nice, "io_class": io_class}
         try:
             with theirs, open_presence() as presence:
                 self.address = address_of(presence)

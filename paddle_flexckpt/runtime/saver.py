@@ -151,8 +151,8 @@ def save_state_dict(
         parts: tuple[bytes, ...] = (json.dumps(head).encode(), json.dumps(ticket and asdict(ticket)).encode())
         whole = indivisible_rows(state.catalog, (getattr(weight, "fused", None) for weight in state.weights))
         # Where the other ranks' writers can look whether this rank's processes are alive.
-        watched = admission is not None and admission.address and comm.size > 1
-        presences = [own_presence().address, admission.address] if watched else []
+        writer_address = "" if admission is None or comm.size == 1 else admission.address
+        presences = [own_presence().address, writer_address] if writer_address else []
         parts = (*parts, np.packbits(whole).tobytes(), encode_catalog(state.catalog), json.dumps(presences).encode())
         return _Own(directory, state, lock, admission, waited), join(parts)
 
