@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -131,8 +132,16 @@ class TrainerCheckpointer:
             with no_new_states():
                 return self._contents(everything)
 
-        head = repr(self.options).encode()
-        check_state(describe, self._comm, "cannot save", head)
+        check_state(describe, self._comm, "cannot save")
+
+    def check_options(self) -> None:
+        """Raises ValidationError where the flags of this library differ between ranks."""
+
+        def tell() -> tuple[None, bytes]:
+            return None, json.dumps(dataclasses.asdict(self.options), default=repr).encode()
+
+        context = "training arguments"
+        check_same(self._comm.together(tell, context)[1], context)
 
     def _contents(self, everything: bool) -> dict[str, Any]:
         """What is saved: shards and extra state; ``everything``: not the model alone."""

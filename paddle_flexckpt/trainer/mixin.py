@@ -41,6 +41,7 @@ class FlexTrainerMixin:
         upstream = upstream_of(self, "train")
         if not (flex.options.save or flex.options.load):
             return upstream(resume_from_checkpoint, *args, **kwargs)
+        flex.check_options()
         if flex.options.save:
             flex.check_export()
         if flex.options.load:

@@ -47,7 +47,9 @@ VALUES = {
     "metric": ("loss", "accuracy"),
     "mode": ("min", "max"),
     "mw_name_compatibility": (True, False),
+    "node_copies": (1, 2),
     "offload": (False, True),
+    "optimizer_states": ("raise", "ignore"),
     "overwrite": (False, True),
     "preemption_signals": ((), (10,)),
     "rng": (False, True),
@@ -56,6 +58,7 @@ VALUES = {
     "save_when": (fc.SaveEvery(1), fc.SaveEvery(2)),
     "scaler": (None, "a scaler"),
     "step": (1, 2),
+    "storage": ("shared", "per_node"),
     "strict": ("missing", False),
     "tied_names": (True, False),
     "unique_id": (0, 1),
@@ -76,6 +79,8 @@ def manager_of(tmp_path, comm, **options):
 def call(name, tmp_path, comm, **options):
     """Makes a call that would go well, but for the options."""
     if name == "save_state_dict":
+        if "node_copies" in options:
+            options["storage"] = "per_node"
         return fc.save_state_dict(shards(), tmp_path / "new", comm, **options)
     if name == "load_state_dict":
         return fc.load_state_dict(shards(), tmp_path / "there", comm, **options)

@@ -54,6 +54,9 @@ def save(name, directory):
     """
     fc.install()
     built = make(name)
+    fc.check(
+        built.model, built.optimizer
+    )  # before the first step; the training and all that is saved are as without it
     for i in range(STEPS):
         built.step(i)
     fc.save_state_dict(state(built), directory)
