@@ -39,6 +39,7 @@ from paddle_flexckpt.storage import (
     Manifest,
     NodeDirectory,
     VerifyMode,
+    shown,
     verify_mode,
 )
 
@@ -135,9 +136,12 @@ def load_state_dict(
     options = locals()
     begin = time.perf_counter()
     comm = communicator_for(process_group)
-    directory = NodeDirectory(path)
     per_node = storage == "per_node"
-    context = "cannot load from the nodes' directories" if per_node else f"cannot load from {directory.path!r}"
+    context = "cannot load from the nodes' directories" if per_node else f"cannot load from {shown(path)}"
+
+    @functools.cache
+    def directory() -> NodeDirectory:
+        return NodeDirectory(path)
 
     def head(checkpoint: str) -> bytes:
         check_coordinator(comm, coordinator_rank)
@@ -160,7 +164,7 @@ def load_state_dict(
                 report = load_from_nodes(
                     comm,
                     state_dict,
-                    directory,
+                    directory(),
                     found,
                     lambda: head(found.manifest.save_token),
                     policy,
@@ -174,7 +178,7 @@ def load_state_dict(
 
     @functools.cache
     def describe() -> _Described:
-        manifest = stack.enter_context(HeldManifest(directory, unique_id))
+        manifest = stack.enter_context(HeldManifest(directory(), unique_id))
         state = open_state(state_dict, comm.rank)
         return _Described(manifest, state, head(f"id {manifest.unique_id} ({manifest.save_token})"))
 
@@ -187,7 +191,7 @@ def load_state_dict(
             mapping, wanted = complete(wanted, statements, state, manifest.catalog, policy(), aoa_config, targets)
         work = plan_work(wanted.catalog, wanted.rows, mapping)
         plan = plan_reads(ShardMatcher(manifest.catalog), work, mapping)
-        reader = stack.enter_context(FileReader(directory.backend, manifest, verify, use_replicas))
+        reader = stack.enter_context(FileReader(directory().backend, manifest, verify, use_replicas))
         reader.check_files(plan.pieces.source)
         used = np.packbits(used_keys(manifest.catalog, wanted, mapping)).tobytes()
         names = json.dumps(wanted.raw_meanings).encode()
@@ -207,7 +211,7 @@ def load_state_dict(
     end = time.perf_counter()
     count = ready.reader.count
     report = LoadReport(
-        source=directory.path,
+        source=directory().path,
         unique_id=ready.manifest.unique_id,
         keys=len(ready.wanted.rows),
         missing=ready.wanted.missing,
