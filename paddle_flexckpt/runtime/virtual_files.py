@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, concat
+from paddle_flexckpt.catalog import Catalog, Order, Problem, ValidationError, concat
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata
+from paddle_flexckpt.catalog.orders import common_orders
 from paddle_flexckpt.runtime.communicator import Communicator
+from paddle_flexckpt.runtime.fused import order_of
 from paddle_flexckpt.runtime.tensors import dtype_name, element_count
 from paddle_flexckpt.sharded_weight import is_sharded_weight
 
@@ -26,19 +28,38 @@ def gather_virtual_files(
     if all(isinstance(entry, Catalog) for entry in metadata):
         return concat(metadata)
 
-    _, answers = comm.together(lambda: (None, json.dumps(sorted(source_state_dict)).encode()), context)
-    holders = {file: rank for rank, answer in zip(comm.ranks, answers) for file in json.loads(answer)}
+    def mine() -> tuple[None, bytes]:
+        return None, json.dumps([sorted(source_state_dict), _orders(source_state_dict, comm.rank)]).encode()
+
+    answers = [json.loads(answer) for answer in comm.together(mine, context)[1]]
+    holders = {file: rank for rank, (files, _) in zip(comm.ranks, answers) for file in files}
 
     def build() -> tuple[Catalog, bytes]:
         files = {file for entry in metadata for file in entry.storage_metadata.values()}
         lost = sorted(files - set(holders))
         if lost:
             raise ValidationError([Problem("no rank holds a file that the metadata names", file=file) for file in lost])
-        source = catalog_from_metadata(metadata, holders.__getitem__)
+        # Metadata has no place for them; the shards that it is about have.
+        orders = common_orders((key, Order.decode(order)) for _, said in answers for key, order in said)
+        source = catalog_from_metadata(metadata, holders.__getitem__).with_orders(orders)
         held_tensors(source, source_state_dict, comm.rank, context)  # what is wrong here has to be every rank's error
         return source, b""
 
     return comm.together(build, context)[0]
+
+
+def _orders(source_state_dict: Mapping[str, Mapping[str, Any]], rank: int) -> list[tuple[str, Any]]:
+    """Return keys and orders of the elements, as ShardedWeights say.
+
+    Raises:
+        ValidationError: A FusedAxis does not fit its tensor.
+    """
+    held = ((key, value) for tensors in source_state_dict.values() for key, value in tensors.items())
+    orders = [(key, order_of(key, value, rank)) for key, value in held if is_sharded_weight(value)]
+    problems = [order for _, order in orders if isinstance(order, Problem)]
+    if problems:
+        raise ValidationError(problems)
+    return [(key, order.encode()) for key, order in orders if isinstance(order, Order)]
 
 
 def held_tensors(
