@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 from paddle_flexckpt.dist_tensor import is_dist_tensor, local_part
 
@@ -71,6 +71,8 @@ class ShardedWeight(_PaddleShardedWeight):
             order when the key itself is not there.
         fused: The rule of a fused parameter, or None.
         raw_names: Of an optimizer's state: names that Paddle's plain ``optimizer.state_dict()`` may have for it.
+        replicas: What is asked of replicas where the caller of a save or reshard does not say (``check_replicas``):
+            ``"first"`` for running statistics; None: the default.
         dist_tensor: The DistTensor whose local value ``local_tensor`` is, or None.
 
     A DistTensor is described by its placements: ``local_tensor`` is then its local value, ``local_shape`` and
@@ -90,6 +92,7 @@ class ShardedWeight(_PaddleShardedWeight):
         aliases: Iterable[str] = (),
         fused: FusedAxis | None = None,
         raw_names: Iterable[str] = (),
+        replicas: Literal["equal", "close", "first"] | None = None,
     ) -> None:
         self.dist_tensor = None
         if is_dist_tensor(local_tensor):
@@ -108,6 +111,7 @@ class ShardedWeight(_PaddleShardedWeight):
         self.aliases = tuple(aliases)
         self.fused = fused
         self.raw_names = tuple(raw_names)
+        self.replicas = replicas
 
     def __str__(self) -> str:
         shape = list(getattr(self.local_tensor, "shape", ()))
@@ -243,6 +247,11 @@ def make_replicated_sharded_weight(key: str, tensor: Any) -> ShardedWeight:
     """Describes a tensor of which every rank holds all; a DistTensor as its placements say."""
     shape = tuple(int(n) for n in tensor.shape)
     return ShardedWeight(key, tensor, shape, shape, (0,) * len(shape))
+
+
+# Older names of the same functions.
+make_tp_sharded_tensor_for_checkpoint = make_tp_sharded_weight_for_checkpoint
+make_replicated_sharded_tensor = make_replicated_sharded_weight
 
 
 def create_sharded_weight_with_new_local(

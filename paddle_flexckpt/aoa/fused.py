@@ -122,10 +122,23 @@ def _interleaved(counts: Sequence[tuple[str, int]], degree: int, temporary: Numb
             if count % degree:
                 raise StatementError(
                     f"{tag}: {count} {component} heads cannot be cut into {degree} equal tensor-parallel parts"
+                    + _other_meaning(counts, degree)
                 )
             share = count // degree
             names += [temporary(component, rank * share + i) for i in range(share)]
     return names
+
+
+def _other_meaning(counts: Sequence[tuple[str, int]], degree: int) -> str:
+    """Return the remedy for num_key_value_groups= that counts query heads per key-value head; "" where it cannot."""
+    numbers = dict(counts)
+    heads, groups = numbers.get("Q", 0), numbers.get("K", 1)
+    if heads % groups or (heads // groups) % degree or heads % degree:
+        return ""
+    return (
+        f". Remedy: num_key_value_groups= is the number of key-value heads. If {groups} query heads share one of them, "
+        f"write num_key_value_groups={heads // groups}"
+    )
 
 
 def _qkv_old(statement: Statement, left: list[str], right: list[str], source: int, target: int) -> Expansion:

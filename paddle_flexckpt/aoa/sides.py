@@ -139,7 +139,7 @@ class Side:
 
     def _count_cuts(self, axis: int) -> dict[str, tuple[int, bool]]:
         catalog = self._catalog
-        filled = np.flatnonzero(catalog.shape[:, axis] > 0)
+        filled = np.flatnonzero((catalog.shape > 0).all(axis=1))  # a shard without elements is no part
         order = filled[np.argsort(catalog.key[filled], kind="stable")]
         if not len(order):
             return {}

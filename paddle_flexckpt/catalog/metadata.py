@@ -6,7 +6,7 @@ accept them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,16 +55,28 @@ def _flat_range(value: Any) -> tuple[int, int] | None:
     return int(value[0]), int(value[1])
 
 
-def catalog_from_metadata(metadata_list: Iterable[Any], rank_of_file: Callable[[str], int]) -> Catalog:
-    """Builds the catalog of what ``Metadata`` objects (ours or the in-tree ones) describe.
+def lacks_global_shapes(metadata_list: Iterable[Any]) -> bool:
+    """Return whether some shard of ``Metadata`` objects has no global shape, as older callers leave it out."""
+    shards = (shard for metadata in metadata_list for each in metadata.state_dict_metadata.values() for shard in each)
+    return any(getattr(shard, "global_shape", None) is None for shard in shards)
+
+
+def catalog_from_metadata(
+    metadata_list: Iterable[Any],
+    rank_of_file: Callable[[str], int],
+    global_shapes: Mapping[str, Sequence[int]] | None = None,
+) -> Catalog:
+    """Build the catalog of what ``Metadata`` objects (ours or the in-tree ones) describe.
 
     Args:
         metadata_list: Objects with the fields of :class:`Metadata`.
         rank_of_file: Gives the rank that holds a file.
+        global_shapes: Global shapes by key, for shards without one.
 
     Raises:
-        ValidationError: An index has no matching shard, or a shard lacks its global shape.
+        ValidationError: An index has no matching shard, or nothing says a shard's global shape.
     """
+    known = global_shapes or {}
     builders: dict[str, CatalogBuilder] = {}
     problems: list[str] = []
     for metadata in metadata_list:
@@ -86,14 +98,18 @@ def catalog_from_metadata(metadata_list: Iterable[Any], rank_of_file: Callable[[
                 problems.append(f"metadata of key {index.tensor_key!r} has {len(distinct)} shards for index {index}")
                 continue
             shard = matches[0]
-            if shard.global_shape is None:
-                problems.append(f"metadata of key {index.tensor_key!r} has no global shape")
+            global_shape = known.get(index.tensor_key) if shard.global_shape is None else shard.global_shape
+            if global_shape is None:
+                problems.append(
+                    f"metadata of key {index.tensor_key!r} has no global shape, and no target of that key tells it. "
+                    "Remedy: give LocalTensorMetadata its global_shape"
+                )
                 continue
             builder = builders.setdefault(file, CatalogBuilder(rank_of_file(file), file))
             builder.add(
                 index.tensor_key,
                 shard.dtype,
-                shard.global_shape,
+                global_shape,
                 shard.global_offset,
                 shard.local_shape,
                 _flat_range(shard.flattened_range),

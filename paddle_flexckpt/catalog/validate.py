@@ -23,8 +23,8 @@ MAX_HOLES = 3
 def validate_shards(catalog: Catalog) -> list[Problem]:
     """Checks every shard by itself and against the other shards of its key.
 
-    Checks that extents are positive (an extent of 0 only in a tensor that has none), boxes are inside the global shape,
-    flattened ranges are inside their box, and that all shards of a key agree on dtype and global shape.
+    Checks that boxes are inside the global shape, flattened ranges are inside their box, and that all shards of a key
+    agree on dtype and global shape. A rank that holds nothing of a tensor may have a shard with an extent of 0.
     """
     problems: list[Problem] = []
 
@@ -43,8 +43,8 @@ def validate_shards(catalog: Catalog) -> list[Problem]:
             )
 
     remedy = "correct global_shape, global_offset and local_shape of this ShardedWeight"
-    empty = (catalog.shape < 0) | ((catalog.shape == 0) & (catalog.global_shape > 0))
-    report(empty.any(axis=1), "shard with an extent that is not positive", "positive extents", remedy)
+    negative = catalog.shape < 0
+    report(np.logical_or.reduce(negative, axis=1), "shard with a negative extent", "extents of 0 or more", remedy)
     outside = (catalog.offset < 0) | (catalog.offset + catalog.shape > catalog.global_shape)
     report(outside.any(axis=1), "shard outside its global shape", "offset >= 0 and offset + shape <= global", remedy)
     box_size = catalog.shape.prod(axis=1, dtype=np.int64)

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -40,7 +40,9 @@ from paddle_flexckpt.runtime.loader import (
     used_keys,
 )
 from paddle_flexckpt.runtime.name_compatibility import check_across_ranks
-from paddle_flexckpt.runtime.replicas import check_replicas_equal, replica_digests
+from paddle_flexckpt.runtime.options import GROUP, SHARDS, UNUSED, encode_options, same_on_all_ranks
+from paddle_flexckpt.runtime.replica_policies import CheckReplicas, ReplicaPolicies
+from paddle_flexckpt.runtime.replicas import Replicas, replica_digests
 from paddle_flexckpt.runtime.shared_memory import refuse_shared_memory
 from paddle_flexckpt.runtime.sources import CheckedSources, check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
@@ -58,6 +60,7 @@ def virtual_file(rank: int) -> str:
     return f"vfile_{rank}"
 
 
+@same_on_all_ranks(src_sharded_state_dict=SHARDS, dst_sharded_state_dict=SHARDS, process_group=GROUP)
 def reshard_sharded_state_dict(
     src_sharded_state_dict: Mapping[str, Any],
     dst_sharded_state_dict: Mapping[str, Any],
@@ -72,7 +75,7 @@ def reshard_sharded_state_dict(
     master_weights: Literal["exact", "convert"] = "exact",
     fused: Literal["convert", "exact"] = "convert",
     mw_name_compatibility: bool = True,
-    check_replicas: bool = True,
+    check_replicas: CheckReplicas = True,
 ) -> LoadReport:
     """Moves live state from one layout to another, in memory.
 
@@ -95,8 +98,8 @@ def reshard_sharded_state_dict(
         master_weights: As in :func:`load_state_dict`.
         fused: As in :func:`load_state_dict`.
         mw_name_compatibility: As in :func:`load_state_dict`.
-        check_replicas: Whether replicas of one source shard have to be equal, byte for byte. Without the check, a rank
-            is given its own replica's values, or any other's.
+        check_replicas: What is asked of the replicas of one source shard, as in :func:`save_state_dict`. Where they may
+            differ, every rank is given the values of one rank, even if it holds others itself.
 
     Returns:
         What was done; ``bytes_received`` are the bytes that this rank lacked.
@@ -105,16 +108,20 @@ def reshard_sharded_state_dict(
         ValidationError: The two sides do not fit (on every rank, with the same text); no target was changed.
         CheckpointError: A rank failed during the exchange (likewise); targets are partly overwritten.
     """
+    options = locals()
     comm = communicator_for(process_group)
     mine = virtual_file(comm.rank)
 
     def describe() -> tuple[LocalState, bytes]:
         check_coordinator(comm, coordinator_rank)
         state = open_state(src_sharded_state_dict, comm.rank, mine)
-        return state, encode_catalog(state.catalog)
+        digest = config_digest(aoa_config, master_weights)
+        rules = ReplicaPolicies(check_replicas)
+        head = encode_options(reshard_sharded_state_dict, options, aoa_config=digest, check_replicas=rules.said)
+        return state, join((head, encode_catalog(state.catalog)))
 
     state, answers = comm.together(describe, _CONTEXT)
-    source = concat([decode_catalog(answer) for answer in answers])
+    source = concat([decode_catalog(catalog) for catalog in check_heads(answers, _CONTEXT)[0]])
     tensors = {state.catalog.key_name(row): weight for row, weight in enumerate(state.weights)}
     return _load_state_dict(
         dst_sharded_state_dict,
@@ -134,6 +141,14 @@ def reshard_sharded_state_dict(
     )
 
 
+@same_on_all_ranks(
+    target_state_dict=SHARDS,
+    source_state_dict=SHARDS,
+    metadata_list="the catalog of all sources is made from it, and every later step depends on that",
+    process_group=GROUP,
+    worker_groups=UNUSED,
+    comm_method=UNUSED,
+)
 def _load_state_dict(
     target_state_dict: Mapping[str, Any],
     source_state_dict: Mapping[str, Mapping[str, Any]],
@@ -150,7 +165,7 @@ def _load_state_dict(
     master_weights: Literal["exact", "convert"] = "exact",
     fused: Literal["convert", "exact"] = "convert",
     mw_name_compatibility: bool = True,
-    check_replicas: bool = True,
+    check_replicas: CheckReplicas = True,
     aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> LoadReport:
     """Fills targets from (virtual) files whose tensors are in the ranks' memory.
@@ -159,7 +174,7 @@ def _load_state_dict(
         target_state_dict: Names to the shards to fill.
         source_state_dict: For every file that this rank holds, its tensors (or ShardedWeights) by name.
         metadata_list: What all files of all ranks hold, the same on every rank: catalogs, or ``Metadata`` objects (of
-            this library or of Paddle).
+            this library or of Paddle). Global shapes that they leave out are those of the targets.
         process_group: The ranks that take part.
         coordinator_rank: The rank, counted within the group, that writes the log line.
         offload: As in :func:`reshard_sharded_state_dict`.
@@ -171,8 +186,7 @@ def _load_state_dict(
         master_weights: As in :func:`load_state_dict`.
         fused: As in :func:`load_state_dict`.
         mw_name_compatibility: As in :func:`load_state_dict`.
-        check_replicas: Whether replicas of one source shard have to be equal, byte for byte. Without the check, a rank
-            is given its own replica's values, or any other's.
+        check_replicas: As in :func:`reshard_sharded_state_dict`.
         aoa_config: As in :func:`load_state_dict`.
 
     Returns:
@@ -182,85 +196,219 @@ def _load_state_dict(
         ValidationError: The two sides do not fit; no target was changed.
         CheckpointError: A rank failed during the exchange.
     """
-    begin = time.perf_counter()
+    options = locals()
     comm = communicator_for(process_group)
-    source = gather_virtual_files(comm, source_state_dict, metadata_list, _CONTEXT)
-    held = held_tensors(source, source_state_dict, comm.rank, _CONTEXT)
+    source = gather_virtual_files(
+        comm, source_state_dict, metadata_list, lambda: open_state(target_state_dict, comm.rank).catalog, _CONTEXT
+    )
+    described = held_tensors(source, source_state_dict, comm.rank, _CONTEXT)
+    held = {row: getattr(value, "local_tensor", value) for row, value in described.items()}
     checked = check_sources(comm, held, source, _CONTEXT)
-    options = {
-        "strict": strict,
-        "dtype": dtype,
-        "coordinator_rank": coordinator_rank,
-        "check_replicas": check_replicas,
-        "offload": offload,
-        "fused": fused,
-        "mw_name_compatibility": mw_name_compatibility,
-    }
+
+    report = fill_targets(
+        comm,
+        target_state_dict,
+        _MemorySource(source, checked, described, check_replicas),
+        lambda: encode_options(
+            _load_state_dict,
+            options,
+            aoa_config=config_digest(aoa_config, master_weights),
+            check_replicas=ReplicaPolicies(check_replicas).said,
+        ),
+        lambda: Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility),
+        _CONTEXT,
+        coordinator_rank=coordinator_rank,
+        offload=offload,
+        aoa_config=aoa_config,
+    )
+    if report.maybe_fused:
+        logger.warning(f"rank {comm.rank}: {order_warning(report.source, report.maybe_fused)}")
+    if comm.position == coordinator_rank:
+        logger.info(report.summary())
+    return report
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What all ranks hold together, in memory or in files that not every rank sees.
+
+    Attributes:
+        catalog: One row per shard, with the rank that holds it.
+        checked: What is known about it.
+    """
+
+    catalog: Catalog
+    checked: CheckedSources
+
+    @property
+    def held(self) -> Mapping[int, Any]:
+        """This rank's tensors by row; none where they are in files."""
+        return {}
+
+    def storage(self, row: int) -> AnyStorage:
+        """The storage of a row that this rank holds."""
+        raise NotImplementedError
+
+    def check_plan(self, plan: ExchangePlan) -> None:
+        """Raises where this rank's part of the exchange cannot be carried out."""
+
+    def replicas(self) -> tuple[bytes, bytes]:
+        """What the others need for :meth:`compare`."""
+        return b"", b""
+
+    def compare(
+        self,
+        comm: Communicator,
+        digests: Sequence[bytes],
+        policies: Sequence[bytes],
+        coordinator_rank: int,
+        context: str,
+    ) -> tuple[CheckedSources, dict[str, str]]:
+        """Compares the replicas of shards; returns which may be read, and what became of those that differ."""
+        return self.checked, {}
+
+
+@dataclass(frozen=True, eq=False)
+class _MemorySource(Source):
+    """Shards in the ranks' memory.
+
+    Attributes:
+        described: This rank's tensors or shards by row.
+        check_replicas: What is asked of replicas.
+    """
+
+    described: Mapping[int, Any]
+    check_replicas: CheckReplicas
+
+    @functools.cached_property
+    def held(self) -> Mapping[int, Any]:
+        return {row: getattr(value, "local_tensor", value) for row, value in self.described.items()}
+
+    @functools.cached_property
+    def _rules(self) -> ReplicaPolicies:
+        return ReplicaPolicies(self.check_replicas)
+
+    def storage(self, row: int) -> AnyStorage:
+        return open_storage(self.held[row])
+
+    def replicas(self) -> tuple[bytes, bytes]:
+        return self._replicas
+
+    @functools.cached_property
+    def _replicas(self) -> tuple[bytes, bytes]:
+        keys = [self.catalog.key_name(row) for row in self.held]
+        digests = replica_digests(self.held, self.checked.groups) if self._rules.compares else b""
+        return digests, self._rules.of(keys, list(self.described.values())).tobytes()
+
+    def compare(
+        self,
+        comm: Communicator,
+        digests: Sequence[bytes],
+        policies: Sequence[bytes],
+        coordinator_rank: int,
+        context: str,
+    ) -> tuple[CheckedSources, dict[str, str]]:
+        asked = np.zeros(len(self.catalog), dtype=np.uint8)
+        for rank, told in zip(comm.ranks, policies):
+            asked[self.catalog.rank == rank] = np.frombuffer(told, dtype=np.uint8)
+        replicas = Replicas(comm, self.held, self.catalog, self.checked.groups, asked, self._rules.compares, context)
+        differing = replicas.compare(digests)
+        groups = replicas.narrowed(differing if replicas.compares else None)
+        return replace(self.checked, groups=groups), replicas.report(differing, comm.position == coordinator_rank)
+
+
+def fill_targets(
+    comm: Communicator,
+    target_state_dict: Mapping[str, Any],
+    source: Source,
+    head: Callable[[], bytes],
+    make_policy: Callable[[], Policy],
+    context: str,
+    *,
+    coordinator_rank: int,
+    offload: bool,
+    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None,
+) -> LoadReport:
+    """Fills targets from what all ranks hold together: each rank copies what it holds and receives what it lacks.
+
+    Args:
+        comm: The ranks that take part.
+        target_state_dict: Names to the shards to fill.
+        source: What they are filled from.
+        head: Gives what ranks have to agree about, or raises.
+        make_policy: Says what is allowed, or raises.
+        context: What is being done, for errors.
+        coordinator_rank: As in :func:`_load_state_dict`; so are the arguments that follow.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValidationError: The two sides do not fit; no target was changed.
+        CheckpointError: A rank failed during the exchange.
+    """
+    begin = time.perf_counter()
+    catalog, held = source.catalog, source.held
 
     @functools.cache
     def describe() -> tuple[LocalState, bytes]:
-        digest = config_digest(aoa_config, master_weights)
-        return open_state(target_state_dict, comm.rank), json.dumps({**options, "aoa_config": digest}).encode()
+        return open_state(target_state_dict, comm.rank), head()
 
-    all_targets = None if aoa_config is None else gather_targets(comm, describe, _CONTEXT)
+    all_targets = None if aoa_config is None else gather_targets(comm, describe, context)
     statements: list[str] = []
     with contextlib.closing(comm.open_carrier()) as carrier:
-
-        @functools.cache
-        def digests_of_replicas() -> bytes:
-            return replica_digests(held, checked.groups) if check_replicas else b""
 
         def prepare() -> tuple[_Prepared, bytes]:
             state, head = describe()
             devices = devices_of((*held.values(), *(weight.local_tensor for weight in state.weights)))
             wait_for_devices(devices)
-            policy = Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility)
-            mapping, wanted = match(state, source, policy, aoa_config, None if aoa_config is None else all_targets)
-            needs = wanted.completion(source)
+            policy = make_policy()
+            mapping, wanted = match(state, catalog, policy, aoa_config, None if aoa_config is None else all_targets)
+            needs = wanted.completion(catalog)
             if statements and all_targets is not None:
-                mapping, wanted = complete(wanted, statements, state, source, policy, aoa_config, all_targets)
-            refuse_shared_memory(source, held, _in_place(state, wanted, mapping))
+                mapping, wanted = complete(wanted, statements, state, catalog, policy, aoa_config, all_targets)
+            refuse_shared_memory(catalog, held, _in_place(state, wanted, mapping))
             work = plan_work(wanted.catalog, wanted.rows, mapping)
             parts = (
                 head,
                 json.dumps(needs).encode(),
-                digests_of_replicas(),
+                *source.replicas(),
                 carrier.address(),
-                np.packbits(used_keys(source, wanted, mapping)).tobytes(),
+                np.packbits(used_keys(catalog, wanted, mapping)).tobytes(),
                 encode_catalog(work.catalog),
                 json.dumps(wanted.raw_meanings).encode(),
-                _device_use(comm, offload, source, state, devices),
+                _device_use(comm, offload, catalog, state, devices),
             )
             return _Prepared(state, wanted, mapping, work, devices), join(parts)
 
-        ready, answers = comm.together(prepare, _CONTEXT)
-        needed, digests, addresses, bits, encoded, names, use = check_heads(answers, _CONTEXT)
+        ready, answers = comm.together(prepare, context)
+        needed, digests, policies, addresses, bits, encoded, names, use = check_heads(answers, context)
         statements = sorted({statement for texts in needed for statement in json.loads(texts)})
         if statements:
             # Whoever sends has to know them too.
             if all_targets is None:
-                all_targets = gather_targets(comm, describe, _CONTEXT)
-            ready, answers = comm.together(prepare, _CONTEXT)
-            _, digests, addresses, bits, encoded, names, use = check_heads(answers, _CONTEXT)
-        check_across_ranks([json.loads(each) for each in names], _CONTEXT)
-        if check_replicas:
-            check_replicas_equal(comm, digests, held, source, checked.groups, _CONTEXT)
-        unexpected = unexpected_keys(source, bits, ready.mapping)
-        check_unexpected(unexpected, strict, _CONTEXT)
-        target = concat([decode_catalog(catalog) for catalog in encoded])
+                all_targets = gather_targets(comm, describe, context)
+            ready, answers = comm.together(prepare, context)
+            _, digests, policies, addresses, bits, encoded, names, use = check_heads(answers, context)
+        check_across_ranks([json.loads(each) for each in names], context)
+        checked, replicas = source.compare(comm, digests, policies, coordinator_rank, context)
+        unexpected = unexpected_keys(catalog, bits, ready.mapping)
+        check_unexpected(unexpected, make_policy().strict, context)
+        target = concat([decode_catalog(each) for each in encoded])
         # Ranks' rows follow each other in the common catalog.
         first = int(np.argmax(target.rank == comm.rank)) if len(target) else 0
 
         def planned() -> tuple[_Exchange, bytes]:
-            plan = _plan(source, checked, target, ready, comm.rank)
-            exchange = _Exchange(comm, plan, (source, held), (ready, first), _on_devices(use))
+            plan = _plan(catalog, checked, target, ready, comm.rank)
+            source.check_plan(plan)
+            exchange = _Exchange(comm, plan, source, (ready, first), _on_devices(use))
             return exchange, exchange.sent
 
-        exchange, sent = comm.together(planned, _CONTEXT)
+        exchange, sent = comm.together(planned, context)
         planned_at = time.perf_counter()
-        counts, answers = comm.together(lambda: exchange.run(carrier, list(addresses), sent), _CONTEXT)
+        counts, answers = comm.together(lambda: exchange.run(carrier, list(addresses), sent), context)
     end = time.perf_counter()
-    report = LoadReport(
+    return LoadReport(
         source="memory",
         unique_id=None,
         keys=len(ready.wanted.rows),
@@ -271,6 +419,7 @@ def _load_state_dict(
         masters=ready.wanted.masters,
         fused=ready.wanted.fused,
         maybe_fused=ready.wanted.maybe_fused,
+        replicas=replicas,
         kept=ready.work.kept_keys(ready.state.catalog),
         computed=ready.work.computed_keys(ready.state.catalog),
         bytes_needed=counts["copied"] + counts["received"],
@@ -281,11 +430,6 @@ def _load_state_dict(
         total_bytes=sum(int(answer) for answer in answers),
         seconds={"plan": planned_at - begin, "exchange": end - planned_at, "total": end - begin},
     )
-    if report.maybe_fused:
-        logger.warning(f"rank {comm.rank}: {order_warning(report.source, report.maybe_fused)}")
-    if comm.position == coordinator_rank:
-        logger.info(report.summary())
-    return report
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,7 +498,7 @@ class _Exchange:
         self,
         comm: Communicator,
         plan: ExchangePlan,
-        sources: tuple[Catalog, Mapping[int, Any]],
+        source: Source,
         targets: tuple[_Prepared, int],
         on_devices: bool,
     ) -> None:
@@ -363,12 +507,12 @@ class _Exchange:
         Args:
             comm: The ranks.
             plan: This rank's part.
-            sources: The source catalog, and this rank's tensors by row of it.
+            source: What the targets are filled from.
             targets: This rank's targets, and their first row in the target catalog of all ranks.
             on_devices: Whether data goes between devices, and not through host memory.
         """
         self._position, self._plan = comm.position, plan
-        self._source, self._held = sources
+        self._source, self._open = source.catalog, source.storage
         self._ready, self._first = targets
         self._on_device = DeviceExchange(comm.device_group, plan, self._source) if on_devices else None
         self.sent = b"" if self._on_device is None else self._on_device.sent
@@ -386,7 +530,7 @@ class _Exchange:
 
         def source_storage(row: int) -> AnyStorage:
             if row not in opened:
-                opened[row] = open_storage(self._held[row])
+                opened[row] = self._open(row)
             return opened[row]
 
         def target_storage(row: int) -> AnyStorage:

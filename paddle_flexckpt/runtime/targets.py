@@ -13,6 +13,7 @@ from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of,
 from paddle_flexckpt.execution.mapping import copied_keys, made_by
 from paddle_flexckpt.runtime.fused import OtherOrder, completion, other_order
 from paddle_flexckpt.runtime.name_compatibility import CompatibleNames, Unfound, find_compatible, raw_meanings
+from paddle_flexckpt.runtime.remedies import resized, untied
 from paddle_flexckpt.runtime.state import LocalState
 
 Strict = Union[bool, Literal["missing", "unexpected"]]
@@ -171,7 +172,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
             if found is None:
                 missing.append(key)
                 if policy.missing_is_an_error:
-                    problems.append(_missing(target, row, source.keys, mapping, compatible))
+                    problems.append(_missing(target, row, source, mapping, compatible))
                 continue
             if found != key:
                 names[target.key[row]] = found
@@ -180,7 +181,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
             found_keys.append((key, found, tuple(getattr(weight, "aliases", ()))))
             allowed = policy if master is None else replace(policy, dtype="cast")
             number = index[found]
-            given = _stored(source, int(first_row[number]))
+            given = _stored(source, int(first_row[number]), target, row)
         problem = _unfit(target, row, given, allowed, cast)
         if problem is None and number is not None:
             other = other_order(target, row, source, number)
@@ -276,18 +277,18 @@ def _master(
 
 
 def _missing(
-    target: Catalog, row: int, names: tuple[str, ...], mapping: Mapping | None, compatible: CompatibleNames
+    target: Catalog, row: int, source: Catalog, mapping: Mapping | None, compatible: CompatibleNames
 ) -> Problem:
     """The problem of a target that nothing feeds: AOA statements say so, or else the name is wrong.
 
     Args:
         target: The targets.
         row: The row of the one.
-        names: The source's keys.
+        source: The source's shards.
         mapping: What statements say.
         compatible: What was found under other names.
     """
-    key = target.key_name(row)
+    key, names = target.key_name(row), source.keys
     where: dict[str, Any] = {"key": key, "rank": int(target.rank[row]), "expected": target.describe(row)}
     if mapping is not None and (key in mapping.unfed or key in mapping.removed):
         why = mapping.provenance.get(key, "a statement removes the source key of that name, and none makes another")
@@ -303,6 +304,8 @@ def _missing(
     if key in compatible.lost_by_raw_name:
         # One side names states after parameters as Paddle counts them, and the other counts others.
         remedy = f"give its name by an AOA statement (plain_state_statements() makes them); or {remedy}"
+    else:
+        remedy = untied(target, row, source) + remedy
     return Problem("the source has no such key", **where, got=got, remedy=remedy)
 
 
@@ -317,9 +320,12 @@ class _Given:
     remedy: str = "load into a model of the saved size, or leave this key out"
 
 
-def _stored(source: Catalog, row: int) -> _Given:
+def _stored(source: Catalog, row: int, target: Catalog, target_row: int) -> _Given:
     shape = source.unpadded(row, source.global_shape)
-    return _Given(shape, source.dtype_name(row), "{} (source)", source.file_name(row))
+    given = _Given(shape, source.dtype_name(row), "{} (source)", source.file_name(row))
+    if shape == target.unpadded(target_row, target.global_shape):
+        return given
+    return replace(given, remedy=given.remedy + resized(target, target_row, source, row))
 
 
 def _made(mapping: Mapping, name: str) -> _Given:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Order, Problem, ValidationError, concat
-from paddle_flexckpt.catalog.metadata import catalog_from_metadata
+from paddle_flexckpt.catalog.metadata import catalog_from_metadata, lacks_global_shapes
 from paddle_flexckpt.catalog.orders import common_orders
 from paddle_flexckpt.runtime.communicator import Communicator
 from paddle_flexckpt.runtime.fused import order_of
@@ -21,27 +21,46 @@ def gather_virtual_files(
     comm: Communicator,
     source_state_dict: Mapping[str, Mapping[str, Any]],
     metadata_list: Iterable[Any],
+    targets: Callable[[], Catalog],
     context: str,
 ) -> Catalog:
-    """The catalog of all ranks' files, each row with the rank that holds its file."""
+    """Return the catalog of all ranks' files, each row with the rank that holds its file.
+
+    Args:
+        comm: The ranks.
+        source_state_dict: This rank's files, each with its tensors by name.
+        metadata_list: Catalogs, or ``Metadata`` objects.
+        targets: Gives this rank's targets: they tell the global shapes that the metadata leaves out.
+        context: What is being done, for the error.
+
+    Raises:
+        ValidationError: The metadata does not describe what the ranks hold; the same on every rank.
+    """
     metadata = list(metadata_list)
     if all(isinstance(entry, Catalog) for entry in metadata):
         return concat(metadata)
 
-    def mine() -> tuple[None, bytes]:
-        return None, json.dumps([sorted(source_state_dict), _orders(source_state_dict, comm.rank)]).encode()
+    def own() -> tuple[None, bytes]:
+        shapes = {}
+        if lacks_global_shapes(metadata):
+            catalog = targets()
+            shapes = {catalog.key_name(i): catalog.unpadded(i, catalog.global_shape) for i in range(len(catalog))}
+        orders = _orders(source_state_dict, comm.rank)
+        return None, json.dumps([sorted(source_state_dict), shapes, orders]).encode()
 
-    answers = [json.loads(answer) for answer in comm.together(mine, context)[1]]
-    holders = {file: rank for rank, (files, _) in zip(comm.ranks, answers) for file in files}
+    _, answers = comm.together(own, context)
+    told = [json.loads(answer) for answer in answers]
+    holders = {file: rank for rank, (files, *_) in zip(comm.ranks, told) for file in files}
+    global_shapes = {key: shape for _, shapes, _ in told for key, shape in shapes.items()}
 
     def build() -> tuple[Catalog, bytes]:
         files = {file for entry in metadata for file in entry.storage_metadata.values()}
         lost = sorted(files - set(holders))
         if lost:
             raise ValidationError([Problem("no rank holds a file that the metadata names", file=file) for file in lost])
-        # Metadata has no place for them; the shards that it is about have.
-        orders = common_orders((key, Order.decode(order)) for _, said in answers for key, order in said)
-        source = catalog_from_metadata(metadata, holders.__getitem__).with_orders(orders)
+        # Metadata has no place for orders; the shards that it is about have.
+        orders = common_orders((key, Order.decode(order)) for *_, said in told for key, order in said)
+        source = catalog_from_metadata(metadata, holders.__getitem__, global_shapes).with_orders(orders)
         held_tensors(source, source_state_dict, comm.rank, context)  # what is wrong here has to be every rank's error
         return source, b""
 
@@ -65,7 +84,7 @@ def _orders(source_state_dict: Mapping[str, Mapping[str, Any]], rank: int) -> li
 def held_tensors(
     source: Catalog, source_state_dict: Mapping[str, Mapping[str, Any]], rank: int, context: str
 ) -> dict[int, Any]:
-    """This rank's source tensors by row of the source catalog."""
+    """Return this rank's source tensors or ShardedWeights by row of the source catalog."""
     held = {}
     size = source.size
     for row in np.flatnonzero(source.rank == rank).tolist():
@@ -86,5 +105,5 @@ def held_tensors(
             )
         if problem is not None:
             raise ValidationError([problem], context)
-        held[row] = tensor
+        held[row] = value
     return held

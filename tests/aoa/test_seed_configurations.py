@@ -117,9 +117,21 @@ def test_ernie_with_the_later_spelling(source_parts: int, target_parts: int):
     check(ernie("fused_qkv_old"), ERNIE, source_parts, target_parts)
 
 
-def test_degrees_that_do_not_divide_the_heads_are_refused():
-    with pytest.raises(AoaError, match="5 K heads cannot be cut into 2 equal tensor-parallel parts"):
-        check(ernie("fused_qkv_old"), ERNIE, 1, 2)
+def test_degrees_that_do_not_divide_the_heads_are_refused_with_the_spelling_that_works():
+    """Of ERNIE's 20 query heads 5 share one key-value head: num_key_value_groups= is their number, 4, and not 5."""
+    shared = {name: ([40, 8, 8] if "qkv" in name else [16, 16], seed) for name, (_, seed) in ERNIE.items()}
+    with pytest.raises(AoaError, match="5 K heads cannot be cut into 2 equal tensor-parallel parts") as caught:
+        check(ernie("fused_qkv_old"), shared, 2, 4)
+    assert "If 5 query heads share one of them, write num_key_value_groups=4" in str(caught.value)
+    texts = [text.replace("groups=5", "groups=4") for text in ernie("fused_qkv_old")["aoa_statements"]]
+    check({"aoa_statements": texts}, shared, 2, 4)
+
+
+def test_no_other_meaning_is_proposed_where_it_would_not_fit_either():
+    config = {"aoa_statements": ["a -> a, fused_qkv_old, num_heads=12, num_key_value_groups=6"]}
+    with pytest.raises(AoaError, match="6 K heads cannot be cut into 4 equal tensor-parallel parts") as caught:
+        check(config, {"a": ([24, 12, 12], 0)}, 2, 4)
+    assert "write num_key_value_groups" not in str(caught.value)
 
 
 def test_the_older_spelling_is_refused_with_the_reason():

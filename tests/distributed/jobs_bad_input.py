@@ -317,7 +317,6 @@ TARGET_IN_SOURCE = "target shares its memory"
 SOURCES = (
     "rank_omits_its_shard",
     "outside_its_global_shape",
-    "no_extent",
     "overlapping_shards_disagree",
     "ranks_differ_in_dtype",
     "ranks_differ_in_global_shape",
@@ -347,9 +346,6 @@ def source_of(case):
             del state["w"]
     elif case == "outside_its_global_shape":
         state["w"].global_offset = (5 * rank, 0)
-    elif case == "no_extent":
-        if rank == 1:
-            state["b"] = fc.ShardedWeight("b", paddle.zeros([0]), (0,), (6,), (3,))
     elif case == "overlapping_shards_disagree":
         first = 0 if rank == 0 else 3
         part = W[first : first + 5] + 0.5 * rank

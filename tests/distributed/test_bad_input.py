@@ -61,7 +61,6 @@ TARGETS = {
 SOURCES = {
     "rank_omits_its_shard": ["no rank holds", "key 'w'", "expected", "got 24 elements", "Remedy"],
     "outside_its_global_shape": ["outside its global shape", "key 'w', rank 1", "expected", "got", "Remedy"],
-    "no_extent": ["not positive", "key 'b', rank 1", "expected positive extents", "got", "Remedy"],
     "overlapping_shards_disagree": ["disagree", "key 'w', rank 1", "expected", "got different values", "Remedy"],
     "ranks_differ_in_dtype": ["differ in dtype", "key 'b', rank 1", "float32", "got bfloat16", "Remedy"],
     "ranks_differ_in_global_shape": ["differ in global shape", "key 'b', rank 1", "[6]", "[7]", "Remedy"],

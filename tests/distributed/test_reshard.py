@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("paddle")
 from tests.distributed import jobs_checkpoint as jobs
+from tests.distributed import jobs_notes
 from tests.distributed.jobs_common import LAYOUTS
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
@@ -61,3 +62,10 @@ def test_a_peer_that_fails_fails_everybody_and_the_next_reshard_works(world4, wh
         assert "[rank 1] MemoryError: no room" in report["error"][1]
         assert report["seconds"] < 10
         assert report["again"] == []
+
+
+def test_older_names_and_an_older_call_word_for_word(world2):
+    """Metadata without global shapes, and shards by the names that came before Paddle's ``..._weight``."""
+    for rank, report in enumerate(world2.run(jobs_notes.older_code)):
+        assert report["described"] == [[[8, 6], [4 * rank, 0]], [[6], [0]]]
+        assert report["right"]

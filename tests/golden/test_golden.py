@@ -105,7 +105,7 @@ def test_extra_state(version):
 
 
 def test_fused_parameters_of_version_2():
-    """Version 2 says in how many parts a tensor lies: whole tensors are in natural order, shards as their degree asks."""
+    """Version 2 says in how many parts a tensor lies: whole it is in natural order, and shards are of any degree."""
     directory = CheckpointDirectory(HERE / "v2" / "fused")
     manifest = directory.read_manifest()
     assert (manifest.format_version, manifest.step, manifest.world_size) == ("2", 5, 2)

@@ -27,3 +27,23 @@ def move(request):
         return report
 
     return through
+
+
+@pytest.fixture(params=["files", "memory"])
+def move_between(request):
+    """``move_between(size, source, target)``: the targets of each rank, filled; both take ``(rank, filled)``."""
+
+    def through(size, source, target):
+        def job(comm):
+            wanted = target(comm.rank, False)
+            if request.param == "memory":
+                reshard_sharded_state_dict(source(comm.rank, True), wanted, comm)
+            else:
+                save_state_dict(source(comm.rank, True), path, comm)
+                load_state_dict(wanted, path, comm)
+            return wanted
+
+        with memory_directory() as path:
+            return SimulatedWorld(size).run(job)
+
+    return through

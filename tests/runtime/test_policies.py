@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import ml_dtypes
 import numpy as np
@@ -119,6 +120,59 @@ def test_which_casts_are_allowed(move, source, target, allowed):
 def test_another_global_shape_is_an_error_under_every_policy(move):
     with pytest.raises(ValidationError, match=r"global shapes differ.*'w'.*\[4\] \(target\).*\[3\] \(source\)"):
         move(state(w=[1, 2, 3]), state(w=[0, 0, 0, 0]), strict=False, dtype="cast")
+
+
+@pytest.mark.parametrize("rows", [3, 6])
+def test_another_vocabulary_is_mended_by_the_statement_that_the_error_names(move, rows):
+    """The states follow their parameter; where the target is larger, the rest keeps what it has."""
+    names = ("embed.weight", "embed.weight.moment1_0", "embed.weight.w_0")
+    source = {name: np.arange(8, dtype=np.float32).reshape(4, 2) + 100 * i for i, name in enumerate(names)}
+    target = {name: np.full((rows, 2), -1, dtype=np.float32) for name in names}
+    with pytest.raises(ValidationError, match="global shapes differ") as caught:
+        move(source, target)
+    statements = set(re.findall("AOA statement '(.*?)'", str(caught.value)))
+    fill = ', fill="keep"' if rows > 4 else ""
+    assert statements == {f'embed.weight -> embed.weight, resize="auto"{fill}'}
+    move(source, target, aoa_config={"aoa_statements": sorted(statements)})
+    for name in names:
+        assert (target[name][:4] == source[name][:rows]).all()
+        assert (target[name][4:] == -1).all()
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_a_tied_head_that_is_no_longer_tied_is_mended_by_the_statement_that_the_error_names(move, shape):
+    states = ("", ".moment1_0", ".w_0")
+    source = {f"llama.embed_tokens.weight{s}": np.random.default_rng(i).random((6, 4)) for i, s in enumerate(states)}
+    target = {f"{name}.weight{s}": np.zeros(extents) for name, extents in
+              (("llama.embed_tokens", (6, 4)), ("lm_head", shape)) for s in states}  # fmt: skip
+    with pytest.raises(ValidationError, match="no such key") as caught:
+        move(source, target)
+    statements = set(re.findall("AOA statement '(.*?)'", str(caught.value)))
+    assert statements == {f"llama.embed_tokens.weight{'' if shape == (6, 4) else '^T'} -> lm_head.weight"}
+    move(source, target, aoa_config={"aoa_statements": sorted(statements)})
+    for s in states:
+        saved = source[f"llama.embed_tokens.weight{s}"]
+        assert (target[f"llama.embed_tokens.weight{s}"] == saved).all()
+        assert (target[f"lm_head.weight{s}"] == (saved if shape == (6, 4) else saved.T)).all()
+
+
+def test_shards_of_no_extent(move_between):
+    """Uneven rows: of 5, ranks 0 to 2 hold two, two and one, and rank 3 none."""
+    whole = np.arange(20, dtype=np.float32).reshape(5, 4)
+
+    def rows(rank: int, filled: bool) -> dict[str, ShardedWeight]:
+        start, stop = min(2 * rank, 5), min(2 * rank + 2, 5)
+        part = whole[start:stop].copy() if filled else np.full((stop - start, 4), -1, dtype=np.float32)
+        return {"w": ShardedWeight("w", part, part.shape, (5, 4), (start, 0))}
+
+    def columns(rank: int, filled: bool) -> dict[str, ShardedWeight]:
+        start, stop = (0, 0) if rank == 0 else ((rank - 1) * 4 // 3, rank * 4 // 3)
+        part = whole[:, start:stop].copy() if filled else np.full((5, stop - start), -1, dtype=np.float32)
+        return {"w": ShardedWeight("w", part, part.shape, (5, 4), (0, start))}
+
+    for source, target in ((rows, columns), (columns, rows), (rows, rows)):
+        for rank, got in enumerate(move_between(4, source, target)):
+            assert got["w"].local_tensor.tobytes() == target(rank, True)["w"].local_tensor.tobytes()
 
 
 def aliased(key: str, array: np.ndarray, *aliases: str) -> ShardedWeight:

@@ -110,13 +110,28 @@ def test_metadata_with_a_hole(classes):
     assert_all_refuse(outcomes, targets, "no rank holds", "[0:6, 3:4]")
 
 
-def test_metadata_without_global_shapes(classes):
-    metadata = metadata_of(classes, WHOLE)
+def without_global_shapes(classes, key: str):
     shard = classes.LocalTensorMetadata((0, 0), SHAPE, "float32")
-    outcomes, targets = run(
-        2, {0: {"vfile_0": {"w": FULL.copy()}}}, [classes.Metadata({"w": [shard]}, metadata.storage_metadata, {})]
-    )
-    assert_all_refuse(outcomes, targets, "'w' has no global shape")
+    return classes.Metadata({key: [shard]}, {classes.LocalTensorIndex(key, (0, 0)): "vfile_0"}, None)
+
+
+def test_metadata_without_global_shapes_takes_those_of_the_targets(classes):
+    outcomes, targets = run(2, {0: {"vfile_0": {"w": FULL.copy()}}}, [without_global_shapes(classes, "w")])
+    for rank in (0, 1):
+        assert outcomes[rank].keys == 1
+        assert (targets[rank] == FULL[:, 2 * rank : 2 * rank + 2]).all()
+
+
+def test_metadata_without_global_shapes_of_keys_that_no_target_has(classes):
+    outcomes, targets = run(2, {0: {"vfile_0": {"v": FULL.copy()}}}, [without_global_shapes(classes, "v")])
+    assert_all_refuse(outcomes, targets, "'v' has no global shape, and no target of that key tells it", "Remedy")
+
+
+def test_shards_that_do_not_make_up_the_shape_of_the_targets(classes):
+    half = classes.LocalTensorMetadata((0, 0), (3, 4), "float32")
+    metadata = classes.Metadata({"w": [half]}, {classes.LocalTensorIndex("w", (0, 0)): "vfile_0"}, None)
+    outcomes, targets = run(2, {0: {"vfile_0": {"w": FULL[:3].copy()}}}, [metadata])
+    assert_all_refuse(outcomes, targets, "no rank holds [3:6, 0:4]")
 
 
 def test_reshard_is_the_same_thing_with_vfiles_and_one_rank_logs(caplog):
@@ -133,4 +148,4 @@ def test_reshard_is_the_same_thing_with_vfiles_and_one_rank_logs(caplog):
 
     with caplog.at_level(logging.INFO, logger="paddle_flexckpt"):
         assert all(SimulatedWorld(2).run(job))
-    assert len([record for record in caplog.records if "resharded 1 tensors in memory" in record.getMessage()]) <= 1
+    assert len([record for record in caplog.records if "resharded 1 tensor in memory" in record.getMessage()]) <= 1
