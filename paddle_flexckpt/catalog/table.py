@@ -124,7 +124,9 @@ class Catalog:
             raise ValueError("the columns differ in length")
         if "key_order" in arrays:
             orders = json.loads(arrays["orders"].tobytes())
-            values["orders"] = tuple(map(Order.decode, orders if isinstance(orders, list) else [orders]))
+            if not isinstance(orders, list) or len(orders) > np.iinfo(np.int16).max:
+                raise ValueError("the orders are not a list, or too many")
+            values["orders"] = tuple(map(Order.decode, orders))
             column = values["key_order"] = arrays["key_order"].astype(np.int16, copy=False)
             if column.shape != (len(values["keys"]),) or column.min(initial=-1) < -1:
                 raise ValueError("the orders are not one for each key")

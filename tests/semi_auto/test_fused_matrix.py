@@ -30,7 +30,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize("pair", dict.fromkeys(PAIRS), ids="-".join)
 def test_fused_parameters_between_the_worlds(world, root, saved, pair):
     assert fused_matrix.check(world, root, pair, saved) == []
 
