@@ -29,12 +29,13 @@ def match(
     Raises:
         ValidationError: Statements or targets do not fit.
     """
-    if isinstance(aoa_config, Mapping):
-        policy = replace(policy, fused="exact")  # nothing can be added to what is compiled
+    compiled = isinstance(aoa_config, Mapping)
+    if compiled:
+        policy = replace(policy, fused="exact")  # nothing can be added to it
     mapping = None
     if aoa_config is not None:
         mapping = compile_mapping(aoa_config, source, all_targets, policy.master_weights)
-    return mapping, resolve(state, source, policy, mapping)
+    return mapping, resolve(state, source, policy, mapping, complete=compiled)
 
 
 def complete(

@@ -108,7 +108,9 @@ class Wanted:
         return completion(self.reordered, {*source.keys, *(one.key for one in self.reordered), *self.catalog.keys})
 
 
-def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping | None = None) -> Wanted:
+def resolve(
+    state: LocalState, source: Catalog, policy: Policy, mapping: Mapping | None = None, complete: bool = False
+) -> Wanted:
     """Finds what every target is made of and checks that it fits.
 
     Args:
@@ -116,6 +118,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
         source: All source shards.
         policy: What is allowed.
         mapping: What the keys that it defines are made of; every other target is the source's tensor of its name.
+        complete: Whether nothing can be added to the mapping: what it renames is in the order that it shall have.
 
     Raises:
         ValidationError: A target is malformed, its key is missing, or dtype or global shape differ; all are listed.
@@ -137,7 +140,7 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
     reordered: list[OtherOrder] = []
     unsaid, maybe_fused = unordered(source), set[str]()
     ruled = any(order.axis is not None for order in (*target.orders, *source.orders))
-    copied = copied_keys(mapping, mapping.tensors) if mapping is not None and ruled else {}
+    copied = copied_keys(mapping, mapping.tensors) if mapping is not None and ruled and not complete else {}
     problems = validate_shards(target)
     rows = []
     own_names = []
