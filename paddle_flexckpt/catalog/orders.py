@@ -7,13 +7,12 @@ whole tensor in the order of ranks is then another permutation for every N; with
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog.errors import Problem, ValidationError
+from paddle_flexckpt.catalog.errors import Problem
 
 if TYPE_CHECKING:
     from paddle_flexckpt.catalog.table import Catalog
@@ -81,26 +80,8 @@ NATURAL = Order(1)
 CUT = Order(None)
 
 
-def common_orders(said: Iterable[tuple[str, Order]]) -> dict[str, Order]:
-    """Return by key what several descriptions of tensors say together.
-
-    Raises:
-        ValidationError: They contradict each other.
-    """
-    found: dict[str, Order] = {}
-    problems = []
-    for key, order in said:
-        both = _common(key, found.setdefault(key, order), order)
-        if isinstance(both, Problem):
-            problems.append(both)
-        else:
-            found[key] = both
-    if problems:
-        raise ValidationError(problems)
-    return found
-
-
-def _common(key: str, first: Order, second: Order) -> Order | Problem:
+def common_order(key: str, first: Order, second: Order) -> Order | Problem:
+    """Return what two descriptions of one tensor say together, or the problem that they contradict each other."""
     if first == second:
         return first
     if first.axis is None and second.axis is None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog.dtypes import dtype_of
 from paddle_flexckpt.catalog.errors import Problem, ValidationError
-from paddle_flexckpt.catalog.orders import Order, common_orders
+from paddle_flexckpt.catalog.orders import Order, common_order
 
 NOT_FLATTENED = -1
 
@@ -320,29 +320,49 @@ def concat(catalogs: Sequence[Catalog]) -> Catalog:
         name: np.concatenate([getattr(catalog, name) for catalog in catalogs]) for name in COLUMNS
     }
     tables: dict[str, Any] = {}
+    of_keys: list[np.ndarray] = []
     for table, column in (("keys", "key"), ("dtypes", "dtype"), ("files", "file")):
         merged: dict[str, int] = {}
         parts = []
         for catalog in catalogs:
             # The extra last entry keeps -1 ("no file") what it is.
             index = [merged.setdefault(name, len(merged)) for name in getattr(catalog, table)]
-            parts.append(np.asarray([*index, -1], dtype=columns[column].dtype)[getattr(catalog, column)])
+            numbers = np.asarray([*index, -1], dtype=columns[column].dtype)
+            parts.append(numbers[getattr(catalog, column)])
+            if table == "keys":
+                of_keys.append(numbers[:-1])
         columns[column] = np.concatenate(parts)
         tables[table] = tuple(merged)
-    return Catalog(**tables, **columns, **_merged_orders(catalogs, tables["keys"]))
+    return Catalog(**tables, **columns, **_merged_orders(catalogs, of_keys, tables["keys"]))
 
 
-def _merged_orders(catalogs: Sequence[Catalog], keys: Sequence[str]) -> dict[str, Any]:
+def _merged_orders(catalogs: Sequence[Catalog], of_keys: Sequence[np.ndarray], keys: Sequence[str]) -> dict[str, Any]:
     """Return the columns of orders of several catalogs together.
+
+    Args:
+        catalogs: The catalogs.
+        of_keys: By catalog, the number of each of its keys in all of them together.
+        keys: All of them.
 
     Raises:
         ValidationError: They contradict each other.
     """
-    number = {key: i for i, key in enumerate(keys)}
-    said = (
-        (key, catalog.orders[order])
-        for catalog in catalogs
-        for key, order in zip(catalog.keys, catalog.key_order.tolist())
-        if order >= 0
-    )
-    return _order_columns({number[key]: order for key, order in common_orders(said).items()}, len(keys))
+    table: dict[Order, int] = {}
+    merged = np.full(len(keys), -1, dtype=np.int16)
+    problems = []
+    for catalog, numbers in zip(catalogs, of_keys):
+        if not len(catalog.key_order):
+            continue
+        own = np.asarray([table.setdefault(order, len(table)) for order in catalog.orders] + [-1])[catalog.key_order]
+        before = merged[numbers]
+        merged[numbers] = np.where(before < 0, own, before)
+        for i in np.flatnonzero((before >= 0) & (own >= 0) & (before != own)).tolist():
+            orders = list(table)
+            both = common_order(keys[numbers[i]], orders[before[i]], orders[own[i]])
+            if isinstance(both, Problem):
+                problems.append(both)
+            else:
+                merged[numbers[i]] = table.setdefault(both, len(table))
+    if problems:
+        raise ValidationError(problems)
+    return {"orders": tuple(table), "key_order": merged} if table else {}

@@ -10,7 +10,6 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Order, Problem, ValidationError, concat
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata, lacks_global_shapes
-from paddle_flexckpt.catalog.orders import common_orders
 from paddle_flexckpt.runtime.communicator import Communicator
 from paddle_flexckpt.runtime.fused import order_of
 from paddle_flexckpt.runtime.tensors import dtype_name, element_count
@@ -58,9 +57,11 @@ def gather_virtual_files(
         lost = sorted(files - set(holders))
         if lost:
             raise ValidationError([Problem("no rank holds a file that the metadata names", file=file) for file in lost])
+        source = catalog_from_metadata(metadata, holders.__getitem__, global_shapes)
         # Metadata has no place for orders; the shards that it is about have.
-        orders = common_orders((key, Order.decode(order)) for *_, said in told for key, order in said)
-        source = catalog_from_metadata(metadata, holders.__getitem__, global_shapes).with_orders(orders)
+        said = ({key: Order.decode(order) for key, order in orders} for *_, orders in told)
+        nothing = np.zeros(0, dtype=np.int64)
+        source = concat([source, *(source.with_orders(orders).take(nothing) for orders in said)])
         held_tensors(source, source_state_dict, comm.rank, context)  # what is wrong here has to be every rank's error
         return source, b""
 
