@@ -129,7 +129,7 @@ class OtherOrder:
             key=self.key,
             rank=self.rank,
             expected=f"parts of {self.extent // self.here} along axis {self.axis}, as here",
-            got="parts of several sizes" if self.there is None else f"parts of {self.extent // self.there}",
+            got="parts of several sizes" if self.there is None else f"parts of [{self.extent // self.there}]",
             remedy=remedy,
         )
 
