@@ -97,6 +97,10 @@ class FlexTrainingArguments:
             "help": "Start master weights that the checkpoint lacks from its parameters, and the other way round."
         },
     )
+    flex_ignore_optimizer_states: bool = field(
+        default=False,
+        metadata={"help": "Load without the optimizer states that only the checkpoint has; else they are an error."},
+    )
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,7 @@ class TrainerOptions:
         check_replicas: Likewise. The default is ``"close"``: ranks that drift apart by rounding do not end a training.
         cast: Whether dtypes may differ on load.
         convert_master_weights: Whether masters and parameters may replace each other.
+        ignore_optimizer_states: Whether optimizer states that only the checkpoint has are left out.
     """
 
     save: bool = False
@@ -129,6 +134,7 @@ class TrainerOptions:
     check_replicas: CheckReplicas = "close"
     cast: bool = False
     convert_master_weights: bool = False
+    ignore_optimizer_states: bool = False
 
     def loading(self) -> dict[str, Any]:
         """The options of :func:`load_state_dict`."""
@@ -138,6 +144,7 @@ class TrainerOptions:
             "verify": self.verify,
             "dtype": "cast" if self.cast else "raise",
             "master_weights": "convert" if self.convert_master_weights else "exact",
+            "optimizer_states": "ignore" if self.ignore_optimizer_states else "raise",
         }
 
 
@@ -197,6 +204,7 @@ _SWITCHES = (
     "save_replicas",
     "cast",
     "convert_master_weights",
+    "ignore_optimizer_states",
 )
 
 

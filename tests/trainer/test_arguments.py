@@ -33,6 +33,7 @@ def test_without_flags_nothing_is_asked_for():
         ({"flex_strict": "unexpected"}, {"strict": "unexpected"}),
         ({"flex_cast": True}, {"dtype": "cast"}),
         ({"flex_convert_master_weights": True}, {"master_weights": "convert"}),
+        ({"flex_ignore_optimizer_states": True}, {"optimizer_states": "ignore"}),
         ({"aoa_config": '["a -> b"]'}, {"aoa_config": {"aoa_statements": ["a -> b"]}}),
         ({"aoa_config": "rules.yaml"}, {"aoa_config": "rules.yaml"}),
         ({"aoa_config": {"aoa_statements": ["a -> b"]}}, {"aoa_config": {"aoa_statements": ["a -> b"]}}),
@@ -41,6 +42,7 @@ def test_without_flags_nothing_is_asked_for():
 )
 def test_flags_reach_the_load(flags, expected):
     plain = {"aoa_config": None, "strict": "missing", "verify": "read", "dtype": "raise", "master_weights": "exact"}
+    plain["optimizer_states"] = "raise"
     assert options(**FLEX, **flags).loading() == {**plain, **expected}
 
 
