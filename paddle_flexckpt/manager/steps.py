@@ -326,6 +326,7 @@ def _remove_files(directory: Backend, files: Sequence[str]) -> None:
     """Removes data files; they are gone for good when this returns."""
     directory.each(directory.remove, files)
     directory.sync()
+    CheckpointDirectory(directory).tell_paddle()
 
 
 def try_lock(directory: Backend, stack: contextlib.ExitStack) -> bool:

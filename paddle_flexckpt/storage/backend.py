@@ -152,6 +152,11 @@ class Backend(ABC):
     path: str
 
     @property
+    def has_path(self) -> bool:
+        """Whether other programs of this machine can open its files by a path."""
+        return False
+
+    @property
     def replaces(self) -> bool:
         """Whether a file can take the place of another at once; otherwise :meth:`publish` refuses to."""
         return True

@@ -228,6 +228,11 @@ class LocalBackend(Backend):
         self._lease_seconds = check_lease_seconds(lease_seconds)
         self._lease: LeaseLock | None = None
 
+    @property
+    def has_path(self) -> bool:
+        """As in the base class."""
+        return True
+
     def names(self) -> list[str]:
         """As in the base class."""
         # Anything but a directory counts: what is in the way of a file is not to be overlooked.
