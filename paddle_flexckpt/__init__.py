@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         LocalTensorMetadata,
         LostRankError,
         Metadata,
+        UnreadableCheckpointError,
         UnsafePickleError,
         ValidationError,
     )
@@ -107,6 +108,7 @@ _MODULES = {
         "LocalTensorMetadata",
         "LostRankError",
         "Metadata",
+        "UnreadableCheckpointError",
         "UnsafePickleError",
         "ValidationError",
     ),
@@ -198,6 +200,7 @@ __all__ = [
     "ShardedTensor",
     "ShardedWeight",
     "ShardedWeightDesc",
+    "UnreadableCheckpointError",
     "UnsafePickleError",
     "ValidationError",
     "VerifyReport",

@@ -10,6 +10,7 @@ from paddle_flexckpt.catalog.errors import (
     CorruptCheckpointError,
     LostRankError,
     Problem,
+    UnreadableCheckpointError,
     UnsafePickleError,
     ValidationError,
 )
@@ -32,6 +33,7 @@ __all__ = [
     "Problem",
     "ReplicaGroups",
     "LostRankError",
+    "UnreadableCheckpointError",
     "UnsafePickleError",
     "ValidationError",
     "concat",

@@ -318,10 +318,11 @@ class CheckpointManager:
             model: As in :meth:`save`; so are ``optimizer``, ``lr_scheduler`` and ``scaler``.
             state: As in :meth:`save`; its tensors are written.
             rng: Whether to restore the random number generators, where the layout is the same.
-            fallback: Whether, where that checkpoint is damaged, to go on to the next lower step that is not (for
-                ``"best"``, to the next best). Damage that only reading finds leaves targets partly overwritten; the
-                next checkpoint overwrites all of them, and a target that it lacks is an error whatever ``strict``
-                says. What is no damage (names, shapes, dtypes) is raised: an older checkpoint would not be better.
+            fallback: Whether, where that checkpoint is damaged or cannot be read, to go on to the next lower step that
+                can (for ``"best"``, to the next best). Damage that only reading finds leaves targets partly
+                overwritten; the next checkpoint overwrites all of them, and a target that it lacks is an error
+                whatever ``strict`` says. What is no damage (names, shapes, dtypes) is raised: an older checkpoint would
+                not be better.
             aoa_config: As in :func:`load_state_dict`; so are the arguments that follow.
 
         Returns:

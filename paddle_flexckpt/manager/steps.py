@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Union
 
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError, ValidationError
 from paddle_flexckpt.execution import iterate_tensors
 from paddle_flexckpt.manager.contents import RECORD, decode_record
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, StepRecord, best_first, steps_to_remove
@@ -72,8 +72,14 @@ class StepDirectories:
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, damaged or not, in rising order."""
         steps = self._directories()
-        there = self._root.each(lambda step: _MANIFEST in self.directory(step).names(), steps)
+        there = self._root.each(self._may_have_checkpoint, steps)
         return [step for step, is_there in zip(steps, there) if is_there]
+
+    def _may_have_checkpoint(self, step: int) -> bool:
+        try:
+            return _MANIFEST in self.directory(step).names()
+        except OSError:
+            return True  # whoever reads it will be told why that cannot be done
 
     def _directories(self) -> list[int]:
         matches = [(name, _STEP.fullmatch(name)) for name in self._root.directories()]
@@ -84,7 +90,10 @@ class StepDirectories:
         found = []
         for step in self.steps():
             directory = self.directory(step)
-            infos = list_checkpoints(directory)
+            try:
+                infos = list_checkpoints(directory)
+            except UnreadableCheckpointError as error:
+                infos = [CheckpointInfo(directory.path, UNIQUE_ID, step, 0, 0, 0, complete=False, problem=str(error))]
             found += [info for info in infos if (info.path, info.unique_id) == (directory.path, UNIQUE_ID)]
         return found
 
@@ -99,6 +108,8 @@ class StepDirectories:
                 known[step] = self._look(step)
             except FileNotFoundError:
                 continue  # it has just been removed
+            except OSError as error:
+                known[step] = _Known("", None, f"cannot be read: {type(error).__name__}: {error}")
         self._known = known
         records = [each.record for each in known.values() if each.record is not None]
         return records, {step: each.problem for step, each in known.items() if each.problem}
@@ -276,7 +287,7 @@ class StepDirectories:
                     try:
                         said = json.loads(self._root.read(_marker_of(step)))
                         files = [check_file_name(name) for name in said["files"]]
-                    except (ValueError, KeyError, TypeError) as error:
+                    except (ValueError, KeyError, TypeError, RecursionError) as error:
                         note = self._root.where(_marker_of(step))
                         logger.warning(f"{note} cannot be understood, and is left alone: {error}")
                         return False

@@ -36,7 +36,7 @@ from paddle_flexckpt.runtime.merged import empty_tensors
 from paddle_flexckpt.runtime.portable import decode, encode
 from paddle_flexckpt.runtime.random_state import collect_random_state, restore_random_state
 from paddle_flexckpt.runtime.scheduler_state import restore_scaler, restore_scheduler, scheduler_state
-from paddle_flexckpt.storage import CheckpointDirectory, Location
+from paddle_flexckpt.storage import CheckpointDirectory, HeldManifest, Location, reading
 
 _PREFIX = EXTRA_STATE
 _COMMON = f"{_PREFIX}common"
@@ -130,7 +130,8 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
     context = f"cannot load extra state from {directory.path!r}"
 
     def look() -> tuple[tuple[int, Catalog], bytes]:
-        manifest = directory.read_manifest(unique_id)
+        with reading(directory.path), HeldManifest(directory, unique_id) as manifest:
+            pass
         if _COMMON not in manifest.catalog.keys:
             raise ValidationError(
                 [f"id {manifest.unique_id} has no extra state. Remedy: save {{**state, **collect_extra_state()}}"]

@@ -36,6 +36,7 @@ from paddle_flexckpt.storage import (
     Location,
     Manifest,
     VerifyMode,
+    reading,
     verify_mode,
 )
 
@@ -113,6 +114,7 @@ def load_state_dict(
             changed.
         CorruptCheckpointError: The checkpoint is damaged (likewise). Damage that only reading can find may leave
             targets partly overwritten; the text says so.
+        UnreadableCheckpointError: The storage refused or failed; targets may be partly overwritten.
     """
     begin = time.perf_counter()
     comm = communicator_for(process_group)
@@ -123,7 +125,8 @@ def load_state_dict(
     def describe() -> _Described:
         check_coordinator(comm, coordinator_rank)
         verify_mode(verify)
-        manifest = stack.enter_context(HeldManifest(directory, unique_id))
+        with reading(directory.path):
+            manifest = stack.enter_context(HeldManifest(directory, unique_id))
         state = open_state(state_dict, comm.rank)
         head = {
             "checkpoint": f"id {manifest.unique_id} ({manifest.save_token})",
@@ -147,10 +150,12 @@ def load_state_dict(
         work = plan_work(wanted.catalog, wanted.rows, mapping)
         plan = plan_reads(ShardMatcher(manifest.catalog), work, mapping)
         reader = stack.enter_context(FileReader(directory.backend, manifest, verify, use_replicas))
-        reader.check_files(plan.pieces.source)
+        with reading(directory.path):
+            reader.check_files(plan.pieces.source)
         used = np.packbits(used_keys(manifest.catalog, wanted, mapping)).tobytes()
         names = json.dumps(wanted.raw_meanings).encode()
-        return _Prepared(manifest, state, wanted, mapping, work, plan, reader), join((head, used, names))
+        ready = _Prepared(directory.path, manifest, state, wanted, mapping, work, plan, reader)
+        return ready, join((head, used, names))
 
     all_targets = None
     with contextlib.ExitStack() as stack:
@@ -206,6 +211,7 @@ class _Described(NamedTuple):
 class _Prepared:
     """One rank's load, checked and planned."""
 
+    path: str
     manifest: Manifest
     state: LocalState
     wanted: Wanted
@@ -218,7 +224,8 @@ class _Prepared:
         """Reads every piece into its target and computes what is computed; returns the peak of scratch, in bytes."""
         wait_for_devices(devices_of(weight.local_tensor for weight in self.state.weights))
         memory = TargetMemory(self.state, self.wanted, self.work, self.plan.pieces.target)
-        read_pieces(self.reader, self.plan.pieces, memory, computes=bool(self.work.tiles))
+        with reading(self.path):
+            read_pieces(self.reader, self.plan.pieces, memory, computes=bool(self.work.tiles))
         memory.finish()
         return memory.peak_scratch_bytes, str(self.plan.needed_bytes).encode()
 

@@ -14,7 +14,7 @@ from paddle_flexckpt.execution.mapping import compile_mapping, outputs, source_n
 from paddle_flexckpt.runtime.communicator import SoloCommunicator
 from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.tensors import empty_on_host
-from paddle_flexckpt.storage import CheckpointDirectory, Location, VerifyMode
+from paddle_flexckpt.storage import CheckpointDirectory, HeldManifest, Location, Manifest, VerifyMode, reading
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -49,8 +49,21 @@ def load_merged_state_dict(
     Raises:
         ValidationError: There is no such checkpoint, or the statements or ``verify`` do not fit.
         CorruptCheckpointError: It is damaged.
+        UnreadableCheckpointError: The storage does not let it be read.
     """
-    manifest = CheckpointDirectory(path).read_manifest(unique_id)
+    directory = CheckpointDirectory(path)
+    with reading(directory.path), HeldManifest(directory, unique_id) as manifest:
+        return _load_merged(path, prefix, manifest, aoa_config, verify, use_replicas)
+
+
+def _load_merged(
+    path: Location,
+    prefix: str | None,
+    manifest: Manifest,
+    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None,
+    verify: bool | VerifyMode,
+    use_replicas: bool,
+) -> dict[str, Any]:
     start = f"{prefix}." if prefix else ""
     mapping = None if aoa_config is None else compile_mapping(aoa_config, manifest.catalog, None, "exact")
     # Extra state has to be asked for, by its prefix.

@@ -11,6 +11,7 @@ from paddle_flexckpt.storage.backend import (
     open_backend,
     open_described,
     open_storage,
+    reading,
 )
 from paddle_flexckpt.storage.blocks import ReadCount
 from paddle_flexckpt.storage.checksums import BLOCK_BYTES, Checksums, VerifyMode, verify_mode
@@ -56,5 +57,6 @@ __all__ = [
     "open_storage",
     "read_paddle_metadata",
     "read_plain_file",
+    "reading",
     "verify_mode",
 ]

@@ -211,7 +211,7 @@ class CheckpointDirectory:
         try:
             said = json.loads(self.backend.read(marker))
             ticket = SaveTicket(int(said["unique_id"]), int(said["generation"]), str(said["token"]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
         return ticket if ticket.marker_file == marker else None
 
@@ -427,6 +427,13 @@ class CheckpointDirectory:
         if manifest.unique_id != unique_id:
             raise CorruptCheckpointError(f"{file} is the manifest of id {manifest.unique_id}: it has been renamed")
         return manifest
+
+    def save_token(self, unique_id: int) -> str | None:
+        """The save token of the manifest that is in place; None if there is none, or none that can be read."""
+        try:
+            return self.read_native(unique_id).save_token
+        except (OSError, CorruptCheckpointError, ValidationError):
+            return None
 
     def check_complete(self, manifest: Manifest) -> None:
         """Checks that all data files of a checkpoint are there, of their size and of the same save.

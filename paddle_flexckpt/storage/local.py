@@ -240,7 +240,7 @@ class LocalBackend(Backend):
 
     def directories(self) -> list[str]:
         """As in the base class."""
-        return self._entries(lambda entry: entry.is_dir())
+        return self._entries(_may_be_directory)
 
     def _entries(self, wanted: Any) -> list[str]:
         try:
@@ -383,6 +383,14 @@ class LocalBackend(Backend):
     def describe(self) -> dict[str, Any]:
         """As in the base class."""
         return {"path": os.path.abspath(self.path), "lock": self._lock, "lease_seconds": self._lease_seconds}
+
+
+def _may_be_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a directory; also if that cannot be told, as whoever opens it will be told why."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return True
 
 
 def sync_directory(path: str) -> None:

@@ -49,8 +49,8 @@ def encode_metadata(manifest: Manifest) -> bytes:
 
 
 def is_ours(data: bytes) -> bool:
-    """Whether a file of that name has been written here."""
-    return data.startswith(_BEGIN)
+    """Whether a file of that name has been written here, if only in part."""
+    return _BEGIN.startswith(data[: len(_BEGIN)])
 
 
 def _why_not(catalog: Catalog) -> str:

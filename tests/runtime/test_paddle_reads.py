@@ -44,9 +44,9 @@ def values(version: int) -> dict[str, np.ndarray]:
         "rows": bits(ml_dtypes.bfloat16, (7, 3)),
         "columns": bits(np.float32, (3, 8)),
         "flat": bits(np.float32, (5, 4)),
-        "flat bias": bits(np.int64, (9,)),
+        "flat bias": bits(np.float64, (9,)),
         "replicated": bits(np.float32, (700, 500)),
-        "step": np.asarray(version, dtype=np.int64),
+        "step": np.asarray(version, dtype=np.float32),
     }
 
 
@@ -115,6 +115,16 @@ def why_not(path, **options) -> str:
 def test_what_was_saved_is_read(tmp_path, options):
     save(tmp_path, 1, **options)
     assert read(tmp_path) == 1
+
+
+def test_every_element_type(tmp_path):
+    names = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "complex64", "float8_e4m3fn", "float8_e5m2"]
+    stored = store(tmp_path, [whole(name, name, (3, 2)) for name in names])
+    CheckpointDirectory(tmp_path).write_manifest(stored.manifest)
+    merged = paddle.distributed.load_merged_state_dict(str(tmp_path), safetensors=True)
+    assert {key: raw(tensor) for key, tensor in merged.items()} == {
+        shard.key: value.tobytes() for shard, value in zip(stored.shards, stored.values)
+    }
 
 
 def test_any_id_and_any_generation(tmp_path):
