@@ -14,7 +14,7 @@ from paddle_flexckpt.catalog.errors import (
     UnsafePickleError,
     ValidationError,
 )
-from paddle_flexckpt.catalog.keys import EXTRA_STATE, without_extra_state
+from paddle_flexckpt.catalog.keys import EXTRA_STATE, check_extra_names, without_extra_state
 from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 from paddle_flexckpt.catalog.replicas import ReplicaGroups, group_replicas
 from paddle_flexckpt.catalog.table import Catalog, CatalogBuilder, concat
@@ -36,6 +36,7 @@ __all__ = [
     "UnreadableCheckpointError",
     "UnsafePickleError",
     "ValidationError",
+    "check_extra_names",
     "concat",
     "dtype_of",
     "group_replicas",

@@ -20,7 +20,7 @@ MAX_ROWS = 50
 MAX_HOLES = 3
 # What is looked at of a key that is no grid, so that a file made to be slow is not: pairs of shards that share
 # elements, pairs of boxes that are compared, at most and at a time, and boxes made by looking for holes.
-MAX_OVERLAPS = 10_000
+MAX_OVERLAPS = 100_000
 MAX_COMPARED = 1 << 22
 COMPARED_AT_ONCE = 1 << 19
 MAX_PIECES = 100_000
@@ -185,25 +185,20 @@ def _inspect_key(catalog: Catalog, rows: np.ndarray, coverage: Coverage) -> None
     row = int(rows[0])
     pairs = _overlapping_pairs(part, offset, shape)
     if pairs is None:
-        problem = Problem(
-            "too many shards overlap",
-            key=catalog.key_name(row),
-            expected=f"at most {MAX_OVERLAPS} pairs of shards that share elements without being the same",
-            got=f"more, among {len(rows)} shards",
-            remedy="describe replicas by the same offset and shape on every rank that holds them",
-        )
+        problem = tangled_problem(catalog.key_name(row))
         coverage.tangled.append(problem)
         coverage.problems.append(problem)
         return
     coverage.overlaps.extend((int(rows[a]), int(rows[b])) for a, b in pairs)
     pad = catalog.width - int(catalog.ndim[row])
     whole = Box((0,) * catalog.width, tuple(catalog.global_shape[row].tolist()))
-    held = int(shape.prod(axis=1, dtype=np.int64).sum())
+    held = sum(shape.prod(axis=1, dtype=np.int64).tolist())
     if (not pairs and held == whole.size) or len(coverage.problems) > MAX_ROWS:
         return
     boxes = (Box(tuple(o), tuple(s)) for o, s in zip(offset.tolist(), shape.tolist()))
-    holes = subtract_boxes(whole, boxes, MAX_PIECES - coverage.pieces)
-    coverage.pieces += len(part) if holes is not None else MAX_PIECES - coverage.pieces
+    left = MAX_PIECES + 8 * len(catalog) - coverage.pieces
+    holes = subtract_boxes(whole, boxes, left)
+    coverage.pieces += left if holes is None else len(part)
     # Without overlaps the missing elements can be counted, however many holes they make.
     missing = whole.size - held if not pairs else None if holes is None else sum(hole.size for hole in holes)
     global_shape = list(catalog.unpadded(row, catalog.global_shape))
@@ -218,6 +213,16 @@ def _inspect_key(catalog: Catalog, rows: np.ndarray, coverage: Coverage) -> None
                 remedy="every rank of the process group has to take part with all its shards",
             )
         )
+
+
+def tangled_problem(key: str) -> Problem:
+    """What is said of a key of which too many shards overlap to be looked at."""
+    return Problem(
+        "too many shards overlap",
+        key=key,
+        expected=f"shards of which few share elements without being the same, in at most {MAX_OVERLAPS} pairs",
+        remedy="describe replicas by the same offset and shape on every rank; or load another checkpoint",
+    )
 
 
 def _overlapping_pairs(part: np.ndarray, offset: np.ndarray, shape: np.ndarray) -> list[tuple[int, int]] | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import signal
@@ -48,6 +50,7 @@ from paddle_flexckpt.runtime.targets import Strict
 from paddle_flexckpt.storage import CheckpointInfo, Location, VerifyMode
 
 EVERY_STEP = SaveEvery(1)
+_FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 class CheckpointManager:
@@ -75,7 +78,7 @@ class CheckpointManager:
     Layers and optimizers need ``fc.install()``.
 
     Attributes:
-        path: The root, as it was given.
+        path: The root; a relative path is made absolute when the manager is made.
     """
 
     @same_on_all_ranks(**OWN_OBJECTS, process_group=GROUP)
@@ -262,16 +265,28 @@ class CheckpointManager:
         said = said_by_all(answers, context)
         check_same_metrics(self._comm.ranks, [each["metrics"] for each in said], context)
         contents[RECORD] = encode_record(StepRecord(step, said[0]["time"], numbers))
-        report = save_state_dict(
-            contents,
-            self._steps.directory(step),
-            self._comm,
-            unique_id=UNIQUE_ID,
-            step=step,
-            save_replicas=save_replicas,
-            check_replicas=check_replicas,
-            async_save=(self._async_save or True) if background else False,
-        )
+        directory = self._steps.directory(step)
+        try:
+            report = save_state_dict(
+                contents,
+                directory,
+                self._comm,
+                unique_id=UNIQUE_ID,
+                step=step,
+                save_replicas=save_replicas,
+                check_replicas=check_replicas,
+                async_save=(self._async_save or True) if background else False,
+            )
+        except CheckpointError as error:
+            # Each rank removes its files, and the last one finds the directory empty.
+            with contextlib.suppress(OSError):
+                directory.remove_directory()
+            if self._keep and any(text in str(error) for text in _FULL):
+                raise CheckpointError(
+                    f"{error}. What need not be kept is removed when the new checkpoint is complete, so there has to "
+                    "be room for one more than is kept. Remedy: keep fewer, or make room"
+                ) from error
+            raise
         if isinstance(report, SaveHandle):
             self._pending.add(step, report)
         else:

@@ -28,8 +28,10 @@ from paddle_flexckpt.storage import (
     Location,
     list_checkpoints,
     open_backend,
+    open_described,
 )
 from paddle_flexckpt.storage.file_names import check_file_name
+from paddle_flexckpt.storage.local import LocalBackend
 from paddle_flexckpt.storage.manifest import read_save_token
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -37,6 +39,7 @@ logger = logging.getLogger("paddle_flexckpt")
 Which = Union[int, Literal["latest", "best"]]
 UNIQUE_ID = 0
 _MANIFEST = f"{UNIQUE_ID}.manifest"
+_UNREADABLE = "cannot be read"
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 _REMOVING = re.compile(r"step_(\d{8,})\.removing", re.ASCII)
 
@@ -61,7 +64,9 @@ class StepDirectories:
 
     def __init__(self, root: Location) -> None:
         """Args: root: the directory; it need not exist."""
-        self._root = open_backend(root)
+        backend = open_backend(root)
+        # A program that changes its directory has the same run still.
+        self._root = open_described(backend.describe()) if type(backend) is LocalBackend else backend
         self.path = self._root.path
         self._known: dict[int, _Known] = {}
 
@@ -109,7 +114,7 @@ class StepDirectories:
             except FileNotFoundError:
                 continue  # it has just been removed
             except OSError as error:
-                known[step] = _Known("", None, f"cannot be read: {type(error).__name__}: {error}")
+                known[step] = _Known("", None, f"{_UNREADABLE}: {type(error).__name__}: {error}")
         self._known = known
         records = [each.record for each in known.values() if each.record is not None]
         return records, {step: each.problem for step, each in known.items() if each.problem}
@@ -236,7 +241,9 @@ class StepDirectories:
         for step in self._directories():
             if step not in busy:
                 attempt(self._remove_dead_save, step)
-        records, _ = self.records()
+        records, damaged = self.records()
+        # Nobody was told of these, as they may be read the next time.
+        problems += [f"step {step} {why}" for step, why in damaged.items() if why.startswith(_UNREADABLE)]
         removed = [step for step in steps_to_remove(records, policies, newest) if attempt(self._remove, step)]
         if problems:
             raise CheckpointError("; ".join(dict.fromkeys(problems)))

@@ -15,7 +15,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import Box, BoxMaps, StridedCopy, intersect_boxes, subtract_boxes
 from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError, group_replicas, validate_coverage
-from paddle_flexckpt.catalog.validate import Coverage, row_boxes
+from paddle_flexckpt.catalog.validate import MAX_PIECES, Coverage, row_boxes, tangled_problem
 from paddle_flexckpt.planning.requests import Requests, addresses, find_requests, portions, positions
 
 # Pairs of boxes intersected at once: bounds the memory of planning (about 150 bytes a pair for 2-D tensors).
@@ -228,13 +228,18 @@ class ShardMatcher:
         local = self._local_member(group, rank[request]) >= 0
         order = np.lexsort((group, ~local, request))
         order = order[suspect[order]]
+        pieces = MAX_PIECES + len(order)
         for members in np.split(order, np.flatnonzero(np.diff(request[order])) + 1):
             number = int(request[members[0]])
             taken: dict[int, list[Box]] = {}
             for member in members:
                 box, own = Box(tuple(offset[member].tolist()), tuple(shape[member].tolist())), int(group[member])
                 earlier = (other for near in self._neighbours.get(own, ()) for other in taken.get(near, ()))
-                kept += [(own, number, part.offset, part.shape) for part in subtract_boxes(box, earlier)]
+                rest = subtract_boxes(box, earlier, pieces)
+                if rest is None:
+                    raise ValidationError([tangled_problem(self.source.key_name(self.groups.first[own]))])
+                pieces -= len(rest)
+                kept += [(own, number, part.offset, part.shape) for part in rest]
                 taken.setdefault(own, []).append(box)
         width = offset.shape[1]
         columns = [np.asarray([k[c] for k in kept], dtype=np.int64) for c in range(4)]

@@ -22,6 +22,7 @@ the report, by name.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,8 +31,9 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
-from paddle_flexckpt.runtime.communicator import check_same, communicator_for
-from paddle_flexckpt.runtime.loader import load_state_dict, quiet_loads
+from paddle_flexckpt.catalog.wire import join
+from paddle_flexckpt.runtime.communicator import communicator_for
+from paddle_flexckpt.runtime.loader import check_heads, load_state_dict, quiet_loads
 from paddle_flexckpt.runtime.merged import empty_tensors
 from paddle_flexckpt.runtime.options import GROUP, PATH, same_on_all_ranks
 from paddle_flexckpt.runtime.portable import decode, encode
@@ -138,10 +140,12 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
             raise ValidationError(
                 [f"id {manifest.unique_id} has no extra state. Remedy: save {{**state, **collect_extra_state()}}"]
             )
-        return (manifest.unique_id, manifest.catalog), f"id {manifest.unique_id} ({manifest.save_token})".encode()
+        checkpoint = f"id {manifest.unique_id} ({manifest.save_token})"
+        head = json.dumps({"call": "load_extra_state", "checkpoint": checkpoint}).encode()
+        return (manifest.unique_id, manifest.catalog), join((head,))
 
-    (chosen, catalog), ids = comm.together(look, context)
-    check_same(ids, context)
+    (chosen, catalog), answers = comm.together(look, context)
+    check_heads(answers, context, comm.ranks)
     state: dict[str, Any] = {}
 
     def read(names: list[str]) -> None:

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -173,7 +173,7 @@ def load_state_dict(
         if aoa_config is not None:
             all_targets = gather_targets(comm, lambda: (describe().state, describe().head), context)
         ready, answers = comm.together(prepare, context)
-        bits, names = check_heads(answers, context)
+        bits, names = check_heads(answers, context, comm.ranks)
         check_across_ranks([json.loads(each) for each in names], context)
         unexpected = unexpected_keys(ready.manifest.catalog, bits, ready.mapping)
         check_unexpected(unexpected, strict, context)
@@ -271,18 +271,23 @@ def gather_targets(comm: Communicator, describe: Callable[[], tuple[LocalState, 
         return None, join((head, encode_catalog(state.catalog)))
 
     _, answers = comm.together(checked, context)
-    return concat([decode_catalog(catalog) for catalog in check_heads(answers, context)[0]])
+    return concat([decode_catalog(catalog) for catalog in check_heads(answers, context, comm.ranks)[0]])
 
 
-def check_heads(answers: list[bytes], context: str) -> list[tuple[bytes, ...]]:
+def check_heads(answers: list[bytes], context: str, ranks: Sequence[int] | None = None) -> list[tuple[bytes, ...]]:
     """Checks that the first parts of all ranks' messages are the same, and gives the others, part by part.
+
+    Args:
+        answers: The messages.
+        context: What is being done, for the error.
+        ranks: Numbers of the ranks; by default they are counted.
 
     Raises:
         ValidationError: Ranks disagree about what is to be done; the same on every rank.
     """
     messages = [split(answer) for answer in answers]
     # First of all: ranks that disagree may not even be in the same step.
-    check_same([message[0] for message in messages], context)
+    check_same([message[0] if message else b"" for message in messages], context, ranks)
     return list(zip(*(message[1:] for message in messages)))
 
 

@@ -18,6 +18,8 @@ from paddle_flexckpt.storage import CheckpointDirectory, HeldManifest, Location,
 
 logger = logging.getLogger("paddle_flexckpt")
 
+_MAX_AXES = 9
+
 
 def load_merged_state_dict(
     path: Location,
@@ -70,6 +72,7 @@ def _load_merged(
     there = stored(manifest.catalog, bool(start)) if mapping is None else outputs(mapping)
     names = [key for key in sorted(there) if key.startswith(start)]
     _check_held(manifest.catalog, names if mapping is None else source_names(mapping, names))
+    _check_axes({key: len(there[key].shape) for key in names})
     tensors = {key: empty_on_host(there[key].shape, there[key].dtype) for key in names}
     if mapping is not None and mapping.unfed:
         first = sorted(mapping.unfed)[0]
@@ -93,6 +96,23 @@ def empty_tensors(catalog: Catalog, names: Iterable[str]) -> dict[str, Any]:
     names = list(names)
     _check_held(catalog, names)
     return {name: empty_on_host(there[name].shape, there[name].dtype) for name in names if name in there}
+
+
+def _check_axes(axes: Mapping[str, int]) -> None:
+    """Refuses what numpy arrays can have, and tensors of Paddle cannot."""
+    problems: list[Problem | str] = [
+        Problem(
+            "a tensor of Paddle cannot have so many axes",
+            key=key,
+            expected=f"at most {_MAX_AXES}",
+            got=count,
+            remedy="give load_state_dict() an array of numpy as its target, or reshape it by an AOA statement",
+        )
+        for key, count in axes.items()
+        if count > _MAX_AXES
+    ]
+    if problems:
+        raise ValidationError(problems)
 
 
 def _check_held(catalog: Catalog, names: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
@@ -21,14 +22,15 @@ from paddle_flexckpt.background import (
     shared_writer,
     tell_writers,
 )
-from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError, concat
-from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
+from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError, check_extra_names, concat
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.execution.transfer import DEVICE_CHUNK_BYTES
 from paddle_flexckpt.planning import WritePlan, plan_write
 from paddle_flexckpt.report import SaveReport
-from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
+from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, communicator_for
 from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.runtime.fused import indivisible_rows
+from paddle_flexckpt.runtime.loader import check_heads
 from paddle_flexckpt.runtime.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
 from paddle_flexckpt.runtime.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.runtime.replicas import Replicas, replica_digests
@@ -140,6 +142,7 @@ def save_state_dict(
         waited = time.perf_counter() - queued
         check_coordinator(comm, coordinator_rank)
         state = open_state(state_dict, comm.rank)
+        check_extra_names(state.catalog.keys)
         wait_for_devices(devices_of(weight.local_tensor for weight in state.weights))
         lock, ticket = None, None
         if comm.position == coordinator_rank:
@@ -154,16 +157,18 @@ def save_state_dict(
         whole = indivisible_rows(state.catalog, (getattr(weight, "fused", None) for weight in state.weights))
         policies = rules.of(state.catalog.keys, state.weights)
         encoded = (np.packbits(whole).tobytes(), policies.tobytes(), encode_catalog(state.catalog))
-        return _Own(state, lock, admission, waited), join(
-            (head, json.dumps(ticket and asdict(ticket)).encode(), *encoded)
-        )
+        named = json.dumps(ticket and asdict(ticket)).encode(), _absolute(directory.path).encode()
+        return _Own(state, lock, admission, waited), join((head, *named, *encoded))
 
     locked, opened = contextlib.ExitStack(), contextlib.ExitStack()
     with contextlib.ExitStack() as stack:
         own, answers = comm.together(describe, context)
-        heads, tickets, wholes, policies, catalogs = zip(*(split(answer) for answer in answers))
-        check_same(heads, context)
+        tickets, paths, wholes, policies, catalogs = check_heads(answers, context, comm.ranks)
         ticket = SaveTicket(**json.loads(tickets[coordinator_rank]))
+        if len(set(paths)) > 1:
+            # It may be the same directory by several names: if it is not, what follows fails.
+            given = ", ".join(f"rank {rank}: {path.decode()!r}" for rank, path in zip(comm.ranks, paths))
+            context += f" (ranks were given different paths: {given})"
         opened.pop_all()  # from here on every rank removes what it wrote
         try:
             decoded = [decode_catalog(encoded) for encoded in catalogs]
@@ -241,6 +246,10 @@ class _Own(NamedTuple):
     lock: SaveLock | None
     admission: Admission | None
     waited: float
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else os.path.abspath(path)
 
 
 def _unpacked(bits: bytes, count: int) -> np.ndarray:
