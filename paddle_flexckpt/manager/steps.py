@@ -27,8 +27,8 @@ from paddle_flexckpt.storage import (
     HeldManifest,
     Location,
     list_checkpoints,
-    open_backend,
     open_described,
+    open_destination,
 )
 from paddle_flexckpt.storage.file_names import check_file_name
 from paddle_flexckpt.storage.local import LocalBackend
@@ -64,7 +64,7 @@ class StepDirectories:
 
     def __init__(self, root: Location) -> None:
         """Args: root: the directory; it need not exist."""
-        backend = open_backend(root)
+        backend = open_destination(root)
         # A program that changes its directory has the same run still.
         self._root = open_described(backend.describe()) if type(backend) is LocalBackend else backend
         self.path = self._root.path

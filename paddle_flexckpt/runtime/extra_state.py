@@ -39,7 +39,7 @@ from paddle_flexckpt.runtime.options import GROUP, PATH, same_on_all_ranks
 from paddle_flexckpt.runtime.portable import decode, encode
 from paddle_flexckpt.runtime.random_state import collect_random_state, restore_random_state
 from paddle_flexckpt.runtime.scheduler_state import restore_scaler, restore_scheduler, scheduler_state
-from paddle_flexckpt.storage import CheckpointDirectory, HeldManifest, Location, reading
+from paddle_flexckpt.storage import CheckpointDirectory, HeldManifest, Location, reading, shown
 
 _PREFIX = EXTRA_STATE
 _COMMON = f"{_PREFIX}common"
@@ -130,10 +130,10 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
         CorruptCheckpointError: It is damaged.
     """
     comm = communicator_for(process_group)
-    directory = CheckpointDirectory(path)
-    context = f"cannot load extra state from {directory.path!r}"
+    context = f"cannot load extra state from {shown(path)}"
 
     def look() -> tuple[tuple[int, Catalog], bytes]:
+        directory = CheckpointDirectory(path)
         with reading(directory.path), HeldManifest(directory, unique_id) as manifest:
             pass
         if _COMMON not in manifest.catalog.keys:
