@@ -58,6 +58,8 @@ def _why_not(catalog: Catalog) -> str:
     unknown = sorted({catalog.dtypes[dtype] for dtype in np.unique(catalog.dtype)} - _DTYPES)
     if unknown:
         return f"it has tensors of {' and '.join(unknown)}"
+    if any(order.axis is not None for order in catalog.orders):
+        return "it has fused parameters, which lie in another order under another tensor-parallel degree"
     if "__metadata__" in catalog.keys:
         return "it has a tensor called __metadata__"
     if (catalog.size == 0).any():

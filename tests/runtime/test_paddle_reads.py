@@ -12,7 +12,7 @@ from paddle_flexckpt.catalog import Catalog, LocalTensorIndex, UnsafePickleError
 from paddle_flexckpt.execution import repair_manifest
 from paddle_flexckpt.manager import CheckpointManager, KeepLatest
 from paddle_flexckpt.runtime.saver import save_state_dict
-from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.storage import CheckpointDirectory, load_pickle
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.property.layouts import Shard
@@ -183,6 +183,11 @@ REFUSED = {
         {"w": OVER},
         {"w": ShardedWeight("w", OVER[1:3].copy(), (2, 3), (4, 3), (1, 0))},
         "shards of one tensor overlap",
+    ),
+    "fused": (
+        {"w": ShardedWeight("w", OVER[:, :2].copy(), (4, 2), (4, 4), (0, 0), fused=FusedAxis(1, "fused_ffn"))},
+        {"w": ShardedWeight("w", OVER[:, :2].copy(), (4, 2), (4, 4), (0, 2), fused=FusedAxis(1, "fused_ffn"))},
+        "fused parameters, which lie in another order",
     ),
     "inside a row": (
         {"w": ShardedWeight("w", OVER.reshape(-1)[:2].copy(), (4, 3), (4, 3), (0, 0), True, slice(0, 2))},
