@@ -165,4 +165,4 @@ def test_a_manifest_that_is_a_link_to_nothing(tmp_path):
     os.symlink("nothing", tmp_path / "7.manifest")
     with pytest.raises(fc.CorruptCheckpointError, match=r"7\.manifest is listed in its directory, and is not there"):
         load_state_dict({"w": np.zeros(4, np.float32)}, tmp_path, SoloCommunicator())
-    assert [info.complete for info in list_checkpoints(tmp_path)] == [False, True]
+    assert {info.unique_id: info.complete for info in list_checkpoints(tmp_path)} == {0: True, 7: False}
