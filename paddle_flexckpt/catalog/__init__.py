@@ -10,17 +10,21 @@ from paddle_flexckpt.catalog.errors import (
     CorruptCheckpointError,
     LostRankError,
     Problem,
+    UnreadableCheckpointError,
     UnsafePickleError,
     ValidationError,
 )
-from paddle_flexckpt.catalog.keys import EXTRA_STATE, without_extra_state
+from paddle_flexckpt.catalog.keys import EXTRA_STATE, check_extra_names, without_extra_state
 from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
+from paddle_flexckpt.catalog.orders import CUT, NATURAL, Order, unordered
 from paddle_flexckpt.catalog.replicas import ReplicaGroups, group_replicas
 from paddle_flexckpt.catalog.table import Catalog, CatalogBuilder, concat
 from paddle_flexckpt.catalog.validate import validate_coverage, validate_shards
 
 __all__ = [
+    "CUT",
     "EXTRA_STATE",
+    "NATURAL",
     "Catalog",
     "CatalogBuilder",
     "CheckpointError",
@@ -29,14 +33,18 @@ __all__ = [
     "LocalTensorIndex",
     "LocalTensorMetadata",
     "Metadata",
+    "Order",
     "Problem",
     "ReplicaGroups",
     "LostRankError",
+    "UnreadableCheckpointError",
     "UnsafePickleError",
     "ValidationError",
+    "check_extra_names",
     "concat",
     "dtype_of",
     "group_replicas",
+    "unordered",
     "validate_coverage",
     "validate_shards",
     "without_extra_state",
