@@ -11,6 +11,9 @@ OUTPUT ?= demo-output
 # -qq: errors only
 INSTALL_FLAGS ?= -qq --disable-pip-version-check
 PYTEST_FLAGS ?= -q
+# A file's tests stay in one process, with the worlds of workers that they share.
+PYTEST_JOBS ?= 2
+PYTEST_TESTS := -n $(PYTEST_JOBS) --dist loadfile tests
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install $(INSTALL_FLAGS)
@@ -40,12 +43,12 @@ demo: $(DEMO_STAMP) ## train, checkpoint and reshard a small language model; res
 .PHONY: test
 test: $(TEST_STAMP) ## run all tests
 	@echo "[make] running the tests"
-	@$(BIN)/python -m pytest $(PYTEST_FLAGS) tests
+	@$(BIN)/python -m pytest $(PYTEST_FLAGS) $(PYTEST_TESTS)
 
 .PHONY: test-full
 test-full: $(TEST_STAMP) ## run all tests with the long searches of the property tests
 	@echo "[make] running the tests with the Hypothesis profile 'full'"
-	@HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest $(PYTEST_FLAGS) tests
+	@HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest $(PYTEST_FLAGS) $(PYTEST_TESTS)
 
 .PHONY: test-matrix
 test-matrix: $(TEST_STAMP) ## save under every parallel strategy and load under every other; results in matrix.json

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         RestoreReport,
         SaveEvery,
         SaveInterval,
+        check,
     )
     from paddle_flexckpt.parallel import (
         ExpertParallelMixin,
@@ -122,6 +123,7 @@ _MODULES = {
         "RestoreReport",
         "SaveEvery",
         "SaveInterval",
+        "check",
     ),
     "parallel": (
         "ExpertParallelMixin",
@@ -207,6 +209,7 @@ __all__ = [
     "balanced_split",
     "build_shard_desc",
     "build_sharded_state_dict",
+    "check",
     "collect_extra_state",
     "compute_local_shape_and_global_offset",
     "create_sharded_weight_with_new_local",

@@ -39,6 +39,19 @@ def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
     )
 
 
+def _tensors(count: int) -> str:
+    return "1 tensor" if count == 1 else f"{count} tensors"
+
+
+def _of_one_rank(replicas: dict[str, str]) -> str:
+    """Return what a summary says of keys whose replicas need not be equal."""
+    differing = [key for key, text in replicas.items() if text != "equal"]
+    if not differing:
+        return ""
+    key = differing[0]
+    return f", replicas of {_tensors(len(differing))} differ, such as {key!r}: {replicas[key]}"
+
+
 def _rate(count: int, seconds: float) -> str:
     return f"{format_bytes(int(count / seconds))}/s" if seconds > 0 else "-"
 
@@ -58,6 +71,9 @@ class SaveReport:
         imbalance: Most loaded rank's bytes over the mean.
         seconds: Wall time on this rank, by phase; ``total`` is all. An asynchronous save ``blocked`` the caller for
             so long, of which ``queue`` was spent waiting for earlier saves; ``write`` and ``commit`` are the writer's.
+        replicas: Of keys whose replicas need not be equal (``check_replicas``; running statistics): ``"equal"``, or
+            that and by how much they differ, and whose values were saved. Without those that are only to be close and
+            are equal.
         warnings: What did not go as it should have, without harm to the checkpoint.
     """
 
@@ -70,6 +86,7 @@ class SaveReport:
     held_bytes: int
     imbalance: float
     seconds: dict[str, float] = field(default_factory=dict)
+    replicas: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
@@ -81,9 +98,9 @@ class SaveReport:
         total = self.seconds.get("total", 0.0)
         blocked = f", training stood still for {self.seconds['blocked']:.2f} s" if "blocked" in self.seconds else ""
         return (
-            f"saved {self.keys} tensors to {self.path} (id {self.unique_id}): {format_bytes(self.total_bytes)} of "
+            f"saved {_tensors(self.keys)} to {self.path} (id {self.unique_id}): {format_bytes(self.total_bytes)} of "
             f"{format_bytes(self.held_bytes)} held, {self.items} items, imbalance {self.imbalance:.2f}, "
-            f"{total:.2f} s, {_rate(self.total_bytes, total)}{blocked}"
+            f"{total:.2f} s, {_rate(self.total_bytes, total)}{blocked}{_of_one_rank(self.replicas)}"
         )
 
 
@@ -115,6 +132,7 @@ class LoadReport:
         peak_scratch_bytes: The most memory that operands of computed values took at any time.
         total_bytes: ``bytes_needed`` of all ranks.
         replicas_used: By key, what was damaged of what this rank read, and which file of which rank served instead.
+        replicas: Of a reshard: as in SaveReport, of the sources.
         seconds: Wall time of the call on this rank, by phase; ``total`` is all of it.
     """
 
@@ -140,6 +158,7 @@ class LoadReport:
     peak_scratch_bytes: int = 0
     total_bytes: int = 0
     replicas_used: dict[str, str] = field(default_factory=dict)
+    replicas: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -152,7 +171,7 @@ class LoadReport:
         what = "resharded" if self.source == "memory" else "loaded"
         origin = "in memory" if self.source == "memory" else f"from {self.source} (id {self.unique_id})"
         text = (
-            f"{what} {self.keys} tensors {origin}: {format_bytes(self.total_bytes)} on all ranks, "
+            f"{what} {_tensors(self.keys)} {origin}: {format_bytes(self.total_bytes)} on all ranks, "
             f"{total:.2f} s, {_rate(self.total_bytes, total)}"
         )
         for name, count in (
@@ -168,6 +187,7 @@ class LoadReport:
         ):
             if count:
                 text += f", {count} {name}"
+        text += _of_one_rank(self.replicas)
         if self.bytes_extra:
             text += f", {format_bytes(self.bytes_extra)} more than needed read on this rank to verify it"
         return text
@@ -219,7 +239,7 @@ class ExportReport:
         total = self.seconds.get("total", 0.0)
         files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         text = (
-            f"exported {self.keys} tensors from {self.source} (id {self.unique_id}) to {files} in {self.output}: "
+            f"exported {_tensors(self.keys)} from {self.source} (id {self.unique_id}) to {files} in {self.output}: "
             f"{format_bytes(self.total_bytes)}, {total:.2f} s, {_rate(self.total_bytes, total)}"
         )
         if self.left_out:
@@ -281,11 +301,11 @@ class VerifyReport:
         if not self.has_checksums:
             found += " with headers and sizes" if self.ok else ""
             return (
-                f"looked through {self.path}: {found}; {self.keys} tensors, {self.items} items, {self.files} files; "
+                f"looked through {self.path}: {found}; {_tensors(self.keys)}, {self.items} items, {self.files} files; "
                 f"{format_bytes(self.total_bytes)} have no checksums and were not read, {total:.2f} s"
             )
         return (
-            f"verified {self.path} (id {self.unique_id}): {found}; {self.keys} tensors, {self.items} items, "
+            f"verified {self.path} (id {self.unique_id}): {found}; {_tensors(self.keys)}, {self.items} items, "
             f"{self.files} files, {format_bytes(self.bytes_verified)} of {format_bytes(self.total_bytes)} as written, "
             f"{total:.2f} s, {_rate(self.bytes_read, total)}"
         )
@@ -328,7 +348,7 @@ class RepairReport:
         total = self.seconds.get("total", 0.0)
         text = (
             f"rebuilt the manifest of id {self.unique_id} in {self.path} from {len(self.files)} data files: "
-            f"{self.keys} tensors, {self.items} items, {format_bytes(self.bytes_read)}, {total:.2f} s"
+            f"{_tensors(self.keys)}, {self.items} items, {format_bytes(self.bytes_read)}, {total:.2f} s"
         )
         if self.left_out:
             text += f", {len(self.left_out)} files of other saves left out"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, Literal, Union
 
 from paddle_flexckpt.dist_tensor import is_dist_tensor, local_part
 
@@ -68,6 +68,8 @@ class ShardedWeight(_PaddleShardedWeight):
             order when the key itself is not there.
         fused: The rule of a fused parameter, or None.
         raw_names: Of an optimizer's state: names that Paddle's plain ``optimizer.state_dict()`` may have for it.
+        replicas: What is asked of replicas where the caller of a save or reshard does not say (``check_replicas``):
+            ``"first"`` for running statistics; None: the default.
         dist_tensor: The DistTensor whose local value ``local_tensor`` is, or None.
 
     A DistTensor is described by its placements: ``local_tensor`` is then its local value, ``local_shape`` and
@@ -87,6 +89,7 @@ class ShardedWeight(_PaddleShardedWeight):
         aliases: Iterable[str] = (),
         fused: FusedAxis | None = None,
         raw_names: Iterable[str] = (),
+        replicas: Literal["equal", "close", "first"] | None = None,
     ) -> None:
         self.dist_tensor = None
         if is_dist_tensor(local_tensor):
@@ -105,6 +108,7 @@ class ShardedWeight(_PaddleShardedWeight):
         self.aliases = tuple(aliases)
         self.fused = fused
         self.raw_names = tuple(raw_names)
+        self.replicas = replicas
 
     def __str__(self) -> str:
         shape = list(getattr(self.local_tensor, "shape", ()))

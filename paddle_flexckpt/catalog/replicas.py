@@ -34,6 +34,26 @@ class ReplicaGroups:
         """int64 ``[g]``, one row of each group (that of the lowest rank)."""
         return self.order[self.start[:-1]]
 
+    @property
+    def of_row(self) -> np.ndarray:
+        """int64 ``[n]``, the group of each row."""
+        group = np.empty(len(self.order), dtype=np.int64)
+        group[self.order] = np.repeat(np.arange(len(self)), self.count)
+        return group
+
+    def without_others(self, rows: np.ndarray) -> ReplicaGroups:
+        """Return the same groups, of which those of some rows have these as their only members.
+
+        Args:
+            rows: int64, at most one row of each group.
+        """
+        only = np.full(len(self), -1, dtype=np.int64)
+        only[self.of_row[rows]] = rows
+        only = np.repeat(only, self.count)
+        keep = (only < 0) | (only == self.order)
+        start = np.append(0, np.cumsum(keep))[self.start]
+        return ReplicaGroups(self.order[keep], start)
+
 
 def group_replicas(catalog: Catalog) -> ReplicaGroups:
     """Groups the rows that have the same key, box and flattened range.

@@ -13,6 +13,7 @@ from paddle_flexckpt.manager.policies import (
     StepRecord,
     steps_to_remove,
 )
+from paddle_flexckpt.manager.readiness import check
 from paddle_flexckpt.manager.restore import RestoreReport
 
 __all__ = [
@@ -27,5 +28,6 @@ __all__ = [
     "SaveInterval",
     "SavePolicy",
     "StepRecord",
+    "check",
     "steps_to_remove",
 ]

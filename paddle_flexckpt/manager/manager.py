@@ -12,6 +12,7 @@ from typing import Any, Literal
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.wire import join
+from paddle_flexckpt.execution.mapping import config_digest
 from paddle_flexckpt.manager.contents import (
     RECORD,
     check_extra,
@@ -33,12 +34,15 @@ from paddle_flexckpt.manager.policies import (
     check_policies,
 )
 from paddle_flexckpt.manager.preemption import PreemptionSignals
+from paddle_flexckpt.manager.readiness import OWN_OBJECTS, check, given
 from paddle_flexckpt.manager.restore import RestoreReport, Targets, restore_first
 from paddle_flexckpt.manager.schedule import SaveSchedule
 from paddle_flexckpt.manager.steps import UNIQUE_ID, StepDirectories, Which
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.runtime.communicator import check_same, communicator_for
 from paddle_flexckpt.runtime.extra_state import collect_extra_state
+from paddle_flexckpt.runtime.options import GROUP, encode_options, same_on_all_ranks
+from paddle_flexckpt.runtime.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.runtime.saver import save_state_dict
 from paddle_flexckpt.runtime.targets import Strict
 from paddle_flexckpt.storage import CheckpointInfo, Location, VerifyMode
@@ -74,6 +78,7 @@ class CheckpointManager:
         path: The root, as it was given.
     """
 
+    @same_on_all_ranks(**OWN_OBJECTS, process_group=GROUP)
     def __init__(
         self,
         root: Location,
@@ -83,6 +88,11 @@ class CheckpointManager:
         process_group: Any = None,
         async_save: bool | BackgroundWriter = False,
         preemption_signals: Iterable[int] = (signal.SIGTERM,),
+        model: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        scaler: Any = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         """Makes no directory yet.
 
@@ -95,10 +105,13 @@ class CheckpointManager:
             async_save: Whether saves run in the background, as in :func:`save_state_dict`.
             preemption_signals: Signals that say that this process will soon be ended. They are caught, until
                 :meth:`close`: the loop saves at its next step and stops. That needs the main thread.
+            model: What :meth:`save` will be given; so are ``optimizer``, ``lr_scheduler``, ``scaler`` and ``state``.
+                They are checked now, by :func:`check`, and not kept.
 
         Raises:
-            ValidationError: An argument is not usable, or ranks differ in theirs.
+            ValidationError: An argument is not usable, ranks differ in theirs, or the model cannot be saved.
         """
+        options = locals()
         self._comm = communicator_for(process_group)
         self._async_save = async_save
         self._pending = PendingSaves(self._comm)
@@ -117,19 +130,23 @@ class CheckpointManager:
             numbers = tuple(preemption_signals)
             self._signals = PreemptionSignals(numbers)
             self._schedule = SaveSchedule(self._comm, policies, self._signals)
-            head = {
-                "root": self.path,
-                "save_when": repr(policies),
-                "keep": repr(self._keep),
-                "async_save": bool(async_save),
-                "preemption_signals": sorted(map(int, numbers)),
-            }
-            return None, json.dumps(head).encode()
+            return None, encode_options(
+                CheckpointManager.__init__,
+                options,
+                root=self.path,
+                save_when=repr(policies),
+                keep=repr(self._keep),
+                async_save=bool(async_save),
+                preemption_signals=sorted(map(int, numbers)),
+                **given(options),
+            )
 
         context = "cannot make a CheckpointManager"
         try:
             _, heads = self._comm.together(open_root, context)
             check_same(heads, context)
+            if any(options[name] is not None for name in OWN_OBJECTS):
+                check(model, optimizer, lr_scheduler, scaler, state, self._comm)
         except CheckpointError:
             self._signals.close()
             raise
@@ -158,6 +175,7 @@ class CheckpointManager:
         """
         return self._schedule.should_stop
 
+    @same_on_all_ranks()
     def should_save(self, step: int) -> bool:
         """Whether to save now: a policy wants it, or a rank has got a preemption signal and nothing was saved since.
 
@@ -173,6 +191,12 @@ class CheckpointManager:
         self._check_open()
         return self._schedule.should_save(step, f"cannot decide about saving in {self.path!r}")
 
+    @same_on_all_ranks(
+        **OWN_OBJECTS,
+        dataloader="every rank has its own position in the data",
+        extra="saved like a replicated tensor, and compared like one",
+        metrics="compared by a rule of their own, whose error names the metric",
+    )
     def save(
         self,
         step: int,
@@ -189,7 +213,7 @@ class CheckpointManager:
         blocking: bool | None = None,
         overwrite: bool = False,
         save_replicas: bool = False,
-        check_replicas: bool = True,
+        check_replicas: CheckReplicas = True,
     ) -> SaveReport | SaveHandle:
         """Saves a step, and removes what need not be kept any longer.
 
@@ -216,6 +240,7 @@ class CheckpointManager:
                 has failed; then this one has not begun. Or something old could not be removed; then the new checkpoint
                 is complete, or on its way, and the text says so.
         """
+        options = locals()
         context = f"cannot save a step in {self.path!r}"
         background = bool(self._async_save) if blocking is None else not blocking
 
@@ -227,9 +252,10 @@ class CheckpointManager:
             contents.update(collect_extra_state(lr_scheduler, scaler, step, rng, dataloader, **check_extra(extra)))
             if self._comm.position == 0:
                 self._steps.prepare(step, overwrite or step in self._damaged)
-            head = {"step": step, "background": background, "overwrite": overwrite}
-            said = {"time": time.time(), "metrics": {name: repr(number) for name, number in numbers.items()}}
-            return (contents, numbers), join((json.dumps(head).encode(), json.dumps(said).encode()))
+            said = {"blocking": not background, "check_replicas": ReplicaPolicies(check_replicas).said}
+            head = encode_options(CheckpointManager.save, options, **said, **given(options))
+            numbers_said = {"time": time.time(), "metrics": {name: repr(number) for name, number in numbers.items()}}
+            return (contents, numbers), join((head, json.dumps(numbers_said).encode()))
 
         self._pending.settle(context, wait_for=step)
         (contents, numbers), answers = self._comm.together(prepare, context)
@@ -290,6 +316,7 @@ class CheckpointManager:
 
         self._comm.together(work, f"{done}, but what need not be kept in {self.path!r} could not be removed")
 
+    @same_on_all_ranks(**OWN_OBJECTS)
     def restore(
         self,
         step: Which = "latest",
@@ -332,6 +359,7 @@ class CheckpointManager:
             CorruptCheckpointError: It is damaged, or with ``fallback`` all are; targets may be partly overwritten.
             CheckpointError: A save in the background has failed; nothing was changed.
         """
+        options = locals()
         context = f"cannot restore a step from {self.path!r}"
 
         def prepare() -> tuple[Targets, bytes]:
@@ -340,8 +368,9 @@ class CheckpointManager:
                 check_step(step)
             targets = Targets(collect_shards(model, optimizer, state), lr_scheduler, scaler, rng)
             order, damaged = self._steps.order(step, self._best(), fallback) if self._comm.position == 0 else ([], {})
-            head = {"step": step, "fallback": fallback}
-            return targets, join((json.dumps(head).encode(), json.dumps([order, list(damaged.items())]).encode()))
+            digest = config_digest(aoa_config, master_weights)
+            head = encode_options(CheckpointManager.restore, options, aoa_config=digest, **given(options))
+            return targets, join((head, json.dumps([order, list(damaged.items())]).encode()))
 
         self._pending.settle(context, wait_for="all")
         targets, answers = self._comm.together(prepare, context)
@@ -363,6 +392,7 @@ class CheckpointManager:
         """The highest of :meth:`all_steps`; None without one."""
         return max(self.all_steps(), default=None)
 
+    @same_on_all_ranks()
     def best_step(self, metric: str | None = None, mode: Mode = "min") -> int | None:
         """The step whose checkpoint is the best by a metric; None if none has it.
 
@@ -374,8 +404,9 @@ class CheckpointManager:
             ValidationError: No metric is given, and there is no KeepBest.
             CorruptCheckpointError: The metrics of a checkpoint cannot be read.
         """
+        head = encode_options(CheckpointManager.best_step, locals())
         order: list[int] = self._look(
-            lambda: self._steps.best(self._best() if metric is None else KeepBest(1, metric, mode))[0]
+            lambda: self._steps.best(self._best() if metric is None else KeepBest(1, metric, mode))[0], head
         )
         return order[0] if order else None
 
@@ -386,15 +417,16 @@ class CheckpointManager:
     def _best(self) -> KeepBest | None:
         return next((policy for policy in self._keep if isinstance(policy, KeepBest)), None)
 
-    def _look(self, work: Callable[[], Any]) -> Any:
-        """What the coordinator sees, on every rank."""
+    def _look(self, work: Callable[[], Any], head: bytes = b"{}") -> Any:
+        """Return what the coordinator sees, on every rank; ``head`` is what has to be the same on all of them."""
 
         def look() -> tuple[None, bytes]:
             self._check_open()
-            return None, json.dumps(work() if self._comm.position == 0 else None).encode()
+            return None, join((head, json.dumps(work() if self._comm.position == 0 else None).encode()))
 
-        _, answers = self._comm.together(look, f"cannot look at the checkpoints in {self.path!r}")
-        return json.loads(answers[0])
+        context = f"cannot look at the checkpoints in {self.path!r}"
+        _, answers = self._comm.together(look, context)
+        return said_by_all(answers, context)[0]
 
     def _check_open(self) -> None:
         if self._closed:

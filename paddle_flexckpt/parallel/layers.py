@@ -95,7 +95,19 @@ def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
     group = layer._get_shard_group() if rules else None
     whole = build_sharded_state_dict(state, rules, prefix, group)
     # By their shapes so far: a parameter that stage 3 has released has no memory of its own.
-    return {key: describe_fused(describe_sliced(layer, weight)) for key, weight in whole.items()}
+    sharded = {key: describe_fused(describe_sliced(layer, weight)) for key, weight in whole.items()}
+    for name in running_statistics(layer):
+        if prefix + name in sharded:
+            sharded[prefix + name].replicas = "first"
+    return sharded
+
+
+def running_statistics(layer: Any) -> tuple[str, ...]:
+    """Return the names of what a layer measures of the data that its rank sees: no two ranks have the same."""
+    from paddle.nn.layer import norm
+
+    # Paddle's two families; SyncBatchNorm and those of sparse tensors are of the first.
+    return ("_mean", "_variance") if isinstance(layer, (norm._BatchNormBase, norm.BatchNorm)) else ()
 
 
 def own_state(layer: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ changes.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -24,6 +25,20 @@ from paddle_flexckpt.parallel.tensor_fusion import (
 
 # What the creation of states changes of an optimizer.
 _TABLES = ("_accumulators", "_accumulators_holder", "_already_create_accumulator", "_master_weights", "_opti_name_list")
+
+
+# Whether states are created at all where they are asked for.
+_creating = contextvars.ContextVar("creating", default=True)
+
+
+@contextlib.contextmanager
+def no_new_states() -> Iterator[None]:
+    """Describe optimizers by the states that they have, and create none."""
+    token = _creating.set(False)
+    try:
+        yield
+    finally:
+        _creating.reset(token)
 
 
 def create_states(optimizer: Any) -> None:
@@ -79,7 +94,8 @@ def create_dense_states(optimizer: Any, parameters: Iterable[Any]) -> None:
 def _create(optimizer: Any, parameters: list[Any] | dict[str, Any]) -> None:
     from paddle.base import framework
 
-    optimizer._create_accumulators(framework.default_main_program().global_block(), parameters)
+    if _creating.get():
+        optimizer._create_accumulators(framework.default_main_program().global_block(), parameters)
 
 
 @contextlib.contextmanager
@@ -193,6 +209,8 @@ def _create_fully_shard_states(optimizer: Any) -> None:
             "Remedy: one list of parameters, and weight decay by apply_decay_param_fun"
         )
     # It works once for an optimizer: what it is not given then gets no states.
+    if not _creating.get():
+        return
     parameters_and_grads = [(parameter, None) for parameter in trainable_parameters(optimizer._param_groups)]
     shard_accumulators(parameters_and_grads, optimizer, framework.default_main_program().global_block())
 

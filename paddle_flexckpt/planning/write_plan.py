@@ -63,13 +63,15 @@ def plan_write(
         file_name: Gives the data file's name for a rank.
         save_replicas: Write every shard that every rank holds, replicas included.
         min_split_bytes: Smallest shard that may be split among its replicas, in bytes.
-        groups: The catalog's replica groups, where the caller has them already.
+        groups: The catalog's replica groups, where the caller has them already. What is in none of them is not written:
+            groups that were narrowed to one member have that rank's values.
         indivisible: bool ``[n]``, rows of shards that one rank has to write whole.
     """
     ranks = np.unique(catalog.rank)
     rank_index = np.searchsorted(ranks, catalog.rank)
     if save_replicas:
-        row = np.flatnonzero((catalog.size > 0) | (catalog.global_shape == 0).any(axis=1))
+        held = (catalog.size > 0) | (catalog.global_shape == 0).any(axis=1)
+        row = np.flatnonzero(held) if groups is None else np.sort(groups.order[held[groups.order]])
         writer = rank_index[row]
         start, stop = np.zeros(len(row), dtype=np.int64), catalog.size[row]
     else:

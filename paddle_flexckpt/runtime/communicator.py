@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -242,9 +243,23 @@ def check_same(heads: Sequence[bytes], context: str) -> None:
         context: What is being done, for the error.
     """
     if len(set(heads)) != 1:
-        seen = "; ".join(sorted({head.decode() for head in heads}))
+        seen = "; ".join(sorted(set(_differences(heads))))
         remedy = (
             "Remedy: call with the same arguments on every rank; if the checkpoint differs, a save has just ended: "
             "give unique_id"
         )
         raise ValidationError([f"ranks disagree: {seen}. {remedy}"], context)
+
+
+def _differences(heads: Sequence[bytes]) -> list[str]:
+    """Return every rank's view: of JSON objects only the members in which they differ."""
+    try:
+        said = [json.loads(head) for head in heads]
+    except ValueError:
+        said = []
+    if not said or not all(isinstance(each, dict) for each in said):
+        return [head.decode() for head in heads]
+    absent = object()
+    names = dict.fromkeys(name for each in said for name in each)
+    differ = [name for name in names if any(each.get(name, absent) != said[0].get(name, absent) for each in said)]
+    return [json.dumps({name: each[name] for name in differ if name in each}) for each in said]

@@ -31,8 +31,9 @@ import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
 from paddle_flexckpt.runtime.communicator import check_same, communicator_for
-from paddle_flexckpt.runtime.loader import load_state_dict
+from paddle_flexckpt.runtime.loader import load_state_dict, quiet_loads
 from paddle_flexckpt.runtime.merged import empty_tensors
+from paddle_flexckpt.runtime.options import GROUP, PATH, same_on_all_ranks
 from paddle_flexckpt.runtime.portable import decode, encode
 from paddle_flexckpt.runtime.random_state import collect_random_state, restore_random_state
 from paddle_flexckpt.runtime.scheduler_state import restore_scaler, restore_scheduler, scheduler_state
@@ -109,6 +110,7 @@ def collect_extra_state(
     return {**{name: _as_tensor(text) for name, text in state.items()}, **tensors}
 
 
+@same_on_all_ranks(path=PATH, process_group=GROUP, unique_id="what is compared is the checkpoint that it stands for")
 def load_extra_state(path: Location, unique_id: int | None = None, process_group: Any = None) -> dict[str, Any]:
     """Reads the extra state that concerns this rank. Every rank of the group calls this.
 
@@ -143,7 +145,8 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
 
     def read(names: list[str]) -> None:
         tensors = empty_tensors(catalog, names)
-        load_state_dict(tensors, path, comm, unique_id=chosen)
+        with quiet_loads():
+            load_state_dict(tensors, path, comm, unique_id=chosen)
         state.update(tensors)
 
     # What is common says whether the layout is the same, and so what else is needed.
@@ -156,6 +159,15 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
             mine.append(key)
     read(mine)
     return state
+
+
+def saved_world_size(state: Mapping[str, Any]) -> int:
+    """Return the number of ranks that saved; errors of :func:`restore_extra_state`.
+
+    Args:
+        state: Of :func:`load_extra_state`.
+    """
+    return int(_common(state)["layout"]["world_size"])
 
 
 def restore_extra_state(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +27,7 @@ from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator
 from paddle_flexckpt.runtime.completion import complete, match
 from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.runtime.name_compatibility import check_across_ranks
+from paddle_flexckpt.runtime.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
 from paddle_flexckpt.runtime.targets import MASTER, Policy, Strict, Wanted
@@ -40,8 +42,19 @@ from paddle_flexckpt.storage import (
 )
 
 logger = logging.getLogger("paddle_flexckpt")
+_report_level = contextvars.ContextVar("report_level", default=logging.INFO)
 
 
+@same_on_all_ranks(
+    state_dict=SHARDS,
+    path=PATH,
+    process_group=GROUP,
+    unique_id="what is compared is the checkpoint that it stands for",
+    offload=UNUSED,
+    safetensors=UNUSED,
+    worker_groups=UNUSED,
+    comm_method=UNUSED,
+)
 def load_state_dict(
     state_dict: Mapping[str, Any],
     path: Location,
@@ -114,6 +127,7 @@ def load_state_dict(
         CorruptCheckpointError: The checkpoint is damaged (likewise). Damage that only reading can find may leave
             targets partly overwritten; the text says so.
     """
+    options = locals()
     begin = time.perf_counter()
     comm = communicator_for(process_group)
     directory = CheckpointDirectory(path)
@@ -125,16 +139,13 @@ def load_state_dict(
         verify_mode(verify)
         manifest = stack.enter_context(HeldManifest(directory, unique_id))
         state = open_state(state_dict, comm.rank)
-        head = {
-            "checkpoint": f"id {manifest.unique_id} ({manifest.save_token})",
-            "coordinator_rank": coordinator_rank,
-            "strict": strict,
-            "dtype": dtype,
-            "fused": fused,
-            "mw_name_compatibility": mw_name_compatibility,
-            "aoa_config": config_digest(aoa_config, master_weights),
-        }
-        return _Described(manifest, state, json.dumps(head).encode())
+        head = encode_options(
+            load_state_dict,
+            options,
+            checkpoint=f"id {manifest.unique_id} ({manifest.save_token})",
+            aoa_config=config_digest(aoa_config, master_weights),
+        )
+        return _Described(manifest, state, head)
 
     def prepare() -> tuple[_Prepared, bytes]:
         manifest, state, head = describe()
@@ -190,8 +201,18 @@ def load_state_dict(
     if report.replicas_used:
         logger.warning(f"rank {comm.rank}: {replica_warning(directory.path, report.replicas_used)}")
     if comm.position == coordinator_rank:
-        logger.info(report.summary())
+        logger.log(_report_level.get(), report.summary())
     return report
+
+
+@contextlib.contextmanager
+def quiet_loads() -> Iterator[None]:
+    """Let loads report at the level DEBUG: where the caller reads for itself, or reports itself."""
+    token = _report_level.set(logging.DEBUG)
+    try:
+        yield
+    finally:
+        _report_level.reset(token)
 
 
 class _Described(NamedTuple):

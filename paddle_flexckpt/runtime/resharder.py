@@ -40,7 +40,9 @@ from paddle_flexckpt.runtime.loader import (
     used_keys,
 )
 from paddle_flexckpt.runtime.name_compatibility import check_across_ranks
-from paddle_flexckpt.runtime.replicas import check_replicas_equal, replica_digests
+from paddle_flexckpt.runtime.options import GROUP, SHARDS, UNUSED, encode_options, same_on_all_ranks
+from paddle_flexckpt.runtime.replica_policies import CheckReplicas, ReplicaPolicies
+from paddle_flexckpt.runtime.replicas import Replicas, replica_digests
 from paddle_flexckpt.runtime.shared_memory import refuse_shared_memory
 from paddle_flexckpt.runtime.sources import CheckedSources, check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
@@ -58,6 +60,7 @@ def virtual_file(rank: int) -> str:
     return f"vfile_{rank}"
 
 
+@same_on_all_ranks(src_sharded_state_dict=SHARDS, dst_sharded_state_dict=SHARDS, process_group=GROUP)
 def reshard_sharded_state_dict(
     src_sharded_state_dict: Mapping[str, Any],
     dst_sharded_state_dict: Mapping[str, Any],
@@ -72,7 +75,7 @@ def reshard_sharded_state_dict(
     master_weights: Literal["exact", "convert"] = "exact",
     fused: Literal["convert", "exact"] = "convert",
     mw_name_compatibility: bool = True,
-    check_replicas: bool = True,
+    check_replicas: CheckReplicas = True,
 ) -> LoadReport:
     """Moves live state from one layout to another, in memory.
 
@@ -95,8 +98,8 @@ def reshard_sharded_state_dict(
         master_weights: As in :func:`load_state_dict`.
         fused: As in :func:`load_state_dict`.
         mw_name_compatibility: As in :func:`load_state_dict`.
-        check_replicas: Whether replicas of one source shard have to be equal, byte for byte. Without the check, a rank
-            is given its own replica's values, or any other's.
+        check_replicas: What is asked of the replicas of one source shard, as in :func:`save_state_dict`. Where they may
+            differ, every rank is given the values of one rank, even if it holds others itself.
 
     Returns:
         What was done; ``bytes_received`` are the bytes that this rank lacked.
@@ -105,16 +108,20 @@ def reshard_sharded_state_dict(
         ValidationError: The two sides do not fit (on every rank, with the same text); no target was changed.
         CheckpointError: A rank failed during the exchange (likewise); targets are partly overwritten.
     """
+    options = locals()
     comm = communicator_for(process_group)
     mine = virtual_file(comm.rank)
 
     def describe() -> tuple[LocalState, bytes]:
         check_coordinator(comm, coordinator_rank)
         state = open_state(src_sharded_state_dict, comm.rank, mine)
-        return state, encode_catalog(state.catalog)
+        digest = config_digest(aoa_config, master_weights)
+        rules = ReplicaPolicies(check_replicas)
+        head = encode_options(reshard_sharded_state_dict, options, aoa_config=digest, check_replicas=rules.said)
+        return state, join((head, encode_catalog(state.catalog)))
 
     state, answers = comm.together(describe, _CONTEXT)
-    source = concat([decode_catalog(answer) for answer in answers])
+    source = concat([decode_catalog(catalog) for catalog in check_heads(answers, _CONTEXT)[0]])
     tensors = {state.catalog.key_name(row): weight for row, weight in enumerate(state.weights)}
     return _load_state_dict(
         dst_sharded_state_dict,
@@ -134,6 +141,14 @@ def reshard_sharded_state_dict(
     )
 
 
+@same_on_all_ranks(
+    target_state_dict=SHARDS,
+    source_state_dict=SHARDS,
+    metadata_list="the catalog of all sources is made from it, and every later step depends on that",
+    process_group=GROUP,
+    worker_groups=UNUSED,
+    comm_method=UNUSED,
+)
 def _load_state_dict(
     target_state_dict: Mapping[str, Any],
     source_state_dict: Mapping[str, Mapping[str, Any]],
@@ -150,7 +165,7 @@ def _load_state_dict(
     master_weights: Literal["exact", "convert"] = "exact",
     fused: Literal["convert", "exact"] = "convert",
     mw_name_compatibility: bool = True,
-    check_replicas: bool = True,
+    check_replicas: CheckReplicas = True,
     aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> LoadReport:
     """Fills targets from (virtual) files whose tensors are in the ranks' memory.
@@ -171,8 +186,7 @@ def _load_state_dict(
         master_weights: As in :func:`load_state_dict`.
         fused: As in :func:`load_state_dict`.
         mw_name_compatibility: As in :func:`load_state_dict`.
-        check_replicas: Whether replicas of one source shard have to be equal, byte for byte. Without the check, a rank
-            is given its own replica's values, or any other's.
+        check_replicas: As in :func:`reshard_sharded_state_dict`.
         aoa_config: As in :func:`load_state_dict`.
 
     Returns:
@@ -182,27 +196,25 @@ def _load_state_dict(
         ValidationError: The two sides do not fit; no target was changed.
         CheckpointError: A rank failed during the exchange.
     """
+    options = locals()
     begin = time.perf_counter()
     comm = communicator_for(process_group)
     source = gather_virtual_files(
         comm, source_state_dict, metadata_list, lambda: open_state(target_state_dict, comm.rank).catalog, _CONTEXT
     )
-    held = held_tensors(source, source_state_dict, comm.rank, _CONTEXT)
+    described = held_tensors(source, source_state_dict, comm.rank, _CONTEXT)
+    held = {row: getattr(value, "local_tensor", value) for row, value in described.items()}
     checked = check_sources(comm, held, source, _CONTEXT)
-    options = {
-        "strict": strict,
-        "dtype": dtype,
-        "coordinator_rank": coordinator_rank,
-        "check_replicas": check_replicas,
-        "offload": offload,
-        "fused": fused,
-        "mw_name_compatibility": mw_name_compatibility,
-    }
+
+    @functools.cache
+    def rules() -> ReplicaPolicies:
+        return ReplicaPolicies(check_replicas)
 
     @functools.cache
     def describe() -> tuple[LocalState, bytes]:
         digest = config_digest(aoa_config, master_weights)
-        return open_state(target_state_dict, comm.rank), json.dumps({**options, "aoa_config": digest}).encode()
+        head = encode_options(_load_state_dict, options, aoa_config=digest, check_replicas=rules().said)
+        return open_state(target_state_dict, comm.rank), head
 
     all_targets = None if aoa_config is None else gather_targets(comm, describe, _CONTEXT)
     statements: list[str] = []
@@ -210,7 +222,7 @@ def _load_state_dict(
 
         @functools.cache
         def digests_of_replicas() -> bytes:
-            return replica_digests(held, checked.groups) if check_replicas else b""
+            return replica_digests(held, checked.groups) if rules().compares else b""
 
         def prepare() -> tuple[_Prepared, bytes]:
             state, head = describe()
@@ -227,6 +239,7 @@ def _load_state_dict(
                 head,
                 json.dumps(needs).encode(),
                 digests_of_replicas(),
+                rules().of([source.key_name(row) for row in held], list(described.values())).tobytes(),
                 carrier.address(),
                 np.packbits(used_keys(source, wanted, mapping)).tobytes(),
                 encode_catalog(work.catalog),
@@ -236,17 +249,22 @@ def _load_state_dict(
             return _Prepared(state, wanted, mapping, work, devices), join(parts)
 
         ready, answers = comm.together(prepare, _CONTEXT)
-        needed, digests, addresses, bits, encoded, names, use = check_heads(answers, _CONTEXT)
+        needed, digests, policies, addresses, bits, encoded, names, use = check_heads(answers, _CONTEXT)
         statements = sorted({statement for texts in needed for statement in json.loads(texts)})
         if statements:
             # Whoever sends has to know them too.
             if all_targets is None:
                 all_targets = gather_targets(comm, describe, _CONTEXT)
             ready, answers = comm.together(prepare, _CONTEXT)
-            _, digests, addresses, bits, encoded, names, use = check_heads(answers, _CONTEXT)
+            _, digests, policies, addresses, bits, encoded, names, use = check_heads(answers, _CONTEXT)
         check_across_ranks([json.loads(each) for each in names], _CONTEXT)
-        if check_replicas:
-            check_replicas_equal(comm, digests, held, source, checked.groups, _CONTEXT)
+        asked = np.zeros(len(source), dtype=np.uint8)
+        for rank, told in zip(comm.ranks, policies):
+            asked[source.rank == rank] = np.frombuffer(told, dtype=np.uint8)
+        replicas = Replicas(comm, held, source, checked.groups, asked, rules().compares, _CONTEXT)
+        differing = replicas.compare(digests)
+        checked = replace(checked, groups=replicas.narrowed(differing if replicas.compares else None))
+        found = replicas.report(differing, warns=comm.position == coordinator_rank)
         unexpected = unexpected_keys(source, bits, ready.mapping)
         check_unexpected(unexpected, strict, _CONTEXT)
         target = concat([decode_catalog(catalog) for catalog in encoded])
@@ -272,6 +290,7 @@ def _load_state_dict(
         cast=ready.wanted.cast,
         masters=ready.wanted.masters,
         fused=ready.wanted.fused,
+        replicas=found,
         kept=ready.work.kept_keys(ready.state.catalog),
         computed=ready.work.computed_keys(ready.state.catalog),
         bytes_needed=counts["copied"] + counts["received"],

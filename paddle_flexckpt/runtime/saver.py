@@ -29,7 +29,9 @@ from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
 from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.runtime.fused import indivisible_rows
-from paddle_flexckpt.runtime.replicas import check_replicas_equal, replica_digests
+from paddle_flexckpt.runtime.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
+from paddle_flexckpt.runtime.replica_policies import CheckReplicas, ReplicaPolicies
+from paddle_flexckpt.runtime.replicas import Replicas, replica_digests
 from paddle_flexckpt.runtime.sources import check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.tensors import open_storage
@@ -50,7 +52,7 @@ def save_state_dict(
     save_replicas: bool = ...,
     *,
     step: int | None = ...,
-    check_replicas: bool = ...,
+    check_replicas: CheckReplicas = ...,
 ) -> SaveReport: ...
 
 
@@ -66,10 +68,11 @@ def save_state_dict(
     save_replicas: bool = ...,
     *,
     step: int | None = ...,
-    check_replicas: bool = ...,
+    check_replicas: CheckReplicas = ...,
 ) -> SaveReport | SaveHandle: ...
 
 
+@same_on_all_ranks(state_dict=SHARDS, path=PATH, process_group=GROUP, safetensors=UNUSED)
 def save_state_dict(
     state_dict: Mapping[str, Any],
     path: Location,
@@ -81,7 +84,7 @@ def save_state_dict(
     save_replicas: bool = False,
     *,
     step: int | None = None,
-    check_replicas: bool = True,
+    check_replicas: CheckReplicas = True,
 ) -> SaveReport | SaveHandle:
     """Saves a distributed state to a directory that all ranks share.
 
@@ -105,8 +108,13 @@ def save_state_dict(
         safetensors: Accepted for compatibility: data files are safetensors files always.
         save_replicas: Write every replica of every shard.
         step: Training step to record in the manifest.
-        check_replicas: Whether replicas of one shard have to be equal, byte for byte. Without the check, whichever rank
-            the plan chooses is the one whose values are saved.
+        check_replicas: What is asked of the replicas of one shard. For all keys, or in a dict by glob or compiled
+            regular expression: the first that matches counts, and ``"*"`` is the default (``"equal"`` without it).
+            ``"equal"``, or True: the same bytes, else the save is an error. ``"close"``: where they differ, the values
+            of one rank are saved, and the report and a warning say how far apart they are. ``"first"``: the values of
+            one rank are saved, and the report says whether others differ. False: the same without comparing (with
+            ``save_replicas`` they are compared nonetheless). That rank is, for a whole layer and its states, the lowest
+            that holds them. Running statistics of normalisation layers are ``"first"`` unless a pattern matches them.
 
     Returns:
         What was done; of an asynchronous save, a handle. A failure of an asynchronous save is raised by its handle's
@@ -118,18 +126,11 @@ def save_state_dict(
         CheckpointError: A rank could not write (likewise); the directory holds what it held before. Or an earlier
             asynchronous save failed and nobody has seen that; this one was not begun.
     """
+    options = locals()
     begin = time.perf_counter()
     comm = communicator_for(process_group)
     directory = CheckpointDirectory(path)
     context = f"cannot save to {directory.path!r}"
-    head = {
-        "unique_id": unique_id,
-        "coordinator_rank": coordinator_rank,
-        "async_save": async_save is not False,
-        "save_replicas": save_replicas,
-        "check_replicas": check_replicas,
-        "step": step,
-    }
 
     def describe() -> tuple[_Own, bytes]:
         queued = time.perf_counter()
@@ -147,15 +148,20 @@ def save_state_dict(
             ticket = directory.open_save(unique_id, comm.size)
             # If a rank fails that has not even begun, the marker is all there is.
             stack.enter_context(opened).callback(directory.discard, ticket, comm.rank)
-        parts: tuple[bytes, ...] = (json.dumps(head).encode(), json.dumps(ticket and asdict(ticket)).encode())
+        rules = ReplicaPolicies(check_replicas)
+        asynchronous = async_save is not False
+        head = encode_options(save_state_dict, options, async_save=asynchronous, check_replicas=rules.said)
         whole = indivisible_rows(state.catalog, (getattr(weight, "fused", None) for weight in state.weights))
-        parts = (*parts, np.packbits(whole).tobytes(), encode_catalog(state.catalog))
-        return _Own(state, lock, admission, waited), join(parts)
+        policies = rules.of(state.catalog.keys, state.weights)
+        encoded = (np.packbits(whole).tobytes(), policies.tobytes(), encode_catalog(state.catalog))
+        return _Own(state, lock, admission, waited), join(
+            (head, json.dumps(ticket and asdict(ticket)).encode(), *encoded)
+        )
 
     locked, opened = contextlib.ExitStack(), contextlib.ExitStack()
     with contextlib.ExitStack() as stack:
         own, answers = comm.together(describe, context)
-        heads, tickets, wholes, catalogs = zip(*(split(answer) for answer in answers))
+        heads, tickets, wholes, policies, catalogs = zip(*(split(answer) for answer in answers))
         check_same(heads, context)
         ticket = SaveTicket(**json.loads(tickets[coordinator_rank]))
         opened.pop_all()  # from here on every rank removes what it wrote
@@ -167,8 +173,18 @@ def save_state_dict(
             first_row = int(np.argmax(catalog.rank == comm.rank)) if len(own.state.weights) else 0
             held = {first_row + row: weight.local_tensor for row, weight in enumerate(own.state.weights)}
             groups = check_sources(comm, held, catalog, context).groups
+            asked, compares = np.frombuffer(b"".join(policies), dtype=np.uint8), check_replicas is not False
+            replicas = Replicas(comm, held, catalog, groups, asked, compares, context, save_replicas)
+            differing = None
+            if replicas.comes_first:
+                _, digests = comm.together(lambda: (None, replica_digests(held, groups)), context)
+                differing = replicas.compare(digests)
             plan = plan_write(
-                catalog, ticket.data_file, save_replicas=save_replicas, groups=groups, indivisible=indivisible
+                catalog,
+                ticket.data_file,
+                save_replicas=save_replicas,
+                groups=replicas.narrowed(differing),
+                indivisible=indivisible,
             )
             share = _Share(directory, ticket, comm, comm.ranks[coordinator_rank], plan, held, step)
             planned = time.perf_counter()
@@ -178,11 +194,11 @@ def save_state_dict(
                     share.write()
                 else:
                     share.stage(own.admission, own.lock)
-                return None, replica_digests(held, groups) if check_replicas else b""
+                return None, replica_digests(held, groups) if replicas.compares and differing is None else b""
 
             _, digests = comm.together(write, context)
-            if check_replicas:
-                check_replicas_equal(comm, digests, held, catalog, groups, context)
+            differing = replicas.compare(digests) if differing is None else differing
+            found = replicas.report(differing, warns=share.is_coordinator)
             written = time.perf_counter()
             report = SaveReport(
                 path=directory.path,
@@ -193,6 +209,7 @@ def save_state_dict(
                 total_bytes=plan.total_bytes,
                 held_bytes=int(catalog.byte_length.sum()),
                 imbalance=plan.imbalance,
+                replicas=found,
                 seconds={"plan": planned - begin - own.waited},
             )
             if own.admission is not None:

@@ -39,8 +39,28 @@ class CheckedSources:
     coverage: Coverage
 
 
+def check_layout(catalog: Catalog, context: str) -> CheckedSources:
+    """Check that all ranks' shards make whole tensors, as far as their descriptions tell.
+
+    Args:
+        catalog: The shards of all ranks.
+        context: What is being done, for the error.
+
+    Raises:
+        ValidationError: Shards are malformed, disagree or leave holes.
+    """
+    problems = validate_shards(catalog)
+    if problems:
+        raise ValidationError(problems, context)
+    groups = group_replicas(catalog)
+    coverage = validate_coverage(catalog, groups)
+    if coverage.problems:
+        raise ValidationError(coverage.problems, context)
+    return CheckedSources(groups, coverage)
+
+
 def check_sources(comm: Communicator, held: Mapping[int, Any], catalog: Catalog, context: str) -> CheckedSources:
-    """Checks that all ranks' shards make whole tensors.
+    """Check that all ranks' shards make whole tensors.
 
     Every rank computes the same from the same catalog. Only where shards overlap without being replicas of each other
     is one collective needed: their common elements have to be equal.
@@ -52,18 +72,12 @@ def check_sources(comm: Communicator, held: Mapping[int, Any], catalog: Catalog,
         context: What is being done, for the error.
 
     Raises:
-        ValidationError: Shards are malformed, disagree or leave holes; the same on every rank.
+        ValidationError: As of :func:`check_layout`, or overlapping shards differ; the same on every rank.
     """
-    problems = validate_shards(catalog)
-    if problems:
-        raise ValidationError(problems, context)
-    groups = group_replicas(catalog)
-    coverage = validate_coverage(catalog, groups)
-    if coverage.problems:
-        raise ValidationError(coverage.problems, context)
-    if coverage.overlaps:
-        _check_overlaps(comm, held, catalog, coverage, context)
-    return CheckedSources(groups, coverage)
+    checked = check_layout(catalog, context)
+    if checked.coverage.overlaps:
+        _check_overlaps(comm, held, catalog, checked.coverage, context)
+    return checked
 
 
 def _check_overlaps(

@@ -65,7 +65,7 @@ def gather_virtual_files(
 def held_tensors(
     source: Catalog, source_state_dict: Mapping[str, Mapping[str, Any]], rank: int, context: str
 ) -> dict[int, Any]:
-    """This rank's source tensors by row of the source catalog."""
+    """Return this rank's source tensors or ShardedWeights by row of the source catalog."""
     held = {}
     size = source.size
     for row in np.flatnonzero(source.rank == rank).tolist():
@@ -86,5 +86,5 @@ def held_tensors(
             )
         if problem is not None:
             raise ValidationError([problem], context)
-        held[row] = tensor
+        held[row] = value
     return held

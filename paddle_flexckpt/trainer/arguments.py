@@ -8,11 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Optional, get_type_hints
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.runtime.replica_policies import CheckReplicas
 from paddle_flexckpt.storage import VerifyMode
 
 FLEX = "flex_checkpoint"
 _STRICT: dict[str, Any] = {"missing": "missing", "unexpected": "unexpected", "both": True, "none": False}
 _VERIFY = ("read", "full", "off")
+# As numbers and truth values, so that a switch for comparing works too.
+_REPLICAS: dict[str, CheckReplicas] = {
+    "close": "close",
+    **dict.fromkeys(("equal", "1", "true"), "equal"),
+    **dict.fromkeys(("first", "0", "false"), False),
+}
 # Of these flags PaddleFormers has its own, with its own defaults.
 SHARED = ("save_checkpoint_format", "load_checkpoint_format", "aoa_config")
 
@@ -68,8 +75,12 @@ class FlexTrainingArguments:
     flex_save_replicas: bool = field(
         default=False, metadata={"help": "Write every replica of every shard; a damaged one is replaced by another."}
     )
-    flex_check_replicas: bool = field(
-        default=True, metadata={"help": "Whether replicas that differ between ranks are an error of the save."}
+    flex_check_replicas: str = field(
+        default="close",
+        metadata={
+            "help": "Replicas that differ between ranks. close: one rank's values are saved, and a warning says by how "
+            "much they differ. equal: an error of the save. first: one rank's values are saved without comparing."
+        },
     )
     flex_cast: bool = field(
         default=False, metadata={"help": "Convert tensors whose dtype is another than the checkpoint's; else an error."}
@@ -94,7 +105,8 @@ class TrainerOptions:
         verify: As of :func:`load_state_dict`; so is ``strict``.
         fallback: Whether an older checkpoint may serve.
         export_hf: Whether weights are exported after each save.
-        save_replicas: As of :func:`save_state_dict`; so is ``check_replicas``.
+        save_replicas: As of :func:`save_state_dict`.
+        check_replicas: Likewise. The default is ``"close"``: ranks that drift apart by rounding do not end a training.
         cast: Whether dtypes may differ on load.
         convert_master_weights: Whether masters and parameters may replace each other.
     """
@@ -108,7 +120,7 @@ class TrainerOptions:
     fallback: bool = False
     export_hf: bool = False
     save_replicas: bool = False
-    check_replicas: bool = True
+    check_replicas: CheckReplicas = "close"
     cast: bool = False
     convert_master_weights: bool = False
 
@@ -139,10 +151,13 @@ def options_of(args: Any) -> TrainerOptions:
     problems = []
     verify: Any = getattr(args, "flex_verify", "read")
     strict = getattr(args, "flex_strict", "missing")
+    replicas = str(getattr(args, "flex_check_replicas", "close"))
     if verify not in _VERIFY:
         problems.append(f"--flex_verify has to be one of {', '.join(_VERIFY)}; got {verify!r}")
     if strict not in _STRICT:
         problems.append(f"--flex_strict has to be one of {', '.join(_STRICT)}; got {strict!r}")
+    if replicas.lower() not in _REPLICAS:
+        problems.append(f"--flex_check_replicas has to be one of close, equal, first; got {replicas!r}")
     if save or load:
         problems += _contradictions(args, save, load)
     config: Any = None
@@ -158,7 +173,15 @@ def options_of(args: Any) -> TrainerOptions:
     }
     # PaddleFormers' own name for the same.
     switches["save_replicas"] |= bool(getattr(args, "replicate_saved_into_local", False))
-    return TrainerOptions(save=save, load=load, aoa_config=config, verify=verify, strict=_STRICT[strict], **switches)
+    return TrainerOptions(
+        save=save,
+        load=load,
+        aoa_config=config,
+        verify=verify,
+        strict=_STRICT[strict],
+        check_replicas=_REPLICAS[replicas.lower()],
+        **switches,
+    )
 
 
 _SWITCHES = (
@@ -166,7 +189,6 @@ _SWITCHES = (
     "fallback",
     "export_hf",
     "save_replicas",
-    "check_replicas",
     "cast",
     "convert_master_weights",
 )

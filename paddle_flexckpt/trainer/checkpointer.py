@@ -26,9 +26,11 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.manager.pending import PendingSaves
 from paddle_flexckpt.parallel import install as install_parallel
 from paddle_flexckpt.parallel import is_installed as is_parallel_installed
+from paddle_flexckpt.parallel.state_creation import no_new_states
+from paddle_flexckpt.runtime.checking import check_state
 from paddle_flexckpt.runtime.communicator import Communicator, check_same, communicator_for
 from paddle_flexckpt.runtime.extra_state import collect_extra_state
-from paddle_flexckpt.runtime.loader import load_state_dict
+from paddle_flexckpt.runtime.loader import load_state_dict, quiet_loads
 from paddle_flexckpt.runtime.saver import save_state_dict
 from paddle_flexckpt.storage import CheckpointDirectory
 from paddle_flexckpt.trainer.arguments import TrainerOptions, options_of
@@ -120,6 +122,28 @@ class TrainerCheckpointer:
         if self.options.export_hf and not is_peft(model):
             self._comm.together(lambda: (hf_rules(type(model), model.config), b""), "cannot export the weights")
 
+    def check(self) -> None:
+        """Raises what the first save would, once model and optimizer are wrapped, and before the training starts."""
+        trainer = self._trainer
+        everything = not trainer.args.ignore_save_lr_and_optim
+
+        def describe() -> dict[str, Any]:
+            with no_new_states():
+                return self._contents(everything)
+
+        head = repr(self.options).encode()
+        check_state(describe, self._comm, "cannot save", head)
+
+    def _contents(self, everything: bool) -> dict[str, Any]:
+        """What is saved: shards and extra state; ``everything``: not the model alone."""
+        trainer = self._trainer
+        shards = collect_shards(trainer, everything)
+        if self.average is not None and everything:
+            shards.update(self.average.shards(shards))
+        scheduler = trainer.lr_scheduler if everything else None
+        scaler = trainer.scaler if everything and trainer.do_grad_scaling else None
+        return {**shards, **collect_extra_state(scheduler, scaler, int(trainer.state.global_step))}
+
     def _choose(self, asked: str) -> str:
         if asked.lower() == "true":
             directories, below = self._directories(), None
@@ -170,17 +194,7 @@ class TrainerCheckpointer:
         def contents() -> tuple[dict[str, Any], bytes]:
             if self._comm.position == 0:
                 directories.make_durable(step)
-            shards = collect_shards(trainer, everything)
-            if self.average is not None and everything:
-                shards.update(self.average.shards(shards))
-            shards.update(
-                collect_extra_state(
-                    trainer.lr_scheduler if everything else None,
-                    trainer.scaler if everything and trainer.do_grad_scaling else None,
-                    step,
-                )
-            )
-            return shards, b""
+            return self._contents(everything), b""
 
         shards, _ = self._comm.together(contents, context)
         report = save_state_dict(
@@ -268,7 +282,8 @@ class TrainerCheckpointer:
         candidate = os.fspath(path)
         while True:
             try:
-                self._restored = restore_from(self._trainer, candidate, everything, options, self._comm)
+                with quiet_loads():  # _log() says what was loaded
+                    self._restored = restore_from(self._trainer, candidate, everything, options, self._comm)
                 break
             except CorruptCheckpointError as error:
                 # All ranks have the same error, and so go the same way.

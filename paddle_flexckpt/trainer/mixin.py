@@ -55,8 +55,10 @@ class FlexTrainerMixin:
         return result
 
     def _inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        upstream = upstream_of(self, "_inner_training_loop")
-        restored = checkpointer_of(self).restored_from if self._flex_resuming is not None else None
+        upstream, flex = upstream_of(self, "_inner_training_loop"), checkpointer_of(self)
+        if flex.options.save:
+            flex.check()  # model and optimizer are wrapped by now
+        restored = flex.restored_from if self._flex_resuming is not None else None
         if restored is None:
             return upstream(*args, **kwargs)
         bound = inspect.signature(upstream).bind(*args, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.runtime.communicator import Communicator
-from paddle_flexckpt.runtime.extra_state import load_extra_state, restore_extra_state
+from paddle_flexckpt.runtime.extra_state import load_extra_state, restore_extra_state, saved_world_size
 from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.scheduler_state import restore_plain_scheduler, restore_scaler
 from paddle_flexckpt.storage import read_plain_file
@@ -85,10 +85,22 @@ def _restore_native(
     scaler = trainer.scaler if trainer.do_grad_scaling else None
 
     def put_back() -> tuple[dict[str, str], bytes]:
-        return restore_extra_state(state, trainer.lr_scheduler, scaler, rng=False).not_restored, b""
+        missing = restore_extra_state(state, trainer.lr_scheduler, scaler, rng=False).not_restored
+        return {**missing, **_other_samples(saved_world_size(state), comm.size)}, b""
 
     missing, _ = comm.together(put_back, f"cannot resume from {path}")
     return Restored(path, True, load, state, missing)
+
+
+def _other_samples(before: int, now: int) -> dict[str, str]:
+    """Return why the samples are not those that the saved run would have drawn, if they are not."""
+    if (before == 1) == (now == 1):
+        return {}
+    return {
+        "order of samples": f"saved by {before} process{'es' if before > 1 else ''}, resumed by {now}: the trainer's "
+        "sampler for one process and that for several draw in different orders. All tensors are as they were; losses "
+        "are not comparable step by step"
+    }
 
 
 def _restore_foreign(trainer: Any, path: Path) -> dict[str, str]:

@@ -55,7 +55,8 @@ def test_a_reshard_through_the_host_takes_no_collective_and_little_memory(costs)
         assert cost["d2h"] == cost["h2d"] == STATE * MIB // 2
         assert cost["collectives"] == 0
         assert cost["device"] <= 8 * MIB  # columns are gathered on the device before they cross
-        assert cost["host"] <= LIMIT
+        # What a rank lacks waits on the host once, and pages are counted whole.
+        assert cost["host"] <= STATE * MIB // 2 + MIB
 
 
 def test_nothing_is_touched_that_the_host_cannot_or_must_not_reach(costs):

@@ -96,6 +96,9 @@ def round_trip(case, directory):
     fc.install()
     model, wrapper, optimizer = layout(case)
     fill(model, 1)
+    fc.check(wrapper, optimizer)
+    created = getattr(optimizer, "_accumulators", {})
+    unasked = sorted(name for name, tensors in created.items() if tensors)
     for number in range(2):
         step(model, wrapper, optimizer, number)
     inner, outer = model.sharded_state_dict(), wrapper.sharded_state_dict()
@@ -109,6 +112,7 @@ def round_trip(case, directory):
         "prefixes": [key for key in (*outer, *states) if "_layer" in key],
         "own_method": sorted(optimizer.sharded_state_dict(outer)) == sorted(states),
         "names": sorted([*outer, *states]),
+        "created by a check": unasked,
     }
     state = {**outer, **states}
     fc.save_state_dict(state, directory)

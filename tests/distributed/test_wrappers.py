@@ -44,6 +44,7 @@ def test_round_trip(done, case):
         assert result["same"]
         assert result["prefixed"]
         assert result["own_method"]
+        assert result["created by a check"] == []
         assert result["prefixes"] == result["missing"] == result["different"] == []
         assert result["loss"][0] == result["loss"][1]
 

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("paddle")
 import paddle
 
 import paddle_flexckpt as fc
-
-ROOT = Path(__file__).parents[2]
-
-
-def loop_of(file: str) -> str:
-    """The code that makes a CheckpointManager."""
-    (code,) = [c for c in re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), re.S) if "Manager(" in c]
-    return code
+from tests.documents import code_block
 
 
 def docstring_loop() -> str:
@@ -28,7 +18,7 @@ def docstring_loop() -> str:
 
 @pytest.mark.parametrize("source", ["README.md", "docs/manager.md", "docstring"])
 def test_the_loop_runs_and_goes_on(tmp_path, monkeypatch, source):
-    code = docstring_loop() if source == "docstring" else loop_of(source)
+    code = docstring_loop() if source == "docstring" else code_block(source, "Manager(")
     monkeypatch.chdir(tmp_path)
     fc.install()
     try:

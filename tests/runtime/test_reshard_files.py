@@ -148,4 +148,4 @@ def test_reshard_is_the_same_thing_with_vfiles_and_one_rank_logs(caplog):
 
     with caplog.at_level(logging.INFO, logger="paddle_flexckpt"):
         assert all(SimulatedWorld(2).run(job))
-    assert len([record for record in caplog.records if "resharded 1 tensors in memory" in record.getMessage()]) <= 1
+    assert len([record for record in caplog.records if "resharded 1 tensor in memory" in record.getMessage()]) <= 1

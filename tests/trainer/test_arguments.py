@@ -44,16 +44,23 @@ def test_flags_reach_the_load(flags, expected):
     assert options(**FLEX, **flags).loading() == {**plain, **expected}
 
 
-@pytest.mark.parametrize("name", ["async_save", "fallback", "export_hf", "save_replicas", "check_replicas"])
+@pytest.mark.parametrize("name", ["async_save", "fallback", "export_hf", "save_replicas"])
 def test_switches(name):
     for value in (True, False):
         assert getattr(options(**FLEX, **{f"flex_{name}": value}), name) is value
+
+
+def test_replicas():
+    assert options(**FLEX).check_replicas == "close"
+    for value, expected in (("equal", "equal"), ("1", "equal"), (True, "equal"), ("first", False), (False, False)):
+        assert options(**FLEX, flex_check_replicas=value).check_replicas == expected
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
         ({"flex_verify": "some"}, "--flex_verify has to be one of read, full, off; got 'some'"),
+        ({"flex_check_replicas": "any"}, "--flex_check_replicas has to be one of close, equal, first; got 'any'"),
         ({"flex_strict": "yes"}, "--flex_strict has to be one of missing, unexpected, both, none; got 'yes'"),
         ({"unified_checkpoint": True}, "leave --unified_checkpoint out"),
         ({"save_sharded_model": True}, "leave --save_sharded_model out"),

@@ -72,9 +72,18 @@ def test_every_arguments_class_has_the_flags_and_keeps_its_own(cls, tmp_path):
     now = {each.name: each.metadata.get("help") for each in dataclasses.fields(cls)}
     assert {name: now[name] for name in own} == own
     assert now.keys() - own.keys() == {each.name for each in dataclasses.fields(FlexTrainingArguments)}
-    line = ["--output_dir", str(tmp_path), "--device", "cpu", "--flex_async_save", "1", "--flex_check_replicas", "0"]
+    line = [
+        "--output_dir",
+        str(tmp_path),
+        "--device",
+        "cpu",
+        "--flex_async_save",
+        "1",
+        "--flex_check_replicas",
+        "first",
+    ]
     (args,) = PdArgumentParser((cls,)).parse_args_into_dataclasses(line)
-    assert (args.flex_async_save, args.flex_check_replicas, args.flex_verify) == (True, False, "read")
+    assert (args.flex_async_save, args.flex_check_replicas, args.flex_verify) == (True, "first", "read")
     assert "flex_async_save" in PdArgumentParser((cls,)).format_help()
 
 

@@ -15,9 +15,11 @@ pytest.importorskip("paddlenlp")
 import paddle
 
 import paddle_flexckpt.trainer.paddlenlp  # noqa: F401  # the one line that a script needs
-from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.storage import is_complete
 from paddle_flexckpt.trainer import latest_checkpoint
+from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
+from paddle_flexckpt.trainer.restoring import _other_samples
 from tests.storage.samples import flip
 from tests.trainer.matrix import differences, tensors
 from tests.trainer.models import Sequences, build
@@ -321,3 +323,39 @@ def test_an_export_that_cannot_be_is_an_error_before_the_training(tmp_path, monk
     with pytest.raises(ValidationError, match="no rules for this model"):
         Run(tmp_path, flex_export_hf=True)
     assert steps_in(tmp_path) == []
+
+
+def test_what_cannot_be_saved_is_said_before_the_first_step(tmp_path, monkeypatch):
+    def unruly(*args: Any) -> Any:
+        model = build(*args)
+        model.llama.norm.weight.is_distributed = True
+        return model
+
+    monkeypatch.setattr("tests.trainer.test_trainer.build", unruly)
+    steps: list[int] = []
+    with pytest.raises(CheckpointError, match=r"cannot save: .*'llama\.norm\.weight' is marked is_distributed"):
+        Run(tmp_path, until=steps.append)
+    assert steps == []
+    assert steps_in(tmp_path) == []
+
+
+def test_a_check_before_the_training_changes_nothing_of_it(whole, tmp_path, monkeypatch):
+    _, run = whole
+    monkeypatch.setattr(TrainerCheckpointer, "check", lambda self: None)
+    assert Run(tmp_path).losses == run.losses
+
+
+def test_a_resume_says_what_it_did_in_one_line(whole, tmp_path, caplog):
+    directory, _ = whole
+    with caplog.at_level("INFO", logger="paddle_flexckpt"):
+        Run(tmp_path, resume=str(directory / "checkpoint-3"), max_steps=4, save_steps=100)
+    (line,) = [record.message for record in caplog.records if record.name == "paddle_flexckpt"]
+    assert line.startswith(f"resumed from {directory / 'checkpoint-3'}: loaded ")
+
+
+@pytest.mark.parametrize(("before", "now", "differs"), [(1, 1, False), (2, 4, False), (1, 2, True), (4, 1, True)])
+def test_other_samples_are_said(before, now, differs):
+    found = _other_samples(before, now)
+    assert bool(found) == differs
+    if differs:
+        assert f"saved by {before} process" in found["order of samples"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -36,8 +37,7 @@ def missing_tools() -> str:
 def build() -> Path:
     """Compile the plugin if the cache does not have it, and return the directory for ``CUSTOM_DEVICE_ROOT``.
 
-    Any number of processes may do so at the same time: each writes under names of its own, and the first to finish
-    gives the result its name.
+    Any number of processes may call this at the same time: one compiles, and the others wait for it.
 
     Raises:
         BuildError: There is no compiler, or it fails; the text has its output.
@@ -52,15 +52,14 @@ def build() -> Path:
     if (root / LIBRARY).is_file():
         return root
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        finished = Path(scratch) / "root"
-        finished.mkdir()
-        _link(paddle, _compile(paddle, sources, cache), finished / LIBRARY)
-        try:
-            finished.rename(root)
-        except OSError:
-            if not (root / LIBRARY).is_file():  # not because another process was first
-                raise
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, or the process has ended
+        if not (root / LIBRARY).is_file():
+            with tempfile.TemporaryDirectory(dir=cache) as scratch:
+                finished = Path(scratch) / "root"
+                finished.mkdir()
+                _link(paddle, _compile(paddle, sources, cache), finished / LIBRARY)
+                finished.rename(root)
     return root
 
 
@@ -97,7 +96,7 @@ def _compile(paddle: Path, sources: list[Path], cache: Path) -> list[Path]:
     while waiting or running:
         while waiting and len(running) < (os.cpu_count() or 1):
             target = waiting.pop()
-            own = target.with_suffix(f".{os.getpid()}.o")  # another process may compile the same
+            own = target.with_suffix(f".{os.getpid()}.o")  # a killed process leaves no half of an object
             command = [_compiler(), *_FLAGS, define, *include, "-c", "-o", str(own), str(objects[target])]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             running.append((own, target, process))
