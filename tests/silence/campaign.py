@@ -31,21 +31,27 @@ from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.property.layouts import Pick
 from tests.ramdisk import memory_directory
 from tests.silence.judge import Case, Finding, check_targets, contents, error_of, paint
-from tests.silence.mistakes import MISTAKES
+from tests.silence.mistakes import MISTAKES, collect
 from tests.silence.models import build, random_model, random_strategy
 from tests.silence.totals import Totals
 
+collect()
 # One run in so many makes no mistake.
 LEGAL_EVERY = 4
 WAYS = ("files", "files", "files", "memory", "merged")
 
 
-def case_of(seed: int, root: Path) -> tuple[str, Case]:
+def mistake_of(seed: int) -> str | None:
+    """The mistake of a seed; the seeds in between those without go through all in turn."""
+    return None if seed % LEGAL_EVERY == 0 else list(MISTAKES)[(seed - seed // LEGAL_EVERY - 1) % len(MISTAKES)]
+
+
+def case_of(seed: int, root: Path, ways: Sequence[str] = WAYS) -> tuple[str, Case]:
     """The run of a seed, with its mistake made, and the mistake's name."""
     pick = Pick.from_seed(seed)
     model = random_model(pick)
     strategies = random_strategy(pick), random_strategy(pick)
-    way = pick.choice(WAYS)
+    way = pick.choice(ways)
     if way == "memory" and strategies[0].world != strategies[1].world:
         strategies = (strategies[0],) * 2 if pick.integer(0, 1) else (strategies[1],) * 2
     if way == "merged":
@@ -56,15 +62,14 @@ def case_of(seed: int, root: Path) -> tuple[str, Case]:
     options = {"save_replicas": bool(pick.integer(0, 3) == 0), "step": pick.choice((None, 7))}
     for each in case.save:
         each.update(options)
-    strict = pick.choice(("missing", "missing", True))
+    loads = {"strict": pick.choice(("missing", "missing", True))}
+    if way == "files" and pick.integer(0, 4) == 0:
+        loads["verify"] = pick.choice(("read", "full"))
     for each in case.load:
-        each.update(strict=strict)
-        if way == "files" and pick.integer(0, 4) == 0:
-            each.update(verify=pick.choice(("read", "full")))
-    if seed % LEGAL_EVERY == 0:
+        each.update(loads)
+    name = mistake_of(seed)
+    if name is None:
         return "none", case
-    # The seeds in between go through the mistakes in turn.
-    name = list(MISTAKES)[(seed - seed // LEGAL_EVERY - 1) % len(MISTAKES)]
     must = MISTAKES[name](case)
     if must is None:  # not with this model, or not in this way
         return "none", case
@@ -175,11 +180,11 @@ def _merged(case: Case) -> str:
     return "equal"
 
 
-def run_seed(seed: int, root: Path, totals: Totals) -> None:
+def run_seed(seed: int, root: Path, totals: Totals, ways: Sequence[str] = WAYS) -> None:
     """Runs one seed and counts what came of it."""
     name = "making the case"
     try:
-        name, case = case_of(seed, root)
+        name, case = case_of(seed, root, ways)
         outcome = carry_out(case)
     except Finding as finding:
         totals.findings.append((seed, name, str(finding)))

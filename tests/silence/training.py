@@ -159,7 +159,7 @@ def _no_optimizer(degree: int, path: str) -> Any:
 def _optimizer_alone(degree: int, path: str) -> Any:
     job = Job(degree, None)
     call = lambda: fc.load_state_dict(job.optimizer.sharded_state_dict(job.net.sharded_state_dict()), path)  # noqa: E731
-    return job, call, "error"
+    return job, call, "states alone"
 
 
 def _swapped(degree: int, path: str) -> Any:
@@ -180,7 +180,8 @@ def _state_dict(degree: int, path: str) -> Any:
 
 def _both_state_dicts(degree: int, path: str) -> Any:
     job = Job(degree, None)
-    return job, lambda: fc.load_state_dict({**job.net.state_dict(), **job.optimizer.state_dict()}, path), "error"
+    call = lambda: fc.load_state_dict({**job.net.state_dict(), **job.optimizer.state_dict()}, path)  # noqa: E731
+    return job, call, "either"
 
 
 def _another_optimizer(degree: int, path: str) -> Any:
@@ -247,7 +248,7 @@ def _reshard_alone(degree: int, path: str) -> Any:
     """A reshard needs the others, unless nothing is cut."""
     source, job = Job(degree, "now"), Job(degree, None)
     call = lambda: fc.reshard_sharded_state_dict(source.state(), job.state(), "self")  # noqa: E731
-    return job, call, "equal" if degree == 1 else "error"
+    return job, call, "equal" if degree == 1 else "error of each"
 
 
 def _reshard(degree: int, path: str) -> Any:
