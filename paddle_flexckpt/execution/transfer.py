@@ -76,7 +76,7 @@ def copy_values(copy: StridedCopy, source: AnyStorage, target: AnyStorage) -> No
         copy = copy if isinstance(storage, np.ndarray) else storage.along_axes(copy, side)
     for start, stop in _chunks(copy, source.dtype.itemsize, DEVICE_CHUNK_BYTES):
         for part in copy.part(start, stop) if stop - start < copy.size else (copy,):
-            if isinstance(source, np.ndarray) or isinstance(target, np.ndarray) or source.dtype != target.dtype:
+            if isinstance(target, np.ndarray) or type(source) is not type(target) or source.dtype != target.dtype:
                 write_values(target, part, read_values(source, part))
             else:
                 target.copy_from(source, part)

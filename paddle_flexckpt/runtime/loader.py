@@ -27,16 +27,17 @@ from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator
 from paddle_flexckpt.runtime.completion import complete, match
 from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.runtime.name_compatibility import check_across_ranks
+from paddle_flexckpt.runtime.node_saves import Storage, check_storage
 from paddle_flexckpt.runtime.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
 from paddle_flexckpt.runtime.targets import MASTER, Policy, Strict, Wanted
 from paddle_flexckpt.storage import (
-    CheckpointDirectory,
     FileReader,
     HeldManifest,
     Location,
     Manifest,
+    NodeDirectory,
     VerifyMode,
     verify_mode,
 )
@@ -75,6 +76,7 @@ def load_state_dict(
     fused: Literal["convert", "exact"] = "convert",
     verify: bool | VerifyMode = "read",
     use_replicas: bool = True,
+    storage: Storage = "shared",
 ) -> LoadReport:
     """Fills live shards, in place, from a checkpoint that was saved under this or any other layout.
 
@@ -117,6 +119,9 @@ def load_state_dict(
             how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
         use_replicas: Whether a replica (of a save with ``save_replicas=True``) is read where a file or a block turns
             out to be damaged; the report and a warning say so. What is not verified is not noticed.
+        storage: ``"shared"``: every rank sees all files. ``"per_node"``: ranks may see some of them only, or none (see
+            :func:`save_state_dict`); what a rank does not see it receives from one that does. The highest id that any
+            rank sees is taken.
 
     Returns:
         What was done.
@@ -130,38 +135,63 @@ def load_state_dict(
     options = locals()
     begin = time.perf_counter()
     comm = communicator_for(process_group)
-    directory = CheckpointDirectory(path)
-    context = f"cannot load from {directory.path!r}"
+    directory = NodeDirectory(path)
+    per_node = storage == "per_node"
+    context = "cannot load from the nodes' directories" if per_node else f"cannot load from {directory.path!r}"
+
+    def head(checkpoint: str) -> bytes:
+        check_coordinator(comm, coordinator_rank)
+        verify_mode(verify)
+        check_storage(storage)
+        digest = config_digest(aoa_config, master_weights)
+        return encode_options(load_state_dict, options, checkpoint=checkpoint, aoa_config=digest)
+
+    def policy() -> Policy:
+        return Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility)
+
+    if per_node:
+        # It stands on the exchange, which stands on this module.
+        from paddle_flexckpt.runtime.node_loads import find_checkpoint, load_from_nodes
+
+        with contextlib.ExitStack() as held:
+            found = find_checkpoint(comm, directory, unique_id, lambda: head(f"id {unique_id}"), held, context)
+            unique_id = found.manifest.unique_id
+            if not found.everywhere:
+                report = load_from_nodes(
+                    comm,
+                    state_dict,
+                    directory,
+                    found,
+                    lambda: head(found.manifest.save_token),
+                    policy,
+                    context,
+                    verify=verify,
+                    use_replicas=use_replicas,
+                    aoa_config=aoa_config,
+                )
+                _tell(report, comm, coordinator_rank)
+                return report
 
     @functools.cache
     def describe() -> _Described:
-        check_coordinator(comm, coordinator_rank)
-        verify_mode(verify)
         manifest = stack.enter_context(HeldManifest(directory, unique_id))
         state = open_state(state_dict, comm.rank)
-        head = encode_options(
-            load_state_dict,
-            options,
-            checkpoint=f"id {manifest.unique_id} ({manifest.save_token})",
-            aoa_config=config_digest(aoa_config, master_weights),
-        )
-        return _Described(manifest, state, head)
+        return _Described(manifest, state, head(f"id {manifest.unique_id} ({manifest.save_token})"))
 
     def prepare() -> tuple[_Prepared, bytes]:
-        manifest, state, head = describe()
-        policy = Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility)
-        mapping, wanted = match(state, manifest.catalog, policy, aoa_config, all_targets)
+        manifest, state, said = describe()
+        mapping, wanted = match(state, manifest.catalog, policy(), aoa_config, all_targets)
         if wanted.cuts:
             targets = state.catalog if all_targets is None else all_targets
             statements = wanted.completion(manifest.catalog)
-            mapping, wanted = complete(wanted, statements, state, manifest.catalog, policy, aoa_config, targets)
+            mapping, wanted = complete(wanted, statements, state, manifest.catalog, policy(), aoa_config, targets)
         work = plan_work(wanted.catalog, wanted.rows, mapping)
         plan = plan_reads(ShardMatcher(manifest.catalog), work, mapping)
         reader = stack.enter_context(FileReader(directory.backend, manifest, verify, use_replicas))
         reader.check_files(plan.pieces.source)
         used = np.packbits(used_keys(manifest.catalog, wanted, mapping)).tobytes()
         names = json.dumps(wanted.raw_meanings).encode()
-        return _Prepared(manifest, state, wanted, mapping, work, plan, reader), join((head, used, names))
+        return _Prepared(manifest, state, wanted, mapping, work, plan, reader), join((said, used, names))
 
     all_targets = None
     with contextlib.ExitStack() as stack:
@@ -198,11 +228,16 @@ def load_state_dict(
         replicas_used=ready.reader.replicas_used,
         seconds={"plan": planned - begin, "read": end - planned, "total": end - begin},
     )
+    _tell(report, comm, coordinator_rank)
+    return report
+
+
+def _tell(report: LoadReport, comm: Communicator, coordinator_rank: int) -> None:
+    """Log what was done, and warn of damage."""
     if report.replicas_used:
-        logger.warning(f"rank {comm.rank}: {replica_warning(directory.path, report.replicas_used)}")
+        logger.warning(f"rank {comm.rank}: {replica_warning(report.source, report.replicas_used)}")
     if comm.position == coordinator_rank:
         logger.log(_report_level.get(), report.summary())
-    return report
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -197,7 +197,6 @@ def _load_state_dict(
         CheckpointError: A rank failed during the exchange.
     """
     options = locals()
-    begin = time.perf_counter()
     comm = communicator_for(process_group)
     source = gather_virtual_files(
         comm, source_state_dict, metadata_list, lambda: open_state(target_state_dict, comm.rank).catalog, _CONTEXT
@@ -206,81 +205,208 @@ def _load_state_dict(
     held = {row: getattr(value, "local_tensor", value) for row, value in described.items()}
     checked = check_sources(comm, held, source, _CONTEXT)
 
-    @functools.cache
-    def rules() -> ReplicaPolicies:
-        return ReplicaPolicies(check_replicas)
+    report = fill_targets(
+        comm,
+        target_state_dict,
+        _MemorySource(source, checked, described, check_replicas),
+        lambda: encode_options(
+            _load_state_dict,
+            options,
+            aoa_config=config_digest(aoa_config, master_weights),
+            check_replicas=ReplicaPolicies(check_replicas).said,
+        ),
+        lambda: Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility),
+        _CONTEXT,
+        coordinator_rank=coordinator_rank,
+        offload=offload,
+        aoa_config=aoa_config,
+    )
+    if comm.position == coordinator_rank:
+        logger.info(report.summary())
+    return report
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What all ranks hold together, in memory or in files that not every rank sees.
+
+    Attributes:
+        catalog: One row per shard, with the rank that holds it.
+        checked: What is known about it.
+    """
+
+    catalog: Catalog
+    checked: CheckedSources
+
+    @property
+    def held(self) -> Mapping[int, Any]:
+        """This rank's tensors by row; none where they are in files."""
+        return {}
+
+    def storage(self, row: int) -> AnyStorage:
+        """The storage of a row that this rank holds."""
+        raise NotImplementedError
+
+    def check_plan(self, plan: ExchangePlan) -> None:
+        """Raises where this rank's part of the exchange cannot be carried out."""
+
+    def replicas(self) -> tuple[bytes, bytes]:
+        """What the others need for :meth:`compare`."""
+        return b"", b""
+
+    def compare(
+        self,
+        comm: Communicator,
+        digests: Sequence[bytes],
+        policies: Sequence[bytes],
+        coordinator_rank: int,
+        context: str,
+    ) -> tuple[CheckedSources, dict[str, str]]:
+        """Compares the replicas of shards; returns which may be read, and what became of those that differ."""
+        return self.checked, {}
+
+
+@dataclass(frozen=True, eq=False)
+class _MemorySource(Source):
+    """Shards in the ranks' memory.
+
+    Attributes:
+        described: This rank's tensors or shards by row.
+        check_replicas: What is asked of replicas.
+    """
+
+    described: Mapping[int, Any]
+    check_replicas: CheckReplicas
+
+    @functools.cached_property
+    def held(self) -> Mapping[int, Any]:
+        return {row: getattr(value, "local_tensor", value) for row, value in self.described.items()}
+
+    @functools.cached_property
+    def _rules(self) -> ReplicaPolicies:
+        return ReplicaPolicies(self.check_replicas)
+
+    def storage(self, row: int) -> AnyStorage:
+        return open_storage(self.held[row])
+
+    def replicas(self) -> tuple[bytes, bytes]:
+        return self._replicas
+
+    @functools.cached_property
+    def _replicas(self) -> tuple[bytes, bytes]:
+        keys = [self.catalog.key_name(row) for row in self.held]
+        digests = replica_digests(self.held, self.checked.groups) if self._rules.compares else b""
+        return digests, self._rules.of(keys, list(self.described.values())).tobytes()
+
+    def compare(
+        self,
+        comm: Communicator,
+        digests: Sequence[bytes],
+        policies: Sequence[bytes],
+        coordinator_rank: int,
+        context: str,
+    ) -> tuple[CheckedSources, dict[str, str]]:
+        asked = np.zeros(len(self.catalog), dtype=np.uint8)
+        for rank, told in zip(comm.ranks, policies):
+            asked[self.catalog.rank == rank] = np.frombuffer(told, dtype=np.uint8)
+        replicas = Replicas(comm, self.held, self.catalog, self.checked.groups, asked, self._rules.compares, context)
+        differing = replicas.compare(digests)
+        groups = replicas.narrowed(differing if replicas.compares else None)
+        return replace(self.checked, groups=groups), replicas.report(differing, comm.position == coordinator_rank)
+
+
+def fill_targets(
+    comm: Communicator,
+    target_state_dict: Mapping[str, Any],
+    source: Source,
+    head: Callable[[], bytes],
+    make_policy: Callable[[], Policy],
+    context: str,
+    *,
+    coordinator_rank: int,
+    offload: bool,
+    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None,
+) -> LoadReport:
+    """Fills targets from what all ranks hold together: each rank copies what it holds and receives what it lacks.
+
+    Args:
+        comm: The ranks that take part.
+        target_state_dict: Names to the shards to fill.
+        source: What they are filled from.
+        head: Gives what ranks have to agree about, or raises.
+        make_policy: Says what is allowed, or raises.
+        context: What is being done, for errors.
+        coordinator_rank: As in :func:`_load_state_dict`; so are the arguments that follow.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValidationError: The two sides do not fit; no target was changed.
+        CheckpointError: A rank failed during the exchange.
+    """
+    begin = time.perf_counter()
+    catalog, held = source.catalog, source.held
 
     @functools.cache
     def describe() -> tuple[LocalState, bytes]:
-        digest = config_digest(aoa_config, master_weights)
-        head = encode_options(_load_state_dict, options, aoa_config=digest, check_replicas=rules().said)
-        return open_state(target_state_dict, comm.rank), head
+        return open_state(target_state_dict, comm.rank), head()
 
-    all_targets = None if aoa_config is None else gather_targets(comm, describe, _CONTEXT)
+    all_targets = None if aoa_config is None else gather_targets(comm, describe, context)
     statements: list[str] = []
     with contextlib.closing(comm.open_carrier()) as carrier:
-
-        @functools.cache
-        def digests_of_replicas() -> bytes:
-            return replica_digests(held, checked.groups) if rules().compares else b""
 
         def prepare() -> tuple[_Prepared, bytes]:
             state, head = describe()
             devices = devices_of((*held.values(), *(weight.local_tensor for weight in state.weights)))
             wait_for_devices(devices)
-            policy = Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility)
-            mapping, wanted = match(state, source, policy, aoa_config, None if aoa_config is None else all_targets)
-            needs = wanted.completion(source)
+            policy = make_policy()
+            mapping, wanted = match(state, catalog, policy, aoa_config, None if aoa_config is None else all_targets)
+            needs = wanted.completion(catalog)
             if statements and all_targets is not None:
-                mapping, wanted = complete(wanted, statements, state, source, policy, aoa_config, all_targets)
-            refuse_shared_memory(source, held, _in_place(state, wanted, mapping))
+                mapping, wanted = complete(wanted, statements, state, catalog, policy, aoa_config, all_targets)
+            refuse_shared_memory(catalog, held, _in_place(state, wanted, mapping))
             work = plan_work(wanted.catalog, wanted.rows, mapping)
             parts = (
                 head,
                 json.dumps(needs).encode(),
-                digests_of_replicas(),
-                rules().of([source.key_name(row) for row in held], list(described.values())).tobytes(),
+                *source.replicas(),
                 carrier.address(),
-                np.packbits(used_keys(source, wanted, mapping)).tobytes(),
+                np.packbits(used_keys(catalog, wanted, mapping)).tobytes(),
                 encode_catalog(work.catalog),
                 json.dumps(wanted.raw_meanings).encode(),
-                _device_use(comm, offload, source, state, devices),
+                _device_use(comm, offload, catalog, state, devices),
             )
             return _Prepared(state, wanted, mapping, work, devices), join(parts)
 
-        ready, answers = comm.together(prepare, _CONTEXT)
-        needed, digests, policies, addresses, bits, encoded, names, use = check_heads(answers, _CONTEXT)
+        ready, answers = comm.together(prepare, context)
+        needed, digests, policies, addresses, bits, encoded, names, use = check_heads(answers, context)
         statements = sorted({statement for texts in needed for statement in json.loads(texts)})
         if statements:
             # Whoever sends has to know them too.
             if all_targets is None:
-                all_targets = gather_targets(comm, describe, _CONTEXT)
-            ready, answers = comm.together(prepare, _CONTEXT)
-            _, digests, policies, addresses, bits, encoded, names, use = check_heads(answers, _CONTEXT)
-        check_across_ranks([json.loads(each) for each in names], _CONTEXT)
-        asked = np.zeros(len(source), dtype=np.uint8)
-        for rank, told in zip(comm.ranks, policies):
-            asked[source.rank == rank] = np.frombuffer(told, dtype=np.uint8)
-        replicas = Replicas(comm, held, source, checked.groups, asked, rules().compares, _CONTEXT)
-        differing = replicas.compare(digests)
-        checked = replace(checked, groups=replicas.narrowed(differing if replicas.compares else None))
-        found = replicas.report(differing, warns=comm.position == coordinator_rank)
-        unexpected = unexpected_keys(source, bits, ready.mapping)
-        check_unexpected(unexpected, strict, _CONTEXT)
-        target = concat([decode_catalog(catalog) for catalog in encoded])
+                all_targets = gather_targets(comm, describe, context)
+            ready, answers = comm.together(prepare, context)
+            _, digests, policies, addresses, bits, encoded, names, use = check_heads(answers, context)
+        check_across_ranks([json.loads(each) for each in names], context)
+        checked, replicas = source.compare(comm, digests, policies, coordinator_rank, context)
+        unexpected = unexpected_keys(catalog, bits, ready.mapping)
+        check_unexpected(unexpected, make_policy().strict, context)
+        target = concat([decode_catalog(each) for each in encoded])
         # Ranks' rows follow each other in the common catalog.
         first = int(np.argmax(target.rank == comm.rank)) if len(target) else 0
 
         def planned() -> tuple[_Exchange, bytes]:
-            plan = _plan(source, checked, target, ready, comm.rank)
-            exchange = _Exchange(comm, plan, (source, held), (ready, first), _on_devices(use))
+            plan = _plan(catalog, checked, target, ready, comm.rank)
+            source.check_plan(plan)
+            exchange = _Exchange(comm, plan, source, (ready, first), _on_devices(use))
             return exchange, exchange.sent
 
-        exchange, sent = comm.together(planned, _CONTEXT)
+        exchange, sent = comm.together(planned, context)
         planned_at = time.perf_counter()
-        counts, answers = comm.together(lambda: exchange.run(carrier, list(addresses), sent), _CONTEXT)
+        counts, answers = comm.together(lambda: exchange.run(carrier, list(addresses), sent), context)
     end = time.perf_counter()
-    report = LoadReport(
+    return LoadReport(
         source="memory",
         unique_id=None,
         keys=len(ready.wanted.rows),
@@ -290,7 +416,7 @@ def _load_state_dict(
         cast=ready.wanted.cast,
         masters=ready.wanted.masters,
         fused=ready.wanted.fused,
-        replicas=found,
+        replicas=replicas,
         kept=ready.work.kept_keys(ready.state.catalog),
         computed=ready.work.computed_keys(ready.state.catalog),
         bytes_needed=counts["copied"] + counts["received"],
@@ -301,9 +427,6 @@ def _load_state_dict(
         total_bytes=sum(int(answer) for answer in answers),
         seconds={"plan": planned_at - begin, "exchange": end - planned_at, "total": end - begin},
     )
-    if comm.position == coordinator_rank:
-        logger.info(report.summary())
-    return report
 
 
 @dataclass(frozen=True, eq=False)
@@ -372,7 +495,7 @@ class _Exchange:
         self,
         comm: Communicator,
         plan: ExchangePlan,
-        sources: tuple[Catalog, Mapping[int, Any]],
+        source: Source,
         targets: tuple[_Prepared, int],
         on_devices: bool,
     ) -> None:
@@ -381,12 +504,12 @@ class _Exchange:
         Args:
             comm: The ranks.
             plan: This rank's part.
-            sources: The source catalog, and this rank's tensors by row of it.
+            source: What the targets are filled from.
             targets: This rank's targets, and their first row in the target catalog of all ranks.
             on_devices: Whether data goes between devices, and not through host memory.
         """
         self._position, self._plan = comm.position, plan
-        self._source, self._held = sources
+        self._source, self._open = source.catalog, source.storage
         self._ready, self._first = targets
         self._on_device = DeviceExchange(comm.device_group, plan, self._source) if on_devices else None
         self.sent = b"" if self._on_device is None else self._on_device.sent
@@ -404,7 +527,7 @@ class _Exchange:
 
         def source_storage(row: int) -> AnyStorage:
             if row not in opened:
-                opened[row] = open_storage(self._held[row])
+                opened[row] = self._open(row)
             return opened[row]
 
         def target_storage(row: int) -> AnyStorage:

@@ -29,13 +29,14 @@ from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
 from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.runtime.fused import indivisible_rows
+from paddle_flexckpt.runtime.node_saves import NodeSave, Storage, check_storage, check_visible, meet_nodes
 from paddle_flexckpt.runtime.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
 from paddle_flexckpt.runtime.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.runtime.replicas import Replicas, replica_digests
 from paddle_flexckpt.runtime.sources import check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.tensors import open_storage
-from paddle_flexckpt.storage import CheckpointDirectory, Location, SaveLock, SaveTicket
+from paddle_flexckpt.storage import CheckpointDirectory, Location, NodeDirectory, SaveLock, SaveTicket
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -53,6 +54,8 @@ def save_state_dict(
     *,
     step: int | None = ...,
     check_replicas: CheckReplicas = ...,
+    storage: Storage = ...,
+    node_copies: int = ...,
 ) -> SaveReport: ...
 
 
@@ -69,6 +72,8 @@ def save_state_dict(
     *,
     step: int | None = ...,
     check_replicas: CheckReplicas = ...,
+    storage: Storage = ...,
+    node_copies: int = ...,
 ) -> SaveReport | SaveHandle: ...
 
 
@@ -85,8 +90,10 @@ def save_state_dict(
     *,
     step: int | None = None,
     check_replicas: CheckReplicas = True,
+    storage: Storage = "shared",
+    node_copies: int = 1,
 ) -> SaveReport | SaveHandle:
-    """Saves a distributed state to a directory that all ranks share.
+    """Saves a distributed state to a directory that all ranks share, or to one on each node.
 
     Every rank of the group calls this with its own shards. Each distinct shard is written once; replicas share the
     work evenly. The checkpoint exists, whole, once this returns on any rank; until then whatever was there before is
@@ -115,6 +122,12 @@ def save_state_dict(
             one rank are saved, and the report says whether others differ. False: the same without comparing (with
             ``save_replicas`` they are compared nonetheless). That rank is, for a whole layer and its states, the lowest
             that holds them. Running statistics of normalisation layers are ``"first"`` unless a pattern matches them.
+        storage: ``"shared"``: all ranks see the same directory. ``"per_node"``: the ranks of each node see one of their
+            own, under the same path or another; each gets the data of its ranks and a manifest of all, and the
+            checkpoint exists on all of them or on none. Which ranks share a directory is found out. It is loaded with
+            ``storage="per_node"``; not with ``async_save``.
+        node_copies: With ``storage="per_node"``: on how many nodes each data file is kept. With 2, a checkpoint
+            survives the loss of any one node.
 
     Returns:
         What was done; of an asynchronous save, a handle. A failure of an asynchronous save is raised by its handle's
@@ -129,10 +142,17 @@ def save_state_dict(
     options = locals()
     begin = time.perf_counter()
     comm = communicator_for(process_group)
-    directory = CheckpointDirectory(path)
-    context = f"cannot save to {directory.path!r}"
+    per_node = storage == "per_node"
+    directory = NodeDirectory(path)
+    context = "cannot save to the nodes' directories" if per_node else f"cannot save to {directory.path!r}"
+
+    def encoded_head() -> bytes:
+        check_storage(storage, node_copies, async_save is not False)
+        said = ReplicaPolicies(check_replicas).said
+        return encode_options(save_state_dict, options, async_save=async_save is not False, check_replicas=said)
 
     def describe() -> tuple[_Own, bytes]:
+        head = encoded_head()
         queued = time.perf_counter()
         writer = _background_writer(async_save, directory)
         admission = None if writer is None else stack.enter_context(writer.admit())
@@ -142,28 +162,38 @@ def save_state_dict(
         state = open_state(state_dict, comm.rank)
         wait_for_devices(devices_of(weight.local_tensor for weight in state.weights))
         lock, ticket = None, None
-        if comm.position == coordinator_rank:
+        if nodes is not None:
+            ticket = nodes.ticket
+            stack.enter_context(opened).callback(nodes.discard)
+            nodes.begin(node_copies)
+        elif comm.position == coordinator_rank:
             lock = directory.lock()
             stack.enter_context(locked).callback(lock.release)
             ticket = directory.open_save(unique_id, comm.size)
             # If a rank fails that has not even begun, the marker is all there is.
             stack.enter_context(opened).callback(directory.discard, ticket, comm.rank)
         rules = ReplicaPolicies(check_replicas)
-        asynchronous = async_save is not False
-        head = encode_options(save_state_dict, options, async_save=asynchronous, check_replicas=rules.said)
         whole = indivisible_rows(state.catalog, (getattr(weight, "fused", None) for weight in state.weights))
         policies = rules.of(state.catalog.keys, state.weights)
-        encoded = (np.packbits(whole).tobytes(), policies.tobytes(), encode_catalog(state.catalog))
+        place, address = directory.backend.place().encode(), b"" if carrier is None else carrier.address()
+        encoded = (place, address, np.packbits(whole).tobytes(), policies.tobytes(), encode_catalog(state.catalog))
         return _Own(state, lock, admission, waited), join(
             (head, json.dumps(ticket and asdict(ticket)).encode(), *encoded)
         )
 
     locked, opened = contextlib.ExitStack(), contextlib.ExitStack()
     with contextlib.ExitStack() as stack:
+        nodes, carrier = None, None
+        if per_node:
+            nodes = meet_nodes(comm, directory, unique_id, encoded_head, stack, context)
+            carrier = stack.enter_context(contextlib.closing(comm.open_carrier())) if node_copies > 1 else None
         own, answers = comm.together(describe, context)
-        heads, tickets, wholes, policies, catalogs = zip(*(split(answer) for answer in answers))
-        check_same(heads, context)
+        messages = [split(answer) for answer in answers]
+        check_same([message[0] for message in messages], context)
+        _, tickets, places, addresses, wholes, policies, catalogs = zip(*messages)
         ticket = SaveTicket(**json.loads(tickets[coordinator_rank]))
+        if nodes is None and len(set(places)) > 1:
+            comm.together(lambda: check_visible(directory, ticket), "cannot save, and nothing was written")
         opened.pop_all()  # from here on every rank removes what it wrote
         try:
             decoded = [decode_catalog(encoded) for encoded in catalogs]
@@ -186,18 +216,21 @@ def save_state_dict(
                 groups=replicas.narrowed(differing),
                 indivisible=indivisible,
             )
-            share = _Share(directory, ticket, comm, comm.ranks[coordinator_rank], plan, held, step)
+            share = _Share(directory, ticket, comm, comm.ranks[coordinator_rank], plan, held, step, nodes)
             planned = time.perf_counter()
 
             def write() -> tuple[None, bytes]:
+                part = b""
                 if own.admission is None:
-                    share.write()
+                    part = share.write()
                 else:
                     share.stage(own.admission, own.lock)
-                return None, replica_digests(held, groups) if replicas.compares and differing is None else b""
+                digests = replica_digests(held, groups) if replicas.compares and differing is None else b""
+                return None, join((part, digests))
 
-            _, digests = comm.together(write, context)
-            differing = replicas.compare(digests) if differing is None else differing
+            _, answers = comm.together(write, context)
+            parts, told = zip(*map(split, answers))
+            differing = replicas.compare(told) if differing is None else differing
             found = replicas.report(differing, warns=share.is_coordinator)
             written = time.perf_counter()
             report = SaveReport(
@@ -218,11 +251,16 @@ def save_state_dict(
                 locked.pop_all()
                 # What goes wrong from here on is the outcome of the save: the ranks do not meet again.
                 return own.admission.hand_over(report, begin, own.lock)
-            comm.together(share.commit, context)
+            if nodes is not None:
+                nodes.commit(parts, carrier, list(addresses))
+            else:
+                comm.together(share.commit, context)
         except CheckpointError as error:
             if own.admission is not None and isinstance(error, LostRankError):
                 # Others may not have noticed, and have handed their shares over.
                 tell_writers(directory, ticket, comm.rank, comm.ranks[coordinator_rank], error)
+            elif nodes is not None:
+                nodes.discard()
             else:
                 directory.discard(ticket, comm.rank)
             raise
@@ -279,9 +317,10 @@ class _Share:
         plan: WritePlan,
         held: Mapping[int, Any],
         step: int | None,
+        nodes: NodeSave | None,
     ) -> None:
         """Takes this rank's part of the plan; ``held`` has its tensors by row of the planned catalog."""
-        self._directory, self._ticket, self._comm, self._step = directory, ticket, comm, step
+        self._directory, self._ticket, self._comm, self._step, self._nodes = directory, ticket, comm, step, nodes
         self._coordinator, self._held = coordinator, held
         self.is_coordinator = comm.rank == coordinator
         mine = np.flatnonzero(plan.catalog.rank == comm.rank)
@@ -303,13 +342,19 @@ class _Share:
             for begin in range(start, start + size, step) if size else (start,):
                 yield storage.read_range(begin, min(begin + step, start + size)).view(np.uint8)
 
-    def write(self) -> None:
-        """Writes the data file and the part."""
+    def write(self) -> bytes:
+        """Writes the data file and the part; the part of a save to nodes is not a file, but returned."""
+        if self._nodes is not None:
+            self._nodes.clean_up()
+            return self._directory.write_data(
+                self._ticket, self.items, self._data(), world_size=self._comm.size, step=self._step
+            ).encode()
         if self.is_coordinator:
             self._directory.remove_dead_saves(self._ticket)
         self._directory.write_share(
             self._ticket, self._comm.rank, self.items, self._data(), world_size=self._comm.size, step=self._step
         )
+        return b""
 
     def stage(self, admission: Admission, lock: SaveLock | None) -> None:
         """Copies the data to where the writer finds it."""

@@ -19,6 +19,7 @@ from paddle_flexckpt.storage.directory import CheckpointDirectory
 from paddle_flexckpt.storage.held_manifest import HeldManifest
 from paddle_flexckpt.storage.listing import CheckpointInfo, detect_format, is_complete, latest, list_checkpoints
 from paddle_flexckpt.storage.manifest import FORMAT_VERSION, ORIGINS, Manifest, Origin, merge_parts
+from paddle_flexckpt.storage.node_directory import NodeDirectory
 from paddle_flexckpt.storage.paddle_checkpoint import read_paddle_metadata
 from paddle_flexckpt.storage.reader import FileReader
 from paddle_flexckpt.storage.safe_pickle import load_pickle
@@ -38,6 +39,7 @@ __all__ = [
     "HeldManifest",
     "Location",
     "Manifest",
+    "NodeDirectory",
     "ORIGINS",
     "Origin",
     "ReadCount",

@@ -181,6 +181,10 @@ class Backend(ABC):
     def where(self, name: str) -> str:
         """A file's path or URL, for errors and reports."""
 
+    def place(self) -> str:
+        """A text that is the same in two processes only if this is the same directory for both."""
+        return self.path
+
     @abstractmethod
     def open(self, name: str) -> InputFile:
         """Opens a file.

@@ -141,6 +141,13 @@ def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) 
     try:
         file = backend.open_member(name) if manifest.foreign else backend.open(name)
     except FileNotFoundError as error:
+        nodes = manifest.nodes_of(name)
+        if nodes:
+            raise CorruptCheckpointError(
+                f"{path} is missing: the checkpoint was saved with storage='per_node', and the file is on node "
+                f"{' and '.join(nodes)}. Remedy: load with storage='per_node' where a rank sees that directory, or "
+                "copy the nodes' directories into one"
+            ) from error
         raise CorruptCheckpointError(f"{path} is missing; the manifest names it. {remedy}") from error
     with contextlib.ExitStack() as stack:
         stack.callback(file.close)

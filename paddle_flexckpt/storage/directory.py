@@ -14,14 +14,14 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.storage.absence import what_is_wrong
-from paddle_flexckpt.storage.backend import Location, SaveLock
+from paddle_flexckpt.storage.backend import FileLock, Location, SaveLock
 from paddle_flexckpt.storage.data_file import DataFileWriter, check_data_file
 from paddle_flexckpt.storage.formats import find_foreign, open_source
 from paddle_flexckpt.storage.manifest import Manifest, Origin, merge_parts
@@ -79,6 +79,12 @@ class CheckpointDirectory:
         Raises:
             ValidationError: The id is not a non-negative integer, or the path is not a directory.
         """
+        ticket = SaveTicket(*self.choose_save(unique_id), os.urandom(16).hex())
+        self.mark_save(ticket, world_size)
+        return ticket
+
+    def choose_save(self, unique_id: int | None) -> tuple[int, int]:
+        """The id and generation of a new save; arguments and errors as of :meth:`open_save`."""
         if unique_id is not None and (not isinstance(unique_id, int) or isinstance(unique_id, bool) or unique_id < 0):
             raise ValidationError([f"unique_id must be None or an integer >= 0; got {unique_id!r}"])
         self.backend.prepare()
@@ -100,9 +106,18 @@ class CheckpointDirectory:
                     "at once. Remedy: save under a new id (unique_id=None takes the next one)"
                 ]
             )
-        generation = used[unique_id] + 1 if unique_id in used else 0
-        ticket = SaveTicket(unique_id, generation, os.urandom(16).hex())
+        return unique_id, used[unique_id] + 1 if unique_id in used else 0
+
+    def mark_save(self, ticket: SaveTicket, world_size: int = 1, nodes: int = 1) -> None:
+        """Marks a save as begun. The caller has the lock.
+
+        Args:
+            ticket: The save.
+            world_size: Ranks that take part.
+            nodes: Directories that it goes to.
+        """
         who = {**asdict(ticket), "host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size}
+        who["nodes"] = nodes
         try:
             self.backend.write(ticket.marker_file, json.dumps(who).encode())
             # Before any file that it speaks of.
@@ -111,16 +126,24 @@ class CheckpointDirectory:
             with contextlib.suppress(OSError):
                 self.backend.remove(ticket.marker_file)
             raise
-        return ticket
 
-    def remove_dead_saves(self, current: SaveTicket | None = None) -> list[str]:
+    def sees(self, ticket: SaveTicket) -> bool:
+        """Whether this is the directory in which a save has been marked as begun."""
+        try:
+            return ticket.token.encode() in self.backend.read(ticket.marker_file)
+        except FileNotFoundError:
+            return False
+
+    def remove_dead_saves(self, current: SaveTicket | None = None, aborted: Collection[str] = ()) -> list[str]:
         """Removes what saves left behind that died: those whose marker is here. The caller has the lock.
 
         Files that no marker speaks of are left alone, whether a manifest names them or not: it may be the manifest
-        that was lost. But a manifest that was not put in place, by a save or a repair, is of no use to anybody.
+        that was lost. But a manifest that was not put in place, by a save or a repair, is of no use to anybody. What
+        is prepared stays: another node may have published its part of that save.
 
         Args:
             current: The save that is being made.
+            aborted: Tokens of prepared saves that no node has published.
 
         Returns:
             Names of the files removed.
@@ -129,9 +152,11 @@ class CheckpointDirectory:
         removed = sorted(filter(_TEMPORARY.fullmatch, names))
         for name in removed:
             self.backend.remove(name)
-        for marker in sorted(filter(_MARKER.fullmatch, names)):
-            ticket = self._ticket_of(marker)
+        for marker in self.markers():
+            ticket = self.ticket_of(marker)
             if current is not None and marker == current.marker_file:
+                continue
+            if ticket is not None and ticket.token not in aborted and self.prepared(ticket):
                 continue
             try:
                 doomed = self._doomed(ticket, names) if ticket is not None else []
@@ -142,6 +167,15 @@ class CheckpointDirectory:
             self._remove(doomed, marker)
             removed += [*doomed, marker]
         return removed
+
+    def markers(self) -> list[str]:
+        """Names of the files that say that a save has begun."""
+        return sorted(filter(_MARKER.fullmatch, self.backend.names()))
+
+    def prepared(self, ticket: SaveTicket) -> list[str]:
+        """Files that say that a save is complete on this node, and on others perhaps published; none if it is here."""
+        names = [name for name in self.backend.names() if ticket.owns(name) and name.endswith(".prepared")]
+        return [] if not names or self.is_committed(ticket) else names
 
     def _remove_unfinished(self, ticket: SaveTicket) -> None:
         try:
@@ -164,7 +198,7 @@ class CheckpointDirectory:
             self.backend.sync()
         self.backend.remove(marker)
 
-    def _ticket_of(self, marker: str) -> SaveTicket | None:
+    def ticket_of(self, marker: str) -> SaveTicket | None:
         """The save that a marker speaks of; None if it died before the marker was whole, so before any other file."""
         try:
             said = json.loads(self.backend.read(marker))
@@ -221,6 +255,18 @@ class CheckpointDirectory:
         Raises:
             OSError: The file system refused.
         """
+        self.write_part(ticket, rank, self.write_data(ticket, items, data, world_size=world_size, step=step))
+
+    def write_data(
+        self,
+        ticket: SaveTicket,
+        items: Catalog,
+        data: Iterable[np.ndarray],
+        *,
+        world_size: int,
+        step: int | None = None,
+    ) -> Manifest:
+        """Writes a rank's data file and returns its part; arguments and errors as of :meth:`write_share`."""
         writer = DataFileWriter(
             self.backend,
             items,
@@ -229,7 +275,7 @@ class CheckpointDirectory:
             world_size=world_size,
             step=step,
         )
-        self.write_part(ticket, rank, writer.write(data))
+        return writer.write(data)
 
     def write_part(self, ticket: SaveTicket, rank: int, part: Manifest) -> None:
         """Writes a rank's part; its data file is durable already. The part appears whole: it is looked for."""
@@ -269,22 +315,48 @@ class CheckpointDirectory:
                 ) from error
 
         manifest = merge_parts(self.backend.each(part, ranks))
-        name = f"{ticket.unique_id}.manifest"
-        replaced = self.backend.claim(name)
+        replaced = self.publish(ticket, manifest.encode())
         try:
-            self.backend.publish(name, manifest.encode())
-            try:
-                doomed = self._doomed(ticket, self.backend.names(), being_read=replaced is None)
-                self._remove(doomed, ticket.marker_file)
-            except OSError as error:
-                raise CheckpointError(
-                    f"the checkpoint in {self.path} (id {ticket.unique_id}) is complete, but files that it does not "
-                    f"need could not be removed: {error}. Remedy: the next save here tries again"
-                ) from error
+            self.finish(ticket, being_read=replaced is None)
         finally:
             if replaced is not None:
                 replaced.release()
         return manifest
+
+    def publish(self, ticket: SaveTicket, manifest: bytes) -> FileLock | None:
+        """Puts the manifest of a save in place: from then on the checkpoint exists.
+
+        Returns:
+            The lock of the manifest that it has replaced; None if that is being read.
+        """
+        name = f"{ticket.unique_id}.manifest"
+        replaced = self.backend.claim(name)
+        try:
+            self.backend.publish(name, manifest)
+        except BaseException:
+            if replaced is not None:
+                replaced.release()
+            raise
+        return replaced
+
+    def finish(self, ticket: SaveTicket, being_read: bool = False) -> None:
+        """Removes what a published save does not need, and its marker.
+
+        Args:
+            ticket: The save.
+            being_read: Whether what it has replaced is being read, and so stays.
+
+        Raises:
+            CheckpointError: Something could not be removed.
+        """
+        try:
+            doomed = self._doomed(ticket, self.backend.names(), being_read)
+            self._remove(doomed, ticket.marker_file)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint in {self.path} (id {ticket.unique_id}) is complete, but files that it does not "
+                f"need could not be removed: {error}. Remedy: the next save here tries again"
+            ) from error
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Puts a manifest in place, instead of the one that is there if there is one; touches nothing else.
@@ -334,7 +406,7 @@ class CheckpointDirectory:
         with contextlib.suppress(OSError):
             if self.is_committed(ticket):
                 return
-            for name in (ticket.data_file(rank), ticket.part_file(rank)):
+            for name in (ticket.prepared_file(rank), ticket.data_file(rank), ticket.part_file(rank)):
                 self.backend.remove(name)
             if not any(map(ticket.owns, self.backend.names())):
                 self._remove_unfinished(ticket)

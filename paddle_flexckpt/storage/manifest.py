@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
@@ -58,6 +58,7 @@ class Manifest:
         step: Training step, if the caller gave one.
         origin: Whose files they are. Another program's have neither checksums nor a save token, and may be in a
             directory right below the checkpoint's.
+        nodes: Where nodes share no storage: by name of a node, the data files that it has.
     """
 
     catalog: Catalog
@@ -68,6 +69,11 @@ class Manifest:
     world_size: int
     step: int | None = None
     origin: Origin = "native"
+    nodes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def nodes_of(self, file: str) -> list[str]:
+        """The nodes that have a data file; none where all ranks shared one directory."""
+        return [node for node, files in self.nodes.items() if file in files]
 
     @property
     def foreign(self) -> bool:
@@ -79,6 +85,9 @@ class Manifest:
         arrays = {f"{_CATALOG}{name}": _narrow(array) for name, array in self.catalog.to_arrays().items()}
         arrays["checksums"] = self.checksums.values
         arrays["file_bytes"] = self.file_bytes.astype(np.int64)
+        if self.nodes:
+            # Not in the header, which is small.
+            arrays["nodes"] = np.frombuffer(json.dumps(self.nodes).encode(), dtype=np.uint8)
         info = {
             "format": "flexckpt",
             "format_version": str(FORMAT_VERSION),
@@ -160,9 +169,21 @@ class Manifest:
                 unique_id=int(info["unique_id"]),
                 world_size=int(info["world_size"]),
                 step=int(info["step"]) if "step" in info else None,
+                nodes=_decode_nodes(arrays.get("nodes")),
             )
-        except (KeyError, ValueError, TypeError, IndexError) as error:
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
             raise CorruptCheckpointError(f"{file} is not a usable manifest: {error!r}") from error
+
+
+def _decode_nodes(column: np.ndarray | None) -> dict[str, tuple[str, ...]]:
+    """The files by node from their column; ValueError, TypeError or AttributeError if they are none."""
+    if column is None:
+        return {}
+    nodes = {str(node): tuple(files) for node, files in json.loads(column.tobytes()).items()}
+    for files in nodes.values():
+        for name in files:
+            check_file_name(name)
+    return nodes
 
 
 def _check_columns(catalog: Catalog, file_bytes: np.ndarray) -> None:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 # What makes a checkpoint exist.
 MANIFEST = re.compile(r"(\d+)\.manifest", re.ASCII)
 # What each rank writes, and has not finished: rank, id, generation (none: 0), and what it is.
-OF_RANK = re.compile(r"(\d+)_(\d+)(?:\.(\d+))?\.(safetensors|(?:part|failed)(?:\.[0-9a-f]{32}\.tmp)?)", re.ASCII)
+OF_RANK = re.compile(
+    r"(\d+)_(\d+)(?:\.(\d+))?\.(safetensors|(?:part|failed|prepared)(?:\.[0-9a-f]{32}\.tmp)?)", re.ASCII
+)
 
 
 def data_file_name(rank: int, unique_id: int, generation: int) -> str:
@@ -45,6 +47,10 @@ class SaveTicket:
     def failure_file(self, rank: int) -> str:
         """Name of what a rank says if it cannot write."""
         return f"{rank}_{self._stem}.failed"
+
+    def prepared_file(self, rank: int) -> str:
+        """Name of a node's manifest that is not published yet; ``rank`` is that of its committer."""
+        return f"{rank}_{self._stem}.prepared"
 
     @property
     def marker_file(self) -> str:

@@ -1,0 +1,231 @@
+"""Saves to the directories of nodes that share no storage, and loads where each rank sees some of the files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.runtime.loader import load_state_dict
+from paddle_flexckpt.runtime.merged import load_merged_state_dict
+from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.storage import NodeDirectory, list_checkpoints
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.background.helpers import shards
+
+ROWS = 16
+
+
+def save(paths, version, **options):
+    """Each rank's report, or its error; ``paths`` says which directory each rank sees."""
+    return SimulatedWorld(len(paths)).run_all(
+        lambda comm: save_state_dict(
+            shards(comm.position, len(paths), version, ROWS // len(paths)),
+            paths[comm.position],
+            comm,
+            **{"storage": "per_node", **options},
+        )
+    )
+
+
+def load(paths, **options):
+    """Reports of the ranks and the version that all of them were given, or their errors."""
+    size = len(paths)
+
+    def job(comm):
+        found = shards(comm.position, size, -77, ROWS // size)
+        report = load_state_dict(found, paths[comm.position], comm, **{"storage": "per_node", **options})
+        version = int(found["b"].local_tensor[0])
+        for key, shard in shards(comm.position, size, version, ROWS // size).items():
+            assert (found[key].local_tensor == shard.local_tensor).all()
+        return report, version
+
+    outcomes = SimulatedWorld(size).run_all(job)
+    if isinstance(outcomes[0], BaseException):
+        return outcomes
+    reports, versions = zip(*outcomes)
+    assert len(set(versions)) == 1
+    return reports, versions[0]
+
+
+def one_error(outcomes, kind=CheckpointError):
+    """The text of the error that all ranks have."""
+    assert {type(outcome) for outcome in outcomes} == {kind}, outcomes
+    (text,) = {str(outcome) for outcome in outcomes}
+    return text
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """The directories of two nodes, and one where nothing is."""
+    return str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "empty")
+
+
+@pytest.fixture
+def saved(nodes):
+    """The same, with version 1 as id 0 of two ranks on each node."""
+    a, b, _ = nodes
+    assert [report.unique_id for report in save([a, a, b, b], 1)] == [0] * 4
+    return nodes
+
+
+def test_ranks_that_share_no_directory_are_refused_before_data_is_written(nodes, monkeypatch):
+    a, b, _ = nodes
+    monkeypatch.setattr(NodeDirectory, "write_data", lambda *args, **kwargs: pytest.fail("data was written"))
+    text = one_error(save([a, a, b, b], 1, storage="shared"), ValidationError)
+    assert f"[rank 2, 3] {b}/0.saving is not there" in text
+    assert "storage='per_node'" in text
+    assert os.listdir(a) == []
+    assert not os.path.exists(b)
+
+
+def test_each_node_has_its_part_and_a_manifest_of_all(saved):
+    a, b, _ = saved
+    assert sorted(os.listdir(a)) == ["0.manifest", "0_0.safetensors", "1_0.safetensors"]
+    assert sorted(os.listdir(b)) == ["0.manifest", "2_0.safetensors", "3_0.safetensors"]
+    first, second = (NodeDirectory(path).read_manifest() for path in (a, b))
+    assert (first.save_token, first.nodes, len(first.catalog)) == (second.save_token, second.nodes, len(second.catalog))
+    assert list(first.nodes.values()) == [
+        ("0_0.safetensors", "1_0.safetensors"),
+        ("2_0.safetensors", "3_0.safetensors"),
+    ]
+
+
+@pytest.mark.parametrize("placement", ["aabb", "ab", "baba", "abee", "aaab", "ba"])
+def test_what_a_rank_does_not_see_it_receives(saved, placement):
+    paths = [saved["abe".index(letter)] for letter in placement]
+    reports, version = load(paths)
+    assert version == 1
+    # w is 16 x 5 float32, b 7 int64: what arrives was sent by others, and comes out of their files.
+    assert sum(report.bytes_received for report in reports) == sum(report.bytes_sent for report in reports) > 0
+    assert all(report.bytes_copied + report.bytes_received == report.bytes_needed for report in reports)
+    assert sum(report.bytes_read for report in reports) == sum(report.bytes_needed for report in reports)
+    for letter, report in zip(placement, reports):
+        if letter == "e":
+            assert report.bytes_read == 0
+
+
+def test_a_directory_with_all_parts_is_loaded_as_shared(saved, tmp_path):
+    a, b, _ = saved
+    whole = str(tmp_path / "whole")
+    shutil.copytree(a, whole)
+    shutil.copytree(b, whole, dirs_exist_ok=True)
+    reports, version = load([whole] * 2)
+    assert version == 1
+    assert [report.bytes_received for report in reports] == [0, 0]
+    assert load([whole], storage="shared")[1] == 1
+
+
+def test_the_directory_of_one_node_alone_says_what_is_missing_and_where_it_is(saved):
+    a, b, _ = saved
+    texts = [one_error(load([a], storage="shared"), CorruptCheckpointError)]
+    with pytest.raises(CorruptCheckpointError) as merged:
+        load_merged_state_dict(a)
+    (info,) = list_checkpoints(a)
+    assert not info.complete
+    for text in (*texts, str(merged.value), info.problem):
+        assert f"{a}/2_0.safetensors is missing" in text
+        assert f":{b})" in text
+        assert "storage='per_node'" in text
+
+
+def test_a_lost_node_is_an_error_that_names_it_or_survived_by_copies(saved):
+    a, b, empty = saved
+    shutil.rmtree(b)
+    text = one_error(load([a, a, empty, empty]), CorruptCheckpointError)
+    assert "'2_0.safetensors' of id 0 with shards of 'w'" in text
+    assert f":{b})" in text
+    assert "node_copies=2" in text
+    save([a, a, b, b], 2, node_copies=2)
+    for lost, left in ((a, b), (b, a)):
+        kept = f"{lost}.kept"
+        os.rename(lost, kept)
+        reports, version = load([left, left, empty, empty])
+        assert version == 2
+        assert reports[0].unique_id == 1
+        assert load([left], storage="shared")[1] == 2
+        os.rename(kept, lost)
+
+
+def test_copies_of_uneven_nodes(nodes):
+    a, b, c = nodes
+    assert not any(isinstance(each, Exception) for each in save([a, b, b, c], 1, node_copies=2))
+    held = {path: {name for name in os.listdir(path) if name.endswith("safetensors")} for path in nodes}
+    assert held[a] == {"0_0.safetensors", "3_0.safetensors"}
+    assert held[b] == {"0_0.safetensors", "1_0.safetensors", "2_0.safetensors"}
+    assert held[c] == {"1_0.safetensors", "2_0.safetensors", "3_0.safetensors"}
+
+
+def test_a_file_that_is_not_as_it_was_is_read_on_another_node(nodes):
+    a, b, _ = nodes
+    save([a, b], 1, node_copies=2)
+    os.truncate(f"{a}/0_0.safetensors", 100)
+    reports, version = load([a, b])
+    assert version == 1
+    assert reports[0].bytes_received > 0
+    os.truncate(f"{b}/0_0.safetensors", 90)
+    text = one_error(load([a, b]), CorruptCheckpointError)
+    assert "0_0.safetensors has 90 bytes" in text or "0_0.safetensors has 100 bytes" in text
+    os.truncate(f"{b}/0.manifest", 50)
+    save([a, b], 2, node_copies=2)
+    assert load([a, b])[1] == 2
+
+
+def test_the_highest_id_of_all_nodes_is_the_next_and_is_loaded(nodes):
+    a, b, empty = nodes
+    save([b, b], 1, unique_id=6)
+    assert save([a, a, b, b], 2)[0].unique_id == 7
+    assert load([a, b])[0][0].unique_id == 7
+    assert load([empty, b], unique_id=6)[1] == 1
+    text = one_error(load([a, b], unique_id=5), ValidationError)
+    assert "has no checkpoint with id 5" in text
+
+
+def test_an_id_is_replaced_on_all_nodes(saved):
+    a, b, _ = saved
+    save([a, b, b, a], 2, unique_id=0)
+    assert sorted(os.listdir(a)) == ["0.manifest", "0_0.1.safetensors", "3_0.1.safetensors"]
+    assert sorted(os.listdir(b)) == ["0.manifest", "1_0.1.safetensors", "2_0.1.safetensors"]
+    assert load([a, b])[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"node_copies": 3}, "node_copies has to be 1 to 2"),
+        ({"node_copies": True}, "node_copies has to be 1 to 2"),
+        ({"async_save": True}, "async_save does not work with storage='per_node'"),
+        ({"storage": "nodes"}, "storage has to be 'shared' or 'per_node'"),
+        ({"storage": "shared", "node_copies": 2}, "node_copies=2 needs storage='per_node'"),
+        ({"unique_id": -1}, "unique_id must be"),
+    ],
+)
+def test_options_that_cannot_be_kept_are_refused(nodes, options, text):
+    a, b, _ = nodes
+    assert text in str(save([a, b], 1, **options)[1])
+    assert not any(name for path in (a, b) if os.path.exists(path) for name in os.listdir(path))
+
+
+def test_ranks_have_to_agree_about_storage(nodes):
+    a, _, _ = nodes
+    save([a], 1)
+
+    def job(comm):
+        storage = "per_node" if comm.position else "shared"
+        return save_state_dict(shards(comm.position, 2, 2), a, comm, storage=storage)
+
+    for outcome in SimulatedWorld(2).run_all(job):
+        assert '"storage": "per_node"' in str(outcome)
+        assert '"storage": "shared"' in str(outcome)
+
+    def loading(comm):
+        storage = "per_node" if comm.position else "shared"
+        return load_state_dict(shards(comm.position, 2, 2, ROWS // 2), a, comm, storage=storage)
+
+    assert all('"storage": "per_node"' in str(outcome) for outcome in SimulatedWorld(2).run_all(loading))
+
+
+def test_nothing_is_there(nodes):
+    assert "does not exist" in one_error(load([nodes[2]] * 2), ValidationError)
