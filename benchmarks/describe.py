@@ -1,4 +1,4 @@
-"""How long ``sharded_state_dict()`` takes for a model and its AdamW: python benchmarks/describe.py [--parameters N]."""
+"""How long ``check()`` and ``sharded_state_dict()`` take: python benchmarks/describe.py [--parameters N]."""
 
 from __future__ import annotations
 
@@ -25,11 +25,15 @@ def main() -> None:
     fc.install()
     model = paddle.nn.LayerList([paddle.nn.Linear(2, 2) for _ in range(args.parameters // 2)])
     optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+    checked = min(seconds(lambda: fc.check(model, optimizer)) for _ in range(args.repeats))
     state = model.sharded_state_dict()
     first = seconds(lambda: optimizer.sharded_state_dict(state))
     of_model = min(seconds(model.sharded_state_dict) for _ in range(args.repeats))
     of_optimizer = min(seconds(lambda: optimizer.sharded_state_dict(state)) for _ in range(args.repeats))
-    print(f"{len(state)} parameters: model {of_model:.2f} s, optimizer {of_optimizer:.2f} s, ", end="")
+    print(
+        f"{len(state)} parameters: check() {checked:.2f} s, model {of_model:.2f} s, optimizer {of_optimizer:.2f} s, ",
+        end="",
+    )
     print(f"optimizer for the first time, creating {4 * len(state)} accumulators, {first:.2f} s")
 
 

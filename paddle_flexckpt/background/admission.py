@@ -19,17 +19,20 @@ class Admission:
 
     Attributes:
         timeout: Seconds that the ranks' writers wait for each other.
+        address: Where others can look whether the writer is alive.
     """
 
-    def __init__(self, pool: StagingPool, launch: Callable[[Flight], None], timeout: float) -> None:
+    def __init__(self, pool: StagingPool, launch: Callable[[Flight], None], timeout: float, address: str) -> None:
         """Made by a writer.
 
         Args:
             pool: Where memory comes from.
             launch: Sends a save on its way.
             timeout: Seconds that the ranks' writers wait for each other.
+            address: Where others can look whether the writer is alive.
         """
         self.timeout = timeout
+        self.address = address
         self._pool = pool
         self._launch = launch
         self._staged: tuple[WriteJob, Segment] | None = None

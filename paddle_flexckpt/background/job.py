@@ -27,6 +27,7 @@ class WriteJob:
         coordinator: The one of them that commits.
         step: Training step, if known.
         timeout: Seconds to wait for the other ranks.
+        presences: For each of ``ranks`` the addresses at which its processes answer; empty where there are none.
     """
 
     path: str
@@ -39,6 +40,7 @@ class WriteJob:
     coordinator: int
     step: int | None
     timeout: float
+    presences: tuple[tuple[str, ...], ...] = ()
 
     @property
     def context(self) -> str:
@@ -72,6 +74,7 @@ class WriteJob:
             "coordinator": self.coordinator,
             "step": self.step,
             "timeout": self.timeout,
+            "presences": self.presences,
         }
         return join((json.dumps(head).encode(), encode_catalog(self.items)))
 
@@ -82,6 +85,7 @@ class WriteJob:
         head = json.loads(text)
         head["ticket"] = SaveTicket(**head["ticket"])
         head["ranks"] = tuple(head["ranks"])
+        head["presences"] = tuple(map(tuple, head["presences"]))
         return cls(items=decode_catalog(items), **head)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paddle_flexckpt.background.job import WriteJob
+from paddle_flexckpt.background.presence import address_of, open_presence
 from paddle_flexckpt.background.protocol import Channel
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog import CheckpointError
@@ -40,6 +41,7 @@ class WriterProcess:
 
     Attributes:
         pid: Its process id.
+        address: Where others can look whether it is alive.
         is_finishing: Whether its end is wanted.
     """
 
@@ -67,23 +69,25 @@ class WriterProcess:
         # What it says before it dies; a file without a name, as the descriptors of this process may be somebody's pipe
         # that is read to its end.
         self._words = os.memfd_create("paddle_flexckpt-stderr", os.MFD_CLOEXEC)
-        options = {"path": list(map(str, sys.path)), "descriptor": theirs.fileno(), "nice": nice, "io_class": io_class}
-        with theirs:
-            try:
+        options = {"path": list(map(str, sys.path)), "nice": nice, "io_class": io_class}
+        try:
+            with theirs, open_presence() as presence:
+                self.address = address_of(presence)
+                descriptors = {"descriptor": theirs.fileno(), "presence": presence.fileno()}
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _BOOT, json.dumps(options)],
+                    [sys.executable, "-c", _BOOT, json.dumps({**options, **descriptors})],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=self._words,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=tuple(descriptors.values()),
                     env={**os.environ, **_ONE_THREAD},
                     # Signals to the job's process group and terminal do not reach it.
                     start_new_session=True,
                 )
-            except OSError as error:
-                ours.close()
-                os.close(self._words)
-                raise CheckpointError(f"the background writer could not be started: {error}") from error
+        except OSError as error:
+            ours.close()
+            os.close(self._words)
+            raise CheckpointError(f"the background writer could not be started: {error}") from error
         self.pid = self._process.pid
         self.is_finishing = False
         self._channel = Channel(ours)

@@ -2,8 +2,8 @@
 
 A rank that has written its data leaves a part, one that could not leaves a failure. The coordinator's writer looks for
 both and decides: it commits when all parts are there, and gives the save up when there is a failure or a part does not
-come in time; its own failure file then says so, and says why. The other writers wait for one or the other of these two,
-so the outcome is the same on every rank, to the word.
+come in time, or its rank has died; its own failure file then says so, and says why. The other writers wait for one or
+the other of these two, so the outcome is the same on every rank, to the word.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from paddle_flexckpt.background.job import WriteJob
+from paddle_flexckpt.background.presence import DeathWatch
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.catalog.failures import Failure, combine
 from paddle_flexckpt.storage import CheckpointDirectory, SaveTicket
@@ -72,7 +73,7 @@ class Settlement:
     def _decide(self, own: Failure | None) -> Failure | None:
         """The coordinator's part: commits, or gives the save up."""
         job = self.job
-        deadline = time.monotonic() + job.timeout
+        deadline, watch = time.monotonic() + job.timeout, self._watch()
         for pause in _pauses():
             written, failed = self.directory.progress(job.ticket, job.ranks)
             failures = {rank: Failure.decode(said) for rank, said in failed.items()}
@@ -83,6 +84,9 @@ class Settlement:
             missing = sorted(set(job.ranks) - written)
             if not missing:
                 return self._commit()
+            gone = watch.look(missing)
+            if gone and not self.directory.progress(job.ticket, gone)[0]:
+                return self._give_up(combine([(rank, _gone()) for rank in gone]))
             if time.monotonic() >= deadline:
                 return self._give_up(combine([(rank, self._nothing_of(rank)) for rank in missing]))
             time.sleep(pause)
@@ -115,7 +119,8 @@ class Settlement:
                 # The others will miss this rank's part; that is no reason to wait for them.
                 return combine([(self.job.rank, _untold(own, error))])
         job, patience = self.job, self.job.timeout + _GRACE_SECONDS
-        deadline, has_written = time.monotonic() + patience, False
+        deadline, has_written, watch = time.monotonic() + patience, False, self._watch()
+        gone: list[int] = []
         written: set[int] = set()
         for pause in _pauses():
             try:
@@ -129,13 +134,18 @@ class Settlement:
                 # The outcome is there or not, whether this rank can see it now or not.
                 if time.monotonic() >= deadline:
                     raise
+                gone = []
                 self.warnings.append(f"rank {job.rank} could not see for a while what became of the save: {error}")
             if not has_written and job.coordinator in written:
                 # The coordinator's own patience begins now.
                 deadline, has_written = time.monotonic() + patience, True
+            if gone:
+                # It had gone before this look at what it left: it has not decided, and nobody else may.
+                return self._give_up(combine([(job.coordinator, _gone())]))
+            gone = watch.look([job.coordinator])
             if time.monotonic() >= deadline:
                 break
-            time.sleep(pause)
+            time.sleep(0 if gone else pause)
         missing = sorted({*job.ranks} - written | {job.coordinator})
         # Should the coordinator live and only be late, it finds that this rank has given up.
         return self._give_up(combine([(rank, self._nothing_of(rank)) for rank in missing]))
@@ -146,6 +156,9 @@ class Settlement:
             self.directory.backend.sync()
         except OSError as error:
             self.warnings.append(f"the checkpoint is complete, but a loss of power now might take it back: {error}")
+
+    def _watch(self) -> DeathWatch:
+        return DeathWatch(dict(zip(self.job.ranks, self.job.presences)))
 
     def _nothing_of(self, rank: int) -> Failure:
         job = self.job
@@ -158,6 +171,16 @@ class Settlement:
                 "timeout",
             ),
         )
+
+
+def _gone() -> Failure:
+    return Failure(
+        LostRankError.__name__,
+        (
+            "its processes have ended before it had done its share of the save. Remedy: look into its log (killed? out "
+            "of memory?), and save again",
+        ),
+    )
 
 
 def tell_writers(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.background.job import WriteJob
+from paddle_flexckpt.background.presence import answer
 from paddle_flexckpt.background.priority import lower_priority
 from paddle_flexckpt.background.protocol import Channel
 from paddle_flexckpt.background.settlement import Settlement
@@ -22,14 +23,16 @@ from paddle_flexckpt.catalog.failures import Failure
 from paddle_flexckpt.storage import CheckpointDirectory, open_described
 
 
-def main(descriptor: int, nice: int, io_class: str) -> None:
+def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
     """Serves one training process.
 
     Args:
         descriptor: A connected socket.
         nice: See :func:`~paddle_flexckpt.background.priority.lower_priority`.
         io_class: Likewise.
+        presence: A socket that listens for as long as this process lives.
     """
+    answer(socket.socket(fileno=presence))
     channel = Channel(socket.socket(fileno=descriptor))
     warnings = lower_priority(nice, io_class)
     segments: dict[int, Segment] = {}

@@ -62,7 +62,7 @@ class BackgroundWriter:
             nice: What is added to the writer's nice value: it gets the processor time that others leave.
             io_class: Its I/O priority: ``"best-effort-low"``, ``"idle"``, or ``"unchanged"``.
             timeout: Seconds that the ranks' writers wait for each other. A save fails if a rank has written nothing so
-                long after others have, as that rank may have died.
+                long after others have. Of a rank whose processes have died that is noticed within seconds.
 
         Raises:
             ValidationError: An argument makes no sense, or the system is not Linux.
@@ -140,13 +140,15 @@ class BackgroundWriter:
         """
         self._check_usable()
         self._flights.admit()
-        admission = Admission(self._pool, self._launch, self.timeout)
         try:
             with self._lock:
-                self._running()
-            yield admission
+                address = self._running().address
+            admission = Admission(self._pool, self._launch, self.timeout, address)
+            try:
+                yield admission
+            finally:
+                admission.drop()
         finally:
-            admission.drop()
             self._flights.leave()
 
     def wait(self, timeout: float | None = None) -> bool:

@@ -25,7 +25,7 @@ from paddle_flexckpt.storage import (
     HeldManifest,
     Location,
     VerifyMode,
-    open_backend,
+    open_destination,
     verify_mode,
 )
 from paddle_flexckpt.storage.safetensors_header import MAX_HEADER_BYTES
@@ -76,7 +76,7 @@ def export_safetensors(
         OSError: The file system refused; likewise.
     """
     begin = time.perf_counter()
-    sink = open_backend(output)
+    sink = open_destination(output)
     if not isinstance(max_file_bytes, int) or isinstance(max_file_bytes, bool) or max_file_bytes < 1:
         raise ValidationError([f"max_file_bytes has to be a positive integer; got {max_file_bytes!r}"])
     verify_mode(verify)

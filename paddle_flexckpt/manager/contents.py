@@ -14,6 +14,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, CorruptCheckpointError, Problem, ValidationError
 from paddle_flexckpt.manager.policies import StepRecord
+from paddle_flexckpt.parallel import install, optimizer_sharded_state_dict
 from paddle_flexckpt.runtime.loader import check_heads
 from paddle_flexckpt.runtime.portable import decode, encode
 from paddle_flexckpt.runtime.state import flatten_state_dict
@@ -24,15 +25,16 @@ _TAKEN = ("lr_scheduler", "scaler", "step", "rng", "dataloader")
 
 
 def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The shards of this rank, one level deep.
+    """Return the shards of this rank, one level deep. With a model, ``install()`` is in effect from then on.
 
     Args:
         model: Has ``sharded_state_dict()``.
-        optimizer: Has ``sharded_state_dict(model's)``.
+        optimizer: What :func:`optimizer_sharded_state_dict` can describe.
         state: What else there is: names to ShardedWeights or tensors, possibly nested.
 
     Raises:
         ValidationError: There is nothing, a method is missing, or a name stands twice.
+        ValueError: Model or optimizer cannot be described.
     """
     if model is None and state is None:
         raise ValidationError(["there is nothing to do: give model=, state=, or both"])
@@ -42,10 +44,18 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
         )
     shards: dict[str, Any] = {}
     if model is not None:
-        shards.update(_describe(model, "model"))
+        install()
+        if not callable(getattr(model, "sharded_state_dict", None)):
+            raise ValidationError(
+                [
+                    f"model= has no sharded_state_dict(); got a {type(model).__name__}. Remedy: give a "
+                    "paddle.nn.Layer, or describe the shards yourself and give state="
+                ]
+            )
+        shards.update(model.sharded_state_dict())
     if optimizer is not None:
         # The model's shards are what it looks parameters up in; some optimizers give them back as well.
-        shards.update(_describe(optimizer, "optimizer", dict(shards)))
+        shards.update(optimizer_sharded_state_dict(optimizer, dict(shards)))
     for key, value in flatten_state_dict(state or {})[0].items():
         if key in shards or key.startswith(EXTRA_STATE):
             raise ValidationError(
@@ -59,19 +69,6 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
             )
         shards[key] = value
     return shards
-
-
-def _describe(owner: Any, name: str, *arguments: Any) -> Mapping[str, Any]:
-    method = getattr(owner, "sharded_state_dict", None)
-    if not callable(method):
-        raise ValidationError(
-            [
-                f"{name}= has no sharded_state_dict(); got a {type(owner).__name__}. Remedy: call "
-                "paddle_flexckpt.install() at the start of the program, or describe the shards yourself and give state="
-            ]
-        )
-    found: Mapping[str, Any] = method(*arguments)
-    return found
 
 
 def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from paddle_flexckpt.runtime.extra_state import collect_extra_state
 from paddle_flexckpt.runtime.options import GROUP, encode_options, same_on_all_ranks
 from paddle_flexckpt.runtime.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.runtime.saver import save_state_dict
-from paddle_flexckpt.runtime.targets import Strict
+from paddle_flexckpt.runtime.targets import OptimizerStates, Strict
 from paddle_flexckpt.storage import CheckpointInfo, Location, VerifyMode
 
 EVERY_STEP = SaveEvery(1)
@@ -72,7 +72,7 @@ class CheckpointManager:
     Every rank of the group makes a manager and calls the same methods with the same arguments: all of them, and making
     it, communicate, unless they say that they do not. Errors are raised on every rank with the same text.
 
-    Layers and optimizers need ``fc.install()``.
+    Giving it a model or an optimizer puts ``fc.install()`` into effect.
 
     Attributes:
         path: The root, as it was given.
@@ -337,6 +337,7 @@ class CheckpointManager:
         mw_name_compatibility: bool = True,
         verify: bool | VerifyMode = "read",
         use_replicas: bool = True,
+        optimizer_states: OptimizerStates = "raise",
     ) -> RestoreReport:
         """Puts model, optimizer and the run's extra state back to what they were at a step, in place.
 
@@ -349,7 +350,8 @@ class CheckpointManager:
                 ``"best"``, to the next best). Damage that only reading finds leaves targets partly overwritten; the
                 next checkpoint overwrites all of them, and a target that it lacks is an error whatever ``strict``
                 says. What is no damage (names, shapes, dtypes) is raised: an older checkpoint would not be better.
-            aoa_config: As in :func:`load_state_dict`; so are the arguments that follow.
+            aoa_config: As in :func:`load_state_dict`; so are the arguments that follow. Without ``optimizer``,
+                ``optimizer_states="ignore"`` says that the model alone is wanted.
 
         Returns:
             What was restored, and which steps were skipped and why.
@@ -378,7 +380,7 @@ class CheckpointManager:
         candidates = [(each, self._steps.directory(each)) for each in order]
         loading: dict[str, Any] = {"aoa_config": aoa_config, "strict": strict, "dtype": dtype, "tied_names": tied_names}
         loading.update(master_weights=master_weights, fused=fused, mw_name_compatibility=mw_name_compatibility)
-        loading.update(verify=verify, use_replicas=use_replicas)
+        loading.update(verify=verify, use_replicas=use_replicas, optimizer_states=optimizer_states)
         report = restore_first(candidates, dict(damaged), self._comm, targets, fallback, context, **loading)
         self._damaged |= set(report.skipped)
         self._schedule.note(report.step, saved=False)

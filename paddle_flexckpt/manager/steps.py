@@ -27,7 +27,7 @@ from paddle_flexckpt.storage import (
     HeldManifest,
     Location,
     list_checkpoints,
-    open_backend,
+    open_destination,
 )
 from paddle_flexckpt.storage.file_names import check_file_name
 from paddle_flexckpt.storage.manifest import read_save_token
@@ -61,7 +61,7 @@ class StepDirectories:
 
     def __init__(self, root: Location) -> None:
         """Args: root: the directory; it need not exist."""
-        self._root = open_backend(root)
+        self._root = open_destination(root)
         self.path = self._root.path
         self._known: dict[int, _Known] = {}
 

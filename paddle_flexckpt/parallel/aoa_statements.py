@@ -258,7 +258,8 @@ def _of_all_ranks(mine: list[Rename], process_group: Any) -> list[Rename]:
     """Return the statements of all ranks, each parameter's once."""
     from paddle_flexckpt.runtime.communicator import communicator_for
 
-    told = communicator_for(process_group).all_gather(json.dumps([astuple(rename) for rename in mine]).encode())
+    said = json.dumps([astuple(rename) for rename in mine]).encode()
+    _, told = communicator_for(process_group).together(lambda: (None, said), "cannot generate AOA statements")
     found: dict[str, Rename] = {}
     for rank, renames in enumerate(told):
         for rename in (Rename(*fields) for fields in json.loads(renames)):

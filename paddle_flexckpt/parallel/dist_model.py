@@ -19,8 +19,9 @@ from paddle_flexckpt.sharded_weight import ShardedStateDict, ShardedWeight, make
 # counts the optimizers of the process.
 _MASTER = re.compile(r"_fp32_master_\d+")
 _COUNTER = re.compile(r"_\d+$")
-# Set by the optimizer or its scheduler at every step; not a state of the model.
-_LEARNING_RATE = re.compile(r"learning_rate_\d+")
+# No states: what the optimizer or its scheduler sets at every step; dense tensors that the forward uses without having
+# them among the model's (tables of a rotary embedding); and sums of gradients, which a step ends with zeros in.
+_NO_STATE = re.compile(r"learning_rate_\d+|eager_tmp_\d+|gradient_merge_.*|.*@GRAD@MERG.*")
 
 
 class DistModelMixin:
@@ -67,7 +68,7 @@ class DistModelMixin:
                 sharded[key].aliases = tuple(other for other in keys if other != key)
         ranges = _slice_ranges(self._engine._optimizer, sharded, names)
         for raw, tensor in state.items():
-            if raw in sharded or parameter_name(raw) in names or _LEARNING_RATE.fullmatch(raw):
+            if raw in sharded or parameter_name(raw) in names or _NO_STATE.fullmatch(raw):
                 continue  # slice@{parameter} is a look at the parameter itself
             parameter, suffix = _split(raw, names, getattr(self._engine._optimizer, "_name", None))
             first, *others = tied[parameter]

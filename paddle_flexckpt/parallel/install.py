@@ -9,6 +9,7 @@ from typing import Any
 from paddle_flexckpt.parallel.dist_model import DistModelMixin
 from paddle_flexckpt.parallel.experts import ExpertParallelMixin, MoELayerMixin
 from paddle_flexckpt.parallel.layers import LayerMixin
+from paddle_flexckpt.parallel.offload import Stage3OffloadMixin
 from paddle_flexckpt.parallel.optimizers import (
     MixPrecisionMixin,
     OptimizerMixin,
@@ -57,7 +58,8 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (PipelineLayer, (PipelineLayerMixin,)),
         (MoELayer, (ExpertParallelMixin, MoELayerMixin)),
         *((wrapper, (WrapperMixin,)) for wrapper in (MetaParallelBase, paddle.DataParallel, MixPrecisionLayer)),
-        *((wrapper, (WrapperMixin,)) for wrapper in (GroupShardedStage2, GroupShardedStage3, *_fully_shard())),
+        *((wrapper, (WrapperMixin,)) for wrapper in (GroupShardedStage2, *_fully_shard())),
+        (GroupShardedStage3, (WrapperMixin, Stage3OffloadMixin)),
         (MixPrecisionOptimizer, (MixPrecisionMixin,)),
         (paddle.optimizer.Optimizer, (OptimizerMixin,)),
         # In some versions of Paddle these have a method of their own, which would hide Optimizer's.

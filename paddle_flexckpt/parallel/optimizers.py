@@ -14,8 +14,10 @@ from typing import Any
 
 from paddle_flexckpt.dist_tensor import is_dist_tensor
 from paddle_flexckpt.parallel.fully_shard import fused_tables, steps_on_buffers
-from paddle_flexckpt.parallel.sharding_stage3 import parameter_name, slice_ranges, stepped_parameters
+from paddle_flexckpt.parallel.offload import on_host, stage3_tables
+from paddle_flexckpt.parallel.sharding_stage3 import is_small, parameter_name, slice_ranges, stepped_parameters
 from paddle_flexckpt.parallel.state_creation import create_dense_states, create_states, under_fully_shard
+from paddle_flexckpt.parallel.wrappers import optimizer_sharded_state_dict
 from paddle_flexckpt.sharded_weight import (
     ShardedStateDict,
     ShardedWeight,
@@ -85,12 +87,14 @@ class OptimizerMixin:
             require_described(trainable, names)
             create_states(self)
         else:
-            create_accumulators(self, list(stepped_parameters(self, trainable)), names)
+            with on_host(self):
+                create_accumulators(self, list(stepped_parameters(self, trainable)), names)
         tables = fused_tables(self)
         if tables is not None:
             return describe_states(tables, model_sharded_state_dict, names, tables.ranges)
         ranges = slice_ranges(self, model_sharded_state_dict, names)
-        return describe_states(self, model_sharded_state_dict, names, ranges)
+        stepped = stage3_tables(self, trainable) if any(is_small(p) for p in trainable) else self
+        return describe_states(stepped, model_sharded_state_dict, names, ranges)
 
 
 class MixPrecisionMixin:
@@ -126,7 +130,7 @@ def init_optimizer_state(
     ``optimizer.sharded_state_dict()`` does so as well; with a catalog the result has only what a checkpoint can fill.
 
     Args:
-        optimizer: An optimizer of any kind that ``install()`` serves.
+        optimizer: An optimizer of any kind that ``install()`` serves; it is in effect from then on.
         model_sharded_state_dict: The model's ``sharded_state_dict()``.
         catalog: The names that a checkpoint has: its catalog, a dict by name, or any collection of names. States of a
             parameter of which it has no state at all (frozen or unused when it was saved) are left out of the result;
@@ -136,12 +140,9 @@ def init_optimizer_state(
         The optimizer's state, to be loaded.
 
     Raises:
-        ValueError: ``install()`` is not in effect, so that Paddle's own method would skip what does not exist yet.
+        ValueError: As :func:`optimizer_sharded_state_dict`.
     """
-    describe = getattr(optimizer, "sharded_state_dict", None)
-    if describe is None or str(getattr(describe, "__module__", "")).startswith("paddle."):
-        raise ValueError(f"{type(optimizer).__name__} is as Paddle made it. Remedy: call paddle_flexckpt.install()")
-    state: ShardedStateDict = describe(model_sharded_state_dict)
+    state = optimizer_sharded_state_dict(optimizer, model_sharded_state_dict)
     if catalog is None:
         return state
     names = catalog if isinstance(catalog, Mapping) else getattr(catalog, "keys", catalog)

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from paddle_flexckpt.parallel.optimizers import create_accumulators, describe_states, names_by_tensor
+from paddle_flexckpt.parallel.offload import stage2_tables
+from paddle_flexckpt.parallel.optimizers import (
+    create_accumulators,
+    describe_states,
+    names_by_tensor,
+    require_described,
+)
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 
 
@@ -79,6 +85,10 @@ class ShardingStage2Mixin:
         """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns."""
         names = names_by_tensor(model_sharded_state_dict)
         owned = [p for p in self._segment_params()[self._rank] if not p.stop_gradient]
+        if self.offload:
+            require_described(owned, names)
+            tables = stage2_tables(self)
+            return describe_states(tables, model_sharded_state_dict, names, tables.ranges)
         create_accumulators(self._optim, owned, names)
         # Where a trainable parameter got no gradient, Paddle does not reduce its bucket, and every rank steps on all
         # parameters of it: parameters are then sent by their owners, but the other ranks' states stay, and are wrong.

@@ -48,10 +48,16 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
         weight: The parameter described by its shape; its ``local_tensor`` is the parameter.
 
     Raises:
-        ValueError: Nothing says which slice this is, or the slices are offloaded.
+        ValueError: Nothing says which slice this is; or a small parameter is still its offloaded master.
     """
     parameter = weight.local_tensor
-    if not hasattr(parameter, "fw_storage") or parameter.fw_storage is None:
+    if is_small(parameter) and parameter._is_shared_buffer_with(parameter.master_weight):
+        raise ValueError(
+            f"key {weight.key!r}: under stage 3 with offload=True the parameter is in host memory between step() and "
+            "clear_grad(). Remedy: ask for the state after clear_grad()"
+        )
+    master = getattr(parameter, "master_weight", None)
+    if not hasattr(parameter, "fw_storage") or (parameter.fw_storage is None and master is None):
         return weight
     wrapper = _wrapper_of(layer, parameter.name)
     if wrapper is None:
@@ -59,12 +65,11 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
             f"key {weight.key!r}: the parameter is sliced, but no stage-3 or fully_shard wrapper runs its layer "
             f"{type(layer).__name__}, so the place of the slice is unknown"
         )
-    if wrapper._offload:
-        raise ValueError(
-            f"key {weight.key!r}: stage 3 with offload=True keeps a second copy of each slice that would undo a load. "
-            "Remedy: offload=False"
-        )
     _drop_copies(parameter, wrapper)
+    if master is not None:
+        # With offload the slice is its master; a forward leaves a copy in the parameter's own dtype in its place.
+        parameter.fw_storage = storage_range(master, 0, int(master._numel()), parameter.name)
+        parameter.status, parameter.use_count = "part", 0
     flat = _range_of(wrapper, parameter.name, weight)
     return ShardedWeight(
         weight.key,
@@ -75,6 +80,11 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
         is_flattened=True,
         flattened_range=flat,
     )
+
+
+def is_small(parameter: Any) -> bool:
+    """Whether stage 3 with offload keeps a whole parameter's master in host memory."""
+    return getattr(parameter, "unslice", False) and getattr(parameter, "master_weight", None) is not None
 
 
 def _wrapper_of(layer: Any, parameter: str) -> Any:
@@ -133,10 +143,14 @@ def stepped_parameters(optimizer: Any, parameters: Iterable[Any]) -> Iterator[An
     from paddle.base.framework import EagerParamBase
 
     for parameter in parameters:
+        if is_small(parameter):
+            yield EagerParamBase(shape=parameter.shape, dtype=parameter.master_weight.dtype, name=parameter.name)
+            continue
         if not hasattr(parameter, "fw_storage"):
             yield parameter
             continue
-        storage = parameter.fw_storage
+        storage = getattr(parameter, "master_weight", None)  # with offload
+        storage = parameter.fw_storage if storage is None else storage
         if storage is None:
             storage = _slice_of_gathered(optimizer, parameter.name)
         # It lives for as long as the states are created: Paddle makes another for every step.

@@ -187,6 +187,8 @@ def _create_fused_states(optimizer: Any) -> None:
 
     parameters = trainable_parameters(optimizer._param_groups)
     pieces = fused_pieces(optimizer, parameters)
+    if not _creating.get():
+        return
     remember_prediction(optimizer, pieces, parameters)
     for piece in pieces:
         parameter = piece.parameter

@@ -56,24 +56,60 @@ def wrapped_model(wrapper: Any) -> Any:
 
 
 def optimizer_sharded_state_dict(optimizer: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """Describes the state of an optimizer, whatever is wrapped around it.
+    """Describe the state of an optimizer, whatever is wrapped around it; ``install()`` is in effect from then on.
 
     Args:
         optimizer: An optimizer, or a wrapper that passes its attributes on or keeps the optimizer under a usual name.
         model_sharded_state_dict: The model's ``sharded_state_dict()``.
 
     Raises:
-        ValueError: There is no optimizer to be found, or it cannot be described.
+        ValueError: There is no optimizer to be found, or it cannot be described. Or a class that ``install()`` does not
+            know describes itself, and gives no state for an optimizer that has parameters to train.
     """
+    from paddle_flexckpt.parallel.install import install
+
+    install()
     inner, seen = optimizer, []
     while not callable(getattr(inner, "sharded_state_dict", None)):
         seen.append(inner)
-        inside = [vars(inner)[name] for name in _OPTIMIZER_NAMES if name in getattr(inner, "__dict__", {})]
-        if not inside or any(inside[0] is wrapper for wrapper in seen):
+        inside = _optimizer_inside(inner)
+        if inside is None or any(inside is wrapper for wrapper in seen):
             raise ValueError(
                 f"{type(optimizer).__name__} is no optimizer that can be described: expected a sharded_state_dict() "
                 f"method, or an optimizer under one of {', '.join(_OPTIMIZER_NAMES)}; got a {type(inner).__name__} "
-                "with neither. Remedy: call paddle_flexckpt.install(), and pass the optimizer inside the wrapper"
+                "with neither. Remedy: pass the optimizer inside the wrapper"
             )
-        inner = inside[0]
-    return inner.sharded_state_dict(model_sharded_state_dict)
+        inner = inside
+    describe = inner.sharded_state_dict
+    state: ShardedStateDict = describe(model_sharded_state_dict)
+    # Paddle's own methods describe what exists; before the first step that is nothing.
+    if not state and str(getattr(describe, "__module__", "")).startswith("paddle."):
+        _check_stateless(getattr(describe, "__self__", inner))
+    return state
+
+
+def _optimizer_inside(wrapper: Any) -> Any:
+    """The optimizer that a wrapper keeps under a usual name, or None."""
+    own = getattr(wrapper, "__dict__", {})
+    return next((own[name] for name in _OPTIMIZER_NAMES if own.get(name) is not None), None)
+
+
+def _check_stateless(optimizer: Any) -> None:
+    """Raise ValueError where an optimizer that was described as stateless has parameters to train."""
+    import paddle
+
+    steps = optimizer
+    while (inside := _optimizer_inside(steps)) is not None:
+        steps = inside
+    if isinstance(steps, paddle.optimizer.SGD) and not steps._multi_precision:
+        return
+    entries = getattr(optimizer, "_parameter_list", None) or getattr(steps, "_parameter_list", None) or ()
+    parameters = [p for entry in entries for p in (entry["params"] if isinstance(entry, dict) else [entry])]
+    trained = [parameter.name for parameter in parameters if not parameter.stop_gradient]
+    if trained:
+        kind = type(optimizer)
+        raise ValueError(
+            f"{kind.__module__}.{kind.__qualname__} describes itself and gives no state, but it has {len(trained)} "
+            f"parameters to train, such as {trained[0]!r}; paddle_flexckpt.install() does not know the class. Remedy: "
+            "ask it after its first step; or describe the optimizer inside it by optimizer_sharded_state_dict()"
+        )

@@ -16,9 +16,16 @@ from typing import Any, TypeVar
 
 from paddle_flexckpt.catalog import LostRankError, ValidationError
 from paddle_flexckpt.catalog.failures import Failure, combine
+from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.runtime.carrier import Carrier, SocketCarrier
 from paddle_flexckpt.runtime.host_channel import HostChannel
-from paddle_flexckpt.runtime.lost_ranks import announce, default_store, describe_lost_ranks, find_lost_ranks
+from paddle_flexckpt.runtime.lost_ranks import (
+    Missing,
+    announce,
+    default_store,
+    describe_lost_ranks,
+    find_missing_ranks,
+)
 
 Result = TypeVar("Result")
 # Backends of Paddle whose collectives work on device memory.
@@ -32,7 +39,10 @@ class Communicator(ABC):
         ranks: Global ranks of the members, in the group's order.
         position: This rank's place in ``ranks``.
         collectives: Number of collectives so far.
+        refusal: Why this rank cannot do what it was asked for; its first step tells all others.
     """
+
+    refusal: ValidationError | None = None
 
     def __init__(self, ranks: tuple[int, ...], position: int) -> None:
         self.ranks = ranks
@@ -80,6 +90,8 @@ class Communicator(ABC):
             CheckpointError: The step failed somewhere; the same error on every member.
         """
         try:
+            if self.refusal is not None:
+                raise self.refusal
             result, payload = work()
         except Exception as error:
             self.agree(error, context=context)
@@ -99,15 +111,18 @@ class Communicator(ABC):
             LostRankError: A rank has gone; the same on every rank that has not.
         """
         try:
-            gathered = self.all_gather(b"+" + payload if error is None else b"-" + Failure.of(error).encode())
+            if error is not None:
+                payload = join((context.encode(), Failure.of(error).encode()))
+            gathered = self.all_gather((b"+" if error is None else b"-") + payload)
         except LostRankError as lost:
             # This rank's own error, if there is one, is the context of that.
             raise LostRankError(f"{context}: {lost}" if context else str(lost)) from error or lost.__cause__
-        failures = [(rank, answer) for rank, answer in zip(self.ranks, gathered) if answer[:1] == b"-"]
+        failures = [(rank, split(answer[1:])) for rank, answer in zip(self.ranks, gathered) if answer[:1] == b"-"]
         if not failures:
             return [answer[1:] for answer in gathered]
-        combined = combine([(rank, Failure.decode(answer[1:])) for rank, answer in failures])
-        raise combined.error(context) from error
+        combined = combine([(rank, Failure.decode(failure)) for rank, (_, failure) in failures])
+        # Ranks may have been called with different paths; the text is that of the first one that failed.
+        raise combined.error(failures[0][1][0].decode()) from error
 
 
 class SoloCommunicator(Communicator):
@@ -172,9 +187,9 @@ class PaddleCommunicator(Communicator):
     def _who_is_lost(self, error: Exception) -> str:
         store = default_store()
         if store is None:
-            return describe_lost_ranks([], error)
+            return describe_lost_ranks(Missing([], [], []), error)
         name = _name_of(int(self._group.id), self.ranks)
-        return describe_lost_ranks(find_lost_ranks(store, name, self.ranks, self.rank), error)
+        return describe_lost_ranks(find_missing_ranks(store, name, self.ranks, self.rank), error)
 
     def open_carrier(self) -> Carrier:
         """See :meth:`Communicator.open_carrier`."""
@@ -212,19 +227,28 @@ def communicator_for(process_group: Any = None) -> Communicator:
 
     Args:
         process_group: None for all ranks of the job (or the one process there is), ``"self"`` for this rank alone, a
-            Paddle group, or a Communicator.
+            Paddle group, or a Communicator. Anything else is refused in the first step, on all ranks of the job: they
+            are waited for by this one, as it cannot know which it was to be called with.
     """
     if isinstance(process_group, Communicator):
         return process_group
     import paddle.distributed as dist
 
+    is_known = process_group is None or process_group == "self" or hasattr(process_group, "ranks")
     if not dist.is_initialized():
-        return SoloCommunicator()
-    if process_group == "self":
-        return SoloCommunicator(int(dist.get_rank()))
-    if process_group is None:
-        process_group = _global_group()
-    return PaddleCommunicator(process_group)
+        comm: Communicator = SoloCommunicator()
+    elif process_group == "self":
+        comm = SoloCommunicator(int(dist.get_rank()))
+    else:
+        comm = PaddleCommunicator(process_group if is_known and process_group is not None else _global_group())
+    if not is_known:
+        comm.refusal = ValidationError(
+            [
+                "process_group has to be a group of paddle.distributed, 'self' or None; got "
+                f"{process_group!r} ({type(process_group).__name__})"
+            ]
+        )
+    return comm
 
 
 def check_coordinator(comm: Communicator, coordinator_rank: int) -> None:

@@ -37,7 +37,7 @@ from paddle_flexckpt.runtime.options import GROUP, PATH, same_on_all_ranks
 from paddle_flexckpt.runtime.portable import decode, encode
 from paddle_flexckpt.runtime.random_state import collect_random_state, restore_random_state
 from paddle_flexckpt.runtime.scheduler_state import restore_scaler, restore_scheduler, scheduler_state
-from paddle_flexckpt.storage import CheckpointDirectory, Location
+from paddle_flexckpt.storage import CheckpointDirectory, Location, shown
 
 _PREFIX = EXTRA_STATE
 _COMMON = f"{_PREFIX}common"
@@ -128,11 +128,10 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
         CorruptCheckpointError: It is damaged.
     """
     comm = communicator_for(process_group)
-    directory = CheckpointDirectory(path)
-    context = f"cannot load extra state from {directory.path!r}"
+    context = f"cannot load extra state from {shown(path)}"
 
     def look() -> tuple[tuple[int, Catalog], bytes]:
-        manifest = directory.read_manifest(unique_id)
+        manifest = CheckpointDirectory(path).read_manifest(unique_id)
         if _COMMON not in manifest.catalog.keys:
             raise ValidationError(
                 [f"id {manifest.unique_id} has no extra state. Remedy: save {{**state, **collect_extra_state()}}"]

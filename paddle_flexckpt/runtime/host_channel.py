@@ -128,10 +128,7 @@ class HostChannel:
             connection.close()
 
     def _who_is_missing(self, error: Exception) -> str:
-        missing = find_missing_ranks(self._store, self._name, self.ranks, self.rank)
-        if missing is None:
-            return describe_lost_ranks(None, error)
-        return describe_lost_ranks(missing.lost, error, missing.silent)
+        return describe_lost_ranks(find_missing_ranks(self._store, self._name, self.ranks, self.rank), error)
 
     # -- one exchange --------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from paddle_flexckpt.aoa import Mapping as AoaMapping
+from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError, concat, validate_shards
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
 from paddle_flexckpt.execution.mapping import config_digest, source_names
@@ -26,12 +27,12 @@ from paddle_flexckpt.report import LoadReport, replica_warning
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
 from paddle_flexckpt.runtime.completion import complete, match
 from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
-from paddle_flexckpt.runtime.name_compatibility import check_across_ranks
+from paddle_flexckpt.runtime.name_compatibility import check_across_ranks, split_raw
 from paddle_flexckpt.runtime.node_saves import Storage, check_storage
 from paddle_flexckpt.runtime.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
-from paddle_flexckpt.runtime.targets import MASTER, Policy, Strict, Wanted
+from paddle_flexckpt.runtime.targets import MASTER, OptimizerStates, Policy, Strict, Wanted
 from paddle_flexckpt.storage import (
     FileReader,
     HeldManifest,
@@ -39,6 +40,7 @@ from paddle_flexckpt.storage import (
     Manifest,
     NodeDirectory,
     VerifyMode,
+    shown,
     verify_mode,
 )
 
@@ -76,6 +78,7 @@ def load_state_dict(
     fused: Literal["convert", "exact"] = "convert",
     verify: bool | VerifyMode = "read",
     use_replicas: bool = True,
+    optimizer_states: OptimizerStates = "raise",
     storage: Storage = "shared",
 ) -> LoadReport:
     """Fills live shards, in place, from a checkpoint that was saved under this or any other layout.
@@ -119,6 +122,9 @@ def load_state_dict(
             how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
         use_replicas: Whether a replica (of a save with ``save_replicas=True``) is read where a file or a block turns
             out to be damaged; the report and a warning say so. What is not verified is not noticed.
+        optimizer_states: ``"raise"``: states that the checkpoint has of a parameter that is loaded, and that no rank
+            asks for, are an error, whatever ``strict`` says: an optimizer that was not described has none.
+            ``"ignore"`` loads without them: weights for inference, say, or a model that is loaded before its optimizer.
         storage: ``"shared"``: every rank sees all files. ``"per_node"``: ranks may see some of them only, or none (see
             :func:`save_state_dict`); what a rank does not see it receives from one that does. The highest id that any
             rank sees is taken.
@@ -135,9 +141,12 @@ def load_state_dict(
     options = locals()
     begin = time.perf_counter()
     comm = communicator_for(process_group)
-    directory = NodeDirectory(path)
     per_node = storage == "per_node"
-    context = "cannot load from the nodes' directories" if per_node else f"cannot load from {directory.path!r}"
+    context = "cannot load from the nodes' directories" if per_node else f"cannot load from {shown(path)}"
+
+    @functools.cache
+    def directory() -> NodeDirectory:
+        return NodeDirectory(path)
 
     def head(checkpoint: str) -> bytes:
         check_coordinator(comm, coordinator_rank)
@@ -147,7 +156,7 @@ def load_state_dict(
         return encode_options(load_state_dict, options, checkpoint=checkpoint, aoa_config=digest)
 
     def policy() -> Policy:
-        return Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility)
+        return Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility, optimizer_states)
 
     if per_node:
         # It stands on the exchange, which stands on this module.
@@ -160,7 +169,7 @@ def load_state_dict(
                 report = load_from_nodes(
                     comm,
                     state_dict,
-                    directory,
+                    directory(),
                     found,
                     lambda: head(found.manifest.save_token),
                     policy,
@@ -174,7 +183,7 @@ def load_state_dict(
 
     @functools.cache
     def describe() -> _Described:
-        manifest = stack.enter_context(HeldManifest(directory, unique_id))
+        manifest = stack.enter_context(HeldManifest(directory(), unique_id))
         state = open_state(state_dict, comm.rank)
         return _Described(manifest, state, head(f"id {manifest.unique_id} ({manifest.save_token})"))
 
@@ -187,7 +196,7 @@ def load_state_dict(
             mapping, wanted = complete(wanted, statements, state, manifest.catalog, policy(), aoa_config, targets)
         work = plan_work(wanted.catalog, wanted.rows, mapping)
         plan = plan_reads(ShardMatcher(manifest.catalog), work, mapping)
-        reader = stack.enter_context(FileReader(directory.backend, manifest, verify, use_replicas))
+        reader = stack.enter_context(FileReader(directory().backend, manifest, verify, use_replicas))
         reader.check_files(plan.pieces.source)
         used = np.packbits(used_keys(manifest.catalog, wanted, mapping)).tobytes()
         names = json.dumps(wanted.raw_meanings).encode()
@@ -200,14 +209,13 @@ def load_state_dict(
         ready, answers = comm.together(prepare, context)
         bits, names = check_heads(answers, context)
         check_across_ranks([json.loads(each) for each in names], context)
-        unexpected = unexpected_keys(ready.manifest.catalog, bits, ready.mapping)
-        check_unexpected(unexpected, strict, context)
+        unexpected = check_unexpected(ready.manifest.catalog, bits, ready.mapping, policy(), context)
         planned = time.perf_counter()
         peak_scratch, needed = comm.together(ready.read, context)
     end = time.perf_counter()
     count = ready.reader.count
     report = LoadReport(
-        source=directory.path,
+        source=directory().path,
         unique_id=ready.manifest.unique_id,
         keys=len(ready.wanted.rows),
         missing=ready.wanted.missing,
@@ -328,26 +336,67 @@ def used_keys(source: Catalog, wanted: Wanted, mapping: AoaMapping | None = None
     return used
 
 
-def unexpected_keys(source: Catalog, bits: tuple[bytes, ...], mapping: AoaMapping | None = None) -> list[str]:
-    """Keys of the source that no rank uses, from every rank's packed :func:`used_keys`.
+def check_unexpected(
+    source: Catalog, bits: tuple[bytes, ...], mapping: AoaMapping | None, policy: Policy, context: str
+) -> list[str]:
+    """Return the keys of the source that no rank uses. Extra state does not count, nor what AOA statements remove.
 
-    Extra state does not count, nor do keys that AOA statements remove.
+    Args:
+        source: All source shards.
+        bits: Every rank's packed :func:`used_keys`.
+        mapping: What AOA statements say.
+        policy: Whether such keys are errors.
+        context: What is being done, for the error.
+
+    Raises:
+        ValidationError: They are not allowed; the same on every rank.
     """
     removed = frozenset() if mapping is None else mapping.removed
     used = np.bitwise_or.reduce([np.frombuffer(b, dtype=np.uint8) for b in bits])
     flags = np.unpackbits(used, count=len(source.keys)).astype(bool) if len(source.keys) else np.zeros(0, dtype=bool)
     unused = [source.keys[i] for i in np.flatnonzero(~flags)]
-    return [key for key in unused if not key.startswith(EXTRA_STATE) and key not in removed]
-
-
-def check_unexpected(unexpected: list[str], strict: Strict, context: str) -> None:
-    """Raises ValidationError where unexpected keys are not allowed; the same on every rank."""
-    if unexpected and Policy(strict).unexpected_is_an_error:
+    unexpected = [key for key in unused if not key.startswith(EXTRA_STATE) and key not in removed]
+    loaded = {source.keys[i] for i in np.flatnonzero(flags) if not source.keys[i].startswith(EXTRA_STATE)}
+    states = _states_of_loaded(unexpected, source.keys, loaded)
+    if states and policy.optimizer_states == "raise":
+        masters = states if all(key.endswith(MASTER) for key in states) else []
         raise ValidationError(
             [
-                f"no rank asks for key {key!r}, which the source has. Remedy: load it too, or allow it with "
-                "strict='missing'"
-                for key in unexpected
+                f"no rank asks for {len(states)} optimizer states that the source has of parameters that are loaded, "
+                f"such as {', '.join(map(repr, states[:3]))}. Remedy: give the optimizer's too: before its first "
+                "step it has states only after paddle_flexckpt.install(), or by optimizer_sharded_state_dict(); "
+                + ("to take float32 parameters from their masters, give master_weights='convert'; " if masters else "")
+                + "to load weights alone, give optimizer_states='ignore'"
             ],
             context,
         )
+    if policy.unexpected_is_an_error:
+        ignored = frozenset(states)
+        problems = [
+            f"no rank asks for key {key!r}, which the source has. Remedy: load it too, or allow it with "
+            "strict='missing'"
+            for key in unexpected
+            if key not in ignored
+        ]
+        if problems:
+            raise ValidationError(problems, context)
+    return unexpected
+
+
+def _states_of_loaded(unused: list[str], keys: tuple[str, ...], used: set[str]) -> list[str]:
+    """Return those of some keys that are optimizer states of used ones.
+
+    Raw names (of a plain ``optimizer.state_dict()``) do not say whose states they are: they are taken for those of what
+    is loaded, if a parameter is.
+    """
+    candidates = [key for key in unused if key[-1:].isdigit()]
+    if not candidates or not used:
+        return []
+    everything = set(keys)
+    # An optimizer that is loaded by itself leaves no states behind, whatever else is in the source.
+    parameters = any(not split_state(key, everything)[1] and split_raw(key) is None for key in used)
+
+    def is_one(key: str) -> bool:
+        return split_state(key, everything)[0] in used or (parameters and split_raw(key) is not None)
+
+    return [key for key in candidates if is_one(key)]

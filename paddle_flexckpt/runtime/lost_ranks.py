@@ -9,6 +9,7 @@ because of the same failure.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import socket
@@ -17,13 +18,16 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+from paddle_flexckpt.background.presence import address_of, open_presence
+
 # Paddle's own client of the store waits for a host that has gone as long as TCP does: minutes.
 STORE_SECONDS = 30.0
 # A host that does not answer for so long is down or cut off.
 CONNECT_SECONDS = 10.0
 # How long the rank that keeps the store stays for the others to notice the failure.
 FAREWELL_SECONDS = 60.0
-# How long the others may take to notice the failure too: sockets that close tell them at once.
+# How long the others may take to notice the failure too: sockets that close tell them at once. Nobody's error waits
+# longer for them.
 SPREAD_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 
@@ -46,16 +50,15 @@ class Presence:
 
     def __init__(self) -> None:
         """Opens it on the interface that the launcher gave this rank."""
-        self._host = own_host()
         # Connections are never accepted: that they can be made is all that is asked. They stay in the backlog; a job
         # in which this is asked is about to end.
-        self._listener = socket.create_server((self._host, 0), backlog=4096)
+        self._listener = open_presence()
         self._announced: list[tuple[KeyValueStore, int]] = []
 
     @property
     def address(self) -> str:
         """What others need to look for it."""
-        return f"{self._host}:{self._listener.getsockname()[1]}"
+        return address_of(self._listener)
 
     def announce(self, store: KeyValueStore, rank: int) -> None:
         """See :func:`announce`."""
@@ -68,11 +71,6 @@ class Presence:
     def close(self) -> None:
         """Stop listening in this process."""
         self._listener.close()
-
-
-def own_host() -> str:
-    """Return the interface at which other ranks reach this one: the launcher named it."""
-    return os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0]
 
 
 @functools.cache
@@ -103,14 +101,24 @@ def presence_of(store: KeyValueStore, rank: int) -> tuple[str, int] | None:
 
 
 class Missing(NamedTuple):
-    """Say why an exchange failed: which ranks have gone, and which live but take no part."""
+    """Say why an exchange failed.
+
+    Attributes:
+        lost: Ranks that have gone.
+        silent: Ranks that live but take no part.
+        unknown: Ranks that had not made a call before: nobody knows where to look for them.
+    """
 
     lost: list[int]
     silent: list[int]
+    unknown: list[int]
 
 
-def find_lost_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], rank: int) -> list[int] | None:
-    """Says that an exchange failed on this rank, and looks which others have gone.
+def find_missing_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], rank: int) -> Missing | None:
+    """Says that an exchange failed on this rank, and looks which others have gone, or have not failed.
+
+    If none has gone, those that live are given time to say that the exchange failed on them too. Rank 0 keeps the
+    store, so it stays a while for the others to ask it: here, and then, in a thread, when its interpreter exits.
 
     Args:
         store: The job's key-value store.
@@ -119,40 +127,26 @@ def find_lost_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], rank
         rank: This rank.
 
     Returns:
-        The ranks that have gone; None if the store has.
-    """
-    missing = find_missing_ranks(store, group, ranks, rank, ask_the_living=False)
-    return None if missing is None else missing.lost
-
-
-def find_missing_ranks(
-    store: KeyValueStore, group: str, ranks: Sequence[int], rank: int, ask_the_living: bool = True
-) -> Missing | None:
-    """Do what :func:`find_lost_ranks` does; if none has gone, look which have not failed either.
-
-    Args:
-        store: The job's key-value store.
-        group: A name of the ranks' group, the same on all of them and no other group's.
-        ranks: Its members.
-        rank: This rank.
-        ask_the_living: Whether those that live are given time to say that the exchange failed on them too.
+        Who is missing; None if the store has gone.
     """
     prefix = f"flexckpt/{group}"
     found: list[Missing] = []
     heard = [time.monotonic()]
 
     def look(others: Sequence[int], failures: int) -> Missing:
-        lost, silent = [], []
+        missing = Missing([], [], [])
         for other in others:
             heard[0] = time.monotonic()
             if store.add(f"{prefix}/{other}", 0) < failures:
-                gone = _has_gone(store, other)
+                presence = presence_of(store, other)
+                if presence is None:
+                    missing.unknown.append(other)
+                elif _answers(presence):
+                    missing.silent.append(other)
                 # One that has gone may have said so and ended just now.
-                if not gone:
-                    silent.append(other)
                 elif store.add(f"{prefix}/{other}", 0) < failures:
-                    lost.append(other)
-        return Missing(lost, silent)
+                    missing.lost.append(other)
+        return missing
 
     def ask() -> None:
         try:
@@ -161,63 +155,77 @@ def find_missing_ranks(
             missing = look([other for other in ranks if other != rank], failures)
             # Few looks, as each leaves a connection in the backlog of those that live. Also for those that have gone a
             # second one may be needed: a process that ends closes its sockets one after the other.
-            pause, end = _POLL_SECONDS, time.monotonic() + (SPREAD_SECONDS if ask_the_living else 0.0)
+            pause, end = _POLL_SECONDS, time.monotonic() + SPREAD_SECONDS
             while missing.silent and not missing.lost and time.monotonic() < end:
                 time.sleep(pause)
                 pause *= 2
-                missing = look(missing.silent, failures)
+                missing = look([*missing.silent, *missing.unknown], failures)
             store.add(f"{prefix}/{rank}/done", 1)
-            deadline = time.monotonic() + FAREWELL_SECONDS
-            waiting = {*ranks} - {rank, *missing.lost} if rank == 0 else set()
-            while waiting and time.monotonic() < deadline:
-                waiting = {other for other in waiting if store.add(f"{prefix}/{other}/done", 0) < failures}
-                heard[0] = time.monotonic()
-                time.sleep(_POLL_SECONDS)
-            found.append(missing)
         except Exception:  # whatever it is, the store cannot be asked: so the caller is told
-            found.clear()
+            return
+        found.append(missing)
+        if rank == 0:
+            # A rank that nobody has seen is not waited for: it may have died before its first call.
+            others = {*ranks} - {rank, *missing.lost, *missing.unknown}
+            with contextlib.suppress(Exception):  # the outcome is known already
+                _say_farewell(store, prefix, others, failures)
 
     # In a thread: the store's client cannot be told to give up.
-    asking = threading.Thread(target=ask, name="flexckpt-lost-ranks", daemon=True)
+    asking = threading.Thread(target=ask, name="flexckpt-lost-ranks", daemon=rank != 0)
     asking.start()
-    while asking.is_alive() and time.monotonic() - heard[0] < STORE_SECONDS:
+    while not found and asking.is_alive() and time.monotonic() - heard[0] < STORE_SECONDS:
         asking.join(_POLL_SECONDS)
+    if found:
+        asking.join(SPREAD_SECONDS)
     return found[0] if found else None
 
 
-def _has_gone(store: KeyValueStore, rank: int) -> bool:
-    """Whether a rank's process or host does not answer."""
-    presence = presence_of(store, rank)
-    if presence is None:
-        return False  # the backend's error says more
+def _say_farewell(store: KeyValueStore, prefix: str, others: set[int], failures: int) -> None:
+    """Stay until other ranks have asked the store what they want to know, or for so long."""
+    deadline = time.monotonic() + FAREWELL_SECONDS
+    while others and time.monotonic() < deadline:
+        others = {other for other in others if store.add(f"{prefix}/{other}/done", 0) < failures}
+        time.sleep(_POLL_SECONDS)
+
+
+def _answers(presence: tuple[str, int]) -> bool:
+    """Whether a rank's process and host answer."""
     try:
         socket.create_connection(presence, timeout=CONNECT_SECONDS).close()
     except OSError:
-        return True
-    return False
+        return False
+    return True
 
 
-def describe_lost_ranks(lost: list[int] | None, error: Exception, silent: Sequence[int] = ()) -> str:
+def describe_lost_ranks(missing: Missing | None, error: Exception) -> str:
     """What to tell the user.
 
     Args:
-        lost: Of :func:`find_lost_ranks`.
+        missing: Of :func:`find_missing_ranks`.
         error: The backend's error, where no rank is known to be lost.
-        silent: Of :func:`find_missing_ranks`.
     """
     remedy = "Remedy: look into its log (killed? out of memory? host or network down?), and restart the job"
-    if lost is None:
+    if missing is None:
         return f"rank 0 is lost: the job's key-value store, which it keeps, does not answer. {remedy}"
-    if lost:
-        return f"rank {', '.join(map(str, lost))} is lost: it has gone, or does not answer. {remedy}"
-    reason = (str(error).splitlines() or [""])[0]
-    if silent:
+    if missing.lost:
+        return f"rank {_listed(missing.lost)} is lost: it has gone, or does not answer. {remedy}"
+    if missing.unknown:
         return (
-            f"rank {', '.join(map(str, silent))} takes no part in an exchange between ranks, though it is alive: it "
+            f"rank {_listed(missing.unknown)} is missing: it has gone before its first call of this library, or has "
+            f"not come to it yet. {remedy}"
+        )
+    reason = (str(error).splitlines() or [""])[0]
+    if missing.silent:
+        return (
+            f"rank {_listed(missing.silent)} takes no part in an exchange between ranks, though it is alive: it "
             "hangs, was interrupted, or is in another call. Remedy: look into its log and at its stack, and restart "
             f"the job. What this rank saw: {type(error).__name__}: {reason}"
         )
     return f"an exchange between ranks failed, though all of them are alive: {type(error).__name__}: {reason}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def default_store() -> Any:

@@ -16,7 +16,8 @@ import sys
 import time
 from typing import Any
 
-from paddle_flexckpt.runtime.lost_ranks import CONNECT_SECONDS, KeyValueStore, own_host, presence_of
+from paddle_flexckpt.background.presence import own_host
+from paddle_flexckpt.runtime.lost_ranks import CONNECT_SECONDS, KeyValueStore, presence_of
 
 # A member says who it is at once; a stranger that says nothing is let go.
 GREETING_SECONDS = 10.0

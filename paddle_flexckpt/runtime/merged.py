@@ -70,6 +70,7 @@ def load_merged_state_dict(
         aoa_config=program,
         verify=verify,
         use_replicas=use_replicas,
+        optimizer_states="ignore",  # the prefix, or the statements, have chosen
     )
     return {name[len(start) :]: tensor for name, tensor in tensors.items()}
 

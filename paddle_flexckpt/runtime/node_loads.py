@@ -63,7 +63,7 @@ class Found(NamedTuple):
 
 def find_checkpoint(
     comm: Communicator,
-    directory: NodeDirectory,
+    open_directory: Callable[[], NodeDirectory],
     unique_id: int | None,
     head: Callable[[], bytes],
     held: contextlib.ExitStack,
@@ -76,7 +76,7 @@ def find_checkpoint(
 
     Args:
         comm: The ranks.
-        directory: This rank's; it need not exist.
+        open_directory: Gives this rank's; it need not exist.
         unique_id: Its id; None takes the highest.
         head: Gives what ranks have to agree about, or raises.
         held: Takes the lock of the manifest, where this rank has it.
@@ -89,7 +89,7 @@ def find_checkpoint(
 
     def list_ids() -> tuple[list[int], bytes]:
         said = head()
-        ids = [each for each in directory.list_ids() if unique_id is None or each == unique_id]
+        ids = [each for each in open_directory().list_ids() if unique_id is None or each == unique_id]
         return ids, join((said, json.dumps(ids).encode()))
 
     def none_found() -> tuple[None, bytes]:
@@ -107,6 +107,7 @@ def find_checkpoint(
         return manifest, json.dumps({"save": [generation, manifest.save_token]}).encode()
 
     ids, answers = comm.together(list_ids, context)
+    directory = open_directory()
     all_ids = {each for text in check_heads(answers, context)[0] for each in json.loads(text)}
     if not all_ids:
         comm.together(none_found, context)

@@ -242,7 +242,7 @@ def check_visible(directory: CheckpointDirectory, ticket: SaveTicket) -> tuple[N
 
 def meet_nodes(
     comm: Communicator,
-    directory: NodeDirectory,
+    open_directory: Callable[[], NodeDirectory],
     unique_id: int | None,
     head: Callable[[], bytes],
     locks: contextlib.ExitStack,
@@ -252,7 +252,7 @@ def meet_nodes(
 
     Args:
         comm: The ranks.
-        directory: This rank's.
+        open_directory: Gives this rank's.
         unique_id: The id that is wanted; None takes the one after the highest that any node has.
         head: Gives what ranks have to agree about.
         locks: Takes the right to save, on the ranks that commit.
@@ -262,11 +262,10 @@ def meet_nodes(
         ValidationError: Ranks disagree, or the id cannot be used.
         CheckpointError: Another save is being made in one of the directories.
     """
-    backend = directory.backend
     own = f"{comm.rank}.{os.urandom(16).hex()}.node"
 
     def show() -> tuple[None, bytes]:
-        said = head()
+        said, backend = head(), open_directory().backend
         backend.prepare()
         locks.callback(_remove, backend, own)
         backend.write(own, b"")
@@ -292,6 +291,8 @@ def meet_nodes(
     _, answers = comm.together(show, context)
     check_same([split(answer)[0] for answer in answers], context)
     tokens = [split(answer)[1].decode() for answer in answers]
+    directory = open_directory()
+    backend = directory.backend
     _, answers = comm.together(look, context)
     said = [json.loads(answer) for answer in answers]
     committers = sorted({each["committer"] for each in said})

@@ -249,7 +249,8 @@ class Replicas:
                 values = np.frombuffer(rest[rank], dtypes[i], counts[i])
                 rest[rank] = rest[rank][values.nbytes :]
                 members = groups.order[groups.of_row[groups.order] == groups.of_row[row]].tolist()
-                own = [_values(self._held[member], counts[i]) for member in members if member in self._held]
+                others = (member for member in members if member != row and member in self._held)
+                own = (_values(self._held[member], counts[i]) for member in others)
                 found.append(max((_difference(each, values) for each in own), default=0.0, key=_nan_last))
             return None, np.asarray(found).tobytes()
 

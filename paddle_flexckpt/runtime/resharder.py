@@ -36,7 +36,6 @@ from paddle_flexckpt.runtime.loader import (
     check_heads,
     check_unexpected,
     gather_targets,
-    unexpected_keys,
     used_keys,
 )
 from paddle_flexckpt.runtime.name_compatibility import check_across_ranks
@@ -47,7 +46,7 @@ from paddle_flexckpt.runtime.shared_memory import refuse_shared_memory
 from paddle_flexckpt.runtime.sources import CheckedSources, check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.target_memory import TargetMemory
-from paddle_flexckpt.runtime.targets import Policy, Strict, Wanted
+from paddle_flexckpt.runtime.targets import OptimizerStates, Policy, Strict, Wanted
 from paddle_flexckpt.runtime.tensors import open_storage
 from paddle_flexckpt.runtime.virtual_files import gather_virtual_files, held_tensors
 
@@ -76,6 +75,7 @@ def reshard_sharded_state_dict(
     fused: Literal["convert", "exact"] = "convert",
     mw_name_compatibility: bool = True,
     check_replicas: CheckReplicas = True,
+    optimizer_states: OptimizerStates = "raise",
 ) -> LoadReport:
     """Moves live state from one layout to another, in memory.
 
@@ -100,6 +100,7 @@ def reshard_sharded_state_dict(
         mw_name_compatibility: As in :func:`load_state_dict`.
         check_replicas: What is asked of the replicas of one source shard, as in :func:`save_state_dict`. Where they may
             differ, every rank is given the values of one rank, even if it holds others itself.
+        optimizer_states: As in :func:`load_state_dict`.
 
     Returns:
         What was done; ``bytes_received`` are the bytes that this rank lacked.
@@ -138,6 +139,7 @@ def reshard_sharded_state_dict(
         mw_name_compatibility=mw_name_compatibility,
         check_replicas=check_replicas,
         aoa_config=aoa_config,
+        optimizer_states=optimizer_states,
     )
 
 
@@ -167,6 +169,7 @@ def _load_state_dict(
     mw_name_compatibility: bool = True,
     check_replicas: CheckReplicas = True,
     aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    optimizer_states: OptimizerStates = "raise",
 ) -> LoadReport:
     """Fills targets from (virtual) files whose tensors are in the ranks' memory.
 
@@ -188,6 +191,7 @@ def _load_state_dict(
         mw_name_compatibility: As in :func:`load_state_dict`.
         check_replicas: As in :func:`reshard_sharded_state_dict`.
         aoa_config: As in :func:`load_state_dict`.
+        optimizer_states: As in :func:`load_state_dict`.
 
     Returns:
         What was done.
@@ -215,7 +219,7 @@ def _load_state_dict(
             aoa_config=config_digest(aoa_config, master_weights),
             check_replicas=ReplicaPolicies(check_replicas).said,
         ),
-        lambda: Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility),
+        lambda: Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility, optimizer_states),
         _CONTEXT,
         coordinator_rank=coordinator_rank,
         offload=offload,
@@ -390,8 +394,7 @@ def fill_targets(
             _, digests, policies, addresses, bits, encoded, names, use = check_heads(answers, context)
         check_across_ranks([json.loads(each) for each in names], context)
         checked, replicas = source.compare(comm, digests, policies, coordinator_rank, context)
-        unexpected = unexpected_keys(catalog, bits, ready.mapping)
-        check_unexpected(unexpected, make_policy().strict, context)
+        unexpected = check_unexpected(catalog, bits, ready.mapping, make_policy(), context)
         target = concat([decode_catalog(each) for each in encoded])
         # Ranks' rows follow each other in the common catalog.
         first = int(np.argmax(target.rank == comm.rank)) if len(target) else 0

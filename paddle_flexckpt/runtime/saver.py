@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import time
@@ -29,6 +30,7 @@ from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
 from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.runtime.fused import indivisible_rows
+from paddle_flexckpt.runtime.lost_ranks import own_presence
 from paddle_flexckpt.runtime.node_saves import NodeSave, Storage, check_storage, check_visible, meet_nodes
 from paddle_flexckpt.runtime.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
 from paddle_flexckpt.runtime.replica_policies import CheckReplicas, ReplicaPolicies
@@ -36,7 +38,7 @@ from paddle_flexckpt.runtime.replicas import Replicas, replica_digests
 from paddle_flexckpt.runtime.sources import check_sources
 from paddle_flexckpt.runtime.state import LocalState, open_state
 from paddle_flexckpt.runtime.tensors import open_storage
-from paddle_flexckpt.storage import CheckpointDirectory, Location, NodeDirectory, SaveLock, SaveTicket
+from paddle_flexckpt.storage import CheckpointDirectory, Location, NodeDirectory, SaveLock, SaveTicket, shown
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -143,8 +145,11 @@ def save_state_dict(
     begin = time.perf_counter()
     comm = communicator_for(process_group)
     per_node = storage == "per_node"
-    directory = NodeDirectory(path)
-    context = "cannot save to the nodes' directories" if per_node else f"cannot save to {directory.path!r}"
+    context = "cannot save to the nodes' directories" if per_node else f"cannot save to {shown(path)}"
+
+    @functools.cache
+    def open_directory() -> NodeDirectory:
+        return NodeDirectory.to_save_in(path)
 
     def encoded_head() -> bytes:
         check_storage(storage, node_copies, async_save is not False)
@@ -154,6 +159,7 @@ def save_state_dict(
     def describe() -> tuple[_Own, bytes]:
         head = encoded_head()
         queued = time.perf_counter()
+        directory = open_directory()
         writer = _background_writer(async_save, directory)
         admission = None if writer is None else stack.enter_context(writer.admit())
         await_earlier(directory.path)
@@ -177,24 +183,34 @@ def save_state_dict(
         policies = rules.of(state.catalog.keys, state.weights)
         place, address = directory.backend.place().encode(), b"" if carrier is None else carrier.address()
         encoded = (place, address, np.packbits(whole).tobytes(), policies.tobytes(), encode_catalog(state.catalog))
-        return _Own(state, lock, admission, waited), join(
-            (head, json.dumps(ticket and asdict(ticket)).encode(), *encoded)
-        )
+        # Where the other ranks' writers can look whether this rank's processes are alive.
+        writer_address = "" if admission is None or comm.size == 1 else admission.address
+        presences = [own_presence().address, writer_address] if writer_address else []
+        said = (json.dumps(ticket and asdict(ticket)).encode(), json.dumps(presences).encode())
+        return _Own(state, lock, admission, waited), join((head, *said, *encoded))
 
     locked, opened = contextlib.ExitStack(), contextlib.ExitStack()
     with contextlib.ExitStack() as stack:
         nodes, carrier = None, None
         if per_node:
-            nodes = meet_nodes(comm, directory, unique_id, encoded_head, stack, context)
+            nodes = meet_nodes(comm, open_directory, unique_id, encoded_head, stack, context)
             carrier = stack.enter_context(contextlib.closing(comm.open_carrier())) if node_copies > 1 else None
-        own, answers = comm.together(describe, context)
-        messages = [split(answer) for answer in answers]
-        check_same([message[0] for message in messages], context)
-        _, tickets, places, addresses, wholes, policies, catalogs = zip(*messages)
-        ticket = SaveTicket(**json.loads(tickets[coordinator_rank]))
-        if nodes is None and len(set(places)) > 1:
-            comm.together(lambda: check_visible(directory, ticket), "cannot save, and nothing was written")
+        try:
+            own, answers = comm.together(describe, context)
+            messages = [split(answer) for answer in answers]
+            check_same([message[0] for message in messages], context)
+            _, tickets, presences, places, addresses, wholes, policies, catalogs = zip(*messages)
+            ticket = SaveTicket(**json.loads(tickets[coordinator_rank]))
+            directory = open_directory()
+            if nodes is None and len(set(places)) > 1:
+                comm.together(lambda: check_visible(directory, ticket), "cannot save, and nothing was written")
+        except LostRankError:
+            opened.pop_all()  # others may know the ticket, and be writing already: the next save needs the marker
+            raise
         opened.pop_all()  # from here on every rank removes what it wrote
+        # A rank removes what it wrote only if the coordinator cannot commit: all know then that the save has failed.
+        # If an exchange fails (a rank is lost) nobody knows how far the others are, and after the last exchange before
+        # the commit only the coordinator does. The marker stays, and the next save removes what is left.
         try:
             decoded = [decode_catalog(encoded) for encoded in catalogs]
             catalog = concat(decoded)
@@ -224,7 +240,7 @@ def save_state_dict(
                 if own.admission is None:
                     part = share.write()
                 else:
-                    share.stage(own.admission, own.lock)
+                    share.stage(own.admission, own.lock, tuple(tuple(json.loads(each)) for each in presences))
                 digests = replica_digests(held, groups) if replicas.compares and differing is None else b""
                 return None, join((part, digests))
 
@@ -253,17 +269,19 @@ def save_state_dict(
                 return own.admission.hand_over(report, begin, own.lock)
             if nodes is not None:
                 nodes.commit(parts, carrier, list(addresses))
-            else:
-                comm.together(share.commit, context)
-        except CheckpointError as error:
-            if own.admission is not None and isinstance(error, LostRankError):
+        except LostRankError as error:
+            if own.admission is not None:
                 # Others may not have noticed, and have handed their shares over.
                 tell_writers(directory, ticket, comm.rank, comm.ranks[coordinator_rank], error)
-            elif nodes is not None:
+            raise
+        except CheckpointError:
+            if nodes is not None:
                 nodes.discard()
             else:
                 directory.discard(ticket, comm.rank)
             raise
+        if nodes is None:
+            comm.together(share.commit, context)
     end = time.perf_counter()
     seconds = {"write": written - planned, "commit": end - written, "total": end - begin}
     report = replace(report, seconds={**report.seconds, **seconds})
@@ -356,8 +374,8 @@ class _Share:
         )
         return b""
 
-    def stage(self, admission: Admission, lock: SaveLock | None) -> None:
-        """Copies the data to where the writer finds it."""
+    def stage(self, admission: Admission, lock: SaveLock | None, presences: tuple[tuple[str, ...], ...]) -> None:
+        """Copies the data to where the writer finds it; ``presences`` of all ranks."""
         job = WriteJob(
             path=self._directory.path,
             storage=self._directory.backend.describe(),
@@ -369,6 +387,7 @@ class _Share:
             coordinator=self._coordinator,
             step=self._step,
             timeout=admission.timeout,
+            presences=presences,
         )
         space, end = admission.stage(job), 0
         for data in self._data():

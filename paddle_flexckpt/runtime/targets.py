@@ -17,6 +17,7 @@ from paddle_flexckpt.runtime.remedies import resized, untied
 from paddle_flexckpt.runtime.state import LocalState
 
 Strict = Union[bool, Literal["missing", "unexpected"]]
+OptimizerStates = Literal["raise", "ignore"]
 _FLOATS = frozenset({"float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"})
 _COMPLEX = frozenset({"complex64", "complex128"})
 _HALVES = frozenset({"float16", "bfloat16"})
@@ -38,6 +39,8 @@ class Policy:
             error ("exact").
         mw_name_compatibility: Whether a key that the source lacks may be found under another of its names
             (:mod:`~paddle_flexckpt.runtime.name_compatibility`).
+        optimizer_states: Whether optimizer states that the source has of a parameter that is loaded, and that no rank
+            asks for, are an error ("raise") or stay where they are ("ignore").
     """
 
     strict: Strict = "missing"
@@ -46,6 +49,7 @@ class Policy:
     master_weights: Literal["exact", "convert"] = "exact"
     fused: Literal["convert", "exact"] = "convert"
     mw_name_compatibility: bool = True
+    optimizer_states: OptimizerStates = "raise"
 
     def __post_init__(self) -> None:
         if self.strict not in (True, False, "missing", "unexpected"):
@@ -58,6 +62,8 @@ class Policy:
             raise ValidationError([f"fused is 'convert' or 'exact'; got {self.fused!r}"])
         if not isinstance(self.mw_name_compatibility, bool):
             raise ValidationError([f"mw_name_compatibility is True or False; got {self.mw_name_compatibility!r}"])
+        if self.optimizer_states not in ("raise", "ignore"):
+            raise ValidationError([f"optimizer_states is 'raise' or 'ignore'; got {self.optimizer_states!r}"])
 
     @property
     def missing_is_an_error(self) -> bool:

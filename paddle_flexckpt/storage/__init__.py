@@ -16,6 +16,7 @@ from paddle_flexckpt.storage.blocks import ReadCount
 from paddle_flexckpt.storage.checksums import BLOCK_BYTES, Checksums, VerifyMode, verify_mode
 from paddle_flexckpt.storage.data_file import DataFileWriter
 from paddle_flexckpt.storage.directory import CheckpointDirectory
+from paddle_flexckpt.storage.formats import open_destination, shown
 from paddle_flexckpt.storage.held_manifest import HeldManifest
 from paddle_flexckpt.storage.listing import CheckpointInfo, detect_format, is_complete, latest, list_checkpoints
 from paddle_flexckpt.storage.manifest import FORMAT_VERSION, ORIGINS, Manifest, Origin, merge_parts
@@ -55,8 +56,10 @@ __all__ = [
     "merge_parts",
     "open_backend",
     "open_described",
+    "open_destination",
     "open_storage",
     "read_paddle_metadata",
     "read_plain_file",
+    "shown",
     "verify_mode",
 ]

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, Union
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.storage.file_names import check_file_name
-from paddle_flexckpt.storage.urls import redacted, split_url
+from paddle_flexckpt.storage.urls import path_of, redacted, split_url
 
 Buffer = Union[bytes, memoryview]
 Item = TypeVar("Item")
@@ -74,6 +74,9 @@ class OutputFile(ABC):
     @abstractmethod
     def write(self, data: Buffer) -> None:
         """Appends all of the data."""
+
+    def make_durable(self) -> None:  # noqa: B027
+        """Makes the bytes durable where that can be done before :meth:`finish`, which then takes little time."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -229,19 +232,26 @@ class Backend(ABC):
     def write(self, name: str, data: bytes) -> None:
         """Writes a small file, or replaces it; its bytes are durable when this returns."""
 
-    def publish(self, name: str, data: bytes) -> None:
+    def publish(self, name: str, data: bytes, check: Callable[[], None] = lambda: None) -> None:
         """The commit: all that was written before becomes durable; then the file appears, whole or not at all.
 
         It takes the place of a file of that name, and is durable when this returns.
 
+        Args:
+            name: The file's name.
+            data: Its bytes.
+            check: Called right before the file appears; what it raises keeps the file from appearing.
+
         Raises:
-            CheckpointError: Somebody else has the right to save by now.
+            CheckpointError: Somebody else has the right to save by now, or the directory is another one.
             FileExistsError: There is a file of that name, and this medium cannot replace it at once.
             OSError: The medium refused; what is there may be the old file or the new one.
         """
         self.sync()
         with self.create(name, replace=True) as file:
             file.write(data)
+            file.make_durable()
+            check()
         self.sync()
 
     @abstractmethod
@@ -343,7 +353,7 @@ def open_backend(location: Location) -> Backend:
     """The directory that a path, a URL or a backend stands for.
 
     Raises:
-        ValidationError: The URL has a scheme that nothing installed knows.
+        ValidationError: It is none of these, or the URL has a scheme that nothing installed knows.
     """
     return location if isinstance(location, Backend) else open_storage(location)
 
@@ -363,7 +373,7 @@ def open_storage(path: str | os.PathLike[str], **options: Any) -> Backend:
     Raises:
         ValidationError: There is no such option, or the URL's scheme needs a package that is not installed.
     """
-    text = os.fspath(path)
+    text = path_of(path)
     scheme, rest = split_url(text)
     if scheme is None:
         from paddle_flexckpt.storage.local import LocalBackend

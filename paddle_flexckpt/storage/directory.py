@@ -14,8 +14,9 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
+from typing import TypeVar
 
 import numpy as np
 
@@ -23,12 +24,13 @@ from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointE
 from paddle_flexckpt.storage.absence import what_is_wrong
 from paddle_flexckpt.storage.backend import FileLock, Location, SaveLock
 from paddle_flexckpt.storage.data_file import DataFileWriter, check_data_file
-from paddle_flexckpt.storage.formats import find_foreign, open_source
+from paddle_flexckpt.storage.formats import find_foreign, open_destination, open_source
 from paddle_flexckpt.storage.manifest import Manifest, Origin, merge_parts
 from paddle_flexckpt.storage.paddle_checkpoint import paddle_ids
 from paddle_flexckpt.storage.ticket import MANIFEST, OF_RANK, SaveTicket, save_of
 
 logger = logging.getLogger("paddle_flexckpt")
+Self = TypeVar("Self", bound="CheckpointDirectory")
 
 # The marker of a save: id, and generation (none: 0).
 _MARKER = re.compile(r"(\d+)(?:\.(\d+))?\.saving", re.ASCII)
@@ -52,6 +54,15 @@ class CheckpointDirectory:
         """Args: location: the directory, which need not exist; or a safetensors file or index of another program's."""
         self.backend, self._file = open_source(location)
         self.path = self.backend.where(self._file) if self._file else self.backend.path
+
+    @classmethod
+    def to_save_in(cls: type[Self], location: Location) -> Self:
+        """Return a directory that is to be saved to, whether it exists or not.
+
+        Raises:
+            ValidationError: The location is a file's, by its name.
+        """
+        return cls(open_destination(location))
 
     def list_ids(self) -> list[int]:
         """Ids of the checkpoints that have a manifest, in rising order."""
@@ -299,8 +310,11 @@ class CheckpointDirectory:
     def commit(self, ticket: SaveTicket, ranks: Sequence[int]) -> Manifest:
         """Merges the parts of all ranks into the manifest and makes the checkpoint exist.
 
+        The data files are looked at once more right before: they have to be there, of their size and of this save.
+
         Raises:
-            CheckpointError: A part is not there; or the checkpoint is complete, but leftovers could not be removed.
+            CheckpointError: A part or a data file is not there, or the directory is another one by now: nothing has
+                changed. Or the checkpoint is complete, but leftovers could not be removed.
             OSError: The file system refused; :meth:`is_committed` tells whether that was before or after the commit.
         """
 
@@ -315,7 +329,18 @@ class CheckpointDirectory:
                 ) from error
 
         manifest = merge_parts(self.backend.each(part, ranks))
-        replaced = self.publish(ticket, manifest.encode())
+
+        def check() -> None:
+            try:
+                self.check_complete(manifest)
+            except CorruptCheckpointError as error:
+                what = str(error).partition(" Remedy:")[0]
+                raise CheckpointError(
+                    f"nothing was committed, as somebody else has changed the files of this save: {what} Remedy: find "
+                    "out who removes files there, and save again"
+                ) from error
+
+        replaced = self.publish(ticket, manifest.encode(), check)
         try:
             self.finish(ticket, being_read=replaced is None)
         finally:
@@ -323,8 +348,13 @@ class CheckpointDirectory:
                 replaced.release()
         return manifest
 
-    def publish(self, ticket: SaveTicket, manifest: bytes) -> FileLock | None:
+    def publish(self, ticket: SaveTicket, manifest: bytes, check: Callable[[], None] = lambda: None) -> FileLock | None:
         """Puts the manifest of a save in place: from then on the checkpoint exists.
+
+        Args:
+            ticket: The save.
+            manifest: Its manifest.
+            check: Called right before; what it raises keeps the manifest from its place.
 
         Returns:
             The lock of the manifest that it has replaced; None if that is being read.
@@ -332,7 +362,7 @@ class CheckpointDirectory:
         name = f"{ticket.unique_id}.manifest"
         replaced = self.backend.claim(name)
         try:
-            self.backend.publish(name, manifest)
+            self.backend.publish(name, manifest, check)
         except BaseException:
             if replaced is not None:
                 replaced.release()
@@ -398,7 +428,7 @@ class CheckpointDirectory:
             return False
 
     def discard(self, ticket: SaveTicket, rank: int) -> None:
-        """Removes what a rank wrote in a save that failed; does nothing if the save was committed before it failed.
+        """Removes what a rank wrote in a save that cannot be committed any more; the caller knows that.
 
         The marker goes with the last file of the save.
         """

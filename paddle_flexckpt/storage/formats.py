@@ -20,17 +20,47 @@ from paddle_flexckpt.storage.paddle_checkpoint import paddle_ids, read_paddle_ma
 from paddle_flexckpt.storage.paddleformers_checkpoint import paddleformers_directories, read_paddleformers_manifest
 from paddle_flexckpt.storage.tensor_files import INDEX_FILE, TENSOR_FILE, Weights, read_weights
 from paddle_flexckpt.storage.unified_checkpoint import is_unified_checkpoint, read_unified_manifest
+from paddle_flexckpt.storage.urls import path_of, redacted
+
+# What no directory is called that a save makes: a load takes such a path for a file's.
+_FILE_NAMES = (TENSOR_FILE, ".index.json")
 
 
 def open_source(location: Location) -> tuple[Backend, str | None]:
-    """The directory that a location stands for, and the safetensors file or index in it, if it is the path of one."""
+    """The directory that a location stands for, and the safetensors file or index in it, if it is the path of one.
+
+    Raises:
+        ValidationError: It is no location.
+    """
     if isinstance(location, Backend):
         return location, None
-    path = os.fspath(location)
+    path = path_of(location)
     if path.endswith((TENSOR_FILE, INDEX_FILE)) and not os.path.isdir(path):
         directory, _, name = path.rpartition("/")
         return open_backend(directory or ("/" if path.startswith("/") else ".")), name
     return open_backend(location), None
+
+
+def shown(location: object) -> str:
+    """Return how errors name a location, sound or not: as the caller does, without what is secret."""
+    if isinstance(location, Backend):
+        return repr(location.path)
+    text = os.fspath(location) if isinstance(location, os.PathLike) else location
+    return repr(redacted(text) if isinstance(text, str) else text)
+
+
+def open_destination(location: Location) -> Backend:
+    """Return the directory that a location stands for, which is to be written to.
+
+    Raises:
+        ValidationError: It is no location, or a file's by its name, and no directory has that name.
+    """
+    backend = open_backend(location)
+    if backend.path.rstrip("/").endswith(_FILE_NAMES) and not os.path.isdir(backend.path):
+        raise ValidationError(
+            [f"{backend.path} names a file, and a checkpoint is a directory. Remedy: give the path of a directory"]
+        )
+    return backend
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
@@ -77,17 +77,26 @@ class LocalOutputFile(OutputFile):
         self._final = path
         self._path = f"{path}.{os.urandom(16).hex()}.tmp" if replace else path
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._is_durable = False
 
     def write(self, data: Buffer) -> None:
         """As in the base class."""
+        self._is_durable = False
         with _naming(self._path):
             write_all(self._descriptor, memoryview(data))
+
+    def make_durable(self) -> None:
+        """As in the base class."""
+        with _naming(self._path):
+            if not self._is_durable:
+                os.fsync(self._descriptor)
+        self._is_durable = True
 
     def finish(self) -> None:
         """As in the base class: fsync, then rename."""
         with _naming(self._path):
             try:
-                os.fsync(self._descriptor)
+                self.make_durable()
             finally:
                 self._close()
         if self._path != self._final:
@@ -214,7 +223,9 @@ class LocalFileLock(FileLock):
 class LocalBackend(Backend):
     """A directory of a local or mounted file system."""
 
-    def __init__(self, path: str, lock: bool = True, lease_seconds: float = LEASE_SECONDS) -> None:
+    def __init__(
+        self, path: str, lock: bool = True, lease_seconds: float = LEASE_SECONDS, identity: list[int] | None = None
+    ) -> None:
         """Opens nothing.
 
         Args:
@@ -222,11 +233,13 @@ class LocalBackend(Backend):
             lock: Whether savers exclude each other. Without it, that is up to the caller.
             lease_seconds: How long a saver may be silent before another one may take its place, where the file system
                 has no locks.
+            identity: Device and inode of the directory, if a save has begun there: it has to be the same at the commit.
         """
         self.path = path
         self._lock = lock
         self._lease_seconds = check_lease_seconds(lease_seconds)
         self._lease: LeaseLock | None = None
+        self._identity = identity
 
     def names(self) -> list[str]:
         """As in the base class."""
@@ -289,11 +302,24 @@ class LocalBackend(Backend):
             finally:
                 os.close(descriptor)
 
-    def publish(self, name: str, data: bytes) -> None:
-        """As in the base class."""
-        if self._lease is not None:
-            self._lease.check()
-        super().publish(name, data)
+    def publish(self, name: str, data: bytes, check: Callable[[], None] = lambda: None) -> None:
+        """As in the base class; and the path has to lead to the directory still that the save has begun in."""
+
+        def check_all() -> None:
+            if self._lease is not None:
+                self._lease.check()
+            if self._identity not in (None, self._current_identity()):
+                raise CheckpointError(
+                    f"{self.path} is another directory than when the save began: it was renamed, removed or mounted "
+                    "over meanwhile. Nothing was committed. Remedy: save again"
+                )
+            check()
+
+        super().publish(name, data, check_all)
+
+    def _current_identity(self) -> list[int]:
+        found = os.stat(self.path)
+        return [found.st_dev, found.st_ino]
 
     def remove(self, name: str) -> None:
         """As in the base class."""
@@ -334,6 +360,7 @@ class LocalBackend(Backend):
 
     def lock(self) -> SaveLock:
         """As in the base class: a lock of the directory, or a lease where the file system has no locks."""
+        self._identity = self._current_identity()
         if not self._lock:
             return NoLock()
         try:
@@ -386,7 +413,8 @@ class LocalBackend(Backend):
 
     def describe(self) -> dict[str, Any]:
         """As in the base class."""
-        return {"path": os.path.abspath(self.path), "lock": self._lock, "lease_seconds": self._lease_seconds}
+        settings = {"lock": self._lock, "lease_seconds": self._lease_seconds, "identity": self._identity}
+        return {"path": os.path.abspath(self.path), **settings}
 
 
 def sync_directory(path: str) -> None:

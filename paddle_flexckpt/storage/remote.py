@@ -204,18 +204,23 @@ class FsspecBackend(Backend):
         """As in the base class."""
         self._medium.put(self._at(name), data)
 
-    def publish(self, name: str, data: bytes) -> None:
+    def publish(self, name: str, data: bytes, check: Callable[[], None] = lambda: None) -> None:
         """As in the base class.
 
         Raises:
             CheckpointError: Somebody else has the right to save by now.
         """
-        if self._lease is not None:
-            self._lease.check()
+
+        def check_all() -> None:
+            if self._lease is not None:
+                self._lease.check()
+            check()
+
         if self._commit() == "put":
+            check_all()
             self._medium.put(self._at(name), data)
         else:
-            super().publish(name, data)
+            super().publish(name, data, check_all)
 
     @property
     def replaces(self) -> bool:

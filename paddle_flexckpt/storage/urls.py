@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -23,6 +24,22 @@ _LOCAL = frozenset({"file", "local"})
 HIDDEN = "***"
 # Shorter values would blot out words of the text itself.
 _SHORTEST_SECRET = 4
+
+
+def path_of(location: object) -> str:
+    """Return the text of a path or URL.
+
+    Raises:
+        ValidationError: It is neither.
+    """
+    if not isinstance(location, (str, os.PathLike)) or not isinstance(text := os.fspath(location), str):
+        raise ValidationError(
+            [
+                "path has to be a path or URL as text or os.PathLike, or what open_storage() gives; got "
+                f"{location!r} ({type(location).__name__})"
+            ]
+        )
+    return text
 
 
 def split_url(location: str) -> tuple[str | None, str]:

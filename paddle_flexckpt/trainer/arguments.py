@@ -22,6 +22,12 @@ _REPLICAS: dict[str, CheckReplicas] = {
 }
 # Of these flags PaddleFormers has its own, with its own defaults.
 SHARED = ("save_checkpoint_format", "load_checkpoint_format", "aoa_config")
+# Flags of the semi-automatic trainer that choose or convert its own format.
+_OWN_LAYOUT = (
+    "auto_parallel_resume_form_hybrid_parallel",
+    "load_model_with_sharding_tensor_fusion",
+    "save_model_with_sharding_tensor_fusion",
+)
 
 
 @dataclass
@@ -91,6 +97,10 @@ class FlexTrainingArguments:
             "help": "Start master weights that the checkpoint lacks from its parameters, and the other way round."
         },
     )
+    flex_ignore_optimizer_states: bool = field(
+        default=False,
+        metadata={"help": "Load without the optimizer states that only the checkpoint has; else they are an error."},
+    )
 
 
 @dataclass(frozen=True)
@@ -109,6 +119,7 @@ class TrainerOptions:
         check_replicas: Likewise. The default is ``"close"``: ranks that drift apart by rounding do not end a training.
         cast: Whether dtypes may differ on load.
         convert_master_weights: Whether masters and parameters may replace each other.
+        ignore_optimizer_states: Whether optimizer states that only the checkpoint has are left out.
     """
 
     save: bool = False
@@ -123,6 +134,7 @@ class TrainerOptions:
     check_replicas: CheckReplicas = "close"
     cast: bool = False
     convert_master_weights: bool = False
+    ignore_optimizer_states: bool = False
 
     def loading(self) -> dict[str, Any]:
         """The options of :func:`load_state_dict`."""
@@ -132,6 +144,7 @@ class TrainerOptions:
             "verify": self.verify,
             "dtype": "cast" if self.cast else "raise",
             "master_weights": "convert" if self.convert_master_weights else "exact",
+            "optimizer_states": "ignore" if self.ignore_optimizer_states else "raise",
         }
 
 
@@ -191,6 +204,7 @@ _SWITCHES = (
     "save_replicas",
     "cast",
     "convert_master_weights",
+    "ignore_optimizer_states",
 )
 
 
@@ -223,8 +237,34 @@ def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
     if load and getattr(args, "load_from_hf", False) and not getattr(args, "ignore_load_lr_and_optim", False):
         problems.append("--load_from_hf has no optimizer to load. Remedy: give --ignore_load_lr_and_optim as well")
     if getattr(args, "enable_auto_parallel", False):
-        problems.append(f"{flag} does not serve the semi-automatic trainer (--enable_auto_parallel)")
+        problems += _semi_automatic(args, flag)
     return problems
+
+
+def _semi_automatic(args: Any, flag: str) -> list[str]:
+    """What cannot be with the semi-automatic trainer."""
+    if library_of(args) != "paddlenlp":
+        return [f"{flag} does not serve PaddleFormers' semi-automatic trainer (--enable_auto_parallel)"]
+    problems = []
+    if getattr(args, "flex_fallback", False):
+        problems.append(
+            "--flex_fallback: the semi-automatic trainer (--enable_auto_parallel) reads its step before the tensors, "
+            "and cannot go back to another. Remedy: leave it out; where a checkpoint is damaged, the error names it, "
+            "and --resume_from_checkpoint can name the one before it"
+        )
+    for name in _OWN_LAYOUT:
+        if getattr(args, name, False):
+            problems.append(f"--{name} is of the trainer's own format; {flag} has one for all. Remedy: leave it out")
+    return problems
+
+
+def library_of(thing: Any) -> str:
+    """Which library a trainer, or its arguments, are of: the first of its classes that is one's own says so."""
+    for cls in type(thing).__mro__:
+        package = cls.__module__.partition(".")[0]
+        if package in ("paddlenlp", "paddleformers"):
+            return package
+    return "paddlenlp"
 
 
 def _aoa_config(value: Any) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -33,8 +34,14 @@ from paddle_flexckpt.runtime.extra_state import collect_extra_state
 from paddle_flexckpt.runtime.loader import load_state_dict, quiet_loads
 from paddle_flexckpt.runtime.saver import save_state_dict
 from paddle_flexckpt.storage import CheckpointDirectory
-from paddle_flexckpt.trainer.arguments import TrainerOptions, options_of
-from paddle_flexckpt.trainer.contents import collect_shards, is_peft, library_of, model_shards, write_small_files
+from paddle_flexckpt.trainer.arguments import TrainerOptions, library_of, options_of
+from paddle_flexckpt.trainer.contents import (
+    collect_shards,
+    is_peft,
+    is_semi_automatic,
+    model_shards,
+    write_small_files,
+)
 from paddle_flexckpt.trainer.directories import (
     SUBDIRECTORY,
     UNIQUE_ID,
@@ -131,8 +138,16 @@ class TrainerCheckpointer:
             with no_new_states():
                 return self._contents(everything)
 
-        head = repr(self.options).encode()
-        check_state(describe, self._comm, "cannot save", head)
+        check_state(describe, self._comm, "cannot save")
+
+    def check_options(self) -> None:
+        """Raises ValidationError where the flags of this library differ between ranks."""
+
+        def tell() -> tuple[None, bytes]:
+            return None, json.dumps(dataclasses.asdict(self.options), default=repr).encode()
+
+        context = "training arguments"
+        check_same(self._comm.together(tell, context)[1], context)
 
     def _contents(self, everything: bool) -> dict[str, Any]:
         """What is saved: shards and extra state; ``everything``: not the model alone."""
@@ -193,6 +208,8 @@ class TrainerCheckpointer:
 
         def contents() -> tuple[dict[str, Any], bytes]:
             if self._comm.position == 0:
+                if is_semi_automatic(trainer):  # whose own save has no small files
+                    write_small_files(trainer, path)
                 directories.make_durable(step)
             return self._contents(everything), b""
 
@@ -258,11 +275,15 @@ class TrainerCheckpointer:
     def _upstream_saving(self) -> Iterator[None]:
         """The trainer's own ``_save_checkpoint`` writes no optimizer, removes nothing and signals nothing in here."""
         args = self._trainer.args
-        ignored, signal = args.ignore_save_lr_and_optim, os.environ.pop(_SIGNAL, None)
+        ignored, signal, own = args.ignore_save_lr_and_optim, os.environ.pop(_SIGNAL, None), type(args)
         args.ignore_save_lr_and_optim, self._saving = True, True
+        if is_semi_automatic(self._trainer):  # which looks at no such flag, and writes from all ranks
+            alone = {"should_save": self._comm.position == 0, "should_save_model_state": False}
+            args.__class__ = type(own.__name__, (own,), alone)
         try:
             yield
         finally:
+            args.__class__ = own
             args.ignore_save_lr_and_optim, self._saving = ignored, False
             if signal is not None:
                 os.environ[_SIGNAL] = signal

@@ -25,6 +25,25 @@ def is_peft(model: Any) -> bool:
     return any(cls.__name__ in _PEFT_CLASSES for cls in type(model).__mro__)
 
 
+def is_semi_automatic(trainer: Any) -> bool:
+    """Whether a trainer is the one of ``--enable_auto_parallel``."""
+    return bool(getattr(trainer.args, "enable_auto_parallel", False))
+
+
+def _static_shards(trainer: Any) -> ShardedStateDict | None:
+    """All of a static model (``--to_static`` of the semi-automatic trainer); None where the trainer has none.
+
+    Its program holds parameters and optimizer states together.
+    """
+    model = trainer.model_wrapped
+    if not is_semi_automatic(trainer) or model is trainer.model:
+        return None
+    if model._mode is None:
+        model.train()  # builds the program, and with it the states
+    shards: ShardedStateDict = model.sharded_state_dict()
+    return shards
+
+
 def model_shards(trainer: Any) -> ShardedStateDict:
     """The shards of the trainer's model: all, or those that a parameter-efficient wrapper trains.
 
@@ -32,6 +51,9 @@ def model_shards(trainer: Any) -> ShardedStateDict:
         ValueError: A layer cannot be described.
         ValidationError: Such a wrapper trains nothing.
     """
+    static = _static_shards(trainer)
+    if static is not None:
+        return {key: static[key] for key in trainer.model_wrapped._structured_to_parameter_name if key in static}
     shards = describe_model(trainer.model)
     if not is_peft(trainer.model):
         return shards
@@ -55,6 +77,9 @@ def model_shards(trainer: Any) -> ShardedStateDict:
 
 def collect_shards(trainer: Any, with_optimizer: bool) -> dict[str, Any]:
     """The shards of model and, if asked for, optimizer; errors of :func:`model_shards`."""
+    static = _static_shards(trainer) if with_optimizer else None
+    if static is not None:
+        return dict(static)
     model = model_shards(trainer)
     shards: dict[str, Any] = dict(model)
     if with_optimizer and trainer.optimizer is not None:
@@ -108,12 +133,3 @@ def _write_config(model: Any, directory: Path) -> None:
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(str(directory))
-
-
-def library_of(trainer: Any) -> str:
-    """Which library a trainer is of: the first of its classes that is one's own says so."""
-    for cls in type(trainer).__mro__:
-        package = cls.__module__.partition(".")[0]
-        if package in ("paddlenlp", "paddleformers"):
-            return package
-    return "paddlenlp"

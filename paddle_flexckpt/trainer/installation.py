@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from types import FunctionType
@@ -24,8 +25,10 @@ _MIXINS: dict[str, tuple[type, ...]] = {
     "paddleformers": (FlexTrainerMixin, PaddleFormersMixin),
 }
 _UNDO = "_flexckpt_undo"
-# Methods that a version of a library may lack.
-_OPTIONAL = frozenset({"_load_best_model_from_peft_checkpoint"})
+# The trainer of --enable_auto_parallel.
+_SEMI_AUTOMATIC = "AutoTrainer"
+# Methods that a version of a library, or all but its semi-automatic trainer, may lack.
+_OPTIONAL = frozenset({"_load_best_model_from_peft_checkpoint", "_wrap_for_auto", "_wrap_for_dist_loader"})
 
 
 def install(library: str = "paddlenlp", replace_in_tree: bool = False) -> None:
@@ -53,12 +56,13 @@ def install(library: str = "paddlenlp", replace_in_tree: bool = False) -> None:
     trainer, args = trainers.Trainer, arguments.TrainingArguments
     if _UNDO in vars(trainer):
         return
-    methods = {
+    every = {
         name: method
         for mixin in _MIXINS[library]
         for name, method in vars(mixin).items()
-        if isinstance(method, FunctionType) and not (name in _OPTIONAL and not hasattr(trainer, name))
+        if isinstance(method, FunctionType)
     }
+    methods = {name: method for name, method in every.items() if name not in _OPTIONAL or hasattr(trainer, name)}
     missing = sorted(name for name in methods if not hasattr(trainer, name))
     if missing:
         raise RuntimeError(
@@ -68,9 +72,11 @@ def install(library: str = "paddlenlp", replace_in_tree: bool = False) -> None:
     install_parallel()
     install_model_rules(library)
     undo = Undo()
+    _name_former_modules(undo)
     for name, method in methods.items():
         undo.set(trainer, KEPT + name, getattr(trainer, name))
         undo.set(trainer, name, method)
+    _serve_semi_automatic(trainer, every, undo)
     for name in ("_flex_instance", "_flex_resuming"):
         undo.set(trainer, name, None)
     _add_fields(args, undo)
@@ -95,6 +101,36 @@ def is_installed(library: str = "paddlenlp") -> bool:
     """Whether :func:`install` is in effect for a library."""
     module = sys.modules.get(f"{library}.trainer.trainer")
     return module is not None and _UNDO in vars(module.Trainer)
+
+
+def _serve_semi_automatic(trainer: Any, methods: dict[str, FunctionType], undo: Undo) -> None:
+    """Gives the methods to the trainer of ``--enable_auto_parallel`` too, whose own would hide them."""
+
+    def serve(cls: Any) -> None:
+        for name in methods.keys() & vars(cls).keys():
+            undo.set(cls, KEPT + name, vars(cls)[name])
+            undo.set(cls, name, methods[name])
+
+    def __init_subclass__(cls: Any, **kwargs: Any) -> None:
+        super(trainer, cls).__init_subclass__(**kwargs)
+        if cls.__name__ == _SEMI_AUTOMATIC:
+            serve(cls)
+
+    for cls in trainer.__subclasses__():
+        if cls.__name__ == _SEMI_AUTOMATIC:
+            serve(cls)
+    # Scripts import it when they need it.
+    undo.set(trainer, "__init_subclass__", classmethod(__init_subclass__))
+
+
+def _name_former_modules(undo: Undo) -> None:
+    """Lets PaddleNLP 3.0.0b4's semi-automatic trainer be imported, which wants modules that Paddle 3.2 has renamed."""
+    before, now = "paddle.distributed.checkpoint", "paddle.distributed.flex_checkpoint.dcp"
+    if importlib.util.find_spec(before) is not None:
+        return
+    names = ("", ".load_state_dict", ".metadata", ".utils")
+    sys.modules.update({before + name: importlib.import_module(now + name) for name in names})
+    undo.steps.append(lambda: [sys.modules.pop(before + name, None) for name in names].clear())
 
 
 def _add_fields(arguments: Any, undo: Undo) -> None:

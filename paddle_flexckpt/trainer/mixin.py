@@ -8,6 +8,7 @@ from typing import Any
 
 from paddle_flexckpt.trainer.best_model import keep_best_model
 from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
+from paddle_flexckpt.trainer.contents import is_semi_automatic
 from paddle_flexckpt.trainer.directories import is_flex
 
 KEPT = "_flexckpt_upstream_"
@@ -23,6 +24,7 @@ class FlexTrainerMixin:
     _flex_instance: TrainerCheckpointer | None = None
     # The directory that train() resumes from, between its begin and its end.
     _flex_resuming: str | None = None
+    _flex_steps_per_epoch: int = 1
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """As the trainer's, after choosing the checkpoint to resume from; at its end saves in the background are done.
@@ -41,6 +43,7 @@ class FlexTrainerMixin:
         upstream = upstream_of(self, "train")
         if not (flex.options.save or flex.options.load):
             return upstream(resume_from_checkpoint, *args, **kwargs)
+        flex.check_options()
         if flex.options.save:
             flex.check_export()
         if flex.options.load:
@@ -56,14 +59,16 @@ class FlexTrainerMixin:
 
     def _inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         upstream, flex = upstream_of(self, "_inner_training_loop"), checkpointer_of(self)
-        if flex.options.save:
+        if flex.options.save and not is_semi_automatic(self):
             flex.check()  # model and optimizer are wrapped by now
-        restored = flex.restored_from if self._flex_resuming is not None else None
-        if restored is None:
+        if self._flex_resuming is None:
             return upstream(*args, **kwargs)
         bound = inspect.signature(upstream).bind(*args, **kwargs)
-        # A fall-back has gone to another one: the trainer state has to be of the same.
-        bound.arguments["resume_from_checkpoint"] = restored
+        if is_semi_automatic(self):
+            self._flex_steps_per_epoch = bound.arguments["num_update_steps_per_epoch"]
+        else:
+            # A fall-back has gone to another one: the trainer state has to be of the same.
+            bound.arguments["resume_from_checkpoint"] = flex.restored_from
         return upstream(*bound.args, **bound.kwargs)
 
     def save_model(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +100,31 @@ class FlexTrainerMixin:
             path = flex.resolve(resume_from_checkpoint)
             if path is not None:
                 flex.load_model(path)
+        elif is_semi_automatic(self):  # whose loop calls this when it has wrapped model and optimizer
+            flex.restore(resume_from_checkpoint)
+            # It asks for the generators when it has passed over samples; without any to pass over it never does.
+            if self.state.global_step % self._flex_steps_per_epoch == 0:
+                flex.restore_random_state()
         return None  # once model and optimizer are wrapped, with the optimizer
+
+    def _wrap_for_auto(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """The semi-automatic trainer's, which wraps model and optimizer within its loop."""
+        wrapped = upstream_of(self, "_wrap_for_auto")(*args, **kwargs)
+        flex = checkpointer_of(self)
+        if flex.options.save:
+            flex.check()
+        return wrapped
+
+    def _wrap_for_dist_loader(self: Any, train_dataloader: Any) -> Any:
+        """The semi-automatic trainer's: it resumes with the shuffle of the first epoch, whichever it is in."""
+        import paddle
+
+        loader = upstream_of(self, "_wrap_for_dist_loader")(train_dataloader)
+        sampler = loader.batch_sampler
+        # One that a script has made keeps a place of its own.
+        if self._flex_resuming is not None and type(sampler) is paddle.io.DistributedBatchSampler:
+            sampler.set_epoch(self.state.global_step // self._flex_steps_per_epoch)
+        return loader
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: Any) -> Any:
         flex = checkpointer_of(self)

@@ -68,7 +68,7 @@ def restore_from(trainer: Any, path: str, everything: bool, options: TrainerOpti
     shards, _ = comm.together(lambda: (collect_shards(trainer, everything), b""), context)
     if is_flex(path):
         return _restore_native(trainer, path, shards, everything, options, comm)
-    load = load_state_dict(shards, path, comm, **options.loading())
+    load = load_state_dict(shards, path, comm, **_loading(trainer, everything, options))
     missing, _ = comm.together(lambda: (_restore_foreign(trainer, Path(path)) if everything else {}, b""), context)
     return Restored(path, False, load, not_restored=missing)
 
@@ -79,7 +79,7 @@ def _restore_native(
     inside = os.path.join(path, SUBDIRECTORY)
     # First of all: it is small, and touches nothing. A model that was saved alone has none.
     state = load_extra_state(inside, process_group=comm) if everything else {}
-    load = load_state_dict(shards, inside, comm, **options.loading())
+    load = load_state_dict(shards, inside, comm, **_loading(trainer, everything, options))
     if not everything:
         return Restored(path, True, load)
     scaler = trainer.scaler if trainer.do_grad_scaling else None
@@ -90,6 +90,13 @@ def _restore_native(
 
     missing, _ = comm.together(put_back, f"cannot resume from {path}")
     return Restored(path, True, load, state, missing)
+
+
+def _loading(trainer: Any, everything: bool, options: TrainerOptions) -> dict[str, Any]:
+    """How to load: with its optimizer, or the model alone."""
+    if everything and trainer.optimizer is not None:
+        return options.loading()
+    return {**options.loading(), "optimizer_states": "ignore"}
 
 
 def _other_samples(before: int, now: int) -> dict[str, str]:

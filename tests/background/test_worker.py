@@ -75,10 +75,10 @@ def serve(code, jobs):
 
 def test_the_first_outcome_says_which_priority_was_refused(tmp_path):
     code = """
-import platform, sys
+import platform, socket, sys
 platform.machine = lambda: "abacus"
 from paddle_flexckpt.background.worker import main
-main(int(sys.argv[1]), 1, "idle")
+main(int(sys.argv[1]), 1, "idle", socket.create_server(("127.0.0.1", 0)).detach())
 assert not {"paddle", "torch"} & set(sys.modules)
 """
     (first, second), status = serve(code, [job_of(tmp_path / str(i), i)[::2] for i in (1, 2)])
@@ -118,7 +118,7 @@ def test_leftovers_that_cannot_be_removed_are_a_warning_on_a_checkpoint_that_is_
 
 def test_a_commit_that_fails_is_the_outcome_on_every_rank(tmp_path):
     class Unpublished(LocalBackend):
-        def publish(self, name, data):
+        def publish(self, name, data, check):
             raise OSError(errno.EIO, "injected", name)
 
     job, directory, data = job_of(tmp_path, backend=Unpublished(str(tmp_path)))

@@ -45,7 +45,7 @@ class InlineWriter(BackgroundWriter):
 
 class _Admission:
     def __init__(self, comm: JobCommunicator) -> None:
-        self.timeout = _TIMEOUT_SECONDS
+        self.timeout, self.address = _TIMEOUT_SECONDS, ""
         self._comm = comm
 
     def stage(self, job: WriteJob) -> np.ndarray:

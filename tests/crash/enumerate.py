@@ -4,8 +4,9 @@
 
 Every scenario is stopped before each of its calls on files, with jobs of two ranks in several orders of the ranks and
 with each of the spreads (the whole job dies; one rank dies, and the other sees its collective fail; one rank dies, and
-the other waits until it is killed). Then every save is begun once more where an earlier one died before each of its
-calls, and dies as well (a part of these points). Then the disks that a loss of power may leave at each point. Then each
+the other waits until it is killed; nobody dies, but one rank is slow, and the other gives up meanwhile). Then every
+save is begun once more where an earlier one died before each of its calls, and dies as well (a part of these points).
+Then the disks that a loss of power may leave at each point. Then each
 call fails, or writes a part, or is interrupted. After each of them a reader has to find the old or the new checkpoint,
 bit for bit, and a new save has to go well and clean up.
 """

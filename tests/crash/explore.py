@@ -13,8 +13,8 @@ from tests.crash.power_loss import Disk
 
 Item = TypeVar("Item")
 
-# Who is gone when one rank of several stops.
-SPREADS = ("job", "rank", "hang")
+# Who is gone, or has given up, when one rank of several stops.
+SPREADS = ("job", "rank", "hang", "give up")
 # So many violations say what is wrong.
 ENOUGH = 20
 
@@ -82,7 +82,7 @@ def stops(
         if found.enough:
             break
         run = bench.act(Fault(at, spread), seed)
-        where = f"{spread} stopped before call {at} ({calls[at]}), order {seed}"
+        where = f"{spread}: before call {at} ({calls[at]}), order {seed}"
         # Contents are not compared: the safetensors library writes metadata in random order.
         if run.struck is None or list(map(str, run.calls[:at])) != list(map(str, calls[:at])):
             found.violations.append(f"{bench.scenario.name}: {where}: the calls before it are others than they were")

@@ -78,10 +78,11 @@ class Fault:
     Attributes:
         at: Number of the call, counted from 0 over all ranks; beyond the last one for no fault.
         kind: ``job`` (all ranks are dead), ``rank`` (the one that calls is; the others see their collectives fail),
-            ``hang`` (the one that calls is; the others stop where they would wait for it), ``writer`` (the background
-            writer that calls is; its rank lives), ``kill`` (SIGKILL, in earnest), ``error`` (the call fails), ``full``
-            (like error, and so do all later calls that need space), ``tight`` (likewise, until a file is removed),
-            ``short`` (a write writes a part), ``interrupt`` (Ctrl-C arrives before the call).
+            ``hang`` (the one that calls is; the others stop where they would wait for it), ``give up`` (nobody is: the
+            others see their collectives fail, and the one that calls is slow, and goes on after them), ``writer`` (the
+            background writer that calls is; its rank lives), ``kill`` (SIGKILL, in earnest), ``error`` (the call
+            fails), ``full`` (like error, and so do all later calls that need space), ``tight`` (likewise, until a file
+            is removed), ``short`` (a write writes a part), ``interrupt`` (Ctrl-C arrives before the call).
         errno: Of ``error``, ``full`` and ``tight``.
     """
 
@@ -182,11 +183,14 @@ class FileSystem:
     def _step(self, call: Call, action: Callable[[], Any], finish: Callable[[Any], Call] | None = None) -> Any:
         """Does one call, unless the caller is dead or the fault strikes."""
         self._job.turn()
+        if self._fault == Fault(self._number, "give up") and self.struck is None:
+            self.struck = call
+            self._job.fail_others()
         with self._lock:
             self._check_alive()
             number, fault = self._number, self._fault
             self._number += 1
-            strikes = fault is not None and number == fault.at
+            strikes = fault is not None and fault.kind != "give up" and number == fault.at
             if strikes:
                 self.struck = call
                 self._strike(fault, call, action)

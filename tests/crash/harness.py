@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.runtime.communicator import Communicator
 from paddle_flexckpt.storage import CheckpointDirectory
 from tests.crash.file_system import Call, Fault, FileSystem
-from tests.crash.job import Job
+from tests.crash.job import Interrupted, Job, Stopped
 from tests.crash.scenario import Scenario, State, read_version, run
 
 # Contents of a file, or None for a directory, by path below the root.
@@ -23,6 +25,25 @@ AGAIN = 1000
 
 class Violation(AssertionError):
     """A reader found what it must not, or a later save did not go well."""
+
+
+class Broken(Exception):
+    """Library or test cannot do what they mean to: no violation, as it says nothing about crashes."""
+
+
+# What a mistake in a program raises; the library passes it on to other ranks as text.
+_MISTAKES = re.compile(r"\b(AssertionError|AttributeError|ImportError|NameError|NotImplementedError|TypeError): ")
+
+
+def check_meant(error: BaseException | None) -> None:
+    """Makes sure that an error is one that saves and loads are meant to raise.
+
+    Raises:
+        Broken: It is not.
+    """
+    meant = (CheckpointError, OSError, Stopped, Interrupted)
+    if error is not None and (not isinstance(error, meant) or _MISTAKES.search(str(error))):
+        raise Broken(f"not an error of a save or a load: {error!r}") from error
 
 
 def read_tree(root: str) -> Tree:
@@ -103,6 +124,8 @@ class Bench:
         job = Job(self.scenario.ranks, seed)
         with FileSystem(self.root, job, fault, salt) as files, _warnings() as warnings:
             outcomes = job.run(lambda comm: self.scenario.act(files.acknowledge, self.root, comm))
+        for outcome in outcomes:
+            check_meant(outcome if isinstance(outcome, BaseException) else None)
         return Run(outcomes, files.calls, files.returns, files.struck, files.failed, files.open_files(), warnings)
 
     def record(self, seed: int | None = None) -> Run:
@@ -137,6 +160,8 @@ class Bench:
         try:
             return read_version(folder, unique_id, self.scenario.large)
         except (AssertionError, Exception) as error:
+            if not isinstance(error, AssertionError):
+                check_meant(error)
             raise Violation(f"{folder} id {unique_id} is not whole: {error!r}: {sorted(read_tree(folder))}") from error
 
     def check(self, done: int, turn: int, where: str) -> dict[str, int]:
@@ -173,6 +198,7 @@ class Bench:
         try:
             names = run(self.scenario.ranks, save)
         except Exception as error:
+            check_meant(error)
             raise Violation(f"the next save: {error!r}, among {before}") from error
         expected = {**found, names[0]: AGAIN}
         now = self.observe()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Any
 
+from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.runtime.carrier import Carrier
 from paddle_flexckpt.runtime.communicator import Communicator
 
@@ -24,10 +25,6 @@ class Stopped(BaseException):
 
 class Interrupted(KeyboardInterrupt):
     """The user's Ctrl-C, injected."""
-
-
-class RankLost(RuntimeError):
-    """A collective failed because a rank is gone: what a backend raises on the others."""
 
 
 class Job:
@@ -53,6 +50,11 @@ class Job:
         self._changed = threading.Condition()
         self._ready = set(range(size))
         self._ended: set[int] = set()
+        # Ranks that are in a collective, and those of them for which it has failed.
+        self._gathering: set[int] = set()
+        self._failed: set[int] = set()
+        # The rank that goes on when no other can.
+        self._last: int | None = None
         self._rounds: dict[int, dict[int, bytes]] = {}
         self._threads: dict[int, int] = {}
 
@@ -90,12 +92,27 @@ class Job:
             self._hand_over()
             self._wait(rank)
 
+    def fail_others(self) -> None:
+        """The ranks that are in a collective see it fail, whether all have come to it or not, and go on to their ends.
+
+        Those that see collectives fail, by a limit of time for one, see all later ones fail. The rank that runs goes on
+        after them, and does not know.
+        """
+        with self._changed:
+            rank = self._last = self.running
+            self._failed |= self._gathering
+            self._ready |= self._failed - self._ended
+            while self._failed - self._ended:
+                self._hand_over()
+                self._wait(rank)
+            self._last = None
+
     def rest(self, seconds: float) -> None:
         """A sleep: others go on meanwhile."""
         rank = self._threads.get(threading.get_ident())
         with self._changed:
             self.slept += seconds
-            others = sorted(self._ready - {rank})
+            others = sorted(self._ready - {rank, self._last})
             if others:
                 self.running = self._random.choice(others) if self._random else others[0]
                 self._changed.notify_all()
@@ -121,17 +138,20 @@ class Job:
         """One collective: every rank's payload."""
         with self._changed:
             answers = self._rounds.setdefault(number, {})
-            answers[rank] = payload
-            if len(answers) == self.size:
-                self._ready |= answers.keys()
-            elif not self._ended - answers.keys():
-                self._ready.discard(rank)
-                self._hand_over()
-                self._wait(rank)
-            if len(answers) < self.size:
+            if rank not in self._failed:
+                answers[rank] = payload
+                if len(answers) == self.size:
+                    self._ready |= answers.keys() - self._ended
+                elif not self._ended - answers.keys():
+                    self._ready.discard(rank)
+                    self._gathering.add(rank)
+                    self._hand_over()
+                    self._wait(rank)
+                    self._gathering.discard(rank)
+            if rank in self._failed or len(answers) < self.size:
                 if self.hang:
                     raise Stopped("killed while it waited for a rank that is dead")
-                raise RankLost(f"collective {number}: only ranks {sorted(answers)} take part")
+                raise LostRankError(f"collective {number}: only ranks {sorted(answers)} take part")
             return [answers[other] for other in range(self.size)]
 
     def _begin(self, rank: int) -> None:
@@ -148,7 +168,7 @@ class Job:
 
     def _hand_over(self) -> None:
         if self._ready:
-            choices = sorted(self._ready)
+            choices = sorted(self._ready - {self._last}) or [self._last]
             self.running = self._random.choice(choices) if self._random else choices[0]
             self._changed.notify_all()
 

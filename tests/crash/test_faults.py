@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,19 +70,20 @@ def _no_fsync_errors(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "fault, mistake",
+    "fault, mistake, said",
     [
-        ("I/O error", _nameless),
-        ("disk full", _no_abort),
-        ("short write", _quick_write),
-        ("I/O error", _no_fsync_errors),
+        ("I/O error", _nameless, "the error says none of"),
+        ("disk full", _no_abort, "left over: "),
+        ("short write", _quick_write, "is not whole|a short write is no error"),
+        ("I/O error", _no_fsync_errors, "nobody noticed"),
     ],
 )
-def test_a_mistake_is_found_out(bench, monkeypatch, fault, mistake):
+def test_a_mistake_is_found_out(bench, monkeypatch, fault, mistake, said):
     monkeypatch.setattr(explore, "ENOUGH", 1)
     bench = bench(find("overwrite, 1 ranks"))
     mistake(monkeypatch)
-    assert faults(bench, fault).violations
+    found = faults(bench, fault)
+    assert re.search(said, found.violations[0]), found.violations
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from random import Random
 
 import pytest
@@ -60,12 +61,12 @@ def _directory_once(monkeypatch):
     """Data files' names are made durable together with the manifest's."""
     publish = LocalBackend.publish
 
-    def once(self, name, data):
+    def once(self, name, data, check):
         with monkeypatch.context() as patch:
             calls = []
             sync = self.sync
             patch.setattr(self, "sync", lambda: calls.append(0) if not calls else sync())
-            publish(self, name, data)
+            publish(self, name, data, check)
 
     monkeypatch.setattr(LocalBackend, "publish", once)
 
@@ -74,15 +75,25 @@ def test_a_writer_that_takes_the_manifest_for_durable_is_found_out(bench, monkey
     """A rank that sees the manifest of an asynchronous save says so at once: before the coordinator's fsync, maybe."""
     monkeypatch.setattr(explore, "ENOUGH", 1)
     monkeypatch.setattr(Settlement, "_committed", lambda self: None)
-    assert losses(bench(find("asynchronous: overwrite, 2 ranks")), seed=1, limit=8).violations
+    found = losses(bench(find("asynchronous: overwrite, 2 ranks")), seed=1, limit=8)
+    assert "a reader finds {'runs/a/0': 1}; allowed are [{'runs/a/0': 2}]" in found.violations[0]
 
 
-@pytest.mark.parametrize("fault", [_no_data, _no_directory, _no_directory_above, _directory_once])
-def test_a_save_without_its_precautions_is_found_out(bench, monkeypatch, fault):
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (_no_data, "is not whole: .*CorruptCheckpointError"),
+        (_no_directory, "the next save left .*1_0.safetensors"),
+        (_no_directory_above, r"a reader finds \{\}; allowed are \[\{'runs/a/0': 1\}\]"),
+        (_directory_once, "is not whole: .*is missing; the manifest names it"),
+    ],
+)
+def test_a_save_without_its_precautions_is_found_out(bench, monkeypatch, fault, said):
     monkeypatch.setattr(explore, "ENOUGH", 1)
     bench = bench(find("fresh, 2 ranks"))
     fault(monkeypatch)
-    assert losses(bench, limit=8).violations
+    found = losses(bench, limit=8)
+    assert re.search(said, found.violations[0]), found.violations
 
 
 class Recorded:

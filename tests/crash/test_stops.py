@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 
+from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.storage import CheckpointDirectory
 from paddle_flexckpt.storage.directory import SaveTicket
 from paddle_flexckpt.storage.local import DirectoryLock, LocalBackend
 from tests.crash import explore
-from tests.crash.explore import stops
+from tests.crash import scenario as scenarios
+from tests.crash.explore import SPREADS, stops
 from tests.crash.file_system import Fault
-from tests.crash.harness import Violation, after_dead
+from tests.crash.harness import Broken, after_dead
 from tests.crash.scenarios import SCENARIOS, find
 
 
@@ -29,6 +32,16 @@ def test_a_save_after_a_dead_one_dies_too(bench, tmp_path, at):
     found = stops(bench(scenario), seed=2, count=6)
     assert not found.violations, "\n".join(found.violations)
     assert found.points >= 3
+
+
+@pytest.mark.parametrize(
+    "name", ["overwrite, 2 ranks", "asynchronous: overwrite, 2 ranks", "manager: one goes, 2 ranks"]
+)
+def test_a_rank_that_gives_up_takes_nothing_from_a_coordinator_that_commits(bench, name):
+    """A rank sees a collective fail, by a limit of time, while the other is slow: anywhere in its commit, for one."""
+    found = stops(bench(find(name)), seed=4, share=0.25, spreads=("give up",))
+    assert not found.violations, "\n".join(found.violations)
+    assert len(found.outcomes) >= 2
 
 
 @pytest.mark.parametrize(
@@ -58,12 +71,12 @@ def test_ranks_take_turns_in_many_orders(bench):
 
 def _in_place(monkeypatch):
     create = LocalBackend.create
-    monkeypatch.setattr(LocalBackend, "create", lambda self, name, replace=False: _fresh(create, self, name))
 
+    def in_place(self, name, replace=False, size=None):
+        self.remove(name)
+        return create(self, name)
 
-def _fresh(create, backend, name):
-    backend.remove(name)
-    return create(backend, name)
+    monkeypatch.setattr(LocalBackend, "create", in_place)
 
 
 def _one_generation(monkeypatch):
@@ -114,13 +127,51 @@ def _lock_by_file(monkeypatch):
     monkeypatch.setattr(DirectoryLock, "take", take)
 
 
-@pytest.mark.parametrize("fault", [_in_place, _one_generation, _remove_first, _no_marker, _marker_last, _lock_by_file])
-def test_a_save_without_its_precautions_is_found_out(bench, monkeypatch, fault):
+def _careless(monkeypatch):
+    """A rank whose collective fails removes what it wrote, wherever the coordinator is."""
+    save = scenarios.save_state_dict
+    tickets = {}
+    write_share = CheckpointDirectory.write_share
+
+    def note(self, ticket, rank, *args, **kwargs):
+        tickets[rank] = self, ticket
+        write_share(self, ticket, rank, *args, **kwargs)
+
+    def careless(state, path, comm, **kwargs):
+        try:
+            return save(state, path, comm, **kwargs)
+        except LostRankError:
+            directory, ticket = tickets[comm.rank]
+            directory.discard(ticket, comm.rank)
+            raise
+
+    monkeypatch.setattr(CheckpointDirectory, "write_share", note)
+    monkeypatch.setattr(scenarios, "save_state_dict", careless)
+
+
+@pytest.mark.parametrize(
+    ("fault", "spreads", "said"),
+    [
+        (_in_place, SPREADS, r"a reader finds \{\}|is not whole: .*CorruptCheckpointError"),
+        (_one_generation, SPREADS, "is not whole: .*CorruptCheckpointError"),
+        (_remove_first, SPREADS, r"a reader finds \{\}"),
+        (_no_marker, SPREADS, "the next save left"),
+        (_marker_last, SPREADS, "the next save left"),
+        (_lock_by_file, SPREADS, "the next save: .*FileExistsError"),
+        (_careless, ("give up",), "is not whole: .*1_0.1.safetensors is missing; the manifest names it"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+def test_a_save_without_its_precautions_is_found_out(bench, monkeypatch, fault, spreads, said):
     monkeypatch.setattr(explore, "ENOUGH", 1)
     bench = bench(find("overwrite, 2 ranks"))
     fault(monkeypatch)
-    try:
-        found = stops(bench, seed=None, share=0.3)
-    except Violation:
-        return
-    assert found.violations
+    found = stops(bench, share=1.0 if fault is _careless else 0.3, spreads=spreads)
+    assert re.search(said, found.violations[0]), found.violations
+
+
+def test_a_mistake_that_cannot_run_is_not_taken_for_one_that_was_found(bench, monkeypatch):
+    bench = bench(find("overwrite, 2 ranks"))
+    monkeypatch.setattr(LocalBackend, "create", lambda self, name: None)
+    with pytest.raises(Broken, match="unexpected keyword argument 'size'"):
+        stops(bench, share=0.1)

@@ -110,6 +110,12 @@ def replicated_costs(directory, mib):
         "save": measured(lambda: fc.save_state_dict(state, f"{directory}/replicated")),
         "unchecked": measured(lambda: fc.save_state_dict(state, f"{directory}/unchecked", check_replicas=False)),
     }
+    drifted = {**state, "small": state["small"] + dist.get_rank() * 0.5}
+    found = []
+    made["drifted"] = measured(
+        lambda: found.append(fc.save_state_dict(drifted, f"{directory}/drifted", check_replicas="close").replicas)
+    )
+    made["drifted"]["replicas"] = found[0]
     target = {"large": paddle.zeros(whole.shape), "small": paddle.zeros([1000])}
     made["load"] = measured(lambda: fc.load_state_dict(target, f"{directory}/replicated"))
     made["load"]["right"] = all(bool((target[key].numpy() == state[key].numpy()).all()) for key in state)

@@ -68,12 +68,17 @@ def test_nothing_is_touched_that_the_host_cannot_or_must_not_reach(costs):
 def test_replicas_are_compared_without_a_second_crossing(device_world2, tmp_path):
     answers = device_world2.run(jobs.replicated_costs, directory=str(tmp_path), mib=STATE)
     small = 4000
-    written = [answer["unchecked"]["d2h"] for answer in answers]
-    assert sum(written) == STATE * MIB + small
-    for answer, share in zip(answers, written):
-        assert share <= STATE * MIB // 2 + small
-        # One sum of 8 bytes for each 256 KiB, and one for the small tensor.
-        assert answer["save"]["d2h"] == share + 8 * (STATE * 4 + 1)
+    # One sum of 8 bytes for each 256 KiB, and one for the small tensor.
+    sums = 8 * (STATE * 4 + 1)
+    assert sum(answer["save"]["d2h"] - sums for answer in answers) == STATE * MIB + small
+    # One rank's values, of all of a layer.
+    assert [answer["unchecked"]["d2h"] for answer in answers] == [STATE * MIB + small, 0]
+    # What differs crosses once more on each rank, to be measured; the large tensor stays where it is.
+    assert sum(answer["drifted"]["d2h"] - sums - small for answer in answers) == STATE * MIB + small
+    for answer in answers:
+        assert answer["drifted"]["replicas"] == {"small": "differ by at most 0.5; rank 0's values count"}
+        assert answer["save"]["d2h"] - sums <= STATE * MIB // 2 + small
+        assert answer["drifted"]["d2h"] - sums - small <= STATE * MIB // 2 + small
         # The factors of the sums.
         assert answer["save"]["h2d"] == MIB // 2
         assert answer["save"]["collectives"] == 0

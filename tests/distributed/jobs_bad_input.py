@@ -457,3 +457,26 @@ def half_a_block(directory):
     state = target()
     report = fc.load_state_dict(state, directory)
     return [report.bytes_read, report.bytes_verified]
+
+
+def before_the_first_exchange(directory):
+    """One rank's path or process group is none: what each call says on this rank, and that the next one works."""
+    last = dist.get_world_size() - 1
+    is_odd = dist.get_rank() == last
+    whole = {"b": paddle.to_tensor(B)}
+    results = {}
+    for what, group, path in (("group", "all", directory), ("group of ranks", [0, 1], directory), ("path", None, None)):
+        own = {"process_group": group if is_odd else None}
+        place = path if is_odd else directory
+        calls = {
+            "save": lambda: fc.save_state_dict(whole, place, **own),  # noqa: B023
+            "asynchronous save": lambda: fc.save_state_dict(whole, place, async_save=True, **own),  # noqa: B023
+            "load": lambda: fc.load_state_dict(whole, place, **own),  # noqa: B023
+            "extra state": lambda: fc.load_extra_state(place, **own),  # noqa: B023
+            "manager": lambda: fc.CheckpointManager(place, preemption_signals=(), **own),  # noqa: B023
+        }
+        if what != "path":
+            calls["reshard"] = lambda: fc.reshard_sharded_state_dict(whole, dict(whole), **own)  # noqa: B023
+        results[what] = {call: common.outcome(do) for call, do in calls.items()}
+    fc.save_state_dict(whole, directory)
+    return results

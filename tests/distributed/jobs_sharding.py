@@ -82,10 +82,10 @@ class Net(nn.Layer):
 class Job:
     """A model and its optimizer under one strategy.
 
-    Strategies: single, v1, v2, v2colors (several buffers, in two groups), stage2, stage3, fully.
+    Strategies: single, v1, v2, v2colors (several buffers, in two groups), stage2, stage3, both with "+offload", fully.
     """
 
-    def __init__(self, kind, salt="", dtype="float32", install=True, unused=True):
+    def __init__(self, kind, salt="", dtype="float32", install=True, unused=True, multi_precision=None):
         if install:
             fc.install()
         self.kind, self.size = kind, dist.get_world_size()
@@ -101,17 +101,18 @@ class Job:
             self.net.second.weight.color = {"color": "two", "group": group}
             self.net.second.bias.color = {"color": "two", "group": group}
         trainable = [p for p in self.net.parameters() if not p.stop_gradient]
-        self.inner = paddle.optimizer.AdamW(
-            0.01, parameters=trainable, weight_decay=0.1, multi_precision=dtype != "float32"
-        )
+        precise = dtype != "float32" if multi_precision is None else multi_precision
+        self.inner = paddle.optimizer.AdamW(0.01, parameters=trainable, weight_decay=0.1, multi_precision=precise)
         self.model, self.optimizer = self.net, self.inner
         if kind in ("v1", "v2", "v2colors"):
             self.model, self.optimizer = fleet.distributed_model(self.net), fleet.distributed_optimizer(self.inner)
-        elif kind in ("stage2", "stage3"):
+        elif kind.startswith(("stage2", "stage3")):
             from paddle.distributed.sharding import group_sharded_parallel
 
-            level = {"stage2": "os_g", "stage3": "p_g_os"}[kind]
-            self.model, self.optimizer, _ = group_sharded_parallel(self.net, self.inner, level, segment_size=SEGMENT)
+            level = {"stage2": "os_g", "stage3": "p_g_os"}[kind[:6]]
+            self.model, self.optimizer, _ = group_sharded_parallel(
+                self.net, self.inner, level, segment_size=SEGMENT, offload=kind.endswith("offload")
+            )
         elif kind == "fully":
             from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_fully_shard import FullyShard
 
@@ -151,7 +152,12 @@ class Job:
 
     def tables(self):
         """``{name of the state: {tensor name: tensor}}`` of the optimizer that steps, masters among them."""
+        if self.kind == "stage2+offload":
+            return self.tables_of_offload_buffer()
         masters = dict(self.inner._master_weights)
+        for parameter in self.net.parameters() if self.kind == "stage3+offload" else ():
+            if getattr(parameter, "unslice", False) and "float16" in str(parameter.dtype):
+                masters[parameter.name] = parameter.master_weight
         tables = {f"{name}_0": dict(tensors) for name, tensors in self.inner._accumulators.items()}
         of_master = {master.name: name for name, master in masters.items()}
         for table in tables.values():
@@ -159,6 +165,20 @@ class Job:
                 table[of_master.get(name, name)] = table.pop(name)
         if masters:
             tables["w_0"] = masters
+        return tables
+
+    def tables_of_offload_buffer(self):
+        """The same, where the optimizer steps on one buffer of this rank's parameters."""
+        storage, tables = self.optimizer.offload_params, {}
+        shapes = {parameter.name: parameter.shape for parameter in self.net.parameters()}
+        buffers = {f"{name}_0": table["offload_buffer"] for name, table in self.inner._accumulators.items()}
+        for state, buffer in {**buffers, "w_0": storage.buffer}.items():
+            array, begin = buffer.numpy(), 0
+            for master in storage._params:
+                size = int(np.prod(shapes[master.name]))
+                part = array if "pow_acc" in state else array[begin : begin + size].reshape(shapes[master.name])
+                tables.setdefault(state, {})[master.name] = paddle.to_tensor(part)
+                begin += size + storage.param2align[master.name]
         return tables
 
     def place_of(self, name):
@@ -169,7 +189,11 @@ class Job:
                 if view is not None:
                     return view._param_begin - view._index
         for state, table in self.tables().items():
-            if self.kind in ("stage3", "fully") and f"slice@{name}" in table and "pow_acc" not in state:
+            if (
+                self.kind in ("stage3", "stage3+offload", "fully")
+                and f"slice@{name}" in table
+                and "pow_acc" not in state
+            ):
                 return dist.get_rank() * int(table[f"slice@{name}"].shape[0])
         return None
 
@@ -210,9 +234,9 @@ class Job:
         return whole
 
 
-def save(kind, directory, dtype="float32", unused=True, stride=True):
+def save(kind, directory, dtype="float32", unused=True, stride=True, multi_precision=None):
     """Trains, saves, and trains on. The truth goes beside the checkpoint."""
-    job = Job(kind, dtype=dtype, unused=unused)
+    job = Job(kind, dtype=dtype, unused=unused, multi_precision=multi_precision)
     job.train(BEFORE)
     paddle.set_flags({"FLAGS_use_stride_kernel": stride})
     try:
@@ -238,15 +262,16 @@ def save(kind, directory, dtype="float32", unused=True, stride=True):
     }
 
 
-def load(kind, directories, dtype="float32", unused=True, stride=True):
+def load(kind, directories, dtype="float32", unused=True, stride=True, multi_precision=None, cast="raise", **options):
     """Loads each checkpoint into a model and optimizer that never stepped, compares everything, and trains on."""
     results = {}
     paddle.set_flags({"FLAGS_use_stride_kernel": stride})
     try:
         for name, directory in directories.items():
-            job = Job(kind, salt="other", dtype=dtype, unused=unused)
+            job = Job(kind, salt="other", dtype=dtype, unused=unused, multi_precision=multi_precision)
             state = job.state()
-            report = fc.load_state_dict(state, os.path.join(directory, "checkpoint"), strict=True)
+            path = os.path.join(directory, "checkpoint")
+            report = fc.load_state_dict(state, path, strict=True, dtype=cast, **options)
             results[name] = {
                 "wrong": wrong(job, directory),
                 "read": report.bytes_read,
@@ -434,10 +459,23 @@ def strays_of_stage2():
     }
 
 
+def bfloat16_offload_of_stage2():
+    """What Paddle says of it."""
+    try:
+        Job("stage2+offload", dtype="bfloat16")
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
 def refused(kind):
     """Errors for what cannot be described."""
     fc.install()
-    if kind == "fused v1":
+    if kind == "groups":
+        job = Job("stage2+offload", dtype="float16", unused=False)
+        net, optimizer = job.model, job.optimizer
+        job.inner._param_groups = [{"params": job.inner._param_groups}]
+    elif kind == "fused v1":
         strategy = fleet.DistributedStrategy()
         cpu_world.init_fleet(sharding=dist.get_world_size(), strategy=strategy)
         net = Net("", "float32", False)
@@ -447,9 +485,10 @@ def refused(kind):
         optimizer = fleet.distributed_optimizer(inner)
         optimizer._inner_opt._rank2fused = {0: [object()]}  # as tensor_fusion=True leaves it; its kernels need a GPU
     else:
-        job = Job("stage3")
+        job = Job("stage3+offload")
         net, optimizer = job.model, job.optimizer
-        job.model._offload = True
+        ((job.net(paddle.zeros([1, INPUTS]))) ** 2).mean().backward()
+        optimizer.step()
     try:
         optimizer.sharded_state_dict(net.sharded_state_dict())
     except ValueError as error:

@@ -9,6 +9,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.runtime.lost_ranks import default_store
 
 directory, transport, victim, point = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 if transport == "mesh":
@@ -24,8 +25,29 @@ def state(version):
     return {"w": fc.ShardedWeight("w", paddle.to_tensor(rows), (4, 10), (4 * size, 10), (4 * rank, 0))}
 
 
-fc.save_state_dict(state(1), directory, unique_id=0)
-if rank == victim:
+if point != "before the first call":
+    fc.save_state_dict(state(1), directory, unique_id=0)
+elif rank == victim:
+    default_store().get("all are connected")  # waits
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    default_store().set("all are connected", "")
+if rank == victim and point == "in the middle of a collective":
+    # The others but rank 0 get its part of the collective after it has written, and go on to the next one.
+    from paddle_flexckpt.testing.cpu_world import Mesh
+
+    send, fsync = Mesh.send, os.fsync
+    has_written = []
+
+    def send_to_some(self, peer, *args):
+        if not has_written or peer != 0:
+            send(self, peer, *args)
+        if has_written and peer == size - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Mesh.send = send_to_some
+    os.fsync = lambda descriptor: (fsync(descriptor), has_written.append(descriptor))[0]
+elif rank == victim:
     real = getattr(os, point)
 
     def die(*args, **kwargs):

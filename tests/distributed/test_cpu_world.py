@@ -347,6 +347,15 @@ def test_mesh_says_what_it_missed(pair):
         pair[1].recv(0, "x")
 
 
+def test_mesh_does_not_wait_for_a_peer_when_another_one_has_left(pair):
+    """Rank 0 has noticed before, in another collective, and sends nothing more: nobody would ever tell rank 1."""
+    from paddle_flexckpt.testing.cpu_world import MeshError
+
+    pair[1]._lose(2, "rank 2 has left")
+    with pytest.raises(MeshError, match="rank 1 waits for rank 2 on channel 'x': rank 2 has left"):
+        pair[1].recv_all([0, 1, 2], "x")
+
+
 def test_mesh_abort_is_for_one_job(pair):
     from paddle_flexckpt.testing.cpu_world import MeshError
 

@@ -58,13 +58,17 @@ def values(path, size: int) -> paddle.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("transport", "size", "victim"),
-    [("gloo", 2, 1), ("mesh", 3, 2), ("gloo", 2, 0)],
-    ids=["gloo", "three ranks", "the rank with the store"],
+    ("transport", "size", "victim", "point"),
+    [
+        ("gloo", 2, 1, "fsync"),
+        ("mesh", 4, 1, "in the middle of a collective"),
+        ("gloo", 2, 0, "fsync"),
+    ],
+    ids=["gloo", "noticed in different collectives", "the rank with the store"],
 )
-def test_a_killed_rank_is_named_by_all_others(tmp_path, transport, size, victim):
+def test_a_killed_rank_is_named_by_all_others(tmp_path, transport, size, victim, point):
     begin = time.monotonic()
-    ended = run(tmp_path, transport, size, victim)
+    ended = run(tmp_path, transport, size, victim, point)
     assert ended[victim][0] == -signal.SIGKILL
     survivors = [each for rank, each in enumerate(ended) if rank != victim]
     assert {code for code, _ in survivors} == {3}, (ended, [path.read_text() for path in tmp_path.glob("stderr.*")])
@@ -91,3 +95,15 @@ def test_a_coordinator_killed_right_after_its_commit_has_committed(tmp_path):
     assert ended[1][1].startswith("LostRankError")
     assert values(tmp_path / "c", 2) == [200, 1200]
     assert [code for code, _ in run(tmp_path, "gloo", 2, victim=-1)] == [0, 0]
+
+
+def test_a_rank_that_dies_before_its_first_call_is_not_said_to_be_alive(tmp_path):
+    begin = time.monotonic()
+    ended = run(tmp_path, "gloo", 2, 1, point="before the first call")
+    assert ended[1][0] == -signal.SIGKILL
+    assert ended[0][0] == 3, (tmp_path / "stderr.0").read_text()
+    assert (
+        f"cannot save to {str(tmp_path / 'c')!r}: rank 1 is missing: it has gone before its first call" in ended[0][1]
+    )
+    # Nobody is waited for; the start of the job is in this too.
+    assert time.monotonic() - begin < 60

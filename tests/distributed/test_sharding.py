@@ -85,6 +85,38 @@ def test_half_precision_with_master_weights(world2, tmp_path):
         check_loads(world2, kind, some, dtype="bfloat16", unused=False)
 
 
+def test_offload_of_stage3(world2, saved2, tmp_path):
+    saved = save_all(world2, tmp_path, ("stage3+offload",))
+    check_loads(world2, "stage3+offload", {**saved, "v2": saved2["v2"], "stage3": saved2["stage3"]})
+    check_loads(world2, "v2", saved)
+
+
+@pytest.mark.parametrize("multi_precision", [True, False])
+def test_offload_of_float16(world2, tmp_path, multi_precision):
+    named = {"dtype": "float16", "unused": False, "multi_precision": multi_precision}
+    saved = save_all(world2, tmp_path, ("stage2+offload", "stage3+offload"), **named)
+    for kind in saved:
+        check_loads(world2, kind, {kind: saved[kind]}, **named)
+    # Stage 2's masters are master weights like any other; stage 3's stand in for the parameters that it slices.
+    with_masters = {**named, "multi_precision": True}
+    check_loads(world2, "v2", {"stage2+offload": saved["stage2+offload"]}, **with_masters)
+    if multi_precision:
+        other = save_all(world2, tmp_path, ("v2",), **with_masters)
+        check_loads(world2, "stage2+offload", other, **named)
+        options = {"dtype": "float16", "unused": False, "master_weights": "convert", "cast": "cast"}
+        for kind, source in (("stage3+offload", other["v2"]), ("v2", saved["stage3+offload"])):
+            for (result,) in (each.values() for each in world2.run(
+                jobs.load, kind=kind, directories={"source": source[0]}, **options)):  # fmt: skip
+                assert all(abs(a - b) <= ROUNDING for a, b in zip(result["losses"], source[1][0]["losses"]))
+
+
+def test_offload_of_bfloat16(world2, tmp_path):
+    saved = save_all(world2, tmp_path, ("stage3+offload",), dtype="bfloat16", unused=False)
+    check_loads(world2, "stage3+offload", saved, dtype="bfloat16", unused=False)
+    # Paddle offloads no bfloat16 under stage 2.
+    assert all("Only support offload" in text for text in world2.run(jobs.bfloat16_offload_of_stage2))
+
+
 @pytest.mark.parametrize("kind", ("v2", "stage3"))
 def test_without_stride_kernels(world2, saved2, tmp_path, kind):
     saved = save_all(world2, tmp_path, (kind,), stride=False)
@@ -191,4 +223,5 @@ def test_stage2_leaves_out_what_other_ranks_own(world2):
 
 def test_what_cannot_be_described_is_refused(world2):
     assert all("tensor_fusion" in text for text in world2.run(jobs.refused, kind="fused v1"))
-    assert all("offload=False" in text for text in world2.run(jobs.refused, kind="offload"))
+    assert all("after clear_grad()" in text for text in world2.run(jobs.refused, kind="offload"))
+    assert all("parameter groups" in text for text in world2.run(jobs.refused, kind="groups"))

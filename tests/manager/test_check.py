@@ -118,3 +118,16 @@ def test_a_rank_that_cannot_describe_its_state_is_every_ranks_error():
 
     (text,) = {str(outcome) for outcome in SimulatedWorld(2).run_all(check)}
     assert "a state dict holds tensors and ShardedWeights only" in text
+
+
+def test_a_restore_says_what_it_did_in_one_line(tmp_path, caplog):
+    model, optimizer = network()
+    manager = fc.CheckpointManager(tmp_path, preemption_signals=())
+    manager.save(1, model=model, optimizer=optimizer)
+    with caplog.at_level("INFO", logger="paddle_flexckpt"):
+        caplog.clear()
+        manager.restore(model=model, optimizer=optimizer)
+        (line,) = [record.message for record in caplog.records if record.name == "paddle_flexckpt"]
+    manager.close()
+    assert line.startswith("loaded 24 tensors from ")
+    assert "unexpected" not in line

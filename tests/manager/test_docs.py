@@ -16,20 +16,45 @@ def docstring_loop() -> str:
     return "\n".join(line[8:] for line in text.split("::\n")[1].split("\n    Every")[0].splitlines())
 
 
+class Run:
+    """What the loops are given: a model that trains, which nobody has called ``install()`` for."""
+
+    def __init__(self, code: str, steps: int) -> None:
+        self.seen: list[int] = []
+        paddle.seed(1)
+        with paddle.utils.unique_name.guard():
+            self.model = paddle.nn.Linear(2, 2)
+        scheduler = paddle.optimizer.lr.StepDecay(0.1, 3)
+        optimizer = paddle.optimizer.AdamW(scheduler, parameters=self.model.parameters())
+
+        def train(step: int) -> float:
+            self.seen.append(step)
+            loss = (self.model(paddle.full([1, 2], float(step % 7))) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.clear_grad()
+            scheduler.step()
+            return 1.0 / step  # the newest is the best
+
+        names = {"fc": fc, "model": self.model, "optimizer": optimizer, "scheduler": scheduler, "steps": steps}
+        exec(code, {**names, "train": train})
+
+
 @pytest.mark.parametrize("source", ["README.md", "docs/manager.md", "docstring"])
-def test_the_loop_runs_and_goes_on(tmp_path, monkeypatch, source):
+def test_the_loop_goes_on_to_the_bit_without_install(tmp_path, monkeypatch, source):
     code = docstring_loop() if source == "docstring" else code_block(source, "Manager(")
     monkeypatch.chdir(tmp_path)
-    fc.install()
+    fc.uninstall()
     try:
-        seen = []
-        for steps in (250, 420):
-            model = paddle.nn.Linear(2, 2)
-            scheduler = paddle.optimizer.lr.StepDecay(0.1, 3)
-            optimizer = paddle.optimizer.AdamW(scheduler, parameters=model.parameters())
-            names = {"fc": fc, "model": model, "optimizer": optimizer, "scheduler": scheduler, "steps": steps}
-            exec(code, {**names, "train": lambda step: seen.append(step) or 1.0 / step})
-        assert seen == [*range(1, 251), *range(201, 421)]
+        first = Run(code, 250)
+        fc.uninstall()
+        second = Run(code, 420)
+        assert [*first.seen, *second.seen] == [*range(1, 251), *range(201, 421)]
         assert [info.step for info in fc.list_checkpoints("run")] == [200, 300, 400]
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir(tmp_path / "other")
+        uninterrupted = Run(code, 420)
+        assert uninterrupted.seen == [*range(1, 421)]
+        assert uninterrupted.model.weight.numpy().tobytes() == second.model.weight.numpy().tobytes()
     finally:
         fc.uninstall()

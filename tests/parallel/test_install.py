@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import paddle
 import pytest
+from paddle import nn
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.parallel.install import _assignments
@@ -81,3 +82,19 @@ def test_every_class_of_the_issue_is_served():
     ):
         assert owner in served
         assert owner.sharded_state_dict.__module__.startswith("paddle_flexckpt.")
+
+
+def test_a_forgotten_install_is_found_by_the_load(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+    state = model.sharded_state_dict()
+    fc.save_state_dict({**state, **optimizer.sharded_state_dict(state)}, tmp_path)
+    fc.uninstall()
+    if not hasattr(paddle.optimizer.AdamW, "sharded_state_dict"):
+        pytest.skip("this Paddle describes nothing by itself")
+    fresh = paddle.optimizer.AdamW(parameters=model.parameters())
+    state = model.sharded_state_dict()
+    with pytest.raises(fc.ValidationError, match=r"8 optimizer states.*Remedy.*paddle_flexckpt\.install\(\)"):
+        fc.load_state_dict({**state, **fresh.sharded_state_dict(state)}, tmp_path)
+    report = fc.load_state_dict({**state, **fc.optimizer_sharded_state_dict(fresh, state)}, tmp_path, strict=True)
+    assert report.keys == 10

@@ -259,10 +259,9 @@ def test_init_with_a_catalog_that_has_the_state_under_another_name():
     assert len(fc.init_optimizer_state(optimizer, layer.sharded_state_dict(), ["1.weight.moment1_0"])) == 4
 
 
-def test_init_without_install_is_refused():
+def test_init_without_install():
     layer = nn.Linear(2, 3)
     optimizer = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
     model = layer.sharded_state_dict()
     fc.uninstall()
-    with pytest.raises(ValueError, match=r"call paddle_flexckpt\.install\(\)"):
-        fc.init_optimizer_state(optimizer, model)
+    assert len(fc.init_optimizer_state(optimizer, model)) == 8

@@ -11,6 +11,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.heter_parallel_o
 from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
 from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
 
+import paddle_flexckpt as fc
 from paddle_flexckpt.parallel import optimizer_sharded_state_dict
 
 pytestmark = pytest.mark.compat
@@ -115,3 +116,31 @@ def test_an_unknown_wrapper_is_refused():
     circle.optimizer = circle
     with pytest.raises(ValueError, match="is no optimizer that can be described"):
         optimizer_sharded_state_dict(circle, model.sharded_state_dict())
+
+
+class OfPaddle:
+    """A wrapper of Paddle's that ``install()`` does not know: it describes what exists."""
+
+    __module__ = "paddle.distributed.a_new_release"
+
+    def __init__(self, optimizer):
+        self._inner_opt = optimizer
+        self._parameter_list = optimizer._parameter_list
+
+    def sharded_state_dict(self, model):
+        return {f"x.{name}": model["a.weight"] for name in self._inner_opt._accumulators}
+
+
+OfPaddle.sharded_state_dict.__module__ = OfPaddle.__module__
+
+
+def test_a_class_of_paddle_that_gives_no_state_is_refused():
+    model = make_model()
+    shards = model.sharded_state_dict()
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+    for call in (optimizer_sharded_state_dict, fc.init_optimizer_state):
+        with pytest.raises(ValueError, match=r"a_new_release\.OfPaddle .* gives no state.*Remedy: .*first step"):
+            call(OfPaddle(optimizer), shards)
+    assert optimizer_sharded_state_dict(OfPaddle(paddle.optimizer.SGD(parameters=model.parameters())), shards) == {}
+    optimizer.sharded_state_dict(shards)  # as a step, this creates states
+    assert optimizer_sharded_state_dict(OfPaddle(optimizer), shards)

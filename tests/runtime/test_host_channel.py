@@ -498,6 +498,6 @@ def test_a_fork_is_not_taken_for_a_rank_that_has_gone(store):
     process.start()
     process.join()  # with a time limit it would wait for a pipe that the worker has too
     try:
-        assert lost_ranks.find_lost_ranks(store, "g", (1, 7), 1) == [7]
+        assert lost_ranks.find_missing_ranks(store, "g", (1, 7), 1).lost == [7]
     finally:
         go_on.set()

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from paddle_flexckpt.runtime import lost_ranks
-from paddle_flexckpt.runtime.lost_ranks import announce, describe_lost_ranks, find_lost_ranks, find_missing_ranks
+from paddle_flexckpt.runtime.lost_ranks import Missing, announce, describe_lost_ranks, find_missing_ranks
 
 
 class Store:
@@ -53,6 +53,11 @@ def gone() -> str:
 def present(store: Store, rank: int, address: str) -> None:
     store.set(f"flexckpt/presence/{rank}", address)
     store.add(f"flexckpt/present/{rank}", 1)
+
+
+def find_lost_ranks(store: Store, group: str, ranks: tuple[int, ...], rank: int) -> list[int] | None:
+    missing = find_missing_ranks(store, group, ranks, rank)
+    return None if missing is None else missing.lost
 
 
 def test_a_rank_whose_process_has_gone_is_lost_and_one_that_is_busy_is_not(gone):
@@ -112,10 +117,31 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch):
     store.lock.release()
 
 
-def test_a_rank_that_never_came_is_not_said_to_have_gone():
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_never_came_is_neither_gone_nor_alive_and_nobody_stays_for_it(rank):
     store = Store()
-    announce(store, 1)
-    assert find_lost_ranks(store, "g", (1, 2), 1) == []
+    announce(store, rank)
+    assert find_missing_ranks(store, "g", (rank, 2), rank) == ([], [], [2])
+    assert not [thread for thread in threading.enumerate() if thread.name == "flexckpt-lost-ranks"]
+    said = describe_lost_ranks(Missing([], [], [2]), RuntimeError("closed by peer"))
+    assert said.startswith(
+        "rank 2 is missing: it has gone before its first call of this library, or has not come to it"
+    )
+    assert "alive" not in said
+
+
+def test_the_error_of_the_rank_with_the_store_does_not_wait_for_a_rank_that_is_busy(monkeypatch):
+    monkeypatch.setattr(lost_ranks, "SPREAD_SECONDS", 0.1)
+    store = Store()
+    for rank in (0, 1):
+        announce(store, rank)
+    assert find_missing_ranks(store, "g", (0, 1), 0) == ([], [1], [])
+    # But the process stays, for the time being, when its interpreter ends.
+    (farewell,) = [thread for thread in threading.enumerate() if thread.name == "flexckpt-lost-ranks"]
+    assert not farewell.daemon
+    assert find_missing_ranks(store, "g", (0, 1), 1) == ([], [], [])
+    farewell.join(30)
+    assert not farewell.is_alive()
 
 
 def test_a_rank_that_lives_and_does_not_fail_takes_no_part(monkeypatch):
@@ -124,7 +150,7 @@ def test_a_rank_that_lives_and_does_not_fail_takes_no_part(monkeypatch):
     for rank in (1, 2, 3):
         announce(store, rank)
     assert find_lost_ranks(store, "g", (1, 2, 3), 3) == []  # on this rank the exchange has failed
-    assert find_missing_ranks(store, "g", (1, 2, 3), 1) == ([], [2])
+    assert find_missing_ranks(store, "g", (1, 2, 3), 1) == ([], [2], [])
 
 
 def test_those_that_live_are_waited_for_until_they_have_failed_too(monkeypatch):
@@ -137,9 +163,9 @@ def test_those_that_live_are_waited_for_until_they_have_failed_too(monkeypatch):
     first.start()
     while store.add("flexckpt/g/1", 0) == 0:
         pass
-    assert find_missing_ranks(store, "g", (1, 2), 2) == ([], [])
+    assert find_missing_ranks(store, "g", (1, 2), 2) == ([], [], [])
     first.join(30)
-    assert found == {1: ([], [])}
+    assert found == {1: ([], [], [])}
 
 
 def test_a_rank_that_still_closes_its_sockets_when_it_is_looked_for_is_lost(gone):
@@ -157,7 +183,7 @@ def test_a_rank_that_still_closes_its_sockets_when_it_is_looked_for_is_lost(gone
         return add(key, value)
 
     store.add = count
-    assert find_missing_ranks(store, "g", (1, 2), 1) == ([2], [])
+    assert find_missing_ranks(store, "g", (1, 2), 1) == ([2], [], [])
     assert len(looks) == 2
 
 
@@ -179,11 +205,11 @@ def test_a_rank_says_once_where_it_is():
 def test_what_is_said():
     error = RuntimeError("TIMEOUT self_rank = 0\nmore")
     assert describe_lost_ranks(None, error).startswith("rank 0 is lost: the job's key-value store")
-    assert describe_lost_ranks([3, 5], error).startswith("rank 3, 5 is lost: it has gone")
-    assert describe_lost_ranks([], error) == (
+    assert describe_lost_ranks(Missing([3, 5], [], []), error).startswith("rank 3, 5 is lost: it has gone")
+    assert describe_lost_ranks(Missing([], [], []), error) == (
         "an exchange between ranks failed, though all of them are alive: RuntimeError: TIMEOUT self_rank = 0"
     )
-    silent = describe_lost_ranks([], error, [4, 6])
+    silent = describe_lost_ranks(Missing([], [4, 6], []), error)
     assert silent.startswith("rank 4, 6 takes no part in an exchange between ranks, though it is alive")
     assert silent.endswith("What this rank saw: RuntimeError: TIMEOUT self_rank = 0")
-    assert describe_lost_ranks([3], error, [4]).startswith("rank 3 is lost")
+    assert describe_lost_ranks(Missing([3], [4], [5]), error).startswith("rank 3 is lost")

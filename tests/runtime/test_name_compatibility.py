@@ -195,7 +195,10 @@ def test_where_all_names_are_found_no_others_are_thought_of(move, monkeypatch):
 
 def test_ambiguous_keys_that_nobody_asks_for_do_no_harm(move):
     source = numbers("w", "linear_0.w_0_moment1_0", "linear_0.w_0_moment1_1")
-    assert move(source, zeros("w")).unexpected == ["linear_0.w_0_moment1_0", "linear_0.w_0_moment1_1"]
+    assert move(source, zeros("w"), optimizer_states="ignore").unexpected == [
+        "linear_0.w_0_moment1_0",
+        "linear_0.w_0_moment1_1",
+    ]
 
 
 def test_a_key_that_a_target_has_by_its_own_name_is_not_given_away(move):

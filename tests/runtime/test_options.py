@@ -47,7 +47,9 @@ VALUES = {
     "metric": ("loss", "accuracy"),
     "mode": ("min", "max"),
     "mw_name_compatibility": (True, False),
+    "node_copies": (1, 2),
     "offload": (False, True),
+    "optimizer_states": ("raise", "ignore"),
     "overwrite": (False, True),
     "preemption_signals": ((), (10,)),
     "rng": (False, True),
@@ -56,6 +58,7 @@ VALUES = {
     "save_when": (fc.SaveEvery(1), fc.SaveEvery(2)),
     "scaler": (None, "a scaler"),
     "step": (1, 2),
+    "storage": ("shared", "per_node"),
     "strict": ("missing", False),
     "tied_names": (True, False),
     "unique_id": (0, 1),
@@ -76,6 +79,8 @@ def manager_of(tmp_path, comm, **options):
 def call(name, tmp_path, comm, **options):
     """Makes a call that would go well, but for the options."""
     if name == "save_state_dict":
+        if "node_copies" in options:
+            options["storage"] = "per_node"
         return fc.save_state_dict(shards(), tmp_path / "new", comm, **options)
     if name == "load_state_dict":
         return fc.load_state_dict(shards(), tmp_path / "there", comm, **options)
@@ -155,7 +160,8 @@ def test_ranks_that_differ_in_an_option_are_told_which(there, monkeypatch, name,
     monkeypatch.setattr(manager_module, "PreemptionSignals", lambda signals: Signals())
     values = VALUES[option]
     outcomes = SimulatedWorld(2).run_all(lambda comm: call(name, there, comm, **{option: values[comm.rank]}))
-    (text,) = {str(outcome) for outcome in outcomes}
+    # What comes before is the rank's own directory, or that of its node.
+    (text,) = {str(outcome).partition(": ")[2] for outcome in outcomes}
     if (name, option) == ("save_state_dict", "coordinator_rank"):
         # Both take themselves for it, and the second finds the directory locked before the ranks compare.
         assert "another save is writing" in text or "ranks disagree: " in text

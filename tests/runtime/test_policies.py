@@ -12,6 +12,7 @@ import pytest
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES, dtype_of
 from paddle_flexckpt.runtime.loader import load_state_dict
+from paddle_flexckpt.runtime.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.runtime.saver import save_state_dict
 from paddle_flexckpt.runtime.targets import Policy
 from paddle_flexckpt.sharded_weight import ShardedWeight
@@ -47,6 +48,69 @@ def test_the_default_is_that_missing_keys_are_errors_and_unexpected_ones_are_rep
     assert move(state(a=[1], b=[2]), state(a=[0])).unexpected == ["b"]
 
 
+def test_saved_states_of_what_is_loaded_are_asked_for_or_ignored_explicitly(move):
+    source = {"a.weight": np.ones(2), "a.weight.moment1_0": np.ones(2), "a.weight.beta1_pow_acc_0": np.ones(1)}
+    source.update({"b": np.ones(1), "b.moment1_0": np.ones(1)})
+    for strict in ("missing", False, True):
+        target = {"a.weight": np.zeros(2)}
+        with pytest.raises(ValidationError) as caught:
+            move(source, target, strict=strict)
+        for words in ("2 optimizer states", "'a.weight.moment1_0'", "install()", "optimizer_states='ignore'"):
+            assert words in str(caught.value)
+        assert "'b.moment1_0'" not in str(caught.value), "b is not loaded"
+        assert not target["a.weight"].any(), "nothing is touched before the error"
+    report = move(source, target, optimizer_states="ignore")
+    assert target["a.weight"].tolist() == [1, 1]
+    assert sorted(report.unexpected) == sorted(set(source) - {"a.weight"})
+    weights = {"a.weight": np.zeros(2), "b": np.zeros(1)}
+    assert move(source, weights, optimizer_states="ignore", strict=True).keys == 2
+    with pytest.raises(ValidationError, match="no rank asks for key 'b'"):
+        move(source, target, optimizer_states="ignore", strict=True)
+
+
+def test_an_optimizer_that_is_loaded_by_itself_leaves_no_states_behind(move):
+    source = {"a": np.ones(2), "a.moment1_0": np.ones(2), "b": np.ones(1), "b.moment1_0": np.ones(1)}
+    assert move(source, {"a.moment1_0": np.zeros(2)}).unexpected == ["a", "b", "b.moment1_0"]
+    # Names with numbers alone are no states.
+    assert move({"a": np.ones(2), "a_0": np.ones(1), "layers.0": np.ones(1)}, {"a": np.zeros(2)}).keys == 1
+
+
+def test_saved_states_under_raw_names_count_too(move):
+    source = {"model.a.weight": np.ones(2), "optimizer.linear_0.w_0_moment1_0": np.ones(2)}
+    source["optimizer.master_weights.linear_0.w_0"] = np.ones(2)
+    with pytest.raises(ValidationError, match=r"2 optimizer states.*'optimizer\.linear_0\.w_0_moment1_0'"):
+        move(source, {"model.a.weight": np.zeros(2)})
+    assert move(source, {"model.a.weight": np.zeros(2)}, optimizer_states="ignore").keys == 1
+    assert move(source, {"optimizer.linear_0.w_0_moment1_0": np.zeros(2)}).keys == 1
+
+
+def test_master_weights_that_nobody_asks_for(move):
+    source = {"a": np.ones(2, dtype=ml_dtypes.bfloat16), "a.w_0": np.full(2, 1.001, np.float32)}
+    target = state(a=[0, 0])
+    with pytest.raises(ValidationError, match="master_weights='convert'"):
+        move(source, target, dtype="cast")
+    move(source, target, dtype="cast", master_weights="convert")
+    assert target["a"].tolist() == source["a.w_0"].tolist()
+
+
+def test_ranks_have_to_agree_about_states_that_nobody_asks_for(tmp_path):
+    source = {"a": np.ones(2), "a.moment1_0": np.ones(2)}
+
+    def job(comm):
+        options = {"optimizer_states": ("raise", "ignore")[comm.rank]}
+        with pytest.raises(ValidationError, match="optimizer_states") as in_memory:
+            reshard_sharded_state_dict(source, {"a": np.zeros(2)}, comm, **options)
+        save_state_dict(source, tmp_path, comm)
+        with pytest.raises(ValidationError, match="optimizer_states") as caught:
+            load_state_dict({"a": np.zeros(2)}, tmp_path, comm, **options)
+        # One rank may ask for what another does not.
+        load_state_dict({"a": np.zeros(2)} if comm.rank else {"a.moment1_0": np.zeros(2)}, tmp_path, comm)
+        return str(in_memory.value), str(caught.value)
+
+    first, second = SimulatedWorld(2).run(job)
+    assert first == second
+
+
 def test_a_similar_name_is_suggested(move):
     with pytest.raises(ValidationError, match=r"net\.layers\.0\.attn\.weight"):
         move({"net.layers.0.attn.weight": np.zeros(1)}, {"layers.0.attn.weight": np.zeros(1)})
@@ -54,6 +118,7 @@ def test_a_similar_name_is_suggested(move):
 
 @pytest.mark.parametrize("options", [
     {"strict": "all"}, {"strict": None}, {"dtype": "force"}, {"mw_name_compatibility": "yes"},
+    {"optimizer_states": "drop"},
 ])  # fmt: skip
 def test_an_unknown_policy_is_refused(options):
     with pytest.raises(ValidationError, match=next(iter(options))):

@@ -220,8 +220,7 @@ def make_optimizer(case, layers, mesh):
     elif case == "sgd":
         kind = paddle.optimizer.SGD
     elif case == "master weights":
-        # With stage 1 the CPU world cannot step them: see half_precision.
-        stage, named["multi_precision"] = None, True
+        named["multi_precision"] = True
     named.setdefault("learning_rate", 0.1)
     return dist.shard_optimizer(kind(parameters=parameters, **named), stage), layers[:1] if case == "unused" else layers
 

@@ -27,11 +27,16 @@ AFTER = (STEPS, STEPS + 1)
 ALL = {**BY_NAME, **fleet_training.BY_NAME}
 #: Sums over ranks round otherwise than sums in one process; measured over all pairs: 2.4e-7 (of about 2).
 LOSS = 1e-6
+#: Gradients of half precision are rounded before they are added up over ranks.
+HALF_LOSS = 1e-2
 
 
 def make(name):
     """Builds under a strategy of either kind. Collective."""
-    return fleet_training.build(name, SIZES) if name in fleet_training.BY_NAME else build(name, SIZES)
+    if name in fleet_training.BY_NAME:
+        return fleet_training.build(name, SIZES)
+    # Paddle's cast of half precision gathers what the mesh does not divide, for which a CPU has no kernel.
+    return build(name, "even" if BY_NAME[name].half else SIZES)
 
 
 def everything(name, built):
@@ -54,6 +59,9 @@ def save(name, directory):
     """
     fc.install()
     built = make(name)
+    fc.check(
+        built.model, built.optimizer
+    )  # before the first step; the training and all that is saved are as without it
     for i in range(STEPS):
         built.step(i)
     fc.save_state_dict(state(built), directory)
@@ -160,7 +168,8 @@ def check(worlds, root, chosen, saved):
             tensors += report["tensors"]
             difference = float(np.abs(np.array(report["losses"]) - saved[source]).max())
             largest = max(largest, difference)
-            if report["differs"] or difference > LOSS:
+            bound = HALF_LOSS if getattr(ALL[target], "half", False) else LOSS
+            if report["differs"] or difference > bound or abs(report["losses"][0] - saved[source][0]) > LOSS:
                 problems.append((source, target, warm, report["differs"], difference))
     return problems, tensors, largest
 

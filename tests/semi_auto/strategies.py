@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -47,6 +47,7 @@ class Strategy:
         stage: of ``shard_optimizer`` over the axis "dp", 0 to 3.
         fusion: parameters and gradients of stage 1 live in one buffer, of which each rank updates a slice.
         fully_shard: ``fsdp.fully_shard`` instead of ``shard_optimizer``, with or without fused buffers.
+        half: parameters in bfloat16, with float32 masters; forward and backward in float32.
         ragged: Paddle can train it with the sizes ``RAGGED`` too, in the CPU world.
     """
 
@@ -58,6 +59,7 @@ class Strategy:
     stage: int = 0
     fusion: bool = False
     fully_shard: Literal["unfused", "fused"] | None = None
+    half: bool = False
     ragged: bool = True
 
     @property
@@ -84,7 +86,13 @@ STRATEGIES = (
     *(_data_parallel(n, "fully-shard", fully_shard="unfused") for n in (2, 4)),
     *(_data_parallel(n, "fully-shard-fused", fully_shard="fused") for n in (2, 4)),
 )
-BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
+#: In half precision; beside the others, since what they save is of another dtype.
+HALF = tuple(
+    replace(strategy, name=f"{strategy.name}-half", half=True)
+    for strategy in STRATEGIES
+    if strategy.name in ("single", "dp2-stage0", "dp2-stage1", "dp2-stage2", "dp2-stage3", "mp2", "dp2-mp2-stage2")
+)
+BY_NAME = {strategy.name: strategy for strategy in (*STRATEGIES, *HALF)}
 
 
 def of_ranks(ranks: int) -> tuple[Strategy, ...]:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import pytest
 
 from tests.semi_auto import matrix
+from tests.semi_auto.strategies import HALF
 
 pytest.importorskip("paddle")
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
-NAMES = list(matrix.ALL)
+NAMES = [name for name in matrix.ALL if not name.endswith("-half")]
 #: How far along the list the sources of a target are; prime to its length, so that every strategy is a source too.
 STRIDES = (7, 12)
 
@@ -36,6 +37,15 @@ def test_loads_are_bit_equal_and_losses_go_on(world, root, saved, target):
     problems, tensors, _ = matrix.check(world, root, chosen, saved)
     assert problems == []
     assert tensors > 0
+
+
+def test_half_precision_loads_bit_equal_and_trains_on(world, root, saved):
+    names = [strategy.name for strategy in HALF]
+    # Each from the one before it; what is odd goes into a job that has been trained on other data.
+    chosen = [(names[i - 1], name, i % 2 == 1) for i, name in enumerate(names)]
+    problems, tensors, _ = matrix.check(world, root, chosen, saved)
+    assert problems == []
+    assert tensors > 42 * len(names)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,18 @@ class Net(nn.Layer):
         return self.b(F.relu(self.a(self.norm(self.cube(x)))))
 
 
+class HalfNet(Net):
+    """Computes in float32 from parameters of half precision, for which a CPU has no kernels."""
+
+    def forward(self, x):
+        cube, norm, a, b = self.cube, self.norm, self.a, self.b
+        x = (x * cube.weight.astype("float32")).sum([1, 2])
+        x = F.layer_norm(x, x.shape[1:], norm.weight.astype("float32"), norm.bias.astype("float32"))
+        for layer in (a, b):
+            x = F.linear(F.relu(x) if layer is b else x, layer.weight.astype("float32"), layer.bias.astype("float32"))
+        return x
+
+
 class Built:
     """A network and its optimizer, ready for ``step``.
 
@@ -71,9 +83,11 @@ class Built:
             self.mesh = dist.ProcessMesh(processes, dim_names=list(strategy.axes))
             dist.auto_parallel.set_mesh(self.mesh)
         with paddle.utils.unique_name.guard(self._names):
-            self.model = Net(sizes)
+            self.model = HalfNet(sizes) if strategy.half else Net(sizes)
             for key, parameter in self.model.named_parameters():
                 parameter.set_value(initial(key, parameter.shape))
+            if strategy.half:
+                self.model.to(dtype="bfloat16")
             if self.mesh is not None and strategy.fully_shard is None:
                 dist.shard_layer(self.model, self.mesh, self._place)
             self._shard_and_optimize()
@@ -93,7 +107,12 @@ class Built:
 
             fused = strategy.fully_shard == "fused"
             self.model = fully_shard(self.model, mesh=self.mesh, enable_tensor_fusion_and_overlap=fused)
-        inner = paddle.optimizer.AdamW(LEARNING_RATE, parameters=self.model.parameters(), weight_decay=WEIGHT_DECAY)
+        inner = paddle.optimizer.AdamW(
+            LEARNING_RATE,
+            parameters=self.model.parameters(),
+            weight_decay=WEIGHT_DECAY,
+            multi_precision=strategy.half,
+        )
         self.optimizer = inner
         if strategy.dense or strategy.fully_shard is not None:
             return
@@ -226,6 +245,10 @@ def local(built):
     if built.strategy.fusion and built.optimizer.fuse_param_view:
         return tensors, _of_fusion(built)
     keys = {parameter.name: key for key, parameter in tensors.items()}
+    # Of half precision the states are of the master, and bear its name.
+    masters = {keys[name]: master for name, master in built.inner._master_weights.items()}
+    keys.update({master.name: key for key, master in masters.items()})
+    tensors.update({f"{key}.w_0": master for key, master in masters.items()})
     for accumulator, table in built.inner._accumulators.items():
         tensors.update({f"{keys[name]}.{accumulator}_0": tensor for name, tensor in table.items()})
     return tensors, {}

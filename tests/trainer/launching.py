@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.trainer.strategies import STRATEGIES, Strategy
@@ -23,6 +24,7 @@ def launch(
     script: Path = SCRIPT,
     strategies: Mapping[str, Strategy] = STRATEGIES,
     launcher: str = "paddle.distributed.launch",
+    variables: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Runs jobs under a strategy with ``paddle.distributed.launch``.
 
@@ -33,6 +35,7 @@ def launch(
         script: What is started.
         strategies: By name.
         launcher: The module that starts it.
+        variables: Of the environment, besides those of this process.
 
     Returns:
         What each job did, by its name.
@@ -48,6 +51,7 @@ def launch(
         "--log_dir", str(logs), str(script), strategy, str(jobs_file), str(results_file),
     ]  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment.update(variables)
     done = subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=TIMEOUT, check=False
     )

@@ -39,6 +39,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", _LLAMA),
     "llama tied": ("Llama", {**_LLAMA, "tie_word_embeddings": True}),
     "llama fused": ("Llama", {**_LLAMA, "fuse_attention_qkv": True, "fuse_attention_ffn": True}),
+    # The simulated device has no kernel that repeats heads in half precision.
+    "llama heads": ("Llama", {"num_key_value_heads": 4}),
     "qwen2_moe": ("Qwen2Moe", _EXPERTS),
     "gpt": ("GPT", _NO_DROPOUT),
 }
@@ -97,3 +99,15 @@ def build(name: str, args: Any, **overrides: Any) -> Any:
         if getattr(parameter, "is_gate", False):
             parameter.set_value(rng.standard_normal(parameter.shape).astype(np.float32))
     return model
+
+
+def build_auto(name: str, args: Any) -> tuple[Any, Any]:
+    """A Llama for the semi-automatic trainer, and its loss."""
+    from paddlenlp import transformers
+
+    config = transformers.LlamaConfig(**{**_SIZES, "tie_word_embeddings": False, **MODELS[name][1]})
+    config.tensor_parallel_degree = args.tensor_parallel_degree
+    config.sequence_parallel = args.sequence_parallel
+    paddle.seed(args.seed)
+    model = transformers.LlamaForCausalLM3DAuto._from_config(config, dtype="float32")
+    return model, transformers.LlamaPretrainingCriterion3DAuto(config)

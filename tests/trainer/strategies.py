@@ -41,3 +41,29 @@ STRATEGIES = {
         "--per_device_train_batch_size 2 --tensor_parallel_degree 2 --sharding stage1 --sharding_parallel_degree 2",
     ),
 }
+
+_SHARDED = "--per_device_train_batch_size 2 --sharding_parallel_degree 2 --sharding"
+# Of the semi-automatic trainer, which takes batches from one sampler, in one process too.
+AUTO = {
+    "single": Strategy(1, "--per_device_train_batch_size 4"),
+    "dp2": Strategy(2, "--per_device_train_batch_size 2"),
+    "mp2": Strategy(2, "--per_device_train_batch_size 4 --tensor_parallel_degree 2"),
+    **{f"stage{stage}": Strategy(2, f"{_SHARDED} stage{stage}") for stage in (1, 2, 3)},
+    "static_mp2": Strategy(2, "--per_device_train_batch_size 4 --tensor_parallel_degree 2 --to_static 1"),
+    "static_stage1": Strategy(2, f"{_SHARDED} stage1 --to_static 1"),
+    "dp2_mp2": Strategy(4, "--per_device_train_batch_size 2 --tensor_parallel_degree 2"),
+}
+_HALF = "--bf16 1 --fp16_opt_level O2 --max_grad_norm 0 --per_device_train_batch_size 2"
+# In half precision, for which a CPU has no kernels.
+ON_DEVICE = {
+    "half dp2": Strategy(2, _HALF),
+    **{
+        f"half stage{stage}": Strategy(2, f"{_HALF} --sharding stage{stage} --sharding_parallel_degree 2")
+        for stage in (1, 2, 3)
+    },
+    "half v2": Strategy(
+        2,
+        f"{_HALF} --amp_master_grad 1 --sharding stage1 --sharding_parallel_degree 2 "
+        "--sharding_parallel_config split_param",
+    ),
+}

@@ -33,6 +33,7 @@ def test_without_flags_nothing_is_asked_for():
         ({"flex_strict": "unexpected"}, {"strict": "unexpected"}),
         ({"flex_cast": True}, {"dtype": "cast"}),
         ({"flex_convert_master_weights": True}, {"master_weights": "convert"}),
+        ({"flex_ignore_optimizer_states": True}, {"optimizer_states": "ignore"}),
         ({"aoa_config": '["a -> b"]'}, {"aoa_config": {"aoa_statements": ["a -> b"]}}),
         ({"aoa_config": "rules.yaml"}, {"aoa_config": "rules.yaml"}),
         ({"aoa_config": {"aoa_statements": ["a -> b"]}}, {"aoa_config": {"aoa_statements": ["a -> b"]}}),
@@ -41,6 +42,7 @@ def test_without_flags_nothing_is_asked_for():
 )
 def test_flags_reach_the_load(flags, expected):
     plain = {"aoa_config": None, "strict": "missing", "verify": "read", "dtype": "raise", "master_weights": "exact"}
+    plain["optimizer_states"] = "raise"
     assert options(**FLEX, **flags).loading() == {**plain, **expected}
 
 
@@ -66,7 +68,11 @@ def test_replicas():
         ({"save_sharded_model": True}, "leave --save_sharded_model out"),
         ({"load_sharded_model": True}, "leave --load_sharded_model out"),
         ({"use_async_save": True}, "--flex_async_save, not --use_async_save"),
-        ({"enable_auto_parallel": True}, "--enable_auto_parallel"),
+        ({"enable_auto_parallel": True, "flex_fallback": True}, "cannot go back to another. Remedy: leave it out"),
+        (
+            {"enable_auto_parallel": True, "save_model_with_sharding_tensor_fusion": True},
+            "--save_model_with_sharding_tensor_fusion is of the trainer's own format",
+        ),
         ({"aoa_config": "[no json"}, "--aoa_config is no JSON"),
         ({"aoa_config": 3}, "--aoa_config has to be statements or the path of a file; got a int"),
     ],
@@ -75,3 +81,11 @@ def test_what_cannot_be_is_said(flags, said):
     with pytest.raises(ValidationError) as caught:
         options(**{**FLEX, **flags})
     assert said in str(caught.value)
+
+
+def test_the_semi_automatic_trainer_is_served_and_that_of_paddleformers_is_not():
+    flags = {**FLEX, "enable_auto_parallel": True}
+    assert options(**flags) == options(**FLEX)
+    theirs = type("TrainingArguments", (SimpleNamespace,), {"__module__": "paddleformers.trainer.training_args"})
+    with pytest.raises(ValidationError, match="does not serve PaddleFormers' semi-automatic trainer"):
+        options_of(theirs(**flags))

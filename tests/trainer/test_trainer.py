@@ -326,8 +326,10 @@ def test_an_export_that_cannot_be_is_an_error_before_the_training(tmp_path, monk
 
 
 def test_what_cannot_be_saved_is_said_before_the_first_step(tmp_path, monkeypatch):
+    model_of = build
+
     def unruly(*args: Any) -> Any:
-        model = build(*args)
+        model = model_of(*args)
         model.llama.norm.weight.is_distributed = True
         return model
 

@@ -4,7 +4,7 @@
 
 A job is a dict: ``name``, ``model`` (of models.MODELS), ``output_dir``; and optionally ``flags`` (a list), ``resume``
 (a directory or true), ``loaded`` (where to save what was resumed, before it is trained), ``lora``, and ``kill_at`` (the
-step after which rank 1 is killed).
+step after which rank 1 is killed). On a simulated device it has a ``number``, and may have a ``strategy`` of its own.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 import paddle
 
-from paddle_flexckpt.testing import cpu_world
+from paddle_flexckpt.testing import cpu_world, device_world
 
-cpu_world.install()
+DEVICE = os.environ.get("REHEARSED_DEVICE", "cpu")
+if DEVICE == "cpu":
+    cpu_world.install()
+else:
+    device_world.prepare()
 
 import paddle.distributed as dist
 from paddle.distributed import fleet
@@ -30,10 +34,10 @@ import paddle_flexckpt.trainer.paddlenlp  # the one line that a script needs
 from paddle_flexckpt.trainer.contents import collect_shards
 from tests.trainer.job_list import run_jobs
 from tests.trainer.models import Sequences, build
-from tests.trainer.strategies import STRATEGIES, Strategy
+from tests.trainer.strategies import ON_DEVICE, STRATEGIES, Strategy
 
 COMMON = (
-    "--device cpu --max_steps 6 --save_steps 3 --logging_steps 1 --learning_rate 1e-3 --report_to none "
+    f"--device {DEVICE} --max_steps 6 --save_steps 3 --logging_steps 1 --learning_rate 1e-3 --report_to none "
     "--disable_tqdm 1 --save_checkpoint_format flex_checkpoint --load_checkpoint_format flex_checkpoint"
 ).split()
 
@@ -51,7 +55,19 @@ def split_parameters() -> None:
     fleet.init = init
 
 
+def prepare_device_job(number: int) -> None:
+    """Lets a job on a simulated device have a strategy of its own, and a Llama whose kernels the device has."""
+    from paddle.distributed import parallel_helper
+    from paddlenlp.transformers.llama import modeling
+
+    cpu_world.reset_fleet(number)
+    parallel_helper.__parallel_ctx__clz__ = None  # on which the trainer looks before it initialises fleet
+    modeling.swiglu = lambda x, y: x * paddle.nn.functional.sigmoid(x) * y
+
+
 def run(job: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
+    if DEVICE != "cpu":
+        prepare_device_job(job["number"])
     from paddlenlp.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
     losses: dict[int, float] = {}
@@ -71,7 +87,8 @@ def run(job: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
 
     flags = [*COMMON, *strategy.flags.split(), "--output_dir", job["output_dir"], *job.get("flags", [])]
     (args,) = PdArgumentParser((TrainingArguments,)).parse_args_into_dataclasses(flags)
-    paddle.set_device(args.device)
+    if DEVICE == "cpu":
+        paddle.set_device(DEVICE)
     model = build(job["model"], args)
     if job.get("lora"):
         from paddlenlp.peft import LoRAConfig, LoRAModel
@@ -89,10 +106,10 @@ def run(job: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
 
 def main() -> None:
     name, jobs_file, results_file = sys.argv[1:]
-    strategy = STRATEGIES[name]
-    if strategy.split_param:
+    strategies = {**STRATEGIES, **ON_DEVICE}
+    if strategies[name].split_param:
         split_parameters()
-    run_jobs(jobs_file, results_file, lambda job: run(job, strategy))
+    run_jobs(jobs_file, results_file, lambda job: run(job, strategies[job.get("strategy", name)]))
 
 
 if __name__ == "__main__":

@@ -33,15 +33,24 @@ def patch_group_sharded(patches: PatchSet) -> None:
 
         fully_shard = (group_sharded_fully_shard,)
 
-    # They assert a CUDA build or a custom device, and parse the device number after the colon of "gpu:0".
-    custom_device = ModuleView(paddle.device, get_all_custom_device_type=lambda: ["cpu"])
-    numbered = {"get_device": lambda: "cpu:0", "set_device": _set_device}
+    # They assert a CUDA build or a custom device, and parse the device number after the colon of "gpu:0". As a custom
+    # device the CPU has a place to copy to, which offload does.
+    custom: dict[str, Any] = {"get_all_custom_device_type": lambda: ["cpu"]}
+    numbered: dict[str, Any] = {"get_device": lambda: "cpu:0", "set_device": _set_device}
     view = ModuleView(paddle, device=ModuleView(paddle.device, **numbered), **numbered)
-    patches.set(group_sharded, "paddle", ModuleView(paddle, device=custom_device))
+    patches.set(group_sharded, "paddle", ModuleView(paddle, device=ModuleView(paddle.device, **custom)))
+    chunks = ModuleView(
+        core.libpaddle,  # type: ignore[attr-defined]
+        _get_device_min_chunk_size=lambda device: _ALIGNMENT,
+    )
+    custom_core = ModuleView(core, is_compiled_with_cuda=lambda: True, libpaddle=chunks, **custom)
+    custom_device = ModuleView(paddle.device, **numbered, **custom)
+    places: dict[str, Any] = {"CustomPlace": lambda device, number: paddle.CPUPlace()}
     for module in (group_sharded_optimizer_stage2, group_sharded_stage3, *fully_shard):
-        patches.set(module, "core", ModuleView(core, is_compiled_with_cuda=lambda: True))
-        patches.set(module, "paddle", view)
+        patches.set(module, "core", custom_core)
+        patches.set(module, "paddle", ModuleView(paddle, device=custom_device, **numbered, **places))
     patches.set(group_sharded_utils, "paddle", view)
+    patches.set(group_sharded_stage3, "_device2cpu", _to_host)
 
     # On a CPU param.cpu() shares its storage with param, and the _clear_data() that follows would drop it: never
     # "convert".
@@ -109,6 +118,11 @@ def broadcast_input_data(hcg: Any, *inputs: Any, **named: Any) -> tuple[tuple[An
         return value
 
     return tuple(copy(value) for value in inputs), {key: copy(value) for key, value in named.items()}
+
+
+def _to_host(tensor: Any, convert_dtype: bool = False) -> Any:
+    """A copy in other memory; Paddle's shares the storage of a tensor on the CPU, and drops it."""
+    return tensor.astype("float32").clone() if convert_dtype else tensor.clone()
 
 
 def _synchronize(device: Any = None) -> None:

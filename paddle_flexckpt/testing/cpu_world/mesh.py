@@ -23,6 +23,7 @@ import socket
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -138,11 +139,31 @@ class Mesh:
 
     def take(self, peer: int, channel: str, ticket: int) -> Payload:
         """Waits for the message that ``ticket`` reserved. Tickets may be taken in any order."""
+        return self._take([(peer, ticket)], channel)[0]
+
+    def recv_all(self, peers: Sequence[int], channel: str) -> list[Payload]:
+        """Waits for the next message of each of ``peers`` on ``channel``, until one that is missing has left.
+
+        Who waits for one after the other may wait for a peer that gave up because of another one that has left.
+        """
+        return self._take([(peer, self.post(peer, channel)) for peer in peers], channel)
+
+    def _take(self, wanted: Sequence[tuple[int, int]], channel: str) -> list[Payload]:
         with self._news:
-            box = self._inbox[(self._epoch, peer, channel)]
-            self._news.wait_for(lambda: ticket in box or peer in self._lost or self._failure, self.timeout)
-            if ticket in box:
-                return box.pop(ticket)
+            boxes = [self._inbox[(self._epoch, peer, channel)] for peer, _ in wanted]
+
+            def missing() -> list[int]:
+                return [peer for (peer, ticket), box in zip(wanted, boxes) if ticket not in box]
+
+            def decided() -> bool:
+                left = missing()
+                return not left or bool(self._failure) or any(peer in self._lost for peer in left)
+
+            self._news.wait_for(decided, self.timeout)
+            left = missing()
+            if not left:
+                return [box.pop(ticket) for (_, ticket), box in zip(wanted, boxes)]
+            peer = next((peer for peer in left if peer in self._lost), left[0])
             where = f"rank {self.rank} waits for rank {peer} on channel {channel!r}"
             if self._failure:
                 raise MeshError(f"{where}: {self._failure}")

@@ -6,6 +6,7 @@ from typing import Any
 
 import paddle
 from paddle import _C_ops
+from paddle.distributed.auto_parallel import api
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer
 
 from .arrays import copy_into
@@ -32,7 +33,12 @@ def patch_adamw(patches: PatchSet) -> None:
             raise ValueError("AdamW on half-precision parameters needs multi_precision=True in the CPU world")
         rest[_MULTI_PRECISION] = False
         native(master, grad.astype("float32"), *args[:6], None, args[7], *rest)
-        copy_into(param, master.astype(param.dtype))
+        if param.is_dist():  # under stages 1 and 2 its master is cut where it is not
+            with paddle.no_grad():
+                master = api.reshard(master, param.process_mesh, param.placements)
+            copy_into(param._local_value(), master._local_value().astype(param.dtype))
+        else:
+            copy_into(param, master.astype(param.dtype))
         return (None,) * 7
 
     patches.set(_C_ops, "adamw_", adamw_)

@@ -113,7 +113,7 @@ class MeshProcessGroup:
         """Sends ``arrays[i]`` to member i; returns what each member sent to this one, in rank order."""
         for dst, array in enumerate(arrays):
             self._send(dst, kind, array)
-        return [self._recv(src, kind) for src in range(self._size)]
+        return self._mesh.recv_all(self.ranks, f"{kind}/{self._gid}")
 
     # -- collectives ---------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ stages 0 to 3, with tensor fusion and ``fully_shard``, and with tensor paralleli
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -64,8 +65,18 @@ def patch_semi_auto(patches: PatchSet) -> None:
     """Mends ``reshard``, ``shard_tensor`` and ``ProcessMesh`` wherever Paddle has a copy of them."""
     patches.set(ProcessMesh, "get_rank_by_dim_and_process_id", _rank_on_axis)
     reshard = _Reshard(api.reshard)
-    replace_everywhere(patches, api, "reshard", reshard)
-    replace_everywhere(patches, api, "shard_tensor", _ShardTensor(api.shard_tensor, reshard))
+    replace_everywhere(patches, api, "reshard", _untranslated(reshard))
+    replace_everywhere(patches, api, "shard_tensor", _untranslated(_ShardTensor(api.shard_tensor, reshard)))
+
+
+def _untranslated(call: Any) -> Any:
+    """A function that static graphs run as it stands where the forward of a model calls it, as they do Paddle's own."""
+
+    @functools.wraps(call.native)
+    def run(*args: Any, **named: Any) -> Any:
+        return call(*args, **named)
+
+    return paddle.jit.not_to_static(run)
 
 
 class _Reshard:
@@ -186,7 +197,7 @@ class _ShardTensor:
     """
 
     def __init__(self, native: Any, reshard: _Reshard) -> None:
-        self._native, self._reshard = native, reshard
+        self.native, self._reshard = native, reshard
 
     def __call__(
         self,
@@ -201,14 +212,14 @@ class _ShardTensor:
         # A parameter whose initialisation was put off has no value to cut yet.
         waits = isinstance(data, paddle.Tensor) and not data._is_initialized()
         if not cuts or waits or not paddle.in_dynamic_mode() or any(p.is_partial() for p in placements):
-            return self._native(data, mesh, placements, dtype, place, stop_gradient)
+            return self.native(data, mesh, placements, dtype, place, stop_gradient)
         if not isinstance(data, paddle.Tensor) or dtype is not None:
             data = paddle.to_tensor(data, dtype, place, getattr(data, "stop_gradient", True))
             dtype = None
         outside = dist.get_rank() not in mesh.process_ids  # nothing to cut, and a reshard there ends in SIGSEGV
         if outside or (data.dtype not in _HALF and not _leaves_nothing(data.shape, mesh, placements)):
-            return self._native(data, mesh, placements, dtype, place, stop_gradient)
-        replica = self._native(data, mesh, [dist.Replicate()] * len(placements), dtype, place, stop_gradient)
+            return self.native(data, mesh, placements, dtype, place, stop_gradient)
+        replica = self.native(data, mesh, [dist.Replicate()] * len(placements), dtype, place, stop_gradient)
         with paddle.no_grad():
             cut = self._reshard(replica, mesh, placements)
         # Into the tensor that upstream made, which may be a parameter with all its attributes.

@@ -55,6 +55,7 @@ class Trainer:
         elif strategy.world > 1:
             self.runner = fleet.distributed_model(self.model)
             self.optimizer = fleet.distributed_optimizer(self.optimizer)
+        fc.check(self.runner, self.optimizer)  # training and checkpoints are as without it
 
     def step(self, number):
         """One step on the global batch of that number; returns its loss."""

@@ -1,0 +1,82 @@
+"""Whether other processes are alive: each listens at a socket, which the kernel closes with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+
+# A save that all ranks write at about the same time does not look for anybody.
+FIRST_LOOK_SECONDS, LOOK_SECONDS = 1.0, 3.0
+# An address is asked, and all of them at one look, no longer than this: there is something else to be done.
+_ANSWER_SECONDS = 0.5
+
+
+def own_host() -> str:
+    """Return the interface at which other ranks reach this one: the launcher named it."""
+    return os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0]
+
+
+def open_presence() -> socket.socket:
+    """Return a socket that listens; a connection to it can be made as long as a process has it."""
+    # Who lets connections stay in the backlog says no less than who accepts them.
+    return socket.create_server((own_host(), 0), backlog=4096)
+
+
+def address_of(listener: socket.socket) -> str:
+    """Return what others need to look for a presence."""
+    host, port = listener.getsockname()[:2]
+    return f"{host}:{port}"
+
+
+def answer(listener: socket.socket) -> None:
+    """Take, in a thread, the connections that are made to a presence, so that its backlog never is full."""
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):  # it was closed
+            while True:
+                listener.accept()[0].close()
+
+    threading.Thread(target=accept, name="paddle_flexckpt-presence", daemon=True).start()
+
+
+class DeathWatch:
+    """Looks now and then which ranks have gone: those of which no process answers any more."""
+
+    def __init__(self, presences: Mapping[int, Sequence[str]]) -> None:
+        """Args: presences: addresses of all processes that work for a rank; of those without any nothing is known."""
+        self._presences = presences
+        self._next = time.monotonic() + FIRST_LOOK_SECONDS
+
+    def look(self, ranks: Sequence[int]) -> list[int]:
+        """Return those of some ranks that have gone; none while it is not time to look again.
+
+        A process has gone when its host refuses connections to it. A host that does not answer at all says nothing: it
+        may be down, or no connections are let through to it.
+        """
+        now = time.monotonic()
+        if now < self._next:
+            return []
+        self._next = now + LOOK_SECONDS
+        gone = []
+        for rank in ranks:
+            if time.monotonic() - now > _ANSWER_SECONDS:
+                break
+            addresses = self._presences.get(rank, ())
+            if addresses and all(map(_refuses, addresses)):
+                gone.append(rank)
+        return gone
+
+
+def _refuses(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
