@@ -38,6 +38,8 @@ from tests.silence.totals import Totals
 collect()
 # One run in so many makes no mistake.
 LEGAL_EVERY = 4
+# A mistake that a model or a way has no place for is tried with others.
+ATTEMPTS = 12
 WAYS = ("files", "files", "files", "memory", "merged")
 
 
@@ -48,7 +50,20 @@ def mistake_of(seed: int) -> str | None:
 
 def case_of(seed: int, root: Path, ways: Sequence[str] = WAYS) -> tuple[str, Case]:
     """The run of a seed, with its mistake made, and the mistake's name."""
-    pick = Pick.from_seed(seed)
+    name = mistake_of(seed)
+    for attempt in range(ATTEMPTS):
+        case = _legal(Pick.from_seed(seed * ATTEMPTS + attempt), root, ways)
+        must = MISTAKES[name](case) if name else "equal"
+        if name and must is not None:
+            case.must = must
+            return name, case
+        if name is None:
+            break
+    return "none", _legal(Pick.from_seed(seed * ATTEMPTS), root, ways)
+
+
+def _legal(pick: Pick, root: Path, ways: Sequence[str]) -> Case:
+    """A run without a mistake."""
     model = random_model(pick)
     strategies = random_strategy(pick), random_strategy(pick)
     way = pick.choice(ways)
@@ -56,25 +71,14 @@ def case_of(seed: int, root: Path, ways: Sequence[str] = WAYS) -> tuple[str, Cas
         strategies = (strategies[0],) * 2 if pick.integer(0, 1) else (strategies[1],) * 2
     if way == "merged":
         strategies = (strategies[0], type(strategies[0])(1, 1, 1, "whole", False, 0))
-    source = build(model, strategies[0], "now")
-    target = build(model, strategies[1], None)
-    case = Case(pick, root, model, source, target, way, [{} for _ in source.states], [{} for _ in target.states])
-    options = {"save_replicas": bool(pick.integer(0, 3) == 0), "step": pick.choice((None, 7))}
-    for each in case.save:
-        each.update(options)
+    source, target = build(model, strategies[0], "now"), build(model, strategies[1], None)
+    saves = {"save_replicas": bool(pick.integer(0, 3) == 0), "step": pick.choice((None, 7))}
     loads = {"strict": pick.choice(("missing", "missing", True))}
     if way == "files" and pick.integer(0, 4) == 0:
         loads["verify"] = pick.choice(("read", "full"))
-    for each in case.load:
-        each.update(loads)
-    name = mistake_of(seed)
-    if name is None:
-        return "none", case
-    must = MISTAKES[name](case)
-    if must is None:  # not with this model, or not in this way
-        return "none", case
-    case.must = must
-    return name, case
+    return Case(
+        pick, root, model, source, target, way, [{**saves} for _ in source.states], [{**loads} for _ in target.states]
+    )
 
 
 def _save(comm: Any, state: Any, options: dict[str, Any], path: Path) -> Any:

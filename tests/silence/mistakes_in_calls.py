@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import numpy as np
@@ -256,3 +257,56 @@ def _other_model(case: Case) -> str | None:
     )
     case.model = other
     return "either" if same else "error"
+
+
+# -- directories of nodes that share no storage ------------------------------------------------------------------------
+
+
+def _on_nodes(case: Case, options: list[dict[str, Any]], **further: Any) -> bool:
+    """Whether ranks could be spread over two nodes, each with a directory of its own."""
+    if case.way != "files" or len(options) < 2:
+        return False
+    for rank, each in enumerate(options):
+        each.update(path=case.root / ("a" if 2 * rank < len(options) else "b"), **further)
+    return True
+
+
+@mistake("two nodes: none")
+def _nodes(case: Case) -> str | None:
+    if len(case.load) < 2 or not _on_nodes(case, case.save, storage="per_node"):
+        return None
+    for each in case.save:
+        each["save_replicas"] = False
+    _on_nodes(case, case.load, storage="per_node")
+    case.load[:] = case.load[:: case.pick.choice((1, -1))]
+    return "equal"
+
+
+@mistake("two nodes: the option forgotten at the save")
+def _nodes_forgotten(case: Case) -> str | None:
+    return "error" if _on_nodes(case, case.save) else None
+
+
+@mistake("two nodes: the option forgotten at the load")
+def _nodes_forgotten_at_load(case: Case) -> str | None:
+    outcome = _nodes(case)
+    for each in case.load if outcome else []:
+        each.pop("storage")
+    return outcome and "either"
+
+
+@mistake("two nodes: the directory of one is gone")
+def _node_gone(case: Case) -> str | None:
+    outcome = _nodes(case)
+    if outcome is not None:
+        case.after_save = lambda: shutil.rmtree(case.root / case.pick.choice(("a", "b")))
+    return outcome and "either"
+
+
+@mistake("two nodes: the directories of two runs")
+def _nodes_of_two_runs(case: Case) -> str | None:
+    if _nodes(case) is None:
+        return None
+    other = build(case.model, random_strategy(case.pick), "other")
+    case.after_save = lambda: (shutil.rmtree(case.root / "b"), _saved(other, case.root / "b"))[0]
+    return "either"

@@ -142,6 +142,14 @@ def _no_optimizer(case: Case) -> str | None:
     return "error" if any(case.target.states) else None
 
 
+@mistake("weights alone, explicitly")
+def _weights_alone(case: Case) -> str | None:
+    outcome = _no_optimizer(case)
+    for each in case.load:
+        each["optimizer_states"] = "ignore"
+    return outcome and "equal"
+
+
 @mistake("the optimizer is missing from the save")
 def _no_optimizer_saved(case: Case) -> str | None:
     if not case.model.optimizer:
