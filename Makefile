@@ -61,6 +61,8 @@ test-semi-auto: $(TEST_STAMP) ## train semi-automatic strategies, and load each 
 	@$(BIN)/python -m tests.semi_auto.training
 	@echo "[make] each strategy loaded from every other"
 	@$(BIN)/python -m tests.semi_auto.matrix --json semi-auto-matrix.json
+	@echo "[make] fused parameters between semi-automatic and fleet's strategies"
+	@$(BIN)/python -m tests.semi_auto.fused_matrix --json fused-matrix.json
 
 .PHONY: test-trainer
 test-trainer: $(NLP_STAMP) ## run the tests and the matrix of strategies through the trainer of PaddleNLP, in an environment of its own

@@ -39,6 +39,22 @@ def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
     )
 
 
+def order_warning(source: str, keys: list[str]) -> str:
+    """Return what is to be told where nobody knows in which order elements lie.
+
+    Args:
+        source: The checkpoint's directory, or ``memory``.
+        keys: Parameters and states that may be fused; not empty.
+    """
+    return (
+        f"{source} does not say in which order the elements of {len(keys)} tensors lie that are cut along the outputs "
+        "of their layer. Where one of them fuses several parameters (q, k and v; gate and up), it was taken as its "
+        "shards are: part by part, not in natural order. Remedy: load it once into parameters that are marked with a "
+        "FusedAxis, under the strategy of its save, and save it again; or give AOA statements such as "
+        f"'{keys[0]} -> {keys[0]}, fused_ffn'. These are: {', '.join(keys)}"
+    )
+
+
 def _tensors(count: int) -> str:
     return "1 tensor" if count == 1 else f"{count} tensors"
 
@@ -118,6 +134,8 @@ class LoadReport:
         cast: Keys whose values were cast, with the dtypes.
         masters: Master weights that started from their parameters, and parameters taken from their master weights.
         fused: Fused parameters and states that were saved under another degree, with the numbers of parts.
+        maybe_fused: Source keys that may be fused, for all that an old or a foreign source says, and are cut otherwise
+            than here: those in ``fused`` were taken for as many parts as shards, others were taken as they are.
         kept: Targets of which something keeps what it had, as AOA statements say.
         computed: Targets of which something was computed, as AOA statements say.
         bytes_needed: Bytes of the pieces that fill this rank's targets.
@@ -145,6 +163,7 @@ class LoadReport:
     cast: dict[str, str]
     masters: dict[str, str] = field(default_factory=dict)
     fused: dict[str, str] = field(default_factory=dict)
+    maybe_fused: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
     computed: list[str] = field(default_factory=list)
     bytes_needed: int = 0
@@ -181,6 +200,7 @@ class LoadReport:
             ("cast", len(self.cast)),
             ("between parameter and master weight", len(self.masters)),
             ("fused under another degree", len(self.fused)),
+            ("maybe fused, in an order that is not known", len(self.maybe_fused)),
             ("computed", len(self.computed)),
             ("kept in part or whole", len(self.kept)),
             ("read from replicas on this rank, as copies of them are damaged", len(self.replicas_used)),
@@ -211,6 +231,7 @@ class ExportReport:
         bytes_extra: Bytes of these that no tensor needed: they were read so that others could be verified, or turned
             out to be damaged.
         peak_scratch_bytes: The most memory that operands of computed values took at any time.
+        maybe_fused: Keys that may be fused, for all that an old or a foreign checkpoint says: written as they lie.
         replicas_used: By key, what was damaged and which file of which rank served instead.
         seconds: Wall time by phase; ``total`` is all of it.
     """
@@ -227,6 +248,7 @@ class ExportReport:
     bytes_verified: int
     bytes_extra: int
     peak_scratch_bytes: int
+    maybe_fused: list[str] = field(default_factory=list)
     replicas_used: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 

@@ -35,19 +35,22 @@ class FusedAxis:
     """A shard rule for a parameter that fuses several (q, k and v; gate and up) along the axis that is cut.
 
     Every rank holds its parts of all of them side by side, so the whole tensor in rank order is another permutation for
-    every degree of tensor parallelism. Under the degree that it was saved under such a parameter loads as it is; under
-    any other the AOA statement ``"{key} -> {key}, {statement}"`` is applied to it and its states (or it is refused,
-    with ``fused="exact"``).
+    every degree of tensor parallelism. A save records rule and degree. Under that degree such a parameter loads as it
+    is; under any other the AOA statement ``"{key} -> {key}, {statement}"`` is applied to it and its states (or it is
+    refused, with ``fused="exact"``). A whole tensor, and a DistTensor, is in natural order: all of q, of k, of v.
 
     Attributes:
         axis: The axis that is cut.
         statement: Tags and attributes of the AOA statement, e.g. ``"fused_ffn"`` or ``"fused_qkv_old, num_heads=8,
             num_key_value_groups=2"``; ``axis=`` may be left out. None: no statement is known, and another degree is
             an error.
+        parts: Number of parts that lie side by side in the whole tensor, where the shard does not tell: 1 for shards
+            that are cut out of the whole in natural order. None: as many as shards of this extent along the axis.
     """
 
     axis: int
     statement: str | None
+    parts: int | None = None
 
 
 class ShardedWeight(_PaddleShardedWeight):

@@ -51,11 +51,12 @@ def fused_statement(source: str, target: str, tags: str, keys: Collection[str]) 
     Args:
         source: Key of the parameter, or of one of its states, in the source.
         target: Its key in the destination.
-        tags: Tags and attributes.
+        tags: Tags and attributes; none leave it as it is.
         keys: The keys of both sides, which tell states from parameters.
     """
     known = set(keys)
-    return f"{quoted(split_state(source, known)[0])} -> {quoted(split_state(target, known)[0])}, {tags}"
+    names = (quoted(split_state(key, known)[0]) for key in (source, target))
+    return " -> ".join(names) + (f", {tags}" if tags else "")
 
 
 def _axis(statement: Statement) -> object:

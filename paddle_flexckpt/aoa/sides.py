@@ -94,6 +94,7 @@ class Side:
                     continue
             self.states[key] = {PARAMETER: info, **self.states[key]} if key in self.states else alone[id(info)]
         self._cuts: dict[int, dict[str, tuple[int, bool]]] = {}
+        self._numbers: dict[str, int] | None = None
 
     def base_info(self, base: str) -> TensorInfo:
         """Shape and dtype of a parameter; where only states of it are there, of the first one that is no scalar."""
@@ -105,8 +106,9 @@ class Side:
         return states[min(states, key=lambda state: (-size[state], state != MASTER, state))]
 
     def parts(self, base: str, axis: int) -> tuple[int, bool]:
-        """In how many parts a parameter is cut along an axis, and whether these are equal.
+        """In how many parts a parameter is along an axis, and whether these are equal.
 
+        That is what the catalog says of the order of its elements; where it says nothing, in how many it is cut.
         Flattened shards count with the box that they are a range of: sharding a state further is no cut.
 
         Args:
@@ -119,12 +121,21 @@ class Side:
             self._cuts[padded] = self._count_cuts(padded)
         cuts = self._cuts[padded]
         if base not in self.states:
-            return cuts.get(base, (1, True))
+            return self._ordered(base, axis) or cuts.get(base, (1, True))
         for state in (PARAMETER, *sorted(self.states[base])):
             info = self.states[base].get(state)
             if info is not None and len(info.shape) == ndim and int(np.prod(info.shape)) > 1:
-                return cuts.get(state_key(base, state), (1, True))
+                key = state_key(base, state)
+                return self._ordered(key, axis) or cuts.get(key, (1, True))
         return 1, True
+
+    def _ordered(self, key: str, axis: int) -> tuple[int, bool] | None:
+        """Return the parts of which a key's order speaks, if it does."""
+        if self._numbers is None:
+            self._numbers = {name: number for number, name in enumerate(self._catalog.keys)}
+        order = self._catalog.order(self._numbers[key])
+        known = order is not None and order.parts is not None and order.axis in (None, axis)
+        return (order.parts, True) if known else None  # type: ignore[union-attr,return-value]
 
     def _count_cuts(self, axis: int) -> dict[str, tuple[int, bool]]:
         catalog = self._catalog

@@ -15,12 +15,15 @@ from paddle_flexckpt.catalog.errors import (
 )
 from paddle_flexckpt.catalog.keys import EXTRA_STATE, without_extra_state
 from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
+from paddle_flexckpt.catalog.orders import CUT, NATURAL, Order, unordered
 from paddle_flexckpt.catalog.replicas import ReplicaGroups, group_replicas
 from paddle_flexckpt.catalog.table import Catalog, CatalogBuilder, concat
 from paddle_flexckpt.catalog.validate import validate_coverage, validate_shards
 
 __all__ = [
+    "CUT",
     "EXTRA_STATE",
+    "NATURAL",
     "Catalog",
     "CatalogBuilder",
     "CheckpointError",
@@ -29,6 +32,7 @@ __all__ = [
     "LocalTensorIndex",
     "LocalTensorMetadata",
     "Metadata",
+    "Order",
     "Problem",
     "ReplicaGroups",
     "LostRankError",
@@ -37,6 +41,7 @@ __all__ = [
     "concat",
     "dtype_of",
     "group_replicas",
+    "unordered",
     "validate_coverage",
     "validate_shards",
     "without_extra_state",

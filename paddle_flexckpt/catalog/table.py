@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.catalog.dtypes import dtype_of
 from paddle_flexckpt.catalog.errors import Problem, ValidationError
+from paddle_flexckpt.catalog.orders import Order, common_order
 
 NOT_FLATTENED = -1
 
@@ -38,6 +39,9 @@ class Catalog:
         rank: int32 ``[n]``, rank that holds or wrote the shard.
         file: int32 ``[n]``, or -1.
         byte_offset: int64 ``[n]``, first byte of the shard in its file.
+        orders: Distinct orders of elements; ``key_order`` indexes it.
+        key_order: int16 ``[number of keys]``, the order of each tensor's elements, or -1: nothing is known of it; or
+            ``[0]`` where that is so of all keys.
     """
 
     keys: tuple[str, ...]
@@ -54,6 +58,8 @@ class Catalog:
     rank: np.ndarray
     file: np.ndarray
     byte_offset: np.ndarray
+    orders: tuple[Order, ...] = ()
+    key_order: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int16))
 
     def __len__(self) -> int:
         return len(self.key)
@@ -92,6 +98,10 @@ class Catalog:
             for table in _TABLES
         }
         arrays.update({name: np.ascontiguousarray(getattr(self, name)) for name in COLUMNS})
+        if len(self.key_order):
+            orders = json.dumps([order.encode() for order in self.orders], ensure_ascii=False)
+            arrays["orders"] = np.frombuffer(orders.encode(), dtype=np.uint8)
+            arrays["key_order"] = np.ascontiguousarray(self.key_order)
         return arrays
 
     @classmethod
@@ -99,7 +109,7 @@ class Catalog:
         """The catalog whose :meth:`to_arrays` gave the arrays; columns may be in narrower integer types.
 
         Raises:
-            ValueError: A table is not a list of names, or the columns differ in length.
+            ValueError: A table is not a list of names (of orders), or columns differ in length or beyond their table.
             KeyError: An array is not there.
         """
         values: dict[str, Any] = {}
@@ -112,6 +122,16 @@ class Catalog:
             values[name] = arrays[name].astype(_COLUMN_TYPES.get(name, np.int64), copy=False)
         if len({len(values[name]) for name in COLUMNS}) != 1:
             raise ValueError("the columns differ in length")
+        if "key_order" in arrays:
+            orders = json.loads(arrays["orders"].tobytes())
+            if not isinstance(orders, list) or len(orders) > np.iinfo(np.int16).max:
+                raise ValueError("the orders are not a list, or too many")
+            values["orders"] = tuple(map(Order.decode, orders))
+            column = values["key_order"] = arrays["key_order"].astype(np.int16, copy=False)
+            if column.shape != (len(values["keys"]),) or column.min(initial=-1) < -1:
+                raise ValueError("the orders are not one for each key")
+            if column.max(initial=-1) >= len(values["orders"]):
+                raise ValueError("column key_order points beyond its table")
         return cls(**values)
 
     def take(self, rows: np.ndarray) -> Catalog:
@@ -121,6 +141,11 @@ class Catalog:
     def key_name(self, row: int) -> str:
         """Name of a row's tensor."""
         return self.keys[self.key[row]]
+
+    def order(self, key: int) -> Order | None:
+        """Return the order of a tensor's elements, by the number of its key; None where nothing is known of it."""
+        number = int(self.key_order[key]) if len(self.key_order) else -1
+        return self.orders[number] if number >= 0 else None
 
     def dtype_name(self, row: int) -> str:
         """Name of a row's element type."""
@@ -143,6 +168,12 @@ class Catalog:
             text += f", flattened range [{self.flat_start[row]}, {self.flat_stop[row]})"
         return text
 
+    def with_orders(self, orders: Mapping[str, Order]) -> Catalog:
+        """Return the same catalog with these orders, by key, and nothing known of the order of other tensors."""
+        by_key = {number: orders[key] for number, key in enumerate(self.keys) if key in orders}
+        nothing = {"orders": (), "key_order": np.zeros(0, dtype=np.int16)}
+        return replace(self, **(_order_columns(by_key, len(self.keys)) or nothing))
+
     def widened(self, width: int) -> Catalog:
         """The same catalog with more padded axes."""
         extra = width - self.width
@@ -159,7 +190,7 @@ class Catalog:
 
 _TABLES = ("keys", "dtypes", "files")
 _COLUMN_TYPES = {"key": np.int32, "dtype": np.int16, "ndim": np.int16, "rank": np.int32, "file": np.int32}
-COLUMNS = tuple(field.name for field in fields(Catalog) if field.name not in _TABLES)
+COLUMNS = tuple(f.name for f in fields(Catalog) if f.name not in (*_TABLES, "orders", "key_order"))
 
 
 class CatalogBuilder:
@@ -171,6 +202,7 @@ class CatalogBuilder:
         self._file = file
         self._keys: dict[str, int] = {}
         self._dtypes: dict[str, int] = {}
+        self._orders: dict[int, Order] = {}
         self._rows: list[tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int, int]] = []
 
     def add(
@@ -182,8 +214,19 @@ class CatalogBuilder:
         shape: Sequence[int],
         flat_range: tuple[int, int] | None = None,
         byte_offset: int = 0,
+        order: Order | None = None,
     ) -> int:
         """Adds a shard and returns its row.
+
+        Args:
+            key: The tensor's name.
+            dtype: Name of its element type.
+            global_shape: In elements, as is all that follows but for ``byte_offset``.
+            offset: The first element of the shard's box.
+            shape: The box.
+            flat_range: The flattened range in the box; None: all of it.
+            byte_offset: Where the shard begins in its file.
+            order: The order of the whole tensor's elements, as far as it is known.
 
         Raises:
             ValidationError: The columns could not hold the shard as it is: its shapes differ in their number of axes,
@@ -198,9 +241,12 @@ class CatalogBuilder:
                 [Problem("negative flattened range", key, self._rank, self._file, ">= 0", flat_range)]
             )
         start, stop = (NOT_FLATTENED, NOT_FLATTENED) if flat_range is None else flat_range
+        number = self._keys.setdefault(key, len(self._keys))
+        if order is not None:
+            self._orders.setdefault(number, order)
         self._rows.append(
             (
-                self._keys.setdefault(key, len(self._keys)),
+                number,
                 self._dtypes.setdefault(dtype_of(dtype).name, len(self._dtypes)),
                 tuple(map(int, global_shape)),
                 tuple(map(int, offset)),
@@ -244,26 +290,79 @@ class CatalogBuilder:
             rank=np.full(n, self._rank, dtype=np.int32),
             file=np.full(n, 0 if self._file is not None else -1, dtype=np.int32),
             byte_offset=flat(7, np.int64),
+            **_order_columns(self._orders, len(self._keys)),
         )
 
 
+def _order_columns(by_key: Mapping[int, Order], count: int) -> dict[str, Any]:
+    """Return the columns of orders from the orders by the number of their key; none where no order is known."""
+    if not by_key:
+        return {}
+    orders = {order: number for number, order in enumerate(dict.fromkeys(by_key.values()))}
+    column = np.full(count, -1, dtype=np.int16)
+    column[list(by_key)] = [orders[order] for order in by_key.values()]
+    return {"orders": tuple(orders), "key_order": column}
+
+
 def concat(catalogs: Sequence[Catalog]) -> Catalog:
-    """One catalog with the rows of all, in order; names are merged."""
+    """One catalog with the rows of all, in order; names are merged.
+
+    Raises:
+        ValidationError: They contradict each other about the order of a tensor's elements.
+    """
     if not catalogs:
         return CatalogBuilder(rank=0).build()
     if len(catalogs) == 1:
         return catalogs[0]
     width = max(catalog.width for catalog in catalogs)
     catalogs = [catalog.widened(width) for catalog in catalogs]
-    columns = {name: np.concatenate([getattr(catalog, name) for catalog in catalogs]) for name in COLUMNS}
-    tables: dict[str, tuple[str, ...]] = {}
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(catalog, name) for catalog in catalogs]) for name in COLUMNS
+    }
+    tables: dict[str, Any] = {}
+    of_keys: list[np.ndarray] = []
     for table, column in (("keys", "key"), ("dtypes", "dtype"), ("files", "file")):
         merged: dict[str, int] = {}
         parts = []
         for catalog in catalogs:
             # The extra last entry keeps -1 ("no file") what it is.
             index = [merged.setdefault(name, len(merged)) for name in getattr(catalog, table)]
-            parts.append(np.asarray([*index, -1], dtype=columns[column].dtype)[getattr(catalog, column)])
+            numbers = np.asarray([*index, -1], dtype=columns[column].dtype)
+            parts.append(numbers[getattr(catalog, column)])
+            if table == "keys":
+                of_keys.append(numbers[:-1])
         columns[column] = np.concatenate(parts)
         tables[table] = tuple(merged)
-    return Catalog(keys=tables["keys"], dtypes=tables["dtypes"], files=tables["files"], **columns)
+    return Catalog(**tables, **columns, **_merged_orders(catalogs, of_keys, tables["keys"]))
+
+
+def _merged_orders(catalogs: Sequence[Catalog], of_keys: Sequence[np.ndarray], keys: Sequence[str]) -> dict[str, Any]:
+    """Return the columns of orders of several catalogs together.
+
+    Args:
+        catalogs: The catalogs.
+        of_keys: By catalog, the number of each of its keys in all of them together.
+        keys: All of them.
+
+    Raises:
+        ValidationError: They contradict each other.
+    """
+    table: dict[Order, int] = {}
+    merged = np.full(len(keys), -1, dtype=np.int16)
+    problems = []
+    for catalog, numbers in zip(catalogs, of_keys):
+        if not len(catalog.key_order):
+            continue
+        own = np.asarray([table.setdefault(order, len(table)) for order in catalog.orders] + [-1])[catalog.key_order]
+        before = merged[numbers]
+        merged[numbers] = np.where(before < 0, own, before)
+        for i in np.flatnonzero((before >= 0) & (own >= 0) & (before != own)).tolist():
+            orders = list(table)
+            both = common_order(keys[numbers[i]], orders[before[i]], orders[own[i]])
+            if isinstance(both, Problem):
+                problems.append(both)
+            else:
+                merged[numbers[i]] = table.setdefault(both, len(table))
+    if problems:
+        raise ValidationError(problems)
+    return {"orders": tuple(table), "key_order": merged} if table else {}

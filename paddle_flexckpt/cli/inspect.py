@@ -89,8 +89,9 @@ def _shards(catalog: Catalog, key: str) -> list[str]:
             [Problem("there is no such key", key=key, got=f"{len(catalog.keys)} keys such as {alike}")]
         )
     length = catalog.byte_length
+    order = catalog.order(int(catalog.key[rows[0]]))
     return [
-        key,
+        key if order is None or order.axis is None else f"{key}: {order.describe()}",
         *(
             f"  {catalog.describe(row)}, rank {catalog.rank[row]}, {catalog.file_name(row)}, bytes "
             f"{catalog.byte_offset[row]} to {catalog.byte_offset[row] + length[row]}"

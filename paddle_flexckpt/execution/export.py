@@ -15,9 +15,9 @@ import numpy as np
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype_of
-from paddle_flexckpt.execution.mapping import compile_mapping
+from paddle_flexckpt.execution.mapping import maybe_fused, whole_mapping
 from paddle_flexckpt.execution.whole_tensors import WholeTensors
-from paddle_flexckpt.report import ExportReport, replica_warning
+from paddle_flexckpt.report import ExportReport, order_warning, replica_warning
 from paddle_flexckpt.storage import (
     Backend,
     CheckpointDirectory,
@@ -55,7 +55,8 @@ def export_safetensors(
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
         output: Where the files go, likewise: a directory that is empty or is not there yet.
-        aoa_config: AOA statements, as in :func:`load_state_dict`. What they make and do not touch is written.
+        aoa_config: AOA statements, as in :func:`load_state_dict`. What they make and do not touch is written; fused
+            parameters that they do not touch in natural order.
         prefix: Only keys that start with this and a dot, which are taken off; after the statements.
         max_file_bytes: Bytes of tensors in one file; a larger tensor has a file for itself.
         unique_id: The checkpoint's id; None takes the highest.
@@ -84,10 +85,11 @@ def export_safetensors(
     with contextlib.ExitStack() as stack:
         manifest = stack.enter_context(HeldManifest(directory, unique_id))
         _check_output(sink)
-        mapping = None if aoa_config is None else compile_mapping(aoa_config, manifest.catalog, None, "exact")
+        mapping = whole_mapping(aoa_config, manifest.catalog)
         tensors = WholeTensors(manifest, mapping)
         keys, left_out = _choose(tensors.infos, prefix, states)
         files = _plan_files({name: tensors.infos[key] for name, key in keys.items()}, max_file_bytes)
+        unordered = maybe_fused(manifest.catalog, set(keys.values()), mapping)
         order = [name for file in files for name in file.names]
         reader = stack.enter_context(FileReader(directory.backend, manifest, verify, use_replicas))
         tensors.check([keys[name] for name in order], reader)
@@ -95,6 +97,8 @@ def export_safetensors(
         arrays = tensors.iterate([keys[name] for name in order], reader)
         _write_files(sink, files, (array for _, array in arrays))
     end = time.perf_counter()
+    if unordered:
+        logger.warning(order_warning(directory.path, unordered))
     if reader.replicas_used:
         logger.warning(replica_warning(directory.path, reader.replicas_used))
     return ExportReport(
@@ -110,6 +114,7 @@ def export_safetensors(
         bytes_verified=reader.count.bytes_verified,
         bytes_extra=reader.count.bytes_extra,
         peak_scratch_bytes=tensors.peak_scratch_bytes,
+        maybe_fused=unordered,
         replicas_used=reader.replicas_used,
         seconds={"plan": planned - begin, "write": end - planned, "total": end - begin},
     )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt import aoa
-from paddle_flexckpt.aoa import Mapping, TensorInfo
+from paddle_flexckpt.aoa import Mapping, TensorInfo, fused_statement
 from paddle_flexckpt.aoa.config import read_config
-from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
+from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Order, Problem, ValidationError, unordered
 
 
 def compile_mapping(
@@ -25,7 +25,8 @@ def compile_mapping(
         aoa_config: A dict, a JSON text or the path of a JSON or YAML file; or what is compiled already; None for no
             statements.
         source: The shards of all sources.
-        target: The targets of all ranks; None: they follow from the statements.
+        target: The targets of all ranks; None: they follow from the statements, and what these leave as it is is put
+            into natural order.
         master_weights: As in ``load_state_dict``.
         completion: Statements that follow those of the configuration.
 
@@ -38,7 +39,79 @@ def compile_mapping(
     mapping = aoa.compile_program(statements, source, target, master_weights=master_weights, completion=completion)
     if target is not None:
         _check_dtypes(mapping, target)
-    return mapping
+        return mapping
+    completion = _to_natural_order(mapping, source)
+    if not completion:
+        return mapping
+    return aoa.compile_program(statements, source, None, master_weights=master_weights, completion=completion)
+
+
+def whole_mapping(aoa_config: Any, source: Catalog, names: Collection[str] | None = None) -> Mapping | None:
+    """Return what whole tensors in natural order are made of; None: each of them is the source's as it is.
+
+    Args:
+        aoa_config: As in :func:`compile_mapping`.
+        source: The shards of all sources.
+        names: The keys that are wanted; None: all.
+
+    Raises:
+        ValidationError: The statements do not fit, or no statement is known that gives natural order.
+    """
+    if aoa_config is None and not any(names is None or key in names for key in _permuted(source)):
+        return None
+    return compile_mapping(aoa_config, source, None, "exact")
+
+
+def _permuted(source: Catalog) -> dict[str, Order]:
+    """Return the keys that are known not to be in natural order, with their orders."""
+    if not any(order.is_permuted for order in source.orders):
+        return {}
+    orders = ((key, source.order(number)) for number, key in enumerate(source.keys))
+    return {key: order for key, order in orders if order is not None and order.is_permuted}
+
+
+def _to_natural_order(mapping: Mapping, source: Catalog) -> tuple[str, ...]:
+    """Return the statements that put right what those of a program without a destination leave as it is, or rename.
+
+    Raises:
+        ValidationError: No statement is known for a tensor.
+    """
+    permuted = _permuted(source)
+    copied = copied_keys(mapping, mapping.outputs) if permuted else {}
+    # A statement that makes a key of itself says that it is to be taken as it is.
+    left = {
+        key: permuted[own]
+        for key, own in copied.items()
+        if own in permuted and (key != own or key not in mapping.provenance)
+    }
+    problems = [
+        Problem(
+            "a fused parameter is not in natural order, and no AOA statement is known that would put it right",
+            key=key,
+            expected="a FusedAxis with a statement at the save",
+            got=order.describe(),
+            remedy=f'take it as it is stored, by the AOA statement "{fused_statement(key, key, "", ())}"',
+        )
+        for key, order in left.items()
+        if order.statement is None
+    ]
+    if problems:
+        raise ValidationError(problems)
+    keys = {*source.keys, *mapping.outputs}
+    return tuple(sorted({fused_statement(key, key, order.tags or "", keys) for key, order in left.items()}))
+
+
+def maybe_fused(source: Catalog, names: Collection[str], mapping: Mapping | None) -> list[str]:
+    """Return those of some keys that are the source's as they are, and may be fused, for all that the source says.
+
+    Args:
+        source: The shards of all sources.
+        names: Keys after the statements.
+        mapping: The statements, compiled without a destination; None where there are none.
+    """
+    keys = (source.keys[number] for number in np.flatnonzero(unordered(source)).tolist())
+    made = () if mapping is None else mapping.provenance
+    return sorted(key for key in keys if key in names and key not in made)
 
 
 def _check_dtypes(mapping: Mapping, target: Catalog) -> None:
@@ -96,23 +169,28 @@ def moved_keys(mapping: Mapping, names: Iterable[str]) -> set[str]:
 
     Values may be cast; but a target of another dtype is not the shard that the source has.
     """
-    maps, rows, moved = mapping.maps, mapping.maps.rows_by_target(), set()
+    names = list(names)
+    copied = copied_keys(mapping, names)
+    return {name for name in names if name in mapping.tensors and copied.get(name) != name}
+
+
+def copied_keys(mapping: Mapping, names: Iterable[str]) -> dict[str, str]:
+    """Return the names that are one source key, element by element, with that; values may be cast."""
+    maps, rows, copied = mapping.maps, mapping.maps.rows_by_target(), {}
     for name in names:
         if name not in mapping.tensors:
             continue
         shape = mapping.tensors[name].shape
         row, first = rows.get(name, slice(0, 0)), maps.width - len(shape)
-        alone = row.stop - row.start == 1 and not mapping.regions.get(name)
-        if not alone or maps.sources[maps.source[row.start]] != name:
-            moved.add(name)
+        if row.stop - row.start != 1 or mapping.regions.get(name):
             continue
         # Along axes of extent 1, padding included, it makes no difference which axis runs.
         long = np.flatnonzero(maps.target_shape[row.start] > 1)
         whole = maps.target_shape[row.start, first:].tolist() == list(shape)
         straight = (maps.target_axis[row.start, long] == long).all()
-        if not (whole and straight and not maps.source_offset[row.start].any()):
-            moved.add(name)
-    return moved
+        if whole and straight and not maps.source_offset[row.start].any():
+            copied[name] = maps.sources[maps.source[row.start]]
+    return copied
 
 
 def stored(source: Catalog, extra_state: bool = False) -> dict[str, TensorInfo]:

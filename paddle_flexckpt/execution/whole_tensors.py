@@ -11,7 +11,7 @@ import numpy as np
 from paddle_flexckpt.aoa import Mapping, TensorInfo
 from paddle_flexckpt.catalog import CatalogBuilder, Problem, ValidationError, dtype_of
 from paddle_flexckpt.execution.computation import Computation
-from paddle_flexckpt.execution.mapping import outputs, stored
+from paddle_flexckpt.execution.mapping import outputs, stored, whole_mapping
 from paddle_flexckpt.execution.reading import plan_reads, read_pieces
 from paddle_flexckpt.execution.work import Work, plan_work
 from paddle_flexckpt.planning import ShardMatcher
@@ -148,7 +148,8 @@ def iterate_tensors(
     Args:
         directory: The checkpoint's directory.
         manifest: Its manifest.
-        mapping: AOA statements, compiled without a destination; None takes the checkpoint's own tensors.
+        mapping: AOA statements, compiled without a destination; None takes the checkpoint's own tensors, in natural
+            order.
         names: Keys, after the statements, each once; all but a run's extra state by default, sorted.
         verify: Which blocks are compared with their checksums: ``"read"``, ``"full"`` or ``"off"``, as in
             :func:`export_safetensors`.
@@ -162,8 +163,8 @@ def iterate_tensors(
         ValidationError: There is no such key (before anything is read), or statements keep what targets have.
         CorruptCheckpointError: The checkpoint is damaged.
     """
-    tensors = WholeTensors(manifest, mapping)
     chosen = sorted(outputs(mapping) if mapping else stored(manifest.catalog)) if names is None else list(names)
+    tensors = WholeTensors(manifest, mapping or whole_mapping(None, manifest.catalog, chosen))
     with FileReader(directory, manifest, verify, use_replicas) as reader:
         tensors.check(chosen, reader)
         try:

@@ -89,7 +89,8 @@ def plan_work(catalog: Catalog, rows: np.ndarray, mapping: Mapping | None) -> Wo
     Raises:
         ValidationError: A value is to be computed from what a target has.
     """
-    own = catalog.take(rows)
+    # What is planned is boxes: renamed targets may have one name and two orders.
+    own = catalog.take(rows).with_orders({})
     if mapping is None:
         return Work(own, rows)
     return _Builder(own, rows, mapping).build()

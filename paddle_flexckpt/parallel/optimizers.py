@@ -19,6 +19,7 @@ from paddle_flexckpt.parallel.sharding_stage3 import is_small, parameter_name, s
 from paddle_flexckpt.parallel.state_creation import create_dense_states, create_states, under_fully_shard
 from paddle_flexckpt.parallel.wrappers import optimizer_sharded_state_dict
 from paddle_flexckpt.sharded_weight import (
+    FusedAxis,
     ShardedStateDict,
     ShardedWeight,
     create_sharded_weight_with_new_local,
@@ -290,7 +291,12 @@ def _describe(
         return make_replicated_sharded_weight(key, tensor)
     if shape[1:] == expected:
         # One copy of the parameter's shape per index of a leading axis of the optimizer's own (ASGD's history).
-        return ShardedWeight(key, tensor, shape, (shape[0], *reference.global_shape), (0, *reference.global_offset))
+        made = ShardedWeight(key, tensor, shape, (shape[0], *reference.global_shape), (0, *reference.global_offset))
+        rule = getattr(reference, "fused", None)
+        if rule is not None:
+            # The parameter's statement is about other axes, so it stays under one degree.
+            made.fused = FusedAxis(rule.axis % len(reference.global_shape) + 1, None)
+        return made
     if tensor.size == 1:
         return make_replicated_sharded_weight(key, tensor)
     raise ValueError(

@@ -1,37 +1,97 @@
-"""Fused parameters that are cut into parts of another size than in the source, and the statements that mend it.
+"""Fused parameters that the source holds in another order than the targets, and the statements that mend it.
 
-Every rank holds its parts of q, k and v (gate and up) side by side, so the whole tensor in rank order is another
-permutation for every degree of tensor parallelism. A :class:`FusedAxis` says which; the AOA statement
-``"key -> key, {fused.statement}"`` moves the parts. It is added to a load's statements for just those keys whose cut
-differs and of which no statement of the user's speaks.
+Every tensor-parallel rank holds its parts of q, k and v (gate and up) side by side, so the whole tensor in the order of
+ranks is another permutation for every degree. Both sides say in which order theirs is
+(:class:`~paddle_flexckpt.catalog.Order`), by a :class:`FusedAxis` or by having none; the AOA statement
+``"key -> key, {fused.statement}"`` moves the parts. It is added to a load's statements for just those keys whose orders
+differ and of which no statement of the user's speaks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.aoa import fused_statement
-from paddle_flexckpt.catalog import Catalog, Problem
+from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.catalog import CUT, NATURAL, Catalog, Order, Problem
+from paddle_flexckpt.dist_tensor import is_dist_tensor
 from paddle_flexckpt.sharded_weight import FusedAxis
 
 
+def order_of(key: str, weight: Any, rank: int) -> Order | Problem | None:
+    """Return the order of a tensor's elements, as one of its shards says; None where it says nothing.
+
+    Args:
+        key: The tensor's name.
+        weight: The shard.
+        rank: Whose it is.
+    """
+    fused = getattr(weight, "fused", None)
+    shape, whole = tuple(weight.local_shape), tuple(weight.global_shape)
+    natural = getattr(weight, "dist_tensor", None) is not None or is_dist_tensor(weight.local_tensor)
+    if fused is None:
+        return NATURAL if natural or shape == whole else CUT
+    if not -len(whole) <= fused.axis < len(whole):
+        return Problem("a FusedAxis has an axis that the tensor has not", key, rank, None, f"{len(whole)} axes", fused)
+    axis = fused.axis % len(whole)
+    parts = fused.parts
+    if parts is None and not natural and shape[axis] == 0:
+        return None
+    if parts is None:
+        parts = 1 if natural else whole[axis] // shape[axis]
+        fits = natural or parts * shape[axis] == whole[axis]
+    else:
+        fits = parts >= 1 and whole[axis] % parts == 0
+    if not fits:
+        return Problem(
+            "the parts of a fused parameter have to be equal",
+            key,
+            rank,
+            expected=f"equal parts of {whole[axis]} along axis {axis}",
+            got=f"{fused.parts} parts" if fused.parts is not None else f"a shard of {shape[axis]}",
+            remedy="correct the FusedAxis, or the shard's shape",
+        )
+    return Order(parts, axis, fused.statement)
+
+
+def with_orders_of_states(described: Mapping[str, tuple[Any, Order | None]]) -> dict[str, Order | None]:
+    """Return the order by key: a state that has no rule of its own, and is cut, lies like its parameter.
+
+    Args:
+        described: Shards, and what each says by itself, by key.
+    """
+    keys, orders = set(described), {key: order for key, (_, order) in described.items()}
+    for key in [key for key, order in orders.items() if order is CUT]:
+        base, state = split_state(key, keys)
+        if not state or base not in described:
+            continue
+        (weight, _), (parameter, order) = described[key], described[base]
+        if order is None or tuple(weight.global_shape) != tuple(parameter.global_shape):
+            continue
+        if order.axis is None or weight.local_shape[order.axis] == parameter.local_shape[order.axis]:
+            orders[key] = order
+    return orders
+
+
 @dataclass(frozen=True)
-class OtherCut:
-    """A fused target that the source holds in parts of another size.
+class OtherOrder:
+    """A fused target that the source holds in other parts.
 
     Attributes:
         key: The target.
         rank: Whose it is.
         found: The source key.
-        axis: The axis that is cut; not negative.
+        axis: The axis that is fused; not negative.
         extent: Extent of the whole tensor along it.
-        here: Extent of the target's part.
-        there: Extents of the source's parts.
+        there: Number of parts in the source; None: it is cut into several sizes.
+        here: Number of parts in the target.
         statement: Tags and attributes of the statement, the axis among them; None where none is known.
+        assumed: Whether the source does not say in how many parts it is: these are its shards.
     """
 
     key: str
@@ -39,15 +99,15 @@ class OtherCut:
     found: str
     axis: int
     extent: int
+    there: int | None
     here: int
-    there: tuple[int, ...]
     statement: str | None
+    assumed: bool = False
 
     def describe(self) -> str:
         """What becomes of it, for the report: ``2 parts -> 4 parts``."""
-        counts = sorted({self.extent / extent for extent in self.there if extent})
-        parts = " or ".join(f"{count:g}" for count in counts)
-        return f"{parts} parts -> {self.extent / max(self.here, 1):g} parts"
+        there = "parts of several sizes" if self.there is None else f"{self.there} parts"
+        return f"{there} -> {self.here} parts"
 
     def problem(self, other_name: bool = False) -> Problem:
         """The problem that it is, where it may not be mended.
@@ -56,7 +116,10 @@ class OtherCut:
             other_name: Whether the source key is another of the target's names, of which statements that put
                 parameters right, and their states with them, do not know.
         """
-        remedy = "load under the tensor-parallel degree of the save: no AOA statement is known for this parameter"
+        remedy = (
+            "no AOA statement is known for this parameter: load it under the degree of the save, or take it as it is "
+            f'stored, by the AOA statement "{fused_statement(self.found, self.key, "", ())}"'
+        )
         if self.statement is not None:
             text = fused_statement(self.found, self.key, self.statement, ())
             convert = "" if other_name else 'fused="convert", or with '
@@ -65,55 +128,102 @@ class OtherCut:
             "the parts of a fused parameter lie side by side on every rank, so another cut would permute them",
             key=self.key,
             rank=self.rank,
-            expected=f"parts of {self.here} along axis {self.axis}, as here",
-            got=f"parts of {list(self.there)}",
+            expected=f"parts of {self.extent // self.here} along axis {self.axis}, as here",
+            got="parts of several sizes" if self.there is None else f"parts of [{self.extent // self.there}]",
             remedy=remedy,
         )
 
 
-def other_cut(target: Catalog, row: int, source: Catalog, source_key: int, fused: FusedAxis) -> OtherCut | None:
-    """Whether a fused parameter is cut into parts of another size than in the source.
+def other_order(target: Catalog, row: int, source: Catalog, source_key: int) -> OtherOrder | Problem | None:
+    """Return how the order of a target's elements differs from the source's, or why that cannot be told, if it differs.
 
     Args:
         target: The targets.
         row: The target's row.
         source: The source's shards.
         source_key: The key number of what the source has for it.
-        fused: The target's rule.
     """
+    here, there = target.order(int(target.key[row])), source.order(source_key)
+    rule = next((order for order in (here, there) if order is not None and order.axis is not None), None)
     ndim = int(target.ndim[row])
-    axis = fused.axis % ndim
-    here = int(target.shape[row, target.width - ndim + axis])
+    if rule is None or rule.axis is None or here is None:
+        return None
+    axis, column = rule.axis, target.width - ndim + rule.axis
+    extent, own = int(target.global_shape[row, column]), int(target.shape[row, column])
     # Shards without elements say nothing about the cut.
     rows = (source.key == source_key) & (source.size > 0)
-    there = tuple(sorted(set(source.shape[rows, source.width - ndim + axis].tolist())))
-    if there == (here,) or here == 0:
+    cuts = set(source.shape[rows, source.width - ndim + axis].tolist())
+    if own == 0 or not cuts:
         return None
-    statement = fused.statement
-    if statement is not None and axis != 1 and not re.search(r"\baxis\s*=", statement):
-        statement = f"{statement}, axis={axis}"
-    return OtherCut(
-        key=target.key_name(row),
-        rank=int(target.rank[row]),
-        found=source.keys[source_key],
-        axis=axis,
-        extent=int(target.global_shape[row, target.width - ndim + axis]),
-        here=here,
-        there=there,
-        statement=statement,
-    )
+    key, rank, found = target.key_name(row), int(target.rank[row]), source.keys[source_key]
+    assumed = there is None and cuts not in ({extent}, {own})
+    if there is None:
+        # Written before orders were recorded: what is cut alike is taken for what is the same.
+        if cuts == {own}:
+            return None
+        parts = extent // max(cuts) if len(cuts) == 1 else None
+    elif there.parts is not None or cuts == {extent}:
+        parts = there.parts or 1
+    else:
+        as_it_is, by_parts = (fused_statement(found, key, tags, ()) for tags in ("", rule.statement or "fused_ffn"))
+        return Problem(
+            "a parameter is fused here, and the source has its shards without a rule that says how they lie",
+            key,
+            rank,
+            expected=f"a FusedAxis at the save, or whole tensors; here it is {rule.describe()}",
+            got=f"parts of {sorted(cuts)} along axis {axis}",
+            remedy=f'mark it where it is saved; or give an AOA statement: "{by_parts}" takes every shard for a part, '
+            f'"{as_it_is}" takes the elements as they are',
+        )
+    if here.parts is None and own != extent:
+        if parts == 1:
+            return None
+        return Problem(
+            "a parameter is fused in the source, and here its shards have no rule that says how they lie",
+            key,
+            rank,
+            expected=f"a FusedAxis here too, or a whole tensor; in the source it is {rule.describe()}",
+            got=f"parts of {own} along axis {axis}",
+            remedy=f"mark it: FusedAxis({axis}, {rule.statement!r}) if every rank holds its part of all that is fused, "
+            f"FusedAxis({axis}, {rule.statement!r}, parts=1) if the whole is in natural order",
+        )
+    wanted = here.parts or 1
+    if parts == wanted:
+        return None
+    if there is not None and there.axis is not None and here.axis is not None and not _alike(here, there):
+        return Problem(
+            "source and target say different things about a fused parameter",
+            key,
+            rank,
+            expected=here.describe(),
+            got=there.describe(),
+            remedy="correct the FusedAxis of one of them",
+        )
+    if rule.statement is None and there is not None and there.axis is not None:
+        rule = there
+    return OtherOrder(key, rank, found, axis, extent, parts, wanted, rule.tags, assumed)
 
 
-def completion(cuts: Iterable[OtherCut], keys: Collection[str]) -> tuple[str, ...]:
+def _alike(one: Order, other: Order) -> bool:
+    """Return whether two rules may be the same: along one axis, and by the same statement where both have one."""
+    said = [
+        {part for part in re.split(r"\s*,\s*", re.sub(r"\s*=\s*", "=", order.statement).strip()) if "axis=" not in part}
+        for order in (one, other)
+        if order.statement is not None
+    ]
+    return one.axis == other.axis and all(each == said[0] for each in said)
+
+
+def completion(others: Iterable[OtherOrder], keys: Collection[str]) -> tuple[str, ...]:
     """The statements that put fused parameters right, each once, sorted.
 
     They are about parameters: their states follow, those among them that are no targets do no harm.
 
     Args:
-        cuts: Parameters and states that need it.
+        others: Parameters and states that need it.
         keys: The keys of both sides, which tell states from parameters.
     """
-    known = [(cut.found, cut.key, cut.statement) for cut in cuts if cut.statement is not None]
+    known = [(other.found, other.key, other.statement) for other in others if other.statement is not None]
     return tuple(sorted({fused_statement(found, key, statement, keys) for found, key, statement in known}))
 
 
@@ -121,7 +231,7 @@ def indivisible_rows(catalog: Catalog, rules: Iterable[FusedAxis | None]) -> np.
     """Bool per row: whether a save has to write this shard whole, not split among its replicas.
 
     A shard is split along its first axis of more than one element. Where that is the axis of a fused parameter, the
-    pieces would look like parts of a higher degree of tensor parallelism.
+    pieces would look like parts of a higher degree of tensor parallelism to versions that know no orders.
 
     Args:
         catalog: One rank's shards.

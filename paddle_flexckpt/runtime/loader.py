@@ -23,7 +23,7 @@ from paddle_flexckpt.execution.mapping import config_digest, source_names
 from paddle_flexckpt.execution.reading import plan_reads, read_pieces
 from paddle_flexckpt.execution.work import Work, plan_work
 from paddle_flexckpt.planning import ReadPlan, ShardMatcher
-from paddle_flexckpt.report import LoadReport, replica_warning
+from paddle_flexckpt.report import LoadReport, order_warning, replica_warning
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
 from paddle_flexckpt.runtime.completion import complete, match
 from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
@@ -115,8 +115,9 @@ def load_state_dict(
             lists those. ``"exact"`` does neither.
         fused: ``"convert"``: a fused parameter (one with a :class:`FusedAxis` rule) that the source holds in another
             number of tensor-parallel parts is put right, its states with it, by the AOA statement of its rule; the
-            report lists those. Keys that statements of ``aoa_config`` make are their business. ``"exact"`` makes
-            another number of parts an error.
+            report lists those. A save records rule and number of parts, so a target without a rule gets natural order.
+            Keys that statements of ``aoa_config`` make are their business. ``"exact"`` makes another number of parts
+            an error.
         verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` reads those blocks whole
             too of which only a part is needed, so that every byte that reaches a target is verified; the report says
             how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
@@ -190,7 +191,7 @@ def load_state_dict(
     def prepare() -> tuple[_Prepared, bytes]:
         manifest, state, said = describe()
         mapping, wanted = match(state, manifest.catalog, policy(), aoa_config, all_targets)
-        if wanted.cuts:
+        if wanted.reordered:
             targets = state.catalog if all_targets is None else all_targets
             statements = wanted.completion(manifest.catalog)
             mapping, wanted = complete(wanted, statements, state, manifest.catalog, policy(), aoa_config, targets)
@@ -224,6 +225,7 @@ def load_state_dict(
         cast=ready.wanted.cast,
         masters=ready.wanted.masters,
         fused=ready.wanted.fused,
+        maybe_fused=ready.wanted.maybe_fused,
         kept=ready.work.kept_keys(ready.state.catalog),
         computed=ready.work.computed_keys(ready.state.catalog),
         bytes_needed=ready.plan.needed_bytes,
@@ -241,7 +243,9 @@ def load_state_dict(
 
 
 def _tell(report: LoadReport, comm: Communicator, coordinator_rank: int) -> None:
-    """Log what was done, and warn of damage."""
+    """Log what was done, and warn of damage and of orders that nobody knows."""
+    if report.maybe_fused:
+        logger.warning(f"rank {comm.rank}: {order_warning(report.source, report.maybe_fused)}")
     if report.replicas_used:
         logger.warning(f"rank {comm.rank}: {replica_warning(report.source, report.replicas_used)}")
     if comm.position == coordinator_rank:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
-from paddle_flexckpt.execution.mapping import compile_mapping, outputs, source_names, stored
+from paddle_flexckpt.execution.mapping import maybe_fused, outputs, source_names, stored, whole_mapping
+from paddle_flexckpt.report import order_warning
 from paddle_flexckpt.runtime.communicator import SoloCommunicator
 from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.tensors import empty_on_host
@@ -44,7 +45,7 @@ def load_merged_state_dict(
         use_replicas: Whether replicas are read where something is damaged, likewise.
 
     Returns:
-        Names to Paddle tensors, sorted by name.
+        Names to Paddle tensors, sorted by name; fused parameters in natural order (all of q, then of k, then of v).
 
     Raises:
         ValidationError: There is no such checkpoint, or the statements or ``verify`` do not fit.
@@ -52,7 +53,7 @@ def load_merged_state_dict(
     """
     manifest = CheckpointDirectory(path).read_manifest(unique_id)
     start = f"{prefix}." if prefix else ""
-    mapping = None if aoa_config is None else compile_mapping(aoa_config, manifest.catalog, None, "exact")
+    mapping = None if aoa_config is None else whole_mapping(aoa_config, manifest.catalog)
     # Extra state has to be asked for, by its prefix.
     there = stored(manifest.catalog, bool(start)) if mapping is None else outputs(mapping)
     names = [key for key in sorted(there) if key.startswith(start)]
@@ -61,6 +62,9 @@ def load_merged_state_dict(
     if mapping is not None and mapping.unfed:
         first = sorted(mapping.unfed)[0]
         logger.warning(f"nothing feeds {len(mapping.unfed)} keys such as {first!r} ({mapping.provenance.get(first)})")
+    unordered = maybe_fused(manifest.catalog, set(names), mapping) if mapping is not None else []
+    if unordered:  # what no statement makes is told by the load below
+        logger.warning(order_warning(str(path), unordered))
     program: Any = mapping  # compiled already; the tensors are what it makes
     load_state_dict(
         tensors,

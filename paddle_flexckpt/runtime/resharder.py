@@ -26,7 +26,7 @@ from paddle_flexckpt.execution.transfer import AnyStorage, copy_pieces, pack, un
 from paddle_flexckpt.execution.work import Work, plan_work
 from paddle_flexckpt.planning import ExchangePlan, ShardMatcher, plan_exchange
 from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
-from paddle_flexckpt.report import LoadReport
+from paddle_flexckpt.report import LoadReport, order_warning
 from paddle_flexckpt.runtime.carrier import Carrier
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, communicator_for
 from paddle_flexckpt.runtime.completion import complete, match
@@ -225,6 +225,8 @@ def _load_state_dict(
         offload=offload,
         aoa_config=aoa_config,
     )
+    if report.maybe_fused:
+        logger.warning(f"rank {comm.rank}: {order_warning(report.source, report.maybe_fused)}")
     if comm.position == coordinator_rank:
         logger.info(report.summary())
     return report
@@ -419,6 +421,7 @@ def fill_targets(
         cast=ready.wanted.cast,
         masters=ready.wanted.masters,
         fused=ready.wanted.fused,
+        maybe_fused=ready.wanted.maybe_fused,
         replicas=replicas,
         kept=ready.work.kept_keys(ready.state.catalog),
         computed=ready.work.computed_keys(ready.state.catalog),

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Problem, ValidationError
+from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Order, Problem, ValidationError
+from paddle_flexckpt.runtime.fused import order_of, with_orders_of_states
 from paddle_flexckpt.runtime.name_compatibility import raw_parameter
 from paddle_flexckpt.runtime.tensors import address_range, dtype_name, element_count, is_contiguous, is_initialized
 from paddle_flexckpt.sharded_weight import ShardedWeight, is_sharded_weight, make_replicated_sharded_weight
@@ -147,8 +148,7 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
         ValidationError: Some value is not a usable shard; all of them are listed.
     """
     flat_state, paths = flatten_state_dict(state_dict)
-    builder = CatalogBuilder(rank, file)
-    weights: list[Any] = []
+    described: dict[str, tuple[Any, Order | None]] = {}
     problems: list[Problem] = []
     for key, value in flat_state.items():
         problem = _unusable(key, value, rank, paths[key])
@@ -162,9 +162,16 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
             problems.append(Problem(str(error).removeprefix(f"key {key!r}: "), key=key, rank=rank))
             continue
         problem = _malformed(key, weight, rank)
-        if problem is not None:
-            problems.append(problem)
+        said = problem or order_of(key, weight, rank)
+        if isinstance(said, Problem):
+            problems.append(said)
             continue
+        described[key] = weight, said
+    if problems:
+        raise ValidationError(problems)
+    builder = CatalogBuilder(rank, file)
+    orders = with_orders_of_states(described)
+    for key, (weight, _) in described.items():
         flat: Any = weight.flattened_range
         builder.add(
             key,
@@ -173,11 +180,9 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
             weight.global_offset,
             weight.local_shape,
             (int(flat.start), int(flat.stop)) if weight.is_flattened else None,
+            order=orders[key],
         )
-        weights.append(weight)
-    if problems:
-        raise ValidationError(problems)
-    return LocalState(weights, builder.build())
+    return LocalState([weight for weight, _ in described.values()], builder.build())
 
 
 def is_tensor(value: Any) -> bool:

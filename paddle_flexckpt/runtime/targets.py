@@ -9,9 +9,9 @@ from typing import Any, Literal, Union
 import numpy as np
 
 from paddle_flexckpt.aoa import Mapping
-from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of, validate_shards
-from paddle_flexckpt.execution.mapping import made_by
-from paddle_flexckpt.runtime.fused import OtherCut, completion, other_cut
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of, unordered, validate_shards
+from paddle_flexckpt.execution.mapping import copied_keys, made_by
+from paddle_flexckpt.runtime.fused import OtherOrder, completion, other_order
 from paddle_flexckpt.runtime.name_compatibility import CompatibleNames, Unfound, find_compatible, raw_meanings
 from paddle_flexckpt.runtime.remedies import resized, untied
 from paddle_flexckpt.runtime.state import LocalState
@@ -89,8 +89,9 @@ class Wanted:
         aliases: Keys found under another name.
         cast: Keys whose values are cast, with the dtypes.
         masters: Master weights that start from their parameters, and parameters taken from their master weights.
-        cuts: Fused targets that are not among the rows, as their parts have to be put right first.
+        reordered: Fused targets that are not among the rows, as their parts have to be put right first.
         fused: Fused targets whose parts are put right, with the numbers of parts.
+        maybe_fused: Source keys that may be fused, for all that the source says, and are not as the target is cut.
         raw_meanings: Parameters by the raw names of them that lead to keys of the source.
     """
 
@@ -101,18 +102,21 @@ class Wanted:
     aliases: dict[str, str] = field(default_factory=dict)
     cast: dict[str, str] = field(default_factory=dict)
     masters: dict[str, str] = field(default_factory=dict)
-    cuts: list[OtherCut] = field(default_factory=list)
+    reordered: list[OtherOrder] = field(default_factory=list)
     fused: dict[str, str] = field(default_factory=dict)
+    maybe_fused: list[str] = field(default_factory=list)
     raw_meanings: dict[str, list[str]] = field(default_factory=dict)
 
     def completion(self, source: Catalog) -> tuple[str, ...]:
         """The statements that put the parts of fused targets right."""
-        if not self.cuts:
+        if not self.reordered:
             return ()
-        return completion(self.cuts, {*source.keys, *(cut.key for cut in self.cuts), *self.catalog.keys})
+        return completion(self.reordered, {*source.keys, *(one.key for one in self.reordered), *self.catalog.keys})
 
 
-def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping | None = None) -> Wanted:
+def resolve(
+    state: LocalState, source: Catalog, policy: Policy, mapping: Mapping | None = None, complete: bool = False
+) -> Wanted:
     """Finds what every target is made of and checks that it fits.
 
     Args:
@@ -120,12 +124,13 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
         source: All source shards.
         policy: What is allowed.
         mapping: What the keys that it defines are made of; every other target is the source's tensor of its name.
+        complete: Whether nothing can be added to the mapping: what it renames is in the order that it shall have.
 
     Raises:
         ValidationError: A target is malformed, its key is missing, or dtype or global shape differ; all are listed.
     """
     target = state.catalog
-    index = {name: i for i, name in enumerate(source.keys)}
+    index = numbers = {name: i for i, name in enumerate(source.keys)}
     defined = {} if mapping is None else mapping.tensors
     if mapping is not None:
         # What a statement defines or removes is not the source's tensor of that name.
@@ -138,7 +143,10 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
     aliases: dict[str, str] = {}
     cast: dict[str, str] = {}
     masters: dict[str, str] = {}
-    cuts: list[OtherCut] = []
+    reordered: list[OtherOrder] = []
+    unsaid, maybe_fused = unordered(source), set[str]()
+    ruled = any(order.axis is not None for order in (*target.orders, *source.orders))
+    copied = copied_keys(mapping, mapping.tensors) if mapping is not None and ruled and not complete else {}
     problems = validate_shards(target)
     rows = []
     own_names = []
@@ -163,35 +171,40 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
             if found in mapping.masters:
                 masters[key] = mapping.masters[found]
             allowed = replace(policy, dtype="cast") if found in mapping.masters else policy
-            problem = _unfit(target, row, _made(mapping, found), allowed, cast)
-            if problem is None:
-                rows.append(row)
-            else:
-                problems.append(problem)
-            continue
-        master = _master(key, weight, found, target.dtype_name(row), source, index, first_row, policy)
-        if master is not None and not removed:
-            found = masters[key] = master
-        if found is None:
-            missing.append(key)
-            if policy.missing_is_an_error:
-                problems.append(_missing(target, row, source, mapping, compatible))
-            continue
-        if found != key:
-            names[target.key[row]] = found
-            if master is None:
-                aliases[key] = found
-        found_keys.append((key, found, tuple(getattr(weight, "aliases", ()))))
-        allowed = policy if master is None else replace(policy, dtype="cast")
-        problem = _unfit(target, row, _stored(source, int(first_row[index[found]]), target, row), allowed, cast)
-        fused = getattr(weight, "fused", None)
-        cut = None if fused is None else other_cut(target, row, source, index[found], fused)
-        if problem is None and cut is not None:
-            other_name = key in compatible.names
-            if policy.fused == "convert" and cut.statement is not None and not other_name:
-                cuts.append(cut)
+            given, own = _made(mapping, found), copied.get(found, found)
+            # A new name changes no order; a statement that makes a key of itself takes it as it is.
+            number = numbers[own] if own != found else None
+        else:
+            master = _master(key, weight, found, target.dtype_name(row), source, index, first_row, policy)
+            if master is not None and not removed:
+                found = masters[key] = master
+            if found is None:
+                missing.append(key)
+                if policy.missing_is_an_error:
+                    problems.append(_missing(target, row, source, mapping, compatible))
                 continue
-            problem = cut.problem(other_name)
+            if found != key:
+                names[target.key[row]] = found
+                if master is None:
+                    aliases[key] = found
+            found_keys.append((key, found, tuple(getattr(weight, "aliases", ()))))
+            allowed = policy if master is None else replace(policy, dtype="cast")
+            number = index[found]
+            given = _stored(source, int(first_row[number]), target, row)
+        problem = _unfit(target, row, given, allowed, cast)
+        if problem is None and number is not None:
+            other = other_order(target, row, source, number)
+            if isinstance(other, OtherOrder):
+                other, other_name = replace(other, found=found), key in compatible.names
+                if other.assumed:
+                    maybe_fused.add(source.keys[number])
+                if policy.fused == "convert" and other.statement is not None and not other_name:
+                    reordered.append(other)
+                    continue
+                other = other.problem(other_name)
+            elif unsaid[number] and _cut_otherwise(target, row, source, int(first_row[number])):
+                maybe_fused.add(source.keys[number])
+            problem = other
         if problem is not None:
             problems.append(problem)
             continue
@@ -208,9 +221,17 @@ def resolve(state: LocalState, source: Catalog, policy: Policy, mapping: Mapping
         aliases,
         cast,
         masters,
-        cuts,
+        reordered,
+        maybe_fused=sorted(maybe_fused),
         raw_meanings=raw_meanings(found_keys, state.names_by_tensor),
     )
+
+
+def _cut_otherwise(target: Catalog, row: int, source: Catalog, source_row: int) -> bool:
+    """Return whether a target without a rule is cut otherwise, along its last axis, than the source's shards."""
+    order = target.order(int(target.key[row]))
+    ruled = order is not None and order.axis is not None
+    return not ruled and bool(target.shape[row, -1] != source.shape[source_row, -1])
 
 
 def _find(key: str, weight: Any, known: Iterable[Collection[str]], policy: Policy) -> str | None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, concat
+from paddle_flexckpt.catalog import Catalog, Order, Problem, ValidationError, concat
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata, lacks_global_shapes
 from paddle_flexckpt.runtime.communicator import Communicator
+from paddle_flexckpt.runtime.fused import order_of
 from paddle_flexckpt.runtime.tensors import dtype_name, element_count
 from paddle_flexckpt.sharded_weight import is_sharded_weight
 
@@ -43,12 +44,13 @@ def gather_virtual_files(
         if lacks_global_shapes(metadata):
             catalog = targets()
             shapes = {catalog.key_name(i): catalog.unpadded(i, catalog.global_shape) for i in range(len(catalog))}
-        return None, json.dumps([sorted(source_state_dict), shapes]).encode()
+        orders = _orders(source_state_dict, comm.rank)
+        return None, json.dumps([sorted(source_state_dict), shapes, orders]).encode()
 
     _, answers = comm.together(own, context)
     told = [json.loads(answer) for answer in answers]
-    holders = {file: rank for rank, (files, _) in zip(comm.ranks, told) for file in files}
-    global_shapes = {key: shape for _, shapes in told for key, shape in shapes.items()}
+    holders = {file: rank for rank, (files, *_) in zip(comm.ranks, told) for file in files}
+    global_shapes = {key: shape for _, shapes, _ in told for key, shape in shapes.items()}
 
     def build() -> tuple[Catalog, bytes]:
         files = {file for entry in metadata for file in entry.storage_metadata.values()}
@@ -56,10 +58,28 @@ def gather_virtual_files(
         if lost:
             raise ValidationError([Problem("no rank holds a file that the metadata names", file=file) for file in lost])
         source = catalog_from_metadata(metadata, holders.__getitem__, global_shapes)
+        # Metadata has no place for orders; the shards that it is about have.
+        said = ({key: Order.decode(order) for key, order in orders} for *_, orders in told)
+        nothing = np.zeros(0, dtype=np.int64)
+        source = concat([source, *(source.with_orders(orders).take(nothing) for orders in said)])
         held_tensors(source, source_state_dict, comm.rank, context)  # what is wrong here has to be every rank's error
         return source, b""
 
     return comm.together(build, context)[0]
+
+
+def _orders(source_state_dict: Mapping[str, Mapping[str, Any]], rank: int) -> list[tuple[str, Any]]:
+    """Return keys and orders of the elements, as ShardedWeights say.
+
+    Raises:
+        ValidationError: A FusedAxis does not fit its tensor.
+    """
+    held = ((key, value) for tensors in source_state_dict.values() for key, value in tensors.items())
+    orders = [(key, order_of(key, value, rank)) for key, value in held if is_sharded_weight(value)]
+    problems = [order for _, order in orders if isinstance(order, Problem)]
+    if problems:
+        raise ValidationError(problems)
+    return [(key, order.encode()) for key, order in orders if isinstance(order, Order)]
 
 
 def held_tensors(

@@ -12,7 +12,7 @@ import numpy as np
 from paddle_flexckpt.catalog import Catalog, dtype_of
 from paddle_flexckpt.storage.backend import InputFile
 from paddle_flexckpt.storage.json_cursor import JsonCursor
-from paddle_flexckpt.storage.manifest import FORMAT_VERSION
+from paddle_flexckpt.storage.manifest import format_version
 from paddle_flexckpt.storage.safetensors_header import MAX_HEADER_BYTES
 
 
@@ -64,11 +64,15 @@ class DataFileHeader:
                 "local_shape": list(items.unpadded(row, items.shape)),
                 "flattened_range": flat,
             }
+            order = items.order(int(items.key[row]))
+            # Where it is natural, headers are those of format version 1, byte by byte.
+            if order is not None and order.is_permuted:
+                shards[name]["order"] = order.encode()
         info = {
             # First, so that it stands within the first bytes of the file.
             "save_token": save_token,
             "format": "flexckpt",
-            "format_version": str(FORMAT_VERSION),
+            "format_version": format_version(items),
             "unique_id": str(unique_id),
             "world_size": str(world_size),
             "step": "" if step is None else str(step),

@@ -23,7 +23,9 @@ from paddle_flexckpt.storage.checksums import ALGORITHM, Checksums
 from paddle_flexckpt.storage.file_names import check_file_name
 from paddle_flexckpt.storage.safetensors_header import header_bytes, parse_header
 
-FORMAT_VERSION = 1
+# Version 2 has tensors whose elements lie part by part: a reader of version 1 would take them for natural order.
+FORMAT_VERSIONS = ("1", "2")
+FORMAT_VERSION = int(FORMAT_VERSIONS[-1])
 # It describes 16 columns, however many items there are.
 _MAX_HEADER_BYTES = 1 << 16
 # A reader has memory for some blocks; the writer's have 1 MiB.
@@ -80,6 +82,11 @@ class Manifest:
         """Whether the files are another program's."""
         return self.origin != "native"
 
+    @property
+    def format_version(self) -> str:
+        """The oldest version whose readers understand all that is here."""
+        return format_version(self.catalog)
+
     def encode(self) -> bytes:
         """The container's bytes."""
         arrays = {f"{_CATALOG}{name}": _narrow(array) for name, array in self.catalog.to_arrays().items()}
@@ -90,7 +97,7 @@ class Manifest:
             arrays["nodes"] = np.frombuffer(json.dumps(self.nodes).encode(), dtype=np.uint8)
         info = {
             "format": "flexckpt",
-            "format_version": str(FORMAT_VERSION),
+            "format_version": self.format_version,
             "creator": _CREATOR,
             "unique_id": str(self.unique_id),
             "world_size": str(self.world_size),
@@ -128,17 +135,17 @@ class Manifest:
             raise CorruptCheckpointError(f"{file} is damaged or not a manifest of this library (format {got!r})")
         version = info["format_version"]
         digest = info.pop("digest", None)
-        # A changed digit of the version must not send the user to look for a newer library: with this library's version
-        # in its place, the content then has its checksum.
-        intact = digest == _digest(arrays, info | {"format_version": str(FORMAT_VERSION)})
-        if version != str(FORMAT_VERSION) and not intact:
+        # A changed digit of the version must not send the user to look for a newer library: with one of this library's
+        # versions in its place, the content then has its checksum.
+        intact = [known for known in FORMAT_VERSIONS if digest == _digest(arrays, info | {"format_version": known})]
+        if version not in FORMAT_VERSIONS and not intact:
             raise ValidationError(
                 [
-                    f"{file} has format version {version!r}; this library reads version {FORMAT_VERSION}. "
-                    "Remedy: update paddle-flexckpt"
+                    f"{file} has format version {version!r}; this library reads versions "
+                    f"{' and '.join(FORMAT_VERSIONS)}. Remedy: update paddle-flexckpt"
                 ]
             )
-        if version != str(FORMAT_VERSION) or not intact:
+        if version not in intact:
             raise CorruptCheckpointError(
                 f"{file} is damaged: its content has not the checksum it was written with. "
                 "Remedy: load another checkpoint"
@@ -209,12 +216,27 @@ def _check_columns(catalog: Catalog, file_bytes: np.ndarray) -> None:
         raise ValueError("a shard has more elements than a file can have bytes")
     if count and not ((catalog.ndim >= 0) & (catalog.ndim <= wide[0].shape[1])).all():
         raise ValueError("a tensor has more axes than its columns")
+    for number, order in enumerate(catalog.orders if count else ()):
+        rows = np.flatnonzero(catalog.key_order[catalog.key] == number)
+        if order.axis is None or not len(rows):
+            continue
+        if order.axis >= catalog.ndim[rows].min():
+            raise ValueError("an order along an axis that a tensor does not have")
+        extent = catalog.global_shape[rows, wide[0].shape[1] - catalog.ndim[rows] + order.axis]
+        if (extent % (order.parts or 1)).any():
+            raise ValueError("an order in parts that are not equal")
     begin, length = catalog.byte_offset, catalog.byte_length
     if count and not ((begin >= 0) & (length >= 0) & (length <= file_bytes[catalog.file] - begin)).all():
         raise ValueError("a shard lies outside its file")
 
 
 _FLAT_COLUMNS = ("key", "dtype", "ndim", "flat_start", "flat_stop", "rank", "file", "byte_offset")
+
+
+def format_version(catalog: Catalog) -> str:
+    """Return the oldest format version whose readers understand all that a catalog says."""
+    used = np.unique(catalog.key_order[catalog.key]).tolist() if len(catalog.key_order) else []
+    return FORMAT_VERSIONS[any(number >= 0 and catalog.orders[number].is_permuted for number in used)]
 
 
 def read_save_token(file: InputFile, name: str) -> str:

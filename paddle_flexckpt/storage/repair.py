@@ -15,6 +15,7 @@ from paddle_flexckpt.catalog import (
     Catalog,
     CatalogBuilder,
     CorruptCheckpointError,
+    Order,
     Problem,
     ValidationError,
     concat,
@@ -27,7 +28,7 @@ from paddle_flexckpt.storage.checksums import BLOCK_BYTES, Checksums, hash_block
 from paddle_flexckpt.storage.data_file import TOKEN_WINDOW
 from paddle_flexckpt.storage.directory import CheckpointDirectory
 from paddle_flexckpt.storage.header import DataFileHeader, read_header
-from paddle_flexckpt.storage.manifest import FORMAT_VERSION, Manifest, merge_parts
+from paddle_flexckpt.storage.manifest import FORMAT_VERSIONS, Manifest, merge_parts
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,6 @@ def _disagreements(
     first = files[0].header.info
     wanted = {
         "format": "flexckpt",
-        "format_version": str(FORMAT_VERSION),
         "unique_id": str(unique_id),
         "world_size": first.get("world_size"),
         "step": first.get("step"),
@@ -171,6 +171,9 @@ def _disagreements(
         for name, value in wanted.items():
             if value is None or info.get(name) != value:
                 problems.append(Problem(f"a file has another {name}", None, file.rank, path, value, info.get(name)))
+        version, known = info.get("format_version"), " or ".join(FORMAT_VERSIONS)
+        if version not in FORMAT_VERSIONS:
+            problems.append(Problem("a file has another format_version", None, file.rank, path, known, version))
         if sum(other.rank == file.rank for other in files) > 1:
             remedy = "remove the copy"
             problems.append(Problem("a rank has several files of one save", None, file.rank, path, remedy=remedy))
@@ -235,6 +238,7 @@ def _items(file: _DataFile) -> Catalog:
             shard["local_shape"],
             None if flat is None else (int(flat[0]), int(flat[1])),
             int(header.entries[name]["data_offsets"][0]),
+            Order.decode(shard["order"]) if "order" in shard else None,
         )
     items = builder.build()
     info = header.info

@@ -101,6 +101,7 @@ class Scenario:
         between: What else a reader may find during each step; nothing by default: old or new.
         large: Whether there is a tensor of several blocks.
         kind: ``save`` or ``repair``.
+        read_all: Gives the version of every checkpoint beneath a root, where one is in several directories.
         cleans_up: Whether a step that fails removes what it wrote, and does not leave that to the next save.
     """
 
@@ -113,6 +114,7 @@ class Scenario:
     between: tuple[tuple[State, ...], ...] = ()
     large: bool = False
     kind: str = "save"
+    read_all: Callable[[str], dict[str, int]] | None = None
     cleans_up: bool = True
 
     @property

@@ -26,6 +26,19 @@ def test_what_one_strategy_saved_another_loads(matrix, model, saved, loaded):
     assert result.ok, result.problem
 
 
+@pytest.mark.parametrize(
+    ("saved", "loaded", "nodes", "lost"),
+    [
+        ("tp2xv2x2", "v2x2xpp2", [1, 0, 1, 0], None),
+        ("v2x2xpp2", "tp2xv2x2", [0, 0, 1, 1], 1),
+        ("tp4", "tp2", [0, 1], 0),
+    ],
+)
+def test_nodes_that_share_no_storage(matrix, saved, loaded, nodes, lost):
+    result = matrix.over_nodes("untied", saved, loaded, nodes, lost)
+    assert result.ok, result.problem
+
+
 @pytest.mark.parametrize("strategy", ["dp2", "tp2", "v1x2", "v2x2", "stage3x2", "pp2", "tp2xv2x2"])
 def test_every_distinct_byte_is_saved_once(matrix, strategy):
     tensors, _, total = matrix.saved("untied", strategy)

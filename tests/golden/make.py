@@ -1,4 +1,4 @@
-"""Makes golden checkpoints: ``python -m tests.golden.make v1``. Those of a released format are never made again.
+"""Makes golden checkpoints: ``python -m tests.golden.make v2``. Those of a released format are never made again.
 
 Values follow from key and position alone, by a rule that must not change; ``expected.json`` has their digests too.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from paddle_flexckpt.catalog import dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.runtime.saver import save_state_dict
-from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 
 HERE = Path(__file__).parent
@@ -116,10 +116,48 @@ def make_extra_state(root: Path) -> None:
     SimulatedWorld(1).run(lambda comm: save_state_dict(state, root / "extra_state", comm, step=3))
 
 
+FUSED: Tensors = {
+    "mlp.gate_up.weight": ("float32", (6, 16)),
+    "mlp.gate_up.weight.w_0": ("float32", (6, 16)),
+    "attn.qkv.bias": ("bfloat16", (16,)),
+    "mlp.down.weight": ("float32", (8, 6)),
+}
+RULES = {
+    "mlp.gate_up.weight": FusedAxis(1, "fused_ffn"),
+    "mlp.gate_up.weight.w_0": FusedAxis(1, "fused_ffn"),
+    "attn.qkv.bias": FusedAxis(0, "fused_qkv_old, num_heads=4, num_key_value_groups=2"),
+}
+
+
+def fused_parts(key: str, degree: int) -> list[np.ndarray]:
+    """What each tensor-parallel rank holds of a tensor of ``FUSED``, whose value is in natural order."""
+    value, axis = value_of(key, *FUSED[key]), 0 if key == "mlp.down.weight" else -1
+    cuts = {"attn.qkv.bias": [8, 12], "mlp.down.weight": []}.get(key, [8])
+    parts = [np.split(component, degree, axis=axis) for component in np.split(value, cuts, axis=axis)]
+    return [np.ascontiguousarray(np.concatenate([part[rank] for part in parts], axis)) for rank in range(degree)]
+
+
+def fused(position: int, degree: int) -> dict[str, ShardedWeight]:
+    state = {}
+    for key, (_, shape) in FUSED.items():
+        part, axis = fused_parts(key, degree)[position], 0 if key == "mlp.down.weight" else len(shape) - 1
+        offset = [part.shape[axis] * position if i == axis else 0 for i in range(len(shape))]
+        state[key] = ShardedWeight(key, part, part.shape, shape, offset, fused=RULES.get(key))
+    return state
+
+
+def make_fused(root: Path) -> None:
+    """Version 2: fused parameters under two tensor-parallel ranks."""
+    SimulatedWorld(2).run(lambda comm: save_state_dict(fused(comm.position, 2), root / "fused", comm, step=5))
+
+
 if __name__ == "__main__":
     target = HERE / sys.argv[1]
     if target.exists():
         raise SystemExit(f"{target} is there: golden checkpoints are made once")
-    make(target)
-    make_extra_state(target)
+    if sys.argv[1] == "v1":
+        make(target)
+        make_extra_state(target)
+    else:
+        make_fused(target)
     print(f"made {target}")

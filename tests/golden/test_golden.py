@@ -15,7 +15,7 @@ from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.storage import CheckpointDirectory, list_checkpoints
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from tests.golden.make import DTYPES_AND_SHAPES, HERE, SHARDED, value_of
+from tests.golden.make import DTYPES_AND_SHAPES, FUSED, HERE, SHARDED, fused, fused_parts, value_of
 
 VERSIONS = ["v1"]
 CHECKPOINTS = {"sharded": (4, None, 2), "replaced": (0, 2, 2), "replicas": (0, 9, 2), "dtypes": (0, None, 1)}
@@ -102,3 +102,24 @@ def test_extra_state(version):
     assert (scheduler.last_epoch, scheduler.last_lr) == (3, 0.125)
     assert report.not_restored == {}
     assert sorted(report.restored) == ["dataloader", "lr_scheduler"]
+
+
+def test_fused_parameters_of_version_2():
+    """Version 2 says in how many parts a tensor lies: whole it is in natural order, and shards are of any degree."""
+    directory = CheckpointDirectory(HERE / "v2" / "fused")
+    manifest = directory.read_manifest()
+    assert (manifest.format_version, manifest.step, manifest.world_size) == ("2", 5, 2)
+    assert verify_checkpoint(directory.backend).ok
+    for key, array in iterate_tensors(directory.backend, manifest, verify="full"):
+        assert array.tobytes() == value_of(key, *FUSED[key]).tobytes(), key
+
+    def load(comm):
+        state = fused(comm.position, comm.size)
+        for weight in state.values():
+            weight.local_tensor[...] = 0
+        load_state_dict(state, directory.backend, comm, strict=True)
+        return {key: weight.local_tensor.tobytes() for key, weight in state.items()}
+
+    for degree in (1, 2):
+        for rank, found in enumerate(SimulatedWorld(degree).run(load)):
+            assert found == {key: fused_parts(key, degree)[rank].tobytes() for key in FUSED}

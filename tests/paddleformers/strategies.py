@@ -18,6 +18,8 @@ STRATEGIES = {
     "tp2": Strategy(2, f"{_FOUR} {_TENSOR}"),
     "pp2": Strategy(2, f"{_TWO} --gradient_accumulation_steps 2 --pipeline_model_parallel_size 2"),
     "sharding2": Strategy(2, f"{_TWO} {_SHARDING}"),
+    "sharding2_v2": Strategy(2, f"{_TWO} {_SHARDING}", split_param=True),
+    **{f"stage{stage}": Strategy(2, f"{_TWO} --sharding stage{stage} --sharding_parallel_size 2") for stage in (2, 3)},
     "tp2_dp2": Strategy(4, f"{_TWO} {_TENSOR} --sharding="),
     "tp2_sharding2": Strategy(4, f"{_TWO} {_TENSOR} {_SHARDING}"),
 }

@@ -29,6 +29,7 @@ from paddle_flexckpt.trainer.contents import collect_shards
 from tests.paddleformers.models import Sequences, build
 from tests.paddleformers.strategies import STRATEGIES
 from tests.trainer.job_list import run_jobs
+from tests.trainer.strategies import split_parameters
 
 # The flags for checkpoints are the defaults of PaddleFormers; the rest is what a CPU cannot do.
 COMMON = (
@@ -76,6 +77,8 @@ def main() -> None:
         from paddle_flexckpt.trainer import install
 
         install("paddleformers", replace_in_tree=True)
+    if STRATEGIES[name].split_param:
+        split_parameters()
     run_jobs(jobs_file, results_file, lambda job: run(job, STRATEGIES[name].flags))
 
 

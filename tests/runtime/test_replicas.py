@@ -238,3 +238,15 @@ def test_ranks_that_disagree_about_the_check_are_told_so(tmp_path):
     for outcome in SimulatedWorld(2).run_all(save):
         assert isinstance(outcome, fc.ValidationError)
         assert "ranks disagree" in str(outcome)
+
+
+def test_a_reshard_gives_one_ranks_statistics_to_all():
+    def move(comm):
+        source, target = of_rank(comm, _mean="first", _variance="first"), of_rank(comm)
+        for key in ("bn.weight", "bn.weight.moment1_0"):
+            source[key].local_tensor[...] = 5
+        report = fc.reshard_sharded_state_dict(source, target, comm)
+        assert report.replicas == dict.fromkeys(("bn._mean", "bn._variance"), "differ; rank 0's values count")
+        return [sorted(set(weight.local_tensor.reshape(-1).tolist())) for weight in target.values()]
+
+    assert SimulatedWorld(3).run(move) == [[[0], [0], [5], [5]]] * 3

@@ -90,7 +90,7 @@ STRATEGIES = (
 HALF = tuple(
     replace(strategy, name=f"{strategy.name}-half", half=True)
     for strategy in STRATEGIES
-    if strategy.name in ("single", "dp2-stage0", "dp2-stage1", "dp2-stage2", "dp2-stage3", "mp2", "dp2-mp2-stage2")
+    if strategy.name in ("single", "dp2-stage1", "dp2-stage2", "dp2-stage3", "dp2-mp2-stage2")
 )
 BY_NAME = {strategy.name: strategy for strategy in (*STRATEGIES, *HALF)}
 

@@ -133,7 +133,8 @@ def test_another_safetensors_file_is_refused():
 
 
 def test_a_newer_version_says_what_to_do(manifest, monkeypatch):
-    monkeypatch.setattr(manifest_module, "FORMAT_VERSION", FORMAT_VERSION + 1)
+    newer = str(FORMAT_VERSION + 1)
+    monkeypatch.setattr(manifest_module, "FORMAT_VERSIONS", (newer, newer))
     data = manifest.encode()
     monkeypatch.undo()
     with pytest.raises(ValidationError) as caught:
@@ -141,7 +142,7 @@ def test_a_newer_version_says_what_to_do(manifest, monkeypatch):
     for words in (
         "x/3.manifest",
         f"format version '{FORMAT_VERSION + 1}'",
-        f"reads version {FORMAT_VERSION}",
+        f"reads versions 1 and {FORMAT_VERSION}",
         "Remedy",
     ):
         assert words in str(caught.value)

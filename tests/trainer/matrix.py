@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 import tempfile
 import time
@@ -39,32 +38,12 @@ FLAGS = ("--max_grad_norm", "0")
 # With experts spread over data-parallel ranks inside tensor parallelism, these ranks drift apart on CPUs in some runs,
 # before there is a checkpoint, and the next save refuses them.
 LEFT_OUT = frozenset({("qwen2_moe", "tp2_dp2")})
-_FUSED = re.compile(r"\.gate_up_fused_proj\.weight(\.|$)")
 
 
-def tensors(directory: Path, tensor_parallel: int) -> dict[str, np.ndarray]:
-    """All model and optimizer tensors of a checkpoint, whole; gate and up of a fused parameter one after the other.
-
-    Args:
-        directory: Of the checkpoint.
-        tensor_parallel: The degree that it was saved under: such a parameter has a gate and an up for each part.
-    """
+def tensors(directory: Path) -> dict[str, np.ndarray]:
+    """All model and optimizer tensors of a checkpoint, whole; gate and up of a fused parameter one after the other."""
     manifest = CheckpointDirectory(directory).read_manifest(None)
-    found = {}
-    for key, array in iterate_tensors(directory, manifest):
-        if key.startswith(EXTRA_STATE):
-            continue
-        if _FUSED.search(key) and array.ndim == 2:
-            rows, columns = array.shape
-            parts = array.reshape(rows, tensor_parallel, 2, columns // tensor_parallel // 2)
-            array = parts.transpose(0, 2, 1, 3).reshape(rows, columns)
-        found[key] = array.copy()
-    return found
-
-
-def degree_of(strategy: str) -> int:
-    """Its degree of tensor parallelism."""
-    return 2 if "tp2" in strategy else 1
+    return {k: array.copy() for k, array in iterate_tensors(directory, manifest) if not k.startswith(EXTRA_STATE)}
 
 
 def differences(saved: dict[str, np.ndarray], loaded: dict[str, np.ndarray]) -> list[str]:
@@ -131,10 +110,8 @@ def run_matrix(
     for (source, target, model), result in resumed.items():
         row: dict[str, Any] = {"model": model, "saved": source, "resumed": target, "error": result.get("error")}
         if row["error"] is None:
-            saved = tensors(
-                root / source / place[model] / f"checkpoint-{SAVED_STEP}/flex_checkpoint", degree_of(source)
-            )
-            loaded = tensors(root / f"{source}-{target}" / place[model] / "loaded", degree_of(target))
+            saved = tensors(root / source / place[model] / f"checkpoint-{SAVED_STEP}/flex_checkpoint")
+            loaded = tensors(root / f"{source}-{target}" / place[model] / "loaded")
             row["tensors"], row["different"] = len(saved), differences(saved, loaded)
             expected = resumed[source, source, model].get("losses", {})
             steps = sorted(expected)

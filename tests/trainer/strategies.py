@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 _PIPELINE = (
     "--gradient_accumulation_steps 2 --pipeline_parallel_degree 2 --pipeline_parallel_config disable_partial_send_recv"
@@ -34,6 +35,12 @@ STRATEGIES = {
     "sharding2_v2": Strategy(
         2, "--per_device_train_batch_size 2 --sharding stage1 --sharding_parallel_degree 2", split_param=True
     ),
+    **{
+        f"stage{stage}": Strategy(
+            2, f"--per_device_train_batch_size 2 --sharding stage{stage} --sharding_parallel_degree 2"
+        )
+        for stage in (2, 3)
+    },
     "tp2_pp2": Strategy(4, f"--per_device_train_batch_size 2 --tensor_parallel_degree 2 {_PIPELINE}"),
     "tp2_dp2": Strategy(4, "--per_device_train_batch_size 2 --tensor_parallel_degree 2"),
     "tp2_sharding2": Strategy(
@@ -67,3 +74,18 @@ ON_DEVICE = {
         "--sharding_parallel_config split_param",
     ),
 }
+
+
+def split_parameters() -> None:
+    """Sharding V2 for float32: the flag asks for half precision, which the CPU cannot compute."""
+    from paddle.distributed import fleet
+
+    original = fleet.init
+
+    def init(*args: Any, **kwargs: Any) -> Any:
+        strategy = kwargs.get("strategy")
+        if strategy is not None:
+            strategy.hybrid_configs["sharding_configs"].split_param = True
+        return original(*args, **kwargs)
+
+    fleet.init = init

@@ -20,6 +20,13 @@ def test_what_one_strategy_saves_others_resume(tmp_path):
     assert min(row["tensors"] for row in rows) > 80
 
 
+@pytest.mark.slow
+def test_group_sharded_stages_resume_each_other(tmp_path):
+    rows = run_matrix(["llama"], ["tp2", "stage2", "stage3"], tmp_path)
+    assert [row for row in rows if not row["ok"]] == []
+    assert min(row["tensors"] for row in rows) > 80
+
+
 def test_a_killed_run_resumes_under_another_strategy_from_the_last_complete_checkpoint(tmp_path):
     flags = ["--save_steps", "2", "--max_grad_norm", "0"]
     whole = {"name": "whole", "model": "llama", "output_dir": str(tmp_path / "whole"), "flags": flags}

@@ -94,7 +94,7 @@ def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(whole, tmp_path):
     assert not list(directory.glob("checkpoint-*/*.pdparams")), "no tensors outside the checkpoint"
     resumed = Run(tmp_path, resume=str(directory / "checkpoint-3"))
     assert resumed.losses == {step: loss for step, loss in run.losses.items() if step > 3}
-    first, second = (tensors(each / "checkpoint-6/flex_checkpoint", 1) for each in (directory, tmp_path))
+    first, second = (tensors(each / "checkpoint-6/flex_checkpoint") for each in (directory, tmp_path))
     assert len(first) > 80
     assert differences(first, second) == []
     assert resumed.trainer.optimizer.get_lr() == run.trainer.optimizer.get_lr()
@@ -159,7 +159,7 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path):
     best = Path(worse.trainer.state.best_model_checkpoint)
     assert steps_in(best_dir) == sorted({int(best.name.partition("-")[2]), 6})
     assert int(best.name.partition("-")[2]) < 6, "the losses fall"
-    kept = tensors(best / "flex_checkpoint", 1)
+    kept = tensors(best / "flex_checkpoint")
     for key, value in worse.weights().items():
         assert kept[key].tobytes() == value.tobytes(), key
     assert worse.args.load_best_model_at_end
@@ -195,7 +195,7 @@ def test_saves_in_the_background_are_complete_when_the_training_is(whole, tmp_pa
     assert again.losses == run.losses
     assert steps_in(tmp_path) == [5, 6]
     assert all(is_complete(tmp_path / f"checkpoint-{step}/flex_checkpoint") for step in (5, 6))
-    first, second = (tensors(each / "checkpoint-6/flex_checkpoint", 1) for each in (directory, tmp_path))
+    first, second = (tensors(each / "checkpoint-6/flex_checkpoint") for each in (directory, tmp_path))
     assert differences(first, second) == []
 
 
@@ -222,9 +222,9 @@ def test_a_save_that_fails_in_the_background_is_an_error_of_the_training(tmp_pat
 def test_optimizer_and_schedule_can_be_left_out(whole, tmp_path):
     directory, _ = whole
     Run(tmp_path / "without", ignore_save_lr_and_optim=True)
-    found = tensors(tmp_path / "without/checkpoint-3/flex_checkpoint", 1)
+    found = tensors(tmp_path / "without/checkpoint-3/flex_checkpoint")
     assert not [name for name in found if "moment" in name]
-    full = tensors(directory / "checkpoint-3/flex_checkpoint", 1)
+    full = tensors(directory / "checkpoint-3/flex_checkpoint")
     assert differences(found, {name: full[name] for name in found}) == []
     resumed = Run(tmp_path / "model", resume=str(directory / "checkpoint-3"), ignore_load_lr_and_optim=True)
     assert sorted(resumed.losses) == [1, 2, 3, 4, 5, 6], "it starts anew, from the weights of step 3"
@@ -234,7 +234,7 @@ def test_optimizer_and_schedule_can_be_left_out(whole, tmp_path):
 
 def test_lora_saves_what_it_trains(tmp_path):
     run = Run(tmp_path, lora=True)
-    found = tensors(tmp_path / "checkpoint-3/flex_checkpoint", 1)
+    found = tensors(tmp_path / "checkpoint-3/flex_checkpoint")
     assert {name.rpartition(".")[2] for name in found if "_acc_" not in name and "moment" not in name} == {
         "lora_A",
         "lora_B",
@@ -289,7 +289,7 @@ def test_the_export_opens_with_safetensors_alone_and_has_the_weights(tmp_path):
     run = Run(tmp_path, flex_export_hf=True, flex_async_save=True)
     for step in (3, 6):
         exported = load_file(tmp_path / f"checkpoint-{step}/huggingface/model.safetensors")
-        weights = tensors(tmp_path / f"checkpoint-{step}/flex_checkpoint", 1)
+        weights = tensors(tmp_path / f"checkpoint-{step}/flex_checkpoint")
         expected = {
             name.replace("llama.", "model."): value.T if name.split(".")[-2].endswith(("_proj", "lm_head")) else value
             for name, value in weights.items()

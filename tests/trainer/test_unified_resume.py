@@ -12,7 +12,7 @@ pytest.importorskip("paddlenlp")
 
 from paddle_flexckpt.storage import detect_format
 from tests.trainer.launching import launch
-from tests.trainer.matrix import SAVED_STEP, TOLERANCE, degree_of, tensors
+from tests.trainer.matrix import SAVED_STEP, TOLERANCE, tensors
 
 MODELS = ["llama", "llama tied", "llama fused", "gpt"]
 UNIFIED = [
@@ -63,8 +63,8 @@ def resume(root: Path, source: str, target: str, models: Sequence[str]) -> dict[
     for model, result in results.items():
         assert "error" not in result, (model, result)
         assert detect_format(checkpoint(root, source, model)) == "unified_checkpoint"
-        saved = tensors(checkpoint(root, source, model), 1)
-        loaded = tensors(root / name / model.replace(" ", "_") / "loaded", degree_of(target))
+        saved = tensors(checkpoint(root, source, model))
+        loaded = tensors(root / name / model.replace(" ", "_") / "loaded")
         if _statements(source, model):
             saved["lm_head.weight"] = saved[_TIED]
         assert [key for key in loaded if key in saved and saved[key].tobytes() != loaded[key].tobytes()] == []

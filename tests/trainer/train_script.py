@@ -27,32 +27,18 @@ else:
     device_world.prepare()
 
 import paddle.distributed as dist
-from paddle.distributed import fleet
 
 import paddle_flexckpt as fc
 import paddle_flexckpt.trainer.paddlenlp  # the one line that a script needs
 from paddle_flexckpt.trainer.contents import collect_shards
 from tests.trainer.job_list import run_jobs
 from tests.trainer.models import Sequences, build
-from tests.trainer.strategies import ON_DEVICE, STRATEGIES, Strategy
+from tests.trainer.strategies import ON_DEVICE, STRATEGIES, Strategy, split_parameters
 
 COMMON = (
     f"--device {DEVICE} --max_steps 6 --save_steps 3 --logging_steps 1 --learning_rate 1e-3 --report_to none "
     "--disable_tqdm 1 --save_checkpoint_format flex_checkpoint --load_checkpoint_format flex_checkpoint"
 ).split()
-
-
-def split_parameters() -> None:
-    """Sharding V2 for float32: the flag asks for half precision, which the CPU cannot compute."""
-    original = fleet.init
-
-    def init(*args: Any, **kwargs: Any) -> Any:
-        strategy = kwargs.get("strategy")
-        if strategy is not None:
-            strategy.hybrid_configs["sharding_configs"].split_param = True
-        return original(*args, **kwargs)
-
-    fleet.init = init
 
 
 def prepare_device_job(number: int) -> None:

@@ -176,24 +176,31 @@ def leave(state, folder):
         json.dump(index, stream)
 
 
-def save(strategy, model, folder, trained=True):
+def place(folder, nodes):
+    """Where this rank's checkpoint is: one directory for all, or that of its node, of which there is one by rank."""
+    if nodes is None:
+        return {"path": os.path.join(folder, "checkpoint")}
+    return {"path": os.path.join(folder, f"node{nodes[dist.get_rank()]}"), "storage": "per_node"}
+
+
+def save(strategy, model, folder, trained=True, nodes=None, node_copies=1):
     """Trains, saves, leaves the shards, and trains on; or gives all of the state values, where training is left out."""
     trainer = begin(strategy, model, "saved")
     before = trainer.steps(0, BEFORE) if trained else []
     state = trainer.state()
     if not trained:
         fill(trainer.shards(), "untrained")
-    report = fc.save_state_dict(state, os.path.join(folder, "checkpoint"), unique_id=0, step=BEFORE)
+    report = fc.save_state_dict(state, **place(folder, nodes), unique_id=0, step=BEFORE, node_copies=node_copies)
     leave(trainer.shards(), os.path.join(folder, "saved"))
     after = trainer.steps(BEFORE, BEFORE + AFTER) if trained else []
     return {"losses": before + after, "bytes": report.total_bytes}
 
 
-def load(strategy, model, folder, trained=True):
+def load(strategy, model, folder, trained=True, nodes=None):
     """Loads into a fresh job with other values, leaves the shards, and trains on."""
     trainer = begin(strategy, model, "other")
     state = trainer.state()
-    report = fc.load_state_dict(state, os.path.join(folder, "checkpoint"), strict=True)
+    report = fc.load_state_dict(state, **place(folder, nodes), strict=True)
     leave(trainer.shards(), os.path.join(folder, f"loaded-{strategy}"))
     losses = trainer.steps(BEFORE, BEFORE + AFTER) if trained else []
     return {"losses": losses, "seconds": report.seconds["total"]}

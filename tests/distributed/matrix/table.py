@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -25,7 +26,7 @@ LOSS_BOUND = 5e-6
 
 @dataclass(frozen=True)
 class Result:
-    """One pair's outcome; ``way`` is through ``files`` or in ``memory``."""
+    """One pair's outcome; ``way`` is through ``files``, those of ``nodes``, or in ``memory``."""
 
     model: str
     way: str
@@ -77,6 +78,30 @@ class Matrix:
         )
         wrong = differing(tensors, assemble(folder / f"loaded-{loaded}", ranks))
         return _judge(model, "files", saved, loaded, begin, wrong, results[0]["losses"], losses)
+
+    def over_nodes(self, model: str, saved: str, loaded: str, nodes: list[int], lost: int | None = None) -> Result:
+        """Saves to two nodes of two ranks, and loads under another strategy with other ranks on the nodes.
+
+        Args:
+            model: Name of the model.
+            saved: The strategy that saves; ranks 0 and 1 are on node 0, ranks 2 and 3 on node 1.
+            loaded: The strategy that loads.
+            nodes: The node of each rank that loads.
+            lost: The node whose directory is deleted in between; each file is saved on both nodes then.
+        """
+        begin = time.perf_counter()
+        folder, ranks = self._folder / model / f"{saved}-nodes-{lost}", BY_NAME[saved].world
+        there = {"model": model, "folder": str(folder)}
+        copies = 1 if lost is None else 2
+        results = self._world(ranks).run(
+            f"{JOBS}:save", strategy=saved, nodes=[0, 0, 1, 1], node_copies=copies, **there
+        )
+        losses = results[0]["losses"]
+        if lost is not None:
+            shutil.rmtree(folder / f"node{lost}")
+        results = self._world(BY_NAME[loaded].world).run(f"{JOBS}:load", strategy=loaded, nodes=nodes, **there)
+        wrong = differing(assemble(folder / "saved", ranks), assemble(folder / f"loaded-{loaded}", len(nodes)))
+        return _judge(model, "nodes", saved, loaded, begin, wrong, results[0]["losses"], losses)
 
     def move(self, model: str, source: str, target: str) -> Result:
         """Moves a live job of one strategy into another of the same world and compares."""

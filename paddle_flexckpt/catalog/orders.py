@@ -1,0 +1,118 @@
+"""Orders: how the elements of a whole tensor lie, where tensor-parallel ranks hold several parameters side by side.
+
+Where q, k and v (gate and up) are one parameter, each of N tensor-parallel ranks holds its share of all of them. The
+whole tensor in the order of ranks is then another permutation for every N; with N = 1 it is in *natural order*.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog.errors import Problem
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.catalog.table import Catalog
+
+# Nobody has so many tensor-parallel ranks; a file could say anything.
+_MAX_PARTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class Order:
+    """In which order the elements of a whole tensor lie along one axis.
+
+    Attributes:
+        parts: Number of parts that lie one behind the other, each with its share of everything that is fused; 1 is
+            natural order. None: the tensor is cut, and nobody says that it is fused, or that it is not.
+        axis: The axis, not negative; None where nothing is known to be fused.
+        statement: Tags and attributes of the AOA statement that changes the number of parts, if one is known.
+    """
+
+    parts: int | None
+    axis: int | None = None
+    statement: str | None = None
+
+    @property
+    def is_permuted(self) -> bool:
+        """Whether the elements are known to lie in another order than the natural one."""
+        return self.parts is not None and self.parts > 1
+
+    @property
+    def tags(self) -> str | None:
+        """The statement with its axis, which a statement has to name where it is not 1; None if none is known."""
+        if self.statement is None or self.axis == 1 or re.search(r"\baxis\s*=", self.statement):
+            return self.statement
+        return f"{self.statement}, axis={self.axis}"
+
+    def describe(self) -> str:
+        """Return it in words: ``fused_ffn along axis 1, 2 parts``."""
+        if self.axis is None:
+            return "natural order" if self.parts == 1 else "cut, and without a rule"
+        parts = "natural order" if self.parts == 1 else f"{self.parts} parts"
+        return f"{self.statement or 'fused, by no known statement'}, along axis {self.axis}, {parts}"
+
+    def encode(self) -> list[Any]:
+        """Return what JSON has of it."""
+        return [self.parts, self.axis, self.statement]
+
+    @classmethod
+    def decode(cls, value: Any) -> Order:
+        """Return the order that :meth:`encode` gave the value of.
+
+        Raises:
+            ValueError: The value is none.
+        """
+        parts, axis, statement = value if isinstance(value, list) and len(value) == 3 else (0, 0, 0)
+        if parts is not None and not (type(parts) is int and 1 <= parts <= _MAX_PARTS):
+            raise ValueError(f"an order of {parts!r} parts")
+        if axis is not None and not (type(axis) is int and 0 <= axis < 1 << 15 and parts is not None):
+            raise ValueError(f"an order along axis {axis!r} in {parts!r} parts")
+        if not (statement is None or (isinstance(statement, str) and axis is not None)):
+            raise ValueError(f"an order by the statement {statement!r}")
+        return cls(parts, axis, statement)
+
+
+NATURAL = Order(1)
+CUT = Order(None)
+
+
+def common_order(key: str, first: Order, second: Order) -> Order | Problem:
+    """Return what two descriptions of one tensor say together, or the problem that they contradict each other."""
+    if first == second:
+        return first
+    if first.axis is None and second.axis is None:
+        return CUT
+    fused, other = (first, second) if first.axis is not None else (second, first)
+    if other == NATURAL and not fused.is_permuted:
+        return fused
+    return Problem(
+        "ranks disagree about how a fused parameter is cut",
+        key=key,
+        expected=fused.describe(),
+        got=other.describe(),
+        remedy="give its shards the same FusedAxis on every rank",
+    )
+
+
+def unordered(catalog: Catalog) -> np.ndarray:
+    """Return, as bool per key, which tensors may be fused, for all that the catalog says.
+
+    These are cut along their last axis, the outputs of a linear layer, and nothing is known of their order: the catalog
+    was written before there were orders, or by another program.
+    """
+    count = len(catalog.keys)
+    found = np.zeros(count, dtype=bool)
+    filled = (catalog.size > 0) & (catalog.ndim > 0)
+    if len(catalog.key_order):
+        filled &= catalog.key_order[catalog.key] < 0
+    rows = np.flatnonzero(filled)
+    if len(rows):
+        found[catalog.key[rows]] = True
+        whole = catalog.shape[rows, -1] == catalog.global_shape[rows, -1]
+        # A part of fewer than two elements fuses nothing.
+        found[catalog.key[rows[whole | (catalog.shape[rows, -1] < 2)]]] = False
+    return found
