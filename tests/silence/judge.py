@@ -99,6 +99,7 @@ class Case:
         meant: The source key of a target, where it is not its own; None: there is none, and it may stay as it is.
         made: Whole arrays of targets that statements make, from the painted source.
         truth: What is really read, where a mistake leads to another state than ``source``.
+        instead: Another state that may be read as well, but all of it.
         before: Done before the save; after_save: before the load.
         call: What every rank calls in place of the load.
     """
@@ -115,6 +116,7 @@ class Case:
     meant: dict[str, str | None] = field(default_factory=dict)
     made: dict[str, Callable[[dict[str, Painted]], np.ndarray]] = field(default_factory=dict)
     truth: Side | None = None
+    instead: Side | None = None
     before: Callable[[], None] | None = None
     after_save: Callable[[], None] | None = None
     call: Callable[[Any, State, dict[str, Any]], Any] | None = None

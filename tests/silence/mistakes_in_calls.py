@@ -309,4 +309,5 @@ def _nodes_of_two_runs(case: Case) -> str | None:
         return None
     other = build(case.model, random_strategy(case.pick), "other")
     case.after_save = lambda: (shutil.rmtree(case.root / "b"), _saved(other, case.root / "b"))[0]
+    case.instead = other  # of several saves of one id, the newest that is whole
     return "either"
