@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         LocalTensorMetadata,
         LostRankError,
         Metadata,
+        UnreadableCheckpointError,
         UnsafePickleError,
         ValidationError,
     )
@@ -108,6 +109,7 @@ _MODULES = {
         "LocalTensorMetadata",
         "LostRankError",
         "Metadata",
+        "UnreadableCheckpointError",
         "UnsafePickleError",
         "ValidationError",
     ),
@@ -200,6 +202,7 @@ __all__ = [
     "ShardedTensor",
     "ShardedWeight",
     "ShardedWeightDesc",
+    "UnreadableCheckpointError",
     "UnsafePickleError",
     "ValidationError",
     "VerifyReport",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
@@ -67,13 +68,31 @@ class Box:
         return "[" + ", ".join(f"{a}:{b}" for a, b in zip(self.offset, self.stop)) + "]"
 
 
-def subtract_boxes(box: Box, others: Iterable[Box]) -> list[Box]:
-    """The part of ``box`` that none of ``others`` covers, as disjoint boxes."""
+@overload
+def subtract_boxes(box: Box, others: Iterable[Box]) -> list[Box]: ...
+
+
+@overload
+def subtract_boxes(box: Box, others: Iterable[Box], most: int) -> list[Box] | None: ...
+
+
+def subtract_boxes(box: Box, others: Iterable[Box], most: int | None = None) -> list[Box] | None:
+    """The part of ``box`` that none of ``others`` covers, as disjoint boxes.
+
+    Args:
+        box: What is subtracted from.
+        others: What is subtracted.
+        most: How many boxes may be made on the way; None is returned where there are more.
+    """
     rest = [box] if box.size else []
+    made = 0
     for other in others:
         if not rest:
             break
         rest = [piece for part in rest for piece in part.subtract(other)]
+        made += len(rest)
+        if most is not None and made > most:
+            return None
     return rest
 
 

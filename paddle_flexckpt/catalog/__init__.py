@@ -10,10 +10,11 @@ from paddle_flexckpt.catalog.errors import (
     CorruptCheckpointError,
     LostRankError,
     Problem,
+    UnreadableCheckpointError,
     UnsafePickleError,
     ValidationError,
 )
-from paddle_flexckpt.catalog.keys import EXTRA_STATE, without_extra_state
+from paddle_flexckpt.catalog.keys import EXTRA_STATE, check_extra_names, without_extra_state
 from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 from paddle_flexckpt.catalog.orders import CUT, NATURAL, Order, unordered
 from paddle_flexckpt.catalog.replicas import ReplicaGroups, group_replicas
@@ -36,8 +37,10 @@ __all__ = [
     "Problem",
     "ReplicaGroups",
     "LostRankError",
+    "UnreadableCheckpointError",
     "UnsafePickleError",
     "ValidationError",
+    "check_extra_names",
     "concat",
     "dtype_of",
     "group_replicas",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -57,6 +58,7 @@ _TABLE = (
 DTYPES = MappingProxyType({dtype.name: dtype for dtype in _TABLE})
 
 
+@functools.lru_cache(maxsize=256)
 def dtype_of(name: str) -> DType:
     """The element type of that name.
 

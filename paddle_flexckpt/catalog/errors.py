@@ -59,6 +59,10 @@ class CorruptCheckpointError(CheckpointError):
     """Bytes of a checkpoint are not those that were written."""
 
 
+class UnreadableCheckpointError(CheckpointError):
+    """The storage did not let something be read, now and here; what is stored may be whole."""
+
+
 class LostRankError(CheckpointError):
     """A rank has gone (killed, crashed, cut off) while the others were waiting for it."""
 

@@ -18,6 +18,12 @@ from paddle_flexckpt.catalog.table import NOT_FLATTENED, Catalog
 # Rows looked at per kind of problem and holes named per key: enough to understand, not enough to drown.
 MAX_ROWS = 50
 MAX_HOLES = 3
+# What is looked at of a key that is no grid, so that a file made to be slow is not: pairs of shards that share
+# elements, pairs of boxes that are compared, at most and at a time, and boxes made by looking for holes.
+MAX_OVERLAPS = 100_000
+MAX_COMPARED = 1 << 22
+COMPARED_AT_ONCE = 1 << 19
+MAX_PIECES = 100_000
 
 
 def validate_shards(catalog: Catalog) -> list[Problem]:
@@ -92,18 +98,22 @@ def _disagreements(catalog: Catalog) -> list[Problem]:
     return problems
 
 
-@dataclass(frozen=True)
+@dataclass
 class Coverage:
     """What :func:`validate_coverage` found.
 
     Attributes:
-        problems: Holes, each with the box that nobody holds.
+        problems: Holes, each with the box that nobody holds, of very many the first; and what is tangled.
         overlaps: Pairs of rows that share elements without being the same shard. Whether that is a problem depends on
             whether their values agree, which geometry cannot tell.
+        tangled: Keys of which too many shards overlap to be looked at.
+        pieces: Boxes that have been made by looking for holes.
     """
 
     problems: list[Problem] = field(default_factory=list)
     overlaps: list[tuple[int, int]] = field(default_factory=list)
+    tangled: list[Problem] = field(default_factory=list)
+    pieces: int = 0
 
 
 def validate_coverage(catalog: Catalog, groups: ReplicaGroups) -> Coverage:
@@ -172,31 +182,79 @@ def _is_grid(offset: np.ndarray, shape: np.ndarray, global_shape: np.ndarray) ->
 def _inspect_key(catalog: Catalog, rows: np.ndarray, coverage: Coverage) -> None:
     """Finds holes and overlaps of one key box by box."""
     part, offset, shape = row_boxes(catalog, rows)
-    overlaps: dict[tuple[int, int], None] = {}
-    for i in range(len(part)):
-        rest = slice(i + 1, None)
-        _, _, hit = intersect_boxes(offset[i], shape[i], offset[rest], shape[rest])
-        for j in np.flatnonzero(hit) + i + 1:
-            if part[i] != part[j]:
-                overlaps[int(rows[part[i]]), int(rows[part[j]])] = None
-    coverage.overlaps.extend(overlaps)
     row = int(rows[0])
+    pairs = _overlapping_pairs(part, offset, shape)
+    if pairs is None:
+        problem = tangled_problem(catalog.key_name(row))
+        coverage.tangled.append(problem)
+        coverage.problems.append(problem)
+        return
+    coverage.overlaps.extend((int(rows[a]), int(rows[b])) for a, b in pairs)
+    pad = catalog.width - int(catalog.ndim[row])
     whole = Box((0,) * catalog.width, tuple(catalog.global_shape[row].tolist()))
-    held = (Box(tuple(o), tuple(s)) for o, s in zip(offset.tolist(), shape.tolist()))
-    holes = subtract_boxes(whole, held)
-    for hole in holes[:MAX_HOLES]:
-        pad = catalog.width - int(catalog.ndim[row])
-        missing = sum(h.size for h in holes)
-        global_shape = list(catalog.unpadded(row, catalog.global_shape))
+    held = sum(shape.prod(axis=1, dtype=np.int64).tolist())
+    if (not pairs and held == whole.size) or len(coverage.problems) > MAX_ROWS:
+        return
+    boxes = (Box(tuple(o), tuple(s)) for o, s in zip(offset.tolist(), shape.tolist()))
+    left = MAX_PIECES + 8 * len(catalog) - coverage.pieces
+    holes = subtract_boxes(whole, boxes, left)
+    coverage.pieces += left if holes is None else len(part)
+    # Without overlaps the missing elements can be counted, however many holes they make.
+    missing = whole.size - held if not pairs else None if holes is None else sum(hole.size for hole in holes)
+    global_shape = list(catalog.unpadded(row, catalog.global_shape))
+    named = [f"no rank holds {Box(hole.offset[pad:], hole.shape[pad:])}" for hole in (holes or [])[:MAX_HOLES]]
+    for what in named if holes is not None else ["no rank holds some elements, or too many shards overlap to be told"]:
         coverage.problems.append(
             Problem(
-                f"no rank holds {Box(hole.offset[pad:], hole.shape[pad:])}",
+                what,
                 key=catalog.key_name(row),
                 expected=f"shards that cover all {whole.size} elements of {global_shape}",
-                got=f"{missing} elements that nobody holds",
+                got=f"{'some' if missing is None else missing} elements that nobody holds",
                 remedy="every rank of the process group has to take part with all its shards",
             )
         )
+
+
+def tangled_problem(key: str) -> Problem:
+    """What is said of a key of which too many shards overlap to be looked at."""
+    return Problem(
+        "too many shards overlap",
+        key=key,
+        expected=f"shards of which few share elements without being the same, in at most {MAX_OVERLAPS} pairs",
+        remedy="describe replicas by the same offset and shape on every rank; or load another checkpoint",
+    )
+
+
+def _overlapping_pairs(part: np.ndarray, offset: np.ndarray, shape: np.ndarray) -> list[tuple[int, int]] | None:
+    """The pairs of different parts whose boxes share elements; None if there are more than :data:`MAX_OVERLAPS`.
+
+    Boxes are compared with those that begin inside them along one axis: the one along which these are the fewest.
+    """
+    if len(part) < 2:
+        return []
+    best: tuple[int, np.ndarray, np.ndarray] | None = None
+    for axis in range(offset.shape[1]):
+        order = np.argsort(offset[:, axis], kind="stable")
+        begin = offset[order, axis]
+        after = np.arange(len(order)) + 1
+        count = np.searchsorted(begin, begin + shape[order, axis]) - after
+        if best is None or int(count.sum()) < best[0]:
+            best = int(count.sum()), order, count
+    if best is None or best[0] > MAX_COMPARED:
+        return [] if best is None else None
+    _, order, count = best
+    found: dict[tuple[int, int], None] = {}
+    edges = np.append(0, np.cumsum(count))
+    for first in range(0, best[0], COMPARED_AT_ONCE):
+        pair = np.arange(first, min(first + COMPARED_AT_ONCE, best[0]))
+        left = np.searchsorted(edges, pair, side="right") - 1
+        a, b = order[left], order[left + 1 + pair - edges[left]]
+        hit = intersect_boxes(offset[a], shape[a], offset[b], shape[b])[2] & (part[a] != part[b])
+        low, high = np.minimum(part[a[hit]], part[b[hit]]), np.maximum(part[a[hit]], part[b[hit]])
+        found.update(dict.fromkeys(zip(low.tolist(), high.tolist())))
+        if len(found) > MAX_OVERLAPS:
+            return None
+    return sorted(found)
 
 
 def row_boxes(catalog: Catalog, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

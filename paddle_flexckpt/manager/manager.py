@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import signal
@@ -48,6 +50,7 @@ from paddle_flexckpt.runtime.targets import OptimizerStates, Strict
 from paddle_flexckpt.storage import CheckpointInfo, Location, VerifyMode
 
 EVERY_STEP = SaveEvery(1)
+_FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 class CheckpointManager:
@@ -75,7 +78,7 @@ class CheckpointManager:
     Giving it a model or an optimizer puts ``fc.install()`` into effect.
 
     Attributes:
-        path: The root, as it was given.
+        path: The root; a relative path is made absolute when the manager is made.
     """
 
     @same_on_all_ranks(**OWN_OBJECTS, process_group=GROUP)
@@ -262,16 +265,28 @@ class CheckpointManager:
         said = said_by_all(answers, context)
         check_same_metrics(self._comm.ranks, [each["metrics"] for each in said], context)
         contents[RECORD] = encode_record(StepRecord(step, said[0]["time"], numbers))
-        report = save_state_dict(
-            contents,
-            self._steps.directory(step),
-            self._comm,
-            unique_id=UNIQUE_ID,
-            step=step,
-            save_replicas=save_replicas,
-            check_replicas=check_replicas,
-            async_save=(self._async_save or True) if background else False,
-        )
+        directory = self._steps.directory(step)
+        try:
+            report = save_state_dict(
+                contents,
+                directory,
+                self._comm,
+                unique_id=UNIQUE_ID,
+                step=step,
+                save_replicas=save_replicas,
+                check_replicas=check_replicas,
+                async_save=(self._async_save or True) if background else False,
+            )
+        except CheckpointError as error:
+            # Each rank removes its files, and the last one finds the directory empty.
+            with contextlib.suppress(OSError):
+                directory.remove_directory()
+            if self._keep and any(text in str(error) for text in _FULL):
+                raise CheckpointError(
+                    f"{error}. What need not be kept is removed when the new checkpoint is complete, so there has to "
+                    "be room for one more than is kept. Remedy: keep fewer, or make room"
+                ) from error
+            raise
         if isinstance(report, SaveHandle):
             self._pending.add(step, report)
         else:
@@ -346,10 +361,11 @@ class CheckpointManager:
             model: As in :meth:`save`; so are ``optimizer``, ``lr_scheduler`` and ``scaler``.
             state: As in :meth:`save`; its tensors are written.
             rng: Whether to restore the random number generators, where the layout is the same.
-            fallback: Whether, where that checkpoint is damaged, to go on to the next lower step that is not (for
-                ``"best"``, to the next best). Damage that only reading finds leaves targets partly overwritten; the
-                next checkpoint overwrites all of them, and a target that it lacks is an error whatever ``strict``
-                says. What is no damage (names, shapes, dtypes) is raised: an older checkpoint would not be better.
+            fallback: Whether, where that checkpoint is damaged or cannot be read, to go on to the next lower step that
+                can (for ``"best"``, to the next best). Damage that only reading finds leaves targets partly
+                overwritten; the next checkpoint overwrites all of them, and a target that it lacks is an error
+                whatever ``strict`` says. What is no damage (names, shapes, dtypes) is raised: an older checkpoint would
+                not be better.
             aoa_config: As in :func:`load_state_dict`; so are the arguments that follow. Without ``optimizer``,
                 ``optimizer_states="ignore"`` says that the model alone is wanted.
 

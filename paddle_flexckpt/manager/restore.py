@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError, ValidationError
 from paddle_flexckpt.manager.steps import UNIQUE_ID, save_token_in
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.runtime.communicator import Communicator
 from paddle_flexckpt.runtime.extra_state import ExtraStateReport, load_extra_state, restore_extra_state
 from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.targets import Strict
-from paddle_flexckpt.storage import Backend, CheckpointDirectory, HeldManifest
+from paddle_flexckpt.storage import Backend, CheckpointDirectory, HeldManifest, reading
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -29,7 +29,7 @@ class RestoreReport:
         path: Its directory.
         load: What was loaded into model, optimizer and ``state``.
         extra: Schedule, scaler, random numbers and the caller's own values; what of them could not be restored.
-        skipped: Steps that were to be restored rather than this one and are damaged, with what is wrong.
+        skipped: Steps that were to be restored rather than this one and are damaged or unreadable, with what is wrong.
     """
 
     step: int
@@ -55,7 +55,7 @@ class RestoreReport:
         if self.extra.not_restored:
             text += f", not restored: {', '.join(sorted(self.extra.not_restored))}"
         if self.skipped:
-            text += f", damaged and skipped: {', '.join(f'step {step}' for step in sorted(self.skipped))}"
+            text += f", damaged or unreadable and skipped: {', '.join(f'step {step}' for step in sorted(self.skipped))}"
         return text
 
 
@@ -91,13 +91,14 @@ def restore_checkpoint(
     Raises:
         ValidationError: It does not fit; nothing was changed.
         CorruptCheckpointError: It is damaged; targets may be partly overwritten.
+        UnreadableCheckpointError: The storage does not let it be read, or it has been removed meanwhile; likewise.
         CheckpointError: Another process has replaced it meanwhile.
     """
     context = f"cannot restore step {step} from {directory.path!r}"
     with contextlib.ExitStack() as stack:
 
         def hold() -> tuple[str, bytes]:
-            manifest = stack.enter_context(HeldManifest(CheckpointDirectory(directory), UNIQUE_ID))
+            manifest = stack.enter_context(_hold(directory))
             if manifest.step != step:
                 raise ValidationError(
                     [
@@ -122,6 +123,17 @@ def restore_checkpoint(
     return RestoreReport(step, directory.path, load, extra)
 
 
+def _hold(directory: Backend) -> HeldManifest:
+    checkpoint = CheckpointDirectory(directory)
+    with reading(directory.path):
+        try:
+            return HeldManifest(checkpoint, UNIQUE_ID)
+        except ValidationError as error:
+            if UNIQUE_ID in checkpoint.list_ids():
+                raise
+            raise UnreadableCheckpointError(f"{directory.path} has been removed meanwhile: {error}") from error
+
+
 def restore_first(
     candidates: Sequence[tuple[int, Backend]],
     skipped: Mapping[int, str],
@@ -133,7 +145,7 @@ def restore_first(
     strict: Strict,
     **options: Any,
 ) -> RestoreReport:
-    """Restores the first of some checkpoints, or with ``fallback`` the first that is not damaged.
+    """Restores the first of some checkpoints, or with ``fallback`` the first that is whole and can be read.
 
     Args:
         candidates: Steps and their directories.
@@ -154,14 +166,15 @@ def restore_first(
             asked = _strict_after_damage(strict) if skipped else strict
             report = restore_checkpoint(directory, step, comm, targets, strict=asked, **options)
             return replace(report, skipped=skipped)
-        except CorruptCheckpointError as error:
+        except (CorruptCheckpointError, UnreadableCheckpointError) as error:
             if not fallback:
                 raise
             if comm.position == 0:
-                logger.warning(f"step {step} is damaged, and is skipped: {error}")
+                what = "is damaged" if isinstance(error, CorruptCheckpointError) else "cannot be read"
+                logger.warning(f"step {step} {what}, and is skipped: {error}")
             skipped[step] = str(error)
     found = "; ".join(f"step {step}: {why}" for step, why in skipped.items())
-    raise CorruptCheckpointError(f"{context}: all that could be restored is damaged: {found}")
+    raise CorruptCheckpointError(f"{context}: all that could be restored is damaged or cannot be read: {found}")
 
 
 def _strict_after_damage(strict: Strict) -> Strict:

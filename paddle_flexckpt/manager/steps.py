@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Union
 
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError, ValidationError
 from paddle_flexckpt.execution import iterate_tensors
 from paddle_flexckpt.manager.contents import RECORD, decode_record
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, StepRecord, best_first, steps_to_remove
@@ -27,9 +27,11 @@ from paddle_flexckpt.storage import (
     HeldManifest,
     Location,
     list_checkpoints,
+    open_described,
     open_destination,
 )
 from paddle_flexckpt.storage.file_names import check_file_name
+from paddle_flexckpt.storage.local import LocalBackend
 from paddle_flexckpt.storage.manifest import read_save_token
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -37,6 +39,7 @@ logger = logging.getLogger("paddle_flexckpt")
 Which = Union[int, Literal["latest", "best"]]
 UNIQUE_ID = 0
 _MANIFEST = f"{UNIQUE_ID}.manifest"
+_UNREADABLE = "cannot be read"
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 _REMOVING = re.compile(r"step_(\d{8,})\.removing", re.ASCII)
 
@@ -61,7 +64,9 @@ class StepDirectories:
 
     def __init__(self, root: Location) -> None:
         """Args: root: the directory; it need not exist."""
-        self._root = open_destination(root)
+        backend = open_destination(root)
+        # A program that changes its directory has the same run still.
+        self._root = open_described(backend.describe()) if type(backend) is LocalBackend else backend
         self.path = self._root.path
         self._known: dict[int, _Known] = {}
 
@@ -72,8 +77,14 @@ class StepDirectories:
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, damaged or not, in rising order."""
         steps = self._directories()
-        there = self._root.each(lambda step: _MANIFEST in self.directory(step).names(), steps)
+        there = self._root.each(self._may_have_checkpoint, steps)
         return [step for step, is_there in zip(steps, there) if is_there]
+
+    def _may_have_checkpoint(self, step: int) -> bool:
+        try:
+            return _MANIFEST in self.directory(step).names()
+        except OSError:
+            return True  # whoever reads it will be told why that cannot be done
 
     def _directories(self) -> list[int]:
         matches = [(name, _STEP.fullmatch(name)) for name in self._root.directories()]
@@ -84,7 +95,10 @@ class StepDirectories:
         found = []
         for step in self.steps():
             directory = self.directory(step)
-            infos = list_checkpoints(directory)
+            try:
+                infos = list_checkpoints(directory)
+            except UnreadableCheckpointError as error:
+                infos = [CheckpointInfo(directory.path, UNIQUE_ID, step, 0, 0, 0, complete=False, problem=str(error))]
             found += [info for info in infos if (info.path, info.unique_id) == (directory.path, UNIQUE_ID)]
         return found
 
@@ -99,6 +113,8 @@ class StepDirectories:
                 known[step] = self._look(step)
             except FileNotFoundError:
                 continue  # it has just been removed
+            except OSError as error:
+                known[step] = _Known("", None, f"{_UNREADABLE}: {type(error).__name__}: {error}")
         self._known = known
         records = [each.record for each in known.values() if each.record is not None]
         return records, {step: each.problem for step, each in known.items() if each.problem}
@@ -225,7 +241,9 @@ class StepDirectories:
         for step in self._directories():
             if step not in busy:
                 attempt(self._remove_dead_save, step)
-        records, _ = self.records()
+        records, damaged = self.records()
+        # Nobody was told of these, as they may be read the next time.
+        problems += [f"step {step} {why}" for step, why in damaged.items() if why.startswith(_UNREADABLE)]
         removed = [step for step in steps_to_remove(records, policies, newest) if attempt(self._remove, step)]
         if problems:
             raise CheckpointError("; ".join(dict.fromkeys(problems)))
@@ -276,7 +294,7 @@ class StepDirectories:
                     try:
                         said = json.loads(self._root.read(_marker_of(step)))
                         files = [check_file_name(name) for name in said["files"]]
-                    except (ValueError, KeyError, TypeError) as error:
+                    except (ValueError, KeyError, TypeError, RecursionError) as error:
                         note = self._root.where(_marker_of(step))
                         logger.warning(f"{note} cannot be understood, and is left alone: {error}")
                         return False
@@ -326,6 +344,7 @@ def _remove_files(directory: Backend, files: Sequence[str]) -> None:
     """Removes data files; they are gone for good when this returns."""
     directory.each(directory.remove, files)
     directory.sync()
+    CheckpointDirectory(directory).tell_paddle()
 
 
 def try_lock(directory: Backend, stack: contextlib.ExitStack) -> bool:

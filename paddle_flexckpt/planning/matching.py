@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from paddle_flexckpt.algebra import Box, BoxMaps, StridedCopy, intersect_boxes, subtract_boxes
-from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, group_replicas, validate_coverage
-from paddle_flexckpt.catalog.validate import Coverage, row_boxes
+from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError, group_replicas, validate_coverage
+from paddle_flexckpt.catalog.validate import MAX_PIECES, Coverage, row_boxes, tangled_problem
 from paddle_flexckpt.planning.requests import Requests, addresses, find_requests, portions, positions
 
 # Pairs of boxes intersected at once: bounds the memory of planning (about 150 bytes a pair for 2-D tensors).
@@ -93,13 +93,25 @@ class ShardMatcher:
             source: The source shards; :func:`validate_shards` found nothing wrong with them.
             groups: Their replica groups, where the caller has them.
             coverage: What :func:`validate_coverage` found, where the caller has it.
+
+        Raises:
+            ValidationError: Too many shards of a key overlap.
         """
         self.source = source
         self.groups = group_replicas(source) if groups is None else groups
         coverage = validate_coverage(source, self.groups) if coverage is None else coverage
+        if coverage.tangled:
+            raise ValidationError(coverage.tangled)
         self._overlapping = np.zeros(len(source.keys), dtype=bool)
         self._overlapping[[source.key[row] for row, _ in coverage.overlaps]] = True
         rows = self.groups.first
+        group_of = {row: group for group, row in enumerate(rows.tolist())} if coverage.overlaps else {}
+        # The groups that share elements with a group.
+        self._neighbours: dict[int, list[int]] = {}
+        for pair in coverage.overlaps:
+            a, b = (group_of[row] for row in pair)
+            self._neighbours.setdefault(a, []).append(b)
+            self._neighbours.setdefault(b, []).append(a)
         # Boxes of one replica per group; every replica has the same geometry.
         self._group, self._offset, self._shape = row_boxes(source, rows)
         key = source.key[rows[self._group]]
@@ -216,14 +228,19 @@ class ShardMatcher:
         local = self._local_member(group, rank[request]) >= 0
         order = np.lexsort((group, ~local, request))
         order = order[suspect[order]]
+        pieces = MAX_PIECES + len(order)
         for members in np.split(order, np.flatnonzero(np.diff(request[order])) + 1):
             number = int(request[members[0]])
-            taken: list[Box] = []
+            taken: dict[int, list[Box]] = {}
             for member in members:
-                box = Box(tuple(offset[member].tolist()), tuple(shape[member].tolist()))
-                rest = subtract_boxes(box, taken)
-                taken += rest
-                kept += [(int(group[member]), number, part.offset, part.shape) for part in rest]
+                box, own = Box(tuple(offset[member].tolist()), tuple(shape[member].tolist())), int(group[member])
+                earlier = (other for near in self._neighbours.get(own, ()) for other in taken.get(near, ()))
+                rest = subtract_boxes(box, earlier, pieces)
+                if rest is None:
+                    raise ValidationError([tangled_problem(self.source.key_name(self.groups.first[own]))])
+                pieces -= len(rest)
+                kept += [(own, number, part.offset, part.shape) for part in rest]
+                taken.setdefault(own, []).append(box)
         width = offset.shape[1]
         columns = [np.asarray([k[c] for k in kept], dtype=np.int64) for c in range(4)]
         return (

@@ -259,20 +259,37 @@ def check_coordinator(comm: Communicator, coordinator_rank: int) -> None:
         )
 
 
-def check_same(heads: Sequence[bytes], context: str) -> None:
+def check_same(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None = None) -> None:
     """Raises ValidationError where ranks disagree about what is to be done; the same on every rank.
 
     Args:
         heads: Every rank's view, as JSON.
         context: What is being done, for the error.
+        ranks: Numbers of the ranks; by default they are counted.
     """
     if len(set(heads)) != 1:
+        met: dict[str, list[str]] = {}
+        for rank, head in zip(range(len(heads)) if ranks is None else ranks, heads):
+            met.setdefault(_call_of(head), []).append(str(rank))
+        if len(met) > 1:
+            made = "; ".join(f"rank {', '.join(those)}: {call}" for call, those in met.items())
+            remedy = "Remedy: make the same calls in the same order on every rank"
+            raise ValidationError([f"ranks do not make the same call: {made}. {remedy}"], context)
         seen = "; ".join(sorted(set(_differences(heads))))
         remedy = (
             "Remedy: call with the same arguments on every rank; if the checkpoint differs, a save has just ended: "
             "give unique_id"
         )
         raise ValidationError([f"ranks disagree: {seen}. {remedy}"], context)
+
+
+def _call_of(head: bytes) -> str:
+    """The public call that a rank is in, by what it says first."""
+    try:
+        said = json.loads(head)
+        return str(said["call"])
+    except (ValueError, KeyError, TypeError):
+        return "a later step of a call"
 
 
 def _differences(heads: Sequence[bytes]) -> list[str]:

@@ -22,6 +22,7 @@ the report, by name.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,14 +31,15 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
-from paddle_flexckpt.runtime.communicator import check_same, communicator_for
-from paddle_flexckpt.runtime.loader import load_state_dict, quiet_loads
+from paddle_flexckpt.catalog.wire import join
+from paddle_flexckpt.runtime.communicator import communicator_for
+from paddle_flexckpt.runtime.loader import check_heads, load_state_dict, quiet_loads
 from paddle_flexckpt.runtime.merged import empty_tensors
 from paddle_flexckpt.runtime.options import GROUP, PATH, same_on_all_ranks
 from paddle_flexckpt.runtime.portable import decode, encode
 from paddle_flexckpt.runtime.random_state import collect_random_state, restore_random_state
 from paddle_flexckpt.runtime.scheduler_state import restore_scaler, restore_scheduler, scheduler_state
-from paddle_flexckpt.storage import CheckpointDirectory, Location, shown
+from paddle_flexckpt.storage import CheckpointDirectory, HeldManifest, Location, reading, shown
 
 _PREFIX = EXTRA_STATE
 _COMMON = f"{_PREFIX}common"
@@ -131,15 +133,19 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
     context = f"cannot load extra state from {shown(path)}"
 
     def look() -> tuple[tuple[int, Catalog], bytes]:
-        manifest = CheckpointDirectory(path).read_manifest(unique_id)
+        directory = CheckpointDirectory(path)
+        with reading(directory.path), HeldManifest(directory, unique_id) as manifest:
+            pass
         if _COMMON not in manifest.catalog.keys:
             raise ValidationError(
                 [f"id {manifest.unique_id} has no extra state. Remedy: save {{**state, **collect_extra_state()}}"]
             )
-        return (manifest.unique_id, manifest.catalog), f"id {manifest.unique_id} ({manifest.save_token})".encode()
+        checkpoint = f"id {manifest.unique_id} ({manifest.save_token})"
+        head = json.dumps({"call": "load_extra_state", "checkpoint": checkpoint}).encode()
+        return (manifest.unique_id, manifest.catalog), join((head,))
 
-    (chosen, catalog), ids = comm.together(look, context)
-    check_same(ids, context)
+    (chosen, catalog), answers = comm.together(look, context)
+    check_heads(answers, context, comm.ranks)
     state: dict[str, Any] = {}
 
     def read(names: list[str]) -> None:

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -40,6 +40,7 @@ from paddle_flexckpt.storage import (
     Manifest,
     NodeDirectory,
     VerifyMode,
+    reading,
     shown,
     verify_mode,
 )
@@ -138,6 +139,7 @@ def load_state_dict(
             changed.
         CorruptCheckpointError: The checkpoint is damaged (likewise). Damage that only reading can find may leave
             targets partly overwritten; the text says so.
+        UnreadableCheckpointError: The storage refused or failed; targets may be partly overwritten.
     """
     options = locals()
     begin = time.perf_counter()
@@ -184,7 +186,8 @@ def load_state_dict(
 
     @functools.cache
     def describe() -> _Described:
-        manifest = stack.enter_context(HeldManifest(directory(), unique_id))
+        with reading(directory().path):
+            manifest = stack.enter_context(HeldManifest(directory(), unique_id))
         state = open_state(state_dict, comm.rank)
         return _Described(manifest, state, head(f"id {manifest.unique_id} ({manifest.save_token})"))
 
@@ -198,17 +201,19 @@ def load_state_dict(
         work = plan_work(wanted.catalog, wanted.rows, mapping)
         plan = plan_reads(ShardMatcher(manifest.catalog), work, mapping)
         reader = stack.enter_context(FileReader(directory().backend, manifest, verify, use_replicas))
-        reader.check_files(plan.pieces.source)
+        with reading(directory().path):
+            reader.check_files(plan.pieces.source)
         used = np.packbits(used_keys(manifest.catalog, wanted, mapping)).tobytes()
         names = json.dumps(wanted.raw_meanings).encode()
-        return _Prepared(manifest, state, wanted, mapping, work, plan, reader), join((said, used, names))
+        ready = _Prepared(directory().path, manifest, state, wanted, mapping, work, plan, reader)
+        return ready, join((said, used, names))
 
     all_targets = None
     with contextlib.ExitStack() as stack:
         if aoa_config is not None:
             all_targets = gather_targets(comm, lambda: (describe().state, describe().head), context)
         ready, answers = comm.together(prepare, context)
-        bits, names = check_heads(answers, context)
+        bits, names = check_heads(answers, context, comm.ranks)
         check_across_ranks([json.loads(each) for each in names], context)
         unexpected = check_unexpected(ready.manifest.catalog, bits, ready.mapping, policy(), context)
         planned = time.perf_counter()
@@ -274,6 +279,7 @@ class _Described(NamedTuple):
 class _Prepared:
     """One rank's load, checked and planned."""
 
+    path: str
     manifest: Manifest
     state: LocalState
     wanted: Wanted
@@ -286,7 +292,8 @@ class _Prepared:
         """Reads every piece into its target and computes what is computed; returns the peak of scratch, in bytes."""
         wait_for_devices(devices_of(weight.local_tensor for weight in self.state.weights))
         memory = TargetMemory(self.state, self.wanted, self.work, self.plan.pieces.target)
-        read_pieces(self.reader, self.plan.pieces, memory, computes=bool(self.work.tiles))
+        with reading(self.path):
+            read_pieces(self.reader, self.plan.pieces, memory, computes=bool(self.work.tiles))
         memory.finish()
         return memory.peak_scratch_bytes, str(self.plan.needed_bytes).encode()
 
@@ -311,18 +318,23 @@ def gather_targets(comm: Communicator, describe: Callable[[], tuple[LocalState, 
         return None, join((head, encode_catalog(state.catalog)))
 
     _, answers = comm.together(checked, context)
-    return concat([decode_catalog(catalog) for catalog in check_heads(answers, context)[0]])
+    return concat([decode_catalog(catalog) for catalog in check_heads(answers, context, comm.ranks)[0]])
 
 
-def check_heads(answers: list[bytes], context: str) -> list[tuple[bytes, ...]]:
+def check_heads(answers: list[bytes], context: str, ranks: Sequence[int] | None = None) -> list[tuple[bytes, ...]]:
     """Checks that the first parts of all ranks' messages are the same, and gives the others, part by part.
+
+    Args:
+        answers: The messages.
+        context: What is being done, for the error.
+        ranks: Numbers of the ranks; by default they are counted.
 
     Raises:
         ValidationError: Ranks disagree about what is to be done; the same on every rank.
     """
     messages = [split(answer) for answer in answers]
     # First of all: ranks that disagree may not even be in the same step.
-    check_same([message[0] for message in messages], context)
+    check_same([message[0] if message else b"" for message in messages], context, ranks)
     return list(zip(*(message[1:] for message in messages)))
 
 

@@ -15,9 +15,11 @@ from paddle_flexckpt.report import order_warning
 from paddle_flexckpt.runtime.communicator import SoloCommunicator
 from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.tensors import empty_on_host
-from paddle_flexckpt.storage import CheckpointDirectory, Location, VerifyMode
+from paddle_flexckpt.storage import CheckpointDirectory, HeldManifest, Location, Manifest, VerifyMode, reading
 
 logger = logging.getLogger("paddle_flexckpt")
+
+_MAX_AXES = 9
 
 
 def load_merged_state_dict(
@@ -50,14 +52,28 @@ def load_merged_state_dict(
     Raises:
         ValidationError: There is no such checkpoint, or the statements or ``verify`` do not fit.
         CorruptCheckpointError: It is damaged.
+        UnreadableCheckpointError: The storage does not let it be read.
     """
-    manifest = CheckpointDirectory(path).read_manifest(unique_id)
+    directory = CheckpointDirectory(path)
+    with reading(directory.path), HeldManifest(directory, unique_id) as manifest:
+        return _load_merged(path, prefix, manifest, aoa_config, verify, use_replicas)
+
+
+def _load_merged(
+    path: Location,
+    prefix: str | None,
+    manifest: Manifest,
+    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None,
+    verify: bool | VerifyMode,
+    use_replicas: bool,
+) -> dict[str, Any]:
     start = f"{prefix}." if prefix else ""
     mapping = None if aoa_config is None else whole_mapping(aoa_config, manifest.catalog)
     # Extra state has to be asked for, by its prefix.
     there = stored(manifest.catalog, bool(start)) if mapping is None else outputs(mapping)
     names = [key for key in sorted(there) if key.startswith(start)]
     _check_held(manifest.catalog, names if mapping is None else source_names(mapping, names))
+    _check_axes({key: len(there[key].shape) for key in names})
     tensors = {key: empty_on_host(there[key].shape, there[key].dtype) for key in names}
     if mapping is not None and mapping.unfed:
         first = sorted(mapping.unfed)[0]
@@ -85,6 +101,23 @@ def empty_tensors(catalog: Catalog, names: Iterable[str]) -> dict[str, Any]:
     names = list(names)
     _check_held(catalog, names)
     return {name: empty_on_host(there[name].shape, there[name].dtype) for name in names if name in there}
+
+
+def _check_axes(axes: Mapping[str, int]) -> None:
+    """Refuses what numpy arrays can have, and tensors of Paddle cannot."""
+    problems: list[Problem | str] = [
+        Problem(
+            "a tensor of Paddle cannot have so many axes",
+            key=key,
+            expected=f"at most {_MAX_AXES}",
+            got=count,
+            remedy="give load_state_dict() an array of numpy as its target, or reshape it by an AOA statement",
+        )
+        for key, count in axes.items()
+        if count > _MAX_AXES
+    ]
+    if problems:
+        raise ValidationError(problems)
 
 
 def _check_held(catalog: Catalog, names: Iterable[str]) -> None:

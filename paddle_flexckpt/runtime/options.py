@@ -44,7 +44,7 @@ def shared_options(call: Callable[..., Any]) -> list[str]:
 
 
 def encode_options(call: Callable[..., Any], arguments: Mapping[str, Any], **said: Any) -> bytes:
-    """Return what a rank tells the others of its options, for :func:`~.communicator.check_same`, as JSON.
+    """Return what a rank tells the others of its call and options, for :func:`~.communicator.check_same`, as JSON.
 
     Args:
         call: The public call.
@@ -52,4 +52,4 @@ def encode_options(call: Callable[..., Any], arguments: Mapping[str, Any], **sai
         **said: What stands for an argument that has no text of its own, and what else is to be compared.
     """
     values = {name: arguments[name] for name in shared_options(call)}
-    return json.dumps({**values, **said}, default=repr).encode()
+    return json.dumps({"call": call.__name__, **values, **said}, default=repr).encode()

@@ -22,14 +22,15 @@ from paddle_flexckpt.background import (
     shared_writer,
     tell_writers,
 )
-from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError, concat
+from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError, check_extra_names, concat
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
 from paddle_flexckpt.execution.transfer import DEVICE_CHUNK_BYTES
 from paddle_flexckpt.planning import WritePlan, plan_write
 from paddle_flexckpt.report import SaveReport
-from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
+from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, communicator_for
 from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.runtime.fused import indivisible_rows
+from paddle_flexckpt.runtime.loader import check_heads
 from paddle_flexckpt.runtime.lost_ranks import own_presence
 from paddle_flexckpt.runtime.node_saves import NodeSave, Storage, check_storage, check_visible, meet_nodes
 from paddle_flexckpt.runtime.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
@@ -166,6 +167,7 @@ def save_state_dict(
         waited = time.perf_counter() - queued
         check_coordinator(comm, coordinator_rank)
         state = open_state(state_dict, comm.rank)
+        check_extra_names(state.catalog.keys)
         wait_for_devices(devices_of(weight.local_tensor for weight in state.weights))
         lock, ticket = None, None
         if nodes is not None:
@@ -197,9 +199,8 @@ def save_state_dict(
             carrier = stack.enter_context(contextlib.closing(comm.open_carrier())) if node_copies > 1 else None
         try:
             own, answers = comm.together(describe, context)
-            messages = [split(answer) for answer in answers]
-            check_same([message[0] for message in messages], context)
-            _, tickets, presences, places, addresses, wholes, policies, catalogs = zip(*messages)
+            said = check_heads(answers, context, comm.ranks)
+            tickets, presences, places, addresses, wholes, policies, catalogs = said
             ticket = SaveTicket(**json.loads(tickets[coordinator_rank]))
             directory = open_directory()
             if nodes is None and len(set(places)) > 1:

@@ -195,6 +195,9 @@ def is_tensor(value: Any) -> bool:
 
 def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem | None:
     """Why a value cannot be a shard, if it cannot."""
+    if not key or any("\ud800" <= letter <= "\udfff" for letter in key):
+        what = "a name is not empty" if not key else "a name is text, without lone surrogates"
+        return Problem(what, key=ascii(key)[1:-1], rank=rank, remedy="give the entry another name")
     if is_sharded_weight(value):
         if not is_tensor(value.local_tensor):
             return Problem(

@@ -11,6 +11,7 @@ from paddle_flexckpt.storage.backend import (
     open_backend,
     open_described,
     open_storage,
+    reading,
 )
 from paddle_flexckpt.storage.blocks import ReadCount
 from paddle_flexckpt.storage.checksums import BLOCK_BYTES, Checksums, VerifyMode, verify_mode
@@ -60,6 +61,7 @@ __all__ = [
     "open_storage",
     "read_paddle_metadata",
     "read_plain_file",
+    "reading",
     "shown",
     "verify_mode",
 ]

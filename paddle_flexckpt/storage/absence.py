@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from paddle_flexckpt.storage.backend import Backend
 from paddle_flexckpt.storage.local import LocalBackend
 from paddle_flexckpt.storage.paddle_checkpoint import paddle_ids
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.storage.ticket import MANIFEST, save_of
 
 # Weights in pickles of tensors, which no reader here takes.
@@ -38,7 +39,7 @@ def what_is_wrong(backend: Backend, ids: Sequence[int], unique_id: int | None) -
         )
     if ids:
         return f"{path} has no checkpoint with id {unique_id}; complete ids here: {ids}"
-    if any(name.endswith(".metadata") for name in names):
+    if any(name.endswith(".metadata") and name != PADDLE_METADATA for name in names):
         return (
             f"{path} is no checkpoint of Paddle's own save_state_dict that can be read: its .metadata files have the "
             f"ids {paddle_ids(backend) or 'none'}. Remedy: give the path and id of a complete save"

@@ -6,14 +6,15 @@ file that appears with all its bytes or not at all (the commit), and a lock amon
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, TypeVar, Union
 
-from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import CorruptCheckpointError, UnreadableCheckpointError, ValidationError
 from paddle_flexckpt.storage.file_names import check_file_name
 from paddle_flexckpt.storage.urls import path_of, redacted, split_url
 
@@ -55,6 +56,22 @@ class InputFile(ABC):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Makes an error of the medium one of this library, which a restore may pass over.
+
+    Raises:
+        UnreadableCheckpointError: The medium failed or refused; the text says how.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UnreadableCheckpointError(
+            f"{path} cannot be read: {type(error).__name__}: {error}. Remedy: look at permissions, links and the state "
+            "of the storage; or load another checkpoint"
+        ) from error
 
 
 def fill(file: InputFile, buffer: memoryview, offset: int) -> int:
@@ -153,6 +170,11 @@ class Backend(ABC):
     """
 
     path: str
+
+    @property
+    def has_path(self) -> bool:
+        """Whether other programs of this machine can open its files by a path."""
+        return False
 
     @property
     def replaces(self) -> bool:

@@ -2,8 +2,9 @@
 
 A checkpoint exists when its manifest does. The order of a save is: the right to save; a marker, which tells the files
 of a dead save from others; data files, each made durable; parts; directory entries made durable; the manifest, which
-appears whole or not at all; the marker is removed. A crash at any point leaves the manifests that were there, and the
-files that they name, as they were; the next save finds the marker and cleans up.
+appears whole or not at all; the file for Paddle's own loader; what has been replaced goes; the marker is removed. A
+crash at any point leaves the manifests that were there, and the files that they name, as they were; the next save finds
+the marker and cleans up. Paddle's file is there before the first data file, and names files that are there.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from paddle_flexckpt.storage.data_file import DataFileWriter, check_data_file
 from paddle_flexckpt.storage.formats import find_foreign, open_destination, open_source
 from paddle_flexckpt.storage.manifest import Manifest, Origin, merge_parts
 from paddle_flexckpt.storage.paddle_checkpoint import paddle_ids
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA, encode_metadata, is_ours, refusal
 from paddle_flexckpt.storage.ticket import MANIFEST, OF_RANK, SaveTicket, save_of
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -34,7 +36,7 @@ Self = TypeVar("Self", bound="CheckpointDirectory")
 
 # The marker of a save: id, and generation (none: 0).
 _MARKER = re.compile(r"(\d+)(?:\.(\d+))?\.saving", re.ASCII)
-_TEMPORARY = re.compile(r"(\d+)\.manifest\.[0-9a-f]{32}\.tmp", re.ASCII)
+_TEMPORARY = re.compile(rf"(?:(\d+)\.manifest|{re.escape(PADDLE_METADATA)})\.[0-9a-f]{{32}}\.tmp", re.ASCII)
 
 
 def _is_before(save: tuple[int, int] | None, unique_id: int, generation: int) -> bool:
@@ -131,11 +133,13 @@ class CheckpointDirectory:
         who["nodes"] = nodes
         try:
             self.backend.write(ticket.marker_file, json.dumps(who).encode())
-            # Before any file that it speaks of.
+            if self.backend.has_path and PADDLE_METADATA not in self.backend.names():
+                self.backend.write(PADDLE_METADATA, refusal("no save here has been completed"))
+            # Before any file that they speak of.
             self.backend.sync()
         except OSError:
             with contextlib.suppress(OSError):
-                self.backend.remove(ticket.marker_file)
+                self._remove([], ticket.marker_file)
             raise
 
     def sees(self, ticket: SaveTicket) -> bool:
@@ -175,6 +179,8 @@ class CheckpointDirectory:
                 continue  # whose files these are cannot be told
             if ticket is not None:
                 self._remove_unfinished(ticket)
+                if self.is_committed(ticket):
+                    self.tell_paddle()  # it may have died before that
             self._remove(doomed, marker)
             removed += [*doomed, marker]
         return removed
@@ -207,14 +213,50 @@ class CheckpointDirectory:
         self.backend.each(self.backend.remove, doomed)
         if doomed:
             self.backend.sync()
+        self._remove_refusal(marker)
         self.backend.remove(marker)
+
+    def tell_paddle(self, only: Manifest | None = None) -> None:
+        """Brings the file for Paddle's own loader up to date; it is durable before anything that it named is removed.
+
+        Args:
+            only: The manifest of the only checkpoint here, if the caller has it.
+
+        Raises:
+            OSError: The file system refused; what the file said before is there still, or what it says now.
+        """
+        if not self.backend.has_path:
+            return
+        ids = self.list_ids()
+        if not ids:
+            self._remove_refusal()
+            return
+        try:
+            data = encode_metadata(only or self.read_native(ids[0]))
+        except (CorruptCheckpointError, ValidationError):
+            data = refusal("its manifest is damaged")
+        if len(ids) > 1:
+            data = refusal("it takes the files of one id for those of another where a directory has several")
+        self._write_whole(PADDLE_METADATA, data)
+        self.backend.sync()
+
+    def _remove_refusal(self, marker: str = "") -> None:
+        """Removes the file for Paddle's own loader where it has nothing to protect, but for a save that ends now."""
+        names = self.backend.names()
+        if PADDLE_METADATA not in names:
+            return
+        others = (name for name in names if name != marker)
+        if any(MANIFEST.fullmatch(name) or _MARKER.fullmatch(name) or save_of(name) for name in others):
+            return
+        if is_ours(self.backend.read(PADDLE_METADATA)):
+            self.backend.remove(PADDLE_METADATA)
 
     def ticket_of(self, marker: str) -> SaveTicket | None:
         """The save that a marker speaks of; None if it died before the marker was whole, so before any other file."""
         try:
             said = json.loads(self.backend.read(marker))
             ticket = SaveTicket(int(said["unique_id"]), int(said["generation"]), str(said["token"]))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
         return ticket if ticket.marker_file == marker else None
 
@@ -236,7 +278,7 @@ class CheckpointDirectory:
         doomed = []
         for name in names:
             save, temporary = save_of(name), _TEMPORARY.fullmatch(name)
-            unfinished = temporary is not None and int(temporary[1]) == ticket.unique_id
+            unfinished = temporary is not None and temporary[1] in (None, str(ticket.unique_id))
             # What is older than a committed save of its id has been replaced by it.
             older = not being_read and _is_before(save, ticket.unique_id, ticket.generation)
             if unfinished or ((ticket.owns(name) or (committed and older)) and name not in keep):
@@ -342,7 +384,7 @@ class CheckpointDirectory:
 
         replaced = self.publish(ticket, manifest.encode(), check)
         try:
-            self.finish(ticket, being_read=replaced is None)
+            self.finish(ticket, replaced is None, manifest)
         finally:
             if replaced is not None:
                 replaced.release()
@@ -369,23 +411,26 @@ class CheckpointDirectory:
             raise
         return replaced
 
-    def finish(self, ticket: SaveTicket, being_read: bool = False) -> None:
-        """Removes what a published save does not need, and its marker.
+    def finish(self, ticket: SaveTicket, being_read: bool = False, manifest: Manifest | None = None) -> None:
+        """Tells Paddle's own loader of a published save; removes what the save does not need, and its marker.
 
         Args:
             ticket: The save.
             being_read: Whether what it has replaced is being read, and so stays.
+            manifest: What was published, if the caller has it.
 
         Raises:
-            CheckpointError: Something could not be removed.
+            CheckpointError: Something could not be written or removed.
         """
         try:
+            self.tell_paddle(manifest)
             doomed = self._doomed(ticket, self.backend.names(), being_read)
             self._remove(doomed, ticket.marker_file)
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoint in {self.path} (id {ticket.unique_id}) is complete, but files that it does not "
-                f"need could not be removed: {error}. Remedy: the next save here tries again"
+                f"the checkpoint in {self.path} (id {ticket.unique_id}) is complete, but {PADDLE_METADATA} could not "
+                f"be written, or files that it does not need not be removed: {error}. Remedy: the next save here tries "
+                "again"
             ) from error
 
     def write_manifest(self, manifest: Manifest) -> None:
@@ -398,6 +443,7 @@ class CheckpointDirectory:
         lock = self.lock()
         try:
             self.backend.publish(f"{manifest.unique_id}.manifest", manifest.encode())
+            self.tell_paddle(manifest)
         finally:
             lock.release()
 
@@ -440,6 +486,7 @@ class CheckpointDirectory:
                 self.backend.remove(name)
             if not any(map(ticket.owns, self.backend.names())):
                 self._remove_unfinished(ticket)
+                self._remove_refusal(ticket.marker_file)
                 self.backend.remove(ticket.marker_file)
 
     def read_manifest(self, unique_id: int | None = None) -> Manifest:
@@ -483,6 +530,13 @@ class CheckpointDirectory:
         if manifest.unique_id != unique_id:
             raise CorruptCheckpointError(f"{file} is the manifest of id {manifest.unique_id}: it has been renamed")
         return manifest
+
+    def save_token(self, unique_id: int) -> str | None:
+        """The save token of the manifest that is in place; None if there is none, or none that can be read."""
+        try:
+            return self.read_native(unique_id).save_token
+        except (OSError, CorruptCheckpointError, ValidationError):
+            return None
 
     def check_complete(self, manifest: Manifest) -> None:
         """Checks that all data files of a checkpoint are there, of their size and of the same save.

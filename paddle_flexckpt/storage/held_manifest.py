@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
+from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.storage.backend import FileLock
 from paddle_flexckpt.storage.directory import CheckpointDirectory
 from paddle_flexckpt.storage.manifest import Manifest
@@ -31,20 +32,26 @@ class HeldManifest:
             ValidationError: There is no such checkpoint.
             CorruptCheckpointError: The manifest is damaged.
         """
+        before: list[int] | None = None
         while True:
             ids = directory.list_ids()
             chosen = ids[-1] if ids and unique_id is None else unique_id
-            if chosen is None or chosen not in ids:
-                # Another program's checkpoint, or none.
-                self._lock, self.manifest = FileLock(), directory.read_manifest(unique_id)
-                return
             try:
-                self._lock, self.manifest = _hold(directory, chosen)
+                if chosen is None or chosen not in ids:
+                    # Another program's checkpoint, or none.
+                    self._lock, self.manifest = FileLock(), directory.read_manifest(unique_id)
+                else:
+                    self._lock, self.manifest = _hold(directory, chosen)
                 return
-            except FileNotFoundError:
-                # It has just been removed: another one may be the highest now.
-                if directory.list_ids() == ids:
-                    raise
+            except FileNotFoundError as error:
+                # It has just been removed, and perhaps saved again: another one may be the highest now.
+                if before == ids:
+                    file = directory.path if chosen is None else directory.manifest_file(chosen)
+                    raise CorruptCheckpointError(
+                        f"{file} is listed in its directory, and is not there: a link that "
+                        "leads nowhere, or a directory that somebody keeps changing. Remedy: remove it, or try again"
+                    ) from error
+                before = ids
 
     def __enter__(self) -> Manifest:
         return self.manifest

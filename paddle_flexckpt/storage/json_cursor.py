@@ -19,6 +19,7 @@ _MAX_DIGITS = 32
 _SPACE = re.compile(rb"[ \t\n\r]*")
 # Up to the end of a text, or to that of the window: the expression takes memory for every escape.
 _TEXT_WINDOW = 1 << 12
+_PLAIN_NAME = re.compile(rb'"([^"\\\x00-\x1f]{0,255})"')
 _TEXT = re.compile(rb'(?:[^"\\\x00-\x1f]+|\\[^\x00-\x1f])*')
 
 
@@ -52,6 +53,10 @@ class JsonCursor:
 
     def string(self, most: int | None = None) -> str:
         """A text, of at most so many bytes if that is given."""
+        usual = _PLAIN_NAME.match(self._text, self._at)
+        if usual is not None:
+            self._at = usual.end()
+            return usual[1].decode()
         if self._peek() != b'"':
             raise ValueError(f"byte {self._at}: {self._text[self._at : self._at + 8]!r} where a text stands")
         end = self._at + 1
@@ -75,6 +80,14 @@ class JsonCursor:
             if len(found) > MAX_TEXTS:
                 raise ValueError(f"byte {self._at}: more than {MAX_TEXTS} texts")
         return found
+
+    def match(self, pattern: re.Pattern[bytes]) -> tuple[bytes, ...] | None:
+        """The groups of a pattern if it stands here, before anything else is looked at; None if it does not."""
+        match = pattern.match(self._text, self._at)
+        if match is None:
+            return None
+        self._at = match.end()
+        return match.groups()
 
     def value(self, with_fractions: bool = False) -> Any:
         """A value of at most :data:`MAX_VALUE_BYTES` bytes: whole numbers, texts, lists and objects of them.

@@ -65,7 +65,7 @@ class Claim:
             return cls(
                 str(said["token"]), str(said["host"]), int(said["pid"]), int(said["counter"]), float(said["seconds"])
             )
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return None
 
     def __str__(self) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.storage.backend import Backend, Location, open_backend
+from paddle_flexckpt.storage.backend import Backend, Location, open_backend, reading
 from paddle_flexckpt.storage.directory import CheckpointDirectory
 from paddle_flexckpt.storage.manifest import Origin
 
@@ -24,8 +24,8 @@ class CheckpointInfo:
         world_size: Ranks that saved it; 0 where the manifest is damaged, and so below.
         keys: Tensors in it.
         total_bytes: Bytes of tensors in it.
-        complete: Whether the manifest is readable and all its files are there, of their size and of the same save.
-            Their bytes are not read: ``verify_checkpoint`` does that.
+        complete: Whether the directory and the manifest are readable and all files are there, of their size and of the
+            same save. Their bytes are not read: ``verify_checkpoint`` does that.
         problem: What is wrong, where it is not complete.
     """
 
@@ -52,11 +52,16 @@ def list_checkpoints(path: Location) -> list[CheckpointInfo]:
         path: A checkpoint's directory, or one that holds several such directories; or their URL.
 
     Returns:
-        By rising step, then id; those without a step first. None if there is no such directory.
+        By rising step, then id; those without a step first. None if there is no such directory. A directory below that
+        cannot be read counts as an incomplete checkpoint of id 0, whose ``problem`` says why.
+
+    Raises:
+        UnreadableCheckpointError: The directory itself cannot be read.
     """
     backend = open_backend(path)
-    found = _infos(backend)
-    for infos in backend.each(lambda name: _infos(backend.child(name)), backend.directories()):
+    with reading(backend.path):
+        found, below = _infos(backend), backend.directories()
+    for infos in backend.each(lambda name: _infos_below(backend.child(name)), below):
         found += infos
     return sorted(found, key=lambda info: (-1 if info.step is None else info.step, info.unique_id, info.path))
 
@@ -79,9 +84,11 @@ def is_complete(path: Location, unique_id: int | None = None) -> bool:
         unique_id: The checkpoint's id; None takes the highest.
     """
     directory = CheckpointDirectory(path)
-    ids = directory.list_ids()
+    with reading(directory.path):
+        ids = directory.list_ids()
     chosen = unique_id if unique_id is not None else ids[-1] if ids else None
-    return chosen in ids and _info(directory, chosen or 0).complete
+    info = _info(directory, chosen) if chosen is not None and chosen in ids else None
+    return info is not None and info.complete
 
 
 def detect_format(path: Location) -> Origin:
@@ -102,19 +109,37 @@ def detect_format(path: Location) -> Origin:
 
 def _infos(backend: Backend) -> list[CheckpointInfo]:
     directory = CheckpointDirectory(backend)
-    return [_info(directory, unique_id) for unique_id in directory.list_ids()]
+    infos = (_info(directory, unique_id) for unique_id in directory.list_ids())
+    return [info for info in infos if info is not None]
 
 
-def _info(directory: CheckpointDirectory, unique_id: int) -> CheckpointInfo:
+def _infos_below(backend: Backend) -> list[CheckpointInfo]:
     try:
-        manifest = directory.read_manifest(unique_id)
-    except (CorruptCheckpointError, ValidationError) as error:
-        return CheckpointInfo(directory.path, unique_id, None, 0, 0, 0, complete=False, problem=str(error))
+        return _infos(backend)
+    except OSError as error:
+        return [_broken(backend.path, 0, error)]
+
+
+def _broken(path: str, unique_id: int, error: Exception) -> CheckpointInfo:
+    problem = f"cannot be read: {type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
+    return CheckpointInfo(path, unique_id, None, 0, 0, 0, complete=False, problem=problem)
+
+
+def _info(directory: CheckpointDirectory, unique_id: int) -> CheckpointInfo | None:
+    """What there is of an id; None if it has been removed meanwhile."""
+    try:
+        manifest = directory.read_native(unique_id)
+    except FileNotFoundError as error:
+        return None if unique_id not in directory.list_ids() else _broken(directory.path, unique_id, error)
+    except (CorruptCheckpointError, ValidationError, OSError) as error:
+        return _broken(directory.path, unique_id, error)
     problem = ""
     try:
         directory.check_complete(manifest)
-    except CorruptCheckpointError as error:
-        problem = str(error)
+    except (CorruptCheckpointError, OSError) as error:
+        problem = _broken("", 0, error).problem
+        if directory.save_token(unique_id) != manifest.save_token:
+            return _info(directory, unique_id)  # it has just been removed or replaced, and its files with it
     catalog = manifest.catalog
     return CheckpointInfo(
         path=directory.path,

@@ -241,6 +241,11 @@ class LocalBackend(Backend):
         self._lease: LeaseLock | None = None
         self._identity = identity
 
+    @property
+    def has_path(self) -> bool:
+        """As in the base class."""
+        return True
+
     def names(self) -> list[str]:
         """As in the base class."""
         # Anything but a directory counts: what is in the way of a file is not to be overlooked.
@@ -248,7 +253,7 @@ class LocalBackend(Backend):
 
     def directories(self) -> list[str]:
         """As in the base class."""
-        return self._entries(lambda entry: entry.is_dir())
+        return self._entries(_may_be_directory)
 
     def _entries(self, wanted: Any) -> list[str]:
         try:
@@ -415,6 +420,14 @@ class LocalBackend(Backend):
         """As in the base class."""
         settings = {"lock": self._lock, "lease_seconds": self._lease_seconds, "identity": self._identity}
         return {"path": os.path.abspath(self.path), **settings}
+
+
+def _may_be_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a directory; also if that cannot be told, as whoever opens it will be told why."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return True
 
 
 def sync_directory(path: str) -> None:

@@ -30,6 +30,9 @@ FORMAT_VERSION = int(FORMAT_VERSIONS[-1])
 _MAX_HEADER_BYTES = 1 << 16
 # A reader has memory for some blocks; the writer's have 1 MiB.
 _MAX_BLOCK_BYTES = 1 << 26
+# Numpy's own limit.
+_MAX_AXES = 64
+_MAX_TOLD = 300
 _CREATOR = "paddle_flexckpt"
 _CATALOG = "catalog."
 
@@ -178,8 +181,8 @@ class Manifest:
                 step=int(info["step"]) if "step" in info else None,
                 nodes=_decode_nodes(arrays.get("nodes")),
             )
-        except (KeyError, ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
-            raise CorruptCheckpointError(f"{file} is not a usable manifest: {error!r}") from error
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{file} is not a usable manifest: {repr(error)[:_MAX_TOLD]}") from error
 
 
 def _decode_nodes(column: np.ndarray | None) -> dict[str, tuple[str, ...]]:
@@ -205,6 +208,8 @@ def _check_columns(catalog: Catalog, file_bytes: np.ndarray) -> None:
         raise ValueError("a column has another shape than [n]")
     if any(column.ndim != 2 or column.shape != wide[0].shape for column in wide) or len(wide[0]) != count:
         raise ValueError("the columns of boxes differ in shape")
+    if not 1 <= wide[0].shape[1] <= _MAX_AXES:
+        raise ValueError(f"tensors of {wide[0].shape[1]} axes")
     for name, table in (("key", catalog.keys), ("dtype", catalog.dtypes), ("file", catalog.files)):
         column = getattr(catalog, name)
         if count and not (column.min() >= 0 and column.max() < len(table)):

@@ -223,6 +223,11 @@ class FsspecBackend(Backend):
             super().publish(name, data, check_all)
 
     @property
+    def has_path(self) -> bool:
+        """As in the base class."""
+        return self._protocol in ("file", "local")
+
+    @property
     def replaces(self) -> bool:
         """As in the base class."""
         return self._commit() != "rename"

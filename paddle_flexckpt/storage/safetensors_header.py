@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,11 @@ from paddle_flexckpt.storage.json_cursor import JsonCursor
 MAX_HEADER_BYTES = 100_000_000
 _MAX_AXES = 64
 _MAX_EXTENT = 1 << 60
+_NUMBER = rb"(?:0|[1-9]\d{0,17})"
+_USUAL = re.compile(
+    rb'\{"dtype":"([A-Z0-9_]{1,8})","shape":\[((?:%b(?:,%b){0,31})?)\],"data_offsets":\[(%b),(%b)\]\}'
+    % (_NUMBER, _NUMBER, _NUMBER, _NUMBER)
+)
 _ITEMSIZE = {dtype.safetensors: dtype.itemsize // dtype.trailing for dtype in DTYPES.values()}
 
 
@@ -87,7 +93,9 @@ def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
             if name == "__metadata__":
                 metadata = cursor.texts()
                 continue
-            tensor = tensors[name] = _tensor(name, cursor.value(), start, file)
+            usual = cursor.match(_USUAL)
+            entry = cursor.value() if usual is None else _entry(*usual)
+            tensor = tensors[name] = _tensor(name, entry, start, file)
             in_order = in_order and tensor.begin == position
             position = tensor.end
         cursor.end()
@@ -102,6 +110,12 @@ def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
     if position != file_bytes:
         raise _damaged(file, f"its tensors end at byte {position}; the file has {file_bytes} bytes")
     return Header(tensors, metadata)
+
+
+def _entry(code: bytes, shape: bytes, begin: bytes, end: bytes) -> dict[str, Any]:
+    """The value of an entry in the spelling of safetensors' own writer, of which a header may have very many."""
+    extents = list(map(int, shape.split(b","))) if shape else []
+    return {"dtype": code.decode(), "shape": extents, "data_offsets": [int(begin), int(end)]}
 
 
 def _tensor(name: str, entry: Any, start: int, file: str) -> StoredTensor:

@@ -137,6 +137,8 @@ class TrainerDirectories:
                     open_backend(directory).sync()
                     backend.remove(_MANIFEST)
                     backend.sync()
+                    # Before the file that keeps Paddle's own loader from them.
+                    backend.each(backend.remove, [name for name in backend.names() if name.endswith(".safetensors")])
         shutil.rmtree(directory)
         logger.info(f"removed {directory}")
         return True

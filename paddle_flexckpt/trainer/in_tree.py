@@ -3,12 +3,11 @@
 ``paddle.distributed.save_state_dict``, ``load_state_dict`` and ``load_merged_state_dict`` keep their signatures, their
 results and their way of choosing an id; what they write and read is the native format (and they read Paddle's as well).
 A library that opens the ``.metadata`` file of a checkpoint itself, as PaddleFormers does to see which keys there are,
-finds one; the files of tensors are not Paddle's, so its own loader cannot take such a checkpoint.
+finds the one that every save writes for Paddle's own loader, and no other.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from pathlib import Path
@@ -18,11 +17,11 @@ from paddle_flexckpt.runtime.communicator import communicator_for
 from paddle_flexckpt.runtime.loader import load_state_dict as load
 from paddle_flexckpt.runtime.merged import load_merged_state_dict as load_merged
 from paddle_flexckpt.runtime.saver import save_state_dict as save
-from paddle_flexckpt.storage import CheckpointDirectory, Manifest
+from paddle_flexckpt.storage import CheckpointDirectory
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.trainer.undo import Undo
 
 _MARK = "_flexckpt_replaced"
-_CLASSES = "paddle.distributed.flex_checkpoint.dcp.metadata"
 
 
 def replace_in_tree() -> None:
@@ -96,15 +95,16 @@ def save_state_dict(
         safetensors,
         save_replicas,
     )
-    chosen = unique_id
 
-    def describe() -> tuple[None, bytes]:
-        # A save in the background has no manifest yet.
+    def tidy() -> tuple[None, bytes]:
+        # What a save in the background replaces has to stay until that is done.
         if comm.position == 0 and not async_save and _is_there(path):
-            _write_metadata(Path(path), CheckpointDirectory(path).read_manifest(chosen))
+            for other in Path(path).glob("*.metadata"):
+                if other.name != PADDLE_METADATA:
+                    other.unlink()
         return None, b""
 
-    comm.together(describe, f"{path!r} is saved, but its .metadata file could not be written")
+    comm.together(tidy, f"{path!r} is saved, but another .metadata file could not be removed")
 
 
 def load_state_dict(
@@ -148,33 +148,3 @@ def load_merged_state_dict(
 def _is_there(path: Any) -> bool:
     """Whether a path is a directory of this machine's file systems; a URL is not."""
     return "://" not in os.fspath(path) and os.path.isdir(path)
-
-
-def _write_metadata(directory: Path, manifest: Manifest) -> None:
-    """Writes what Paddle's ``.metadata`` file says of shapes and dtypes, in the place of any such file."""
-    import paddle
-
-    try:
-        classes = importlib.import_module(_CLASSES)
-    except ImportError:  # Paddle before 3.2, whose class has other fields; nobody reads the file there
-        return
-    catalog = manifest.catalog
-    shards: dict[str, list[Any]] = {}
-    for row in range(len(catalog)):
-        flat = None if catalog.flat_start[row] < 0 else (int(catalog.flat_start[row]), int(catalog.flat_stop[row]))
-        described = classes.LocalTensorMetadata(
-            global_offset=catalog.unpadded(row, catalog.offset),
-            local_shape=catalog.unpadded(row, catalog.shape),
-            dtype=catalog.dtype_name(row),
-            global_shape=catalog.unpadded(row, catalog.global_shape),
-            is_flattened=flat is not None,
-            flattened_range=flat,
-        )
-        shards.setdefault(catalog.keys[catalog.key[row]], []).append(described)
-    metadata = classes.Metadata(state_dict_metadata=shards, storage_metadata={}, flat_mapping={})
-    unfinished = directory / ".metadata.unfinished"
-    paddle.save(metadata, str(unfinished))
-    for other in directory.glob("*.metadata"):
-        if other.name != f"{manifest.unique_id}.metadata":
-            other.unlink()
-    os.replace(unfinished, directory / f"{manifest.unique_id}.metadata")

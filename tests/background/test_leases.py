@@ -11,6 +11,7 @@ import pytest
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.storage import open_storage
 from paddle_flexckpt.storage.local import LocalBackend
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from tests.background.helpers import PATIENCE_SECONDS, Watch, kill, load, save, stopped
 
 
@@ -34,7 +35,7 @@ def test_a_lease_outlives_the_wait_for_a_writer_that_is_busy(tmp_path, writers):
             LocalBackend(str(tmp_path), lease_seconds=0.3).lock()
     handle.result(PATIENCE_SECONDS)
     assert load(tmp_path) == 1
-    assert sorted(os.listdir(tmp_path)) == ["0.manifest", "0_0.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == ["0.manifest", "0_0.safetensors", PADDLE_METADATA]
     # The lease has been given back: nobody waits for it.
     save(storage, 2, writer).result(PATIENCE_SECONDS)
     assert load(tmp_path) == 2

@@ -10,6 +10,7 @@ import pytest
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.runtime.saver import save_state_dict
 from paddle_flexckpt.storage import CheckpointDirectory
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import PATIENCE_SECONDS, Watch, kill, limit_file_size, load_shards, shards, stopped
 
@@ -62,7 +63,8 @@ def test_parts_of_all_ranks_make_a_checkpoint(tmp_path, ranks, coordinator):
         assert sum(report.bytes_written for report in reports) == reports[0].total_bytes
     assert [load_shards(tmp_path, 3, unique_id) for unique_id in (0, 1)] == [0, 1]
     assert sorted(os.listdir(tmp_path)) == sorted(
-        [f"{rank}_{unique_id}.safetensors" for rank in range(3) for unique_id in (0, 1)] + ["0.manifest", "1.manifest"]
+        [f"{rank}_{unique_id}.safetensors" for rank in range(3) for unique_id in (0, 1)]
+        + ["0.manifest", "1.manifest", PADDLE_METADATA]
     )
 
 
@@ -236,4 +238,6 @@ def test_a_rank_that_does_not_hand_over_as_it_has_lost_another_tells_the_rest(tm
     assert text == f"cannot save to {str(tmp_path)!r}: [rank {losing}] {found[losing]}"
     outcomes(save(tmp_path, 2, writers))
     assert load_shards(tmp_path, 3) == 2
-    assert sorted(os.listdir(tmp_path)) == ["0_1.safetensors", "1.manifest", "1_1.safetensors", "2_1.safetensors"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "0_1.safetensors", "1.manifest", "1_1.safetensors", "2_1.safetensors", PADDLE_METADATA
+    ]  # fmt: skip

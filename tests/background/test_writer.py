@@ -17,11 +17,12 @@ from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.saver import save_state_dict
 from paddle_flexckpt.storage import CheckpointDirectory, open_backend
 from paddle_flexckpt.storage.local import LocalBackend
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from tests.background.helpers import ELEMENTS, PATIENCE_SECONDS, SOLO, Watch, kill, load, save, state, stopped
 
 
 def names(path):
-    return sorted(os.listdir(path))
+    return sorted(set(os.listdir(path)) - {PADDLE_METADATA})
 
 
 def test_what_is_saved_are_the_values_at_the_time_of_the_call(tmp_path, writers):

@@ -14,9 +14,10 @@ from typing import Any
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.runtime.communicator import Communicator
 from paddle_flexckpt.storage import CheckpointDirectory
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from tests.crash.file_system import Call, Fault, FileSystem
 from tests.crash.job import Interrupted, Job, Stopped
-from tests.crash.scenario import Scenario, State, read_version, run
+from tests.crash.scenario import Scenario, State, paddle_reads, read_version, run
 
 # Contents of a file, or None for a directory, by path below the root.
 Tree = dict[str, "bytes | None"]
@@ -106,6 +107,7 @@ class Bench:
         scenario: What is done.
         root: The disk.
         before: What is on it before.
+        paddle_before: What Paddle's own loader reads of that.
         orphans: Files that no marker and no manifest speaks of: a repair may need them, so saves leave them alone.
     """
 
@@ -116,6 +118,7 @@ class Bench:
         write_tree(self.root, {})
         scenario.prepare(self.root)
         self.before = read_tree(self.root)
+        self.paddle_before = self.paddle_reads()
         self.orphans = set() if any(name.endswith(".saving") for name in self.before) else self.unused()
 
     def act(self, fault: Fault | None = None, seed: int | None = None, salt: int = 0) -> Run:
@@ -169,6 +172,22 @@ class Bench:
                 check_meant(error)
             raise Violation(f"{folder} id {unique_id} is not whole: {error!r}: {sorted(read_tree(folder))}") from error
 
+    def paddle_reads(self) -> dict[str, int]:
+        """What Paddle's own loader reads, by directory, where it does not fail.
+
+        Raises:
+            Violation: It reads what nobody has saved.
+        """
+        found = {}
+        for folder, _, _ in os.walk(self.root):
+            try:
+                version = paddle_reads(folder, self.scenario.large)
+            except AssertionError as error:
+                raise Violation(str(error)) from error
+            if version is not None:
+                found[os.path.relpath(folder, self.root)] = version
+        return found
+
     def check(self, done: int, turn: int, where: str) -> dict[str, int]:
         """Looks at the disk as it is, then saves again.
 
@@ -188,6 +207,12 @@ class Bench:
             allowed = self.scenario.allowed(done)
             if found not in allowed:
                 raise Violation(f"a reader finds {found}; allowed are {allowed}")
+            # Other ranks may learn of the commit before Paddle's loader does, and its file is brought up to date later.
+            earlier = [*allowed, *self.scenario.allowed(max(done - 1, 0))]
+            either = {(os.path.dirname(name), version) for state in earlier for name, version in state.items()}
+            wrong = self.paddle_reads().items() - either - self.paddle_before.items()
+            if wrong:
+                raise Violation(f"Paddle's own loader reads {sorted(wrong)}; allowed are {allowed}")
             self._save_again(found, turn)
         except Violation as error:
             raise Violation(f"{self.scenario.name}, {where}: {error}") from error
@@ -209,6 +234,10 @@ class Bench:
         now = self.observe()
         if now != expected:
             raise Violation(f"after the next save there is {now}; expected {expected}")
+        folder = os.path.dirname(names[0])
+        alone = not self.scenario.large and [os.path.dirname(name) for name in now].count(folder) == 1
+        if self.paddle_reads().get(folder) != (AGAIN if alone else None):
+            raise Violation(f"after the next save Paddle's own loader reads {self.paddle_reads()}, of {now}")
         self._check_tidy(before)
 
     def _check_tidy(self, before: list[str]) -> None:
@@ -225,6 +254,8 @@ class Bench:
             used = set()
             for unique_id in directory.list_ids():
                 used |= {f"{unique_id}.manifest", *directory.read_manifest(unique_id).catalog.files}
+            if used:
+                used.add(PADDLE_METADATA)
             below = os.path.relpath(folder, self.root)
             left = set(names) - used if names or folders else {"."}
             found |= {os.path.normpath(os.path.join(below, name)) for name in left}

@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from safetensors.numpy import load_file
 
+from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError
 from paddle_flexckpt.runtime.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.storage import load_pickle
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from tests.crash.job import Job
 
 # "{directory below the root}/{id}" of every complete checkpoint, and the version of the values in it.
@@ -37,9 +41,9 @@ def values(version: int, large: bool = False) -> dict[str, np.ndarray]:
         "replicated": generator.integers(-99, 99, (7, 3)).astype(np.int16),
         "flat": generator.random((3, 5)),
         "one rank's": generator.integers(0, 2, 11).astype(bool),
-        "none": np.zeros((0, 4), dtype=np.float32),
     }
     if large:
+        tensors["none"] = np.zeros((0, 4), dtype=np.float32)  # which Paddle's own loader cannot read
         tensors["blocks"] = generator.random(BLOCKS, dtype=np.float32)
     return tensors
 
@@ -73,6 +77,40 @@ def read_version(directory: str, unique_id: int | None = None, large: bool = Fal
     version = int(found["version"][0])
     for key, whole in values(version, large).items():
         assert found[key].tobytes() == whole.tobytes(), f"{directory} id {unique_id}: {key!r} is not of {version}"
+    return version
+
+
+def paddle_reads(directory: str, large: bool = False) -> int | None:
+    """The version that Paddle's own loader reads with ``safetensors=True``; None if it fails. No Paddle is needed.
+
+    Raises:
+        AssertionError: It reads a mixture, or takes shards for whole tensors.
+    """
+    names = os.listdir(directory)
+    stored = {name for name in names if name.endswith(".safetensors")}
+    if PADDLE_METADATA not in names:
+        assert not stored, f"{directory}: Paddle takes {stored} for a Hugging Face directory"
+        return None
+    with open(os.path.join(directory, PADDLE_METADATA), "rb") as stream:
+        content = stream.read()
+    try:
+        metadata = load_pickle(content, PADDLE_METADATA)
+    except (CorruptCheckpointError, UnsafePickleError):
+        return None
+    if not set(metadata.storage_metadata.values()) <= stored:
+        return None
+    found = {key: np.full_like(whole, 99) for key, whole in values(0, large).items()}
+    for index, file in metadata.storage_metadata.items():
+        if index.tensor_key not in found:
+            continue  # a manager's own
+        box = found[index.tensor_key][tuple(slice(o, o + n) for o, n in zip(index.global_offset, index.local_shape))]
+        flat = box.copy().reshape(-1)
+        start, stop = index.flattened_range or (0, flat.size)
+        flat[start:stop] = load_file(os.path.join(directory, file))[index.tensor_key].reshape(-1)
+        box[...] = flat.reshape(box.shape)
+    version = int(found["version"][0])
+    for key, whole in values(version, large).items():
+        assert found[key].tobytes() == whole.tobytes(), f"{directory}: Paddle reads {key!r}, which is not of {version}"
     return version
 
 

@@ -152,7 +152,11 @@ def _careless(monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "spreads", "said"),
     [
-        (_in_place, SPREADS, r"a reader finds \{\}|is not whole: .*CorruptCheckpointError"),
+        (
+            _in_place,
+            SPREADS,
+            r"a reader finds \{\}|is not whole: .*CorruptCheckpointError|for a Hugging Face directory",
+        ),
         (_one_generation, SPREADS, "is not whole: .*CorruptCheckpointError"),
         (_remove_first, SPREADS, r"a reader finds \{\}"),
         (_no_marker, SPREADS, "the next save left"),

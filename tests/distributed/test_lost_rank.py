@@ -16,6 +16,7 @@ pytest.importorskip("paddle")
 import paddle
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
@@ -85,7 +86,7 @@ def test_a_killed_rank_is_named_by_all_others(tmp_path, transport, size, victim,
     assert [code for code, _ in run(tmp_path, transport, size, victim=-1)] == [0] * size
     assert values(tmp_path / "c", size) == [200 + 1000 * rank for rank in range(size)]
     assert sorted(name.partition(".")[0] for name in os.listdir(tmp_path / "c")) == sorted(
-        ["0", *(f"{rank}_0" for rank in range(size))]
+        ["0", *(f"{rank}_0" for rank in range(size)), PADDLE_METADATA.partition(".")[0]]
     )
 
 

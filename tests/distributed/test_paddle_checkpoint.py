@@ -31,6 +31,13 @@ def test_loads_what_paddle_saved(world2, tmp_path, safetensors):
     assert sorted(os.listdir(tmp_path)) == names
 
 
+def test_paddle_loads_what_we_saved(world2, tmp_path):
+    world2.run(jobs.save_with_us, directory=str(tmp_path))
+    names = sorted(os.listdir(tmp_path))
+    assert world2.run(jobs.load_with_paddle, directory=str(tmp_path)) == [[], []]
+    assert sorted(os.listdir(tmp_path)) == names
+
+
 def test_whole_tensors_and_replicas(world2, tmp_path):
     pieces, replicas = tmp_path / "pieces", tmp_path / "replicas"
     world2.run(jobs.save_with_paddle, directory=str(pieces), safetensors=False)

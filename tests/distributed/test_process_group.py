@@ -7,6 +7,7 @@ import os
 import pytest
 
 pytest.importorskip("paddle")
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from tests.distributed import jobs_checkpoint as jobs
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
@@ -32,7 +33,7 @@ def test_a_group_saves_loads_and_reshards_by_itself(world4, tmp_path, ranks, coo
     assert sum(report["written"] for report in members) == members[0]["unique"]
     # Files are named by global rank, so groups that share a directory do not collide.
     data = [f"{rank}_{unique_id}.safetensors" for rank in ranks for unique_id in (0, 1)]
-    assert sorted(os.listdir(tmp_path)) == sorted([*data, "0.manifest", "1.manifest"])
+    assert sorted(os.listdir(tmp_path)) == sorted([*data, "0.manifest", "1.manifest", PADDLE_METADATA])
     assert world4.run(jobs.load_by_all, directory=str(tmp_path), unique_id=0) == [[]] * 4
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("paddle")
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from tests.distributed import jobs_checkpoint as jobs
 from tests.distributed.jobs_common import LAYOUTS, ZOO, zoo_bytes
 
@@ -64,7 +65,7 @@ def test_ids_count_up_and_an_explicit_one_replaces(world2, tmp_path):
     assert first["replaced"] == [1, [1, 90, 91, 92, 93], values[1], values[0]]
     # Only what the manifests name: the replaced files are gone.
     data = [f"{rank}_{name}.safetensors" for name in ("0", "1.1", "7", "8") for rank in (0, 1)]
-    assert first["files"] == sorted(data + [f"{name}.manifest" for name in (0, 1, 7, 8)])
+    assert first["files"] == sorted(data + [f"{name}.manifest" for name in (0, 1, 7, 8)] + [PADDLE_METADATA])
 
 
 def test_the_coordinator_commits_and_logs(world2, tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from tests.storage.samples import flip
 
 SHAPES = {"w": (4, 3), "b": (5,)}
@@ -52,11 +53,12 @@ def directory_of(root, step: int) -> Path:
 
 
 def tree(root) -> list[str]:
-    """All files and empty directories below a root."""
+    """All files and empty directories below a root, but for Paddle's own loader's beside others."""
     found = []
     for path, directories, files in os.walk(root):
         below = os.path.relpath(path, root)
-        found += [os.path.normpath(os.path.join(below, name)) for name in files]
+        listed = [name for name in files if name != PADDLE_METADATA] or files
+        found += [os.path.normpath(os.path.join(below, name)) for name in listed]
         if not directories and not files and below != ".":
             found.append(f"{below}/")
     return sorted(found)

@@ -395,7 +395,7 @@ def test_damage_is_an_error_unless_a_fallback_is_asked_for(three, damage):
     assert (step, version) == (2, 2)
     assert set(report.skipped) == {3}
     assert "step_00000003" in report.skipped[3]
-    assert "damaged and skipped: step 3" in report.summary()
+    assert "damaged or unreadable and skipped: step 3" in report.summary()
     assert report.as_dict()["skipped"] == {"3": report.skipped[3]}
     assert manager.all_steps() == [1, 2, 3]
     # The run goes on from 2, and comes to 3 again.
@@ -414,7 +414,8 @@ def test_a_fallback_goes_down_step_by_step_and_never_up(three):
     step, version, report = restore(manager, fallback=True)
     assert (step, version, sorted(report.skipped)) == (1, 1, [2, 3])
     DAMAGES["manifest"](three, 1)
-    with pytest.raises(fc.CorruptCheckpointError, match="all that could be restored is damaged: step 3: .*; step 2: "):
+    said = "all that could be restored is damaged or cannot be read: step 3: .*; step 2: "
+    with pytest.raises(fc.CorruptCheckpointError, match=said):
         restore(manager, fallback=True)
 
 

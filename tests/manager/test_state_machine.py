@@ -373,7 +373,7 @@ class Managed(RuleBasedStateMachine):
             # Whose files those of a damaged manifest are cannot be told.
             whole = [step for step, each in self.stored.items() if each.damage != "manifest"]
             left = [name for step in whole for name in os.listdir(directory_of(self.root, step))]
-            assert {os.path.splitext(name)[1] for name in left} <= {".manifest", ".safetensors"}
+            assert {os.path.splitext(name)[1] for name in left} <= {".manifest", ".safetensors", ".metadata"}
         finally:
             shutil.rmtree(self.root)
 

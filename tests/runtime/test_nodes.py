@@ -12,6 +12,7 @@ from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.merged import load_merged_state_dict
 from paddle_flexckpt.runtime.saver import save_state_dict
 from paddle_flexckpt.storage import NodeDirectory, list_checkpoints
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import shards
 
@@ -83,8 +84,8 @@ def test_ranks_that_share_no_directory_are_refused_before_data_is_written(nodes,
 
 def test_each_node_has_its_part_and_a_manifest_of_all(saved):
     a, b, _ = saved
-    assert sorted(os.listdir(a)) == ["0.manifest", "0_0.safetensors", "1_0.safetensors"]
-    assert sorted(os.listdir(b)) == ["0.manifest", "2_0.safetensors", "3_0.safetensors"]
+    assert sorted(os.listdir(a)) == ["0.manifest", "0_0.safetensors", "1_0.safetensors", PADDLE_METADATA]
+    assert sorted(os.listdir(b)) == ["0.manifest", "2_0.safetensors", "3_0.safetensors", PADDLE_METADATA]
     first, second = (NodeDirectory(path).read_manifest() for path in (a, b))
     assert (first.save_token, first.nodes, len(first.catalog)) == (second.save_token, second.nodes, len(second.catalog))
     assert list(first.nodes.values()) == [
@@ -186,8 +187,8 @@ def test_the_highest_id_of_all_nodes_is_the_next_and_is_loaded(nodes):
 def test_an_id_is_replaced_on_all_nodes(saved):
     a, b, _ = saved
     save([a, b, b, a], 2, unique_id=0)
-    assert sorted(os.listdir(a)) == ["0.manifest", "0_0.1.safetensors", "3_0.1.safetensors"]
-    assert sorted(os.listdir(b)) == ["0.manifest", "1_0.1.safetensors", "2_0.1.safetensors"]
+    assert sorted(os.listdir(a)) == ["0.manifest", "0_0.1.safetensors", "3_0.1.safetensors", PADDLE_METADATA]
+    assert sorted(os.listdir(b)) == ["0.manifest", "1_0.1.safetensors", "2_0.1.safetensors", PADDLE_METADATA]
     assert load([a, b])[1] == 2
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.storage import CheckpointDirectory, DataFileWriter, data_file_name
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from tests.crash.file_system import FileSystem
 from tests.crash.job import Job
 from tests.storage.samples import items_of, values_of, whole
@@ -33,7 +34,8 @@ def save(path, unique_id=None, ranks=(0, 1), seed=0):
 
 
 def names(path) -> list[str]:
-    return sorted(os.listdir(path))
+    """Names of the files but for that for Paddle's own loader, which is there whenever a data file is."""
+    return sorted(set(os.listdir(path)) - {PADDLE_METADATA})
 
 
 def test_a_save_leaves_data_files_and_a_manifest(tmp_path):
@@ -131,8 +133,13 @@ def test_the_order_of_a_commit(tmp_path):
     first = seen.index(("open", "0_0.1.safetensors"))
     assert [seen[i][0] for i in marker] == ["open", "write", "fsync", "unlink"]
     assert seen[marker[2] + 1 : first] == [("open", home), ("fsync", home)]
+    # then Paddle's own loader is told, before the files go that it may have in mind
+    told = f"{PADDLE_METADATA}.tmp"
+    assert seen[last + 9 : last + 15] == [
+        ("open", told), ("write", told), ("fsync", told), ("rename", PADDLE_METADATA), ("open", home), ("fsync", home)
+    ]  # fmt: skip
     # only then go the old files, and for good before the marker goes
-    rest = seen[last + 9 :]
+    rest = seen[last + 15 :]
     assert rest[-3:] == [("open", home), ("fsync", home), ("unlink", "0.1.saving")]
     assert sorted(call for call in rest[:-3] if call[0] == "unlink") == [
         ("unlink", "0_0.1.part"), ("unlink", "0_0.safetensors"),
@@ -197,8 +204,9 @@ def test_discard_removes_a_ranks_files_and_keeps_a_committed_saves(tmp_path):
     directory.discard(ticket, 5)
     # The marker goes with the last file.
     assert names(tmp_path) == ["0.saving", "1_0.safetensors"]
+    assert PADDLE_METADATA in os.listdir(tmp_path)
     directory.discard(ticket, 1)
-    assert names(tmp_path) == []
+    assert os.listdir(tmp_path) == []
 
     (tmp_path / "0_0.safetensors").write_bytes(b"data")
     (tmp_path / "0.manifest").write_bytes(b"..." + ticket.token.encode())

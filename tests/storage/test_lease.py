@@ -15,6 +15,7 @@ from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.storage import CheckpointDirectory, is_complete, lease
 from paddle_flexckpt.storage.lease import Claim, LeaseLock
 from paddle_flexckpt.storage.local import DirectoryLock, LocalBackend
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from tests.storage.two_ranks import load, save
 
 PATIENCE = 30
@@ -120,7 +121,7 @@ def test_saves_work_and_leave_no_lease(tmp_path):
         assert not any(isinstance(outcome, BaseException) for outcome in save(tmp_path, version, 0))
     assert load(tmp_path) == 2
     assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "0.manifest", "0_0.1.safetensors", "1_0.1.safetensors"
+        "0.manifest", "0_0.1.safetensors", "1_0.1.safetensors", PADDLE_METADATA
     ]  # fmt: skip
 
 

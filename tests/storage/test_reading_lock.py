@@ -174,7 +174,7 @@ def test_when_the_highest_is_removed_meanwhile_the_next_is_taken(tmp_path, monke
         assert manifest.unique_id == 3
     directory.backend.remove("3.manifest")
     (tmp_path / "9.manifest").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(CorruptCheckpointError, match=r"9\.manifest is listed in its directory, and is not there"):
         HeldManifest(directory)
 
 

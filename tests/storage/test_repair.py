@@ -13,6 +13,7 @@ from paddle_flexckpt.catalog.table import COLUMNS
 from paddle_flexckpt.execution import repair_manifest, verify_checkpoint
 from paddle_flexckpt.storage import CheckpointDirectory, DataFileWriter, Manifest
 from paddle_flexckpt.storage.header import DataFileHeader
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from tests.property.layouts import Shard
 from tests.storage.samples import Stored, flip, items_of, store, values_of, whole
 from tests.storage.test_verify import change, checkpoint, shards_of_two_ranks
@@ -58,7 +59,7 @@ def test_the_manifest_is_as_it_was(tmp_path, step):
     assert (report.step, report.save_token, report.left_out) == (step, stored.manifest.save_token, [])
     assert (report.keys, report.items) == (8, 11)
     assert report.bytes_read == sum(values.nbytes for values in stored.values)
-    assert sorted(os.listdir(tmp_path)) == ["0_5.safetensors", "1_5.safetensors", "5.manifest"]
+    assert sorted(os.listdir(tmp_path)) == ["0_5.safetensors", "1_5.safetensors", "5.manifest", PADDLE_METADATA]
 
 
 def test_the_report_says_what_the_checksums_cannot_tell(tmp_path):

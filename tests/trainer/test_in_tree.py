@@ -14,6 +14,7 @@ import pytest
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.storage import CheckpointDirectory
+from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.trainer import install, is_in_tree_replaced, replace_in_tree, restore_in_tree, uninstall
 
 NAMES = ("save_state_dict", "load_state_dict", "load_merged_state_dict")
@@ -64,7 +65,7 @@ def test_what_is_saved_is_native_and_comes_back(tmp_path):
     assert dist.save_state_dict(state(), str(tmp_path)) is None
     assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {
         "0.manifest",
-        "0.metadata",
+        PADDLE_METADATA,
         "0_0.safetensors",
     }
     target = zeros()
@@ -80,7 +81,7 @@ def test_what_is_saved_is_native_and_comes_back(tmp_path):
 def test_the_metadata_file_has_shapes_and_dtypes(tmp_path):
     replace_in_tree()
     dist.save_state_dict(state(), str(tmp_path))
-    shards = paddle.load(str(tmp_path / "0.metadata")).state_dict_metadata
+    shards = paddle.load(str(tmp_path / PADDLE_METADATA)).state_dict_metadata
     assert {name: (each[0].global_shape, each[0].local_shape, each[0].dtype) for name, each in shards.items()} == {
         "a": ((2, 3), (2, 3), "float32"),
         "b": ((4,), (4,), "int64"),
@@ -92,7 +93,7 @@ def test_without_an_id_the_highest_is_replaced(tmp_path):
     dist.save_state_dict(state(1), str(tmp_path), unique_id=3)
     dist.save_state_dict(state(2), str(tmp_path))
     assert CheckpointDirectory(tmp_path).list_ids() == [3]
-    assert [path.name for path in tmp_path.glob("*.metadata")] == ["3.metadata"]
+    assert [path.name for path in tmp_path.glob("*.metadata")] == [PADDLE_METADATA]
     target = zeros()
     dist.load_state_dict(target, str(tmp_path))
     assert target["b"].tolist() == [2, 2, 2, 2]
