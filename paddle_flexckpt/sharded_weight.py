@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal, Union
 
 from paddle_flexckpt.dist_tensor import is_dist_tensor, local_part
@@ -73,6 +74,7 @@ class ShardedWeight(_PaddleShardedWeight):
         raw_names: Of an optimizer's state: names that Paddle's plain ``optimizer.state_dict()`` may have for it.
         replicas: What is asked of replicas where the caller of a save or reshard does not say (``check_replicas``):
             ``"first"`` for running statistics; None: the default.
+        expert_ranks: Of a tensor of an expert: the ranks of which each holds other experts; else empty.
         dist_tensor: The DistTensor whose local value ``local_tensor`` is, or None.
 
     A DistTensor is described by its placements: ``local_tensor`` is then its local value, ``local_shape`` and
@@ -111,6 +113,7 @@ class ShardedWeight(_PaddleShardedWeight):
         self.aliases = tuple(aliases)
         self.fused = fused
         self.raw_names = tuple(raw_names)
+        self.expert_ranks: frozenset[int] = frozenset()
         self.replicas = replicas
 
     def __str__(self) -> str:
@@ -227,17 +230,20 @@ def make_tp_sharded_weight_for_checkpoint(key: str, tensor: Any, tensor_parallel
 
 
 def model_parallel_group(key: str) -> Any:
-    """Fleet's model-parallel group.
+    """Return fleet's model-parallel group; in one process without fleet, one that cuts nothing.
 
     Args:
         key: The tensor that needs it, for the error.
 
     Raises:
-        ValueError: ``fleet.init`` has not been called.
+        ValueError: ``fleet.init`` has not been called, in a job of several processes.
     """
+    from paddle.distributed import get_world_size
     from paddle.distributed.fleet.base import topology
 
     hcg = topology._HYBRID_PARALLEL_GROUP
+    if hcg is None and get_world_size() == 1:
+        return SimpleNamespace(rank=0, nranks=1, ranks=[0])
     if hcg is None:
         raise ValueError(f"key {key!r} is cut over the model-parallel group. Remedy: call fleet.init first")
     return hcg.get_model_parallel_group()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paddle_flexckpt.parallel.layers import LayerMixin, note_tied, own_state, shard_rules
-from paddle_flexckpt.sharded_weight import ShardedStateDict, is_sharded_weight
+from paddle_flexckpt.sharded_weight import ShardedStateDict, ShardedWeight, is_sharded_weight
 
 _GROUP_NAMES = ("moe_group", "expert_parallel_group", "ep_group")
 _CORRECTION_BIAS = "e_score_correction_bias"
@@ -64,7 +64,7 @@ class ExpertParallelMixin:
         whole = _whole_but_marked(self, structured_name_prefix, list(numbers), ranks, total)
         with _unmarked(whole):
             sharded = LayerMixin.sharded_state_dict(self, structured_name_prefix)
-        return _renumbered(sharded, structured_name_prefix, numbers)
+        return _renumbered(sharded, structured_name_prefix, numbers, ranks)
 
     def _get_expert_lists(self) -> tuple[str, ...]:
         """Names of the attributes that hold the lists of this rank's experts."""
@@ -202,7 +202,9 @@ def _unmarked(tensors: list[Any]) -> Iterator[None]:
             tensor.is_distributed = True
 
 
-def _renumbered(sharded: ShardedStateDict, prefix: str, numbers: dict[str, dict[str, int]]) -> ShardedStateDict:
+def _renumbered(
+    sharded: ShardedStateDict, prefix: str, numbers: dict[str, dict[str, int]], ranks: frozenset[int]
+) -> ShardedStateDict:
     """The experts' keys with their numbers in the whole layer."""
     renamed: ShardedStateDict = {}
     for key, weight in sharded.items():
@@ -212,6 +214,8 @@ def _renumbered(sharded: ShardedStateDict, prefix: str, numbers: dict[str, dict[
             key = f"{prefix}{name}.{numbers[name][slot]}{dot}{rest}"
             if is_sharded_weight(weight):
                 weight.key = key
+            if isinstance(weight, ShardedWeight):
+                weight.expert_ranks = ranks
         renamed[key] = weight
     note_tied(renamed)
     return renamed

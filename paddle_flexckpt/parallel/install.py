@@ -11,6 +11,7 @@ from paddle_flexckpt.parallel.experts import ExpertParallelMixin, MoELayerMixin
 from paddle_flexckpt.parallel.layers import LayerMixin
 from paddle_flexckpt.parallel.offload import Stage3OffloadMixin
 from paddle_flexckpt.parallel.optimizers import (
+    LookAheadMixin,
     MixPrecisionMixin,
     OptimizerMixin,
     OverInstance,
@@ -67,7 +68,7 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (paddle.optimizer.LBFGS, (UndescribedOptimizerMixin,)),
         # Deprecated: the public name is a function that warns.
         (inspect.unwrap(incubate.LBFGS), (UndescribedOptimizerMixin,)),  # type: ignore[list-item]
-        (incubate.LookAhead, (UndescribedOptimizerMixin,)),
+        (incubate.LookAhead, (LookAheadMixin,)),
         (sharding_v1_v2.DygraphShardingOptimizer, (ShardingV1Mixin,)),
         (sharding_v1_v2.DygraphShardingOptimizerV2, (ShardingV2Mixin,)),
         (stage2.GroupShardedOptimizerStage2, (ShardingStage2Mixin,)),

@@ -29,6 +29,7 @@ from paddle_flexckpt.sharded_weight import (
 # One number per parameter, whatever the parameter's shape. They have to be known by name, because a parameter of one
 # element has accumulators of that shape too. (Numbers of other optimizers, NAdam's mu_product for one, are kept in
 # tensors of the parameter's shape: those are cut like it.)
+LOOKAHEAD_STEP = "lookahead_step"
 _SCALARS = frozenset({"beta1_pow_acc", "beta2_pow_acc"})
 
 
@@ -109,10 +110,27 @@ class MixPrecisionMixin:
         return self._inner_opt.sharded_state_dict(model_sharded_state_dict)
 
 
+class LookAheadMixin:
+    """For LookAhead: the optimizer inside, the slow weights, and the number of steps, which says when they mix."""
+
+    def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+        """Do as :meth:`OptimizerMixin.sharded_state_dict`; the number of steps is under :data:`LOOKAHEAD_STEP`."""
+        import paddle
+
+        names = names_by_tensor(model_sharded_state_dict)
+        create_accumulators(self, [p for p in _parameters(self) if not p.stop_gradient], names)
+        if self._global_step_var is None:  # as the first step makes it
+            name = paddle.base.unique_name.generate("lookahead_step")
+            self._global_step_var = paddle.static.create_global_var([1], 0, "int32", persistable=True, name=name)
+        inner = optimizer_sharded_state_dict(self.inner_optimizer, model_sharded_state_dict)
+        steps = make_replicated_sharded_weight(LOOKAHEAD_STEP, self._global_step_var)
+        return {**inner, **describe_states(self, model_sharded_state_dict, names), LOOKAHEAD_STEP: steps}
+
+
 class UndescribedOptimizerMixin:
     """For optimizers that keep state outside the tables of Paddle's optimizers: refused, lest it be left out silently.
 
-    LBFGS has its history and directions in lists of its own; LookAhead steps with another optimizer inside.
+    LBFGS has its history and directions in lists of its own, of all parameters laid end to end.
     """
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:

@@ -6,7 +6,7 @@ buffers evenly, so that a rank owns a flattened range of some parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from paddle_flexckpt.parallel.offload import stage2_tables
@@ -34,6 +34,8 @@ class ShardingV1Mixin:
                 "which cannot be described. Remedy: turn both off in sharding_configs, or use V2 (split_param=True)"
             )
         names = names_by_tensor(model_sharded_state_dict)
+        group = self._hcg.get_sharding_parallel_group()
+        _check_experts({name: group for name in self._param2rank}, model_sharded_state_dict, names)
         owned = [p for p in self._rank2params[self._sharding_rank] if not p.stop_gradient]
         create_accumulators(self._inner_opt, owned, names)
         return describe_states(self._inner_opt, model_sharded_state_dict, names)
@@ -44,8 +46,10 @@ class ShardingV2Mixin:
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes its range of each parameter."""
-        self._collect_comm_buffers()
+        _collect_buffers(self)
         names = names_by_tensor(model_sharded_state_dict)
+        groups = {p.name: buffer._comm_group for buffer in self._comm_buffer_list for p in buffer._params}
+        _check_experts(groups, model_sharded_state_dict, names)
         ranges, slices = {}, []
         for parameter, view in _grad_views(self):
             flat = _owned_range(view)
@@ -57,6 +61,52 @@ class ShardingV2Mixin:
                 slices.append(slice_parameter)
         create_accumulators(self._inner_opt, slices, names)
         return describe_states(self._inner_opt, model_sharded_state_dict, names, ranges)
+
+
+def _check_experts(groups: Mapping[str, Any], model: ShardedStateDict, names: Mapping[str, list[str]]) -> None:
+    """Refuse experts that are sharded among ranks which hold other experts under the same parameter's name.
+
+    Paddle sums the gradients of these experts, keeps one state for all of them, and sends the owner's values to the
+    others: they become equal, and what a checkpoint lacks is that state of all experts but the owner's.
+
+    Args:
+        groups: By name of parameter, the group that it is sharded over.
+        model: The model's shards by structured name.
+        names: Structured names by name of parameter.
+
+    Raises:
+        ValueError: There are such experts; the text has their keys.
+    """
+    mixed = [
+        keys[0]
+        for name, keys in names.items()
+        if name in groups and len(_expert_ranks(model[keys[0]]).intersection(groups[name].ranks)) > 1
+    ]
+    if mixed:
+        raise ValueError(
+            f"{len(mixed)} parameters of experts, such as {', '.join(map(repr, mixed[:5]))}, are sharded among ranks "
+            "of which each holds other experts: Paddle trains them as if they were one, and only one of them has a "
+            "state. Remedy: sharding V2 (split_param=True), with experts' parameters of a color whose group has the "
+            "ranks that hold the same experts; to keep what was trained, save the model without its optimizer"
+        )
+
+
+def _expert_ranks(weight: Any) -> frozenset[int]:
+    return getattr(weight, "expert_ranks", frozenset())
+
+
+def _collect_buffers(optimizer: Any) -> None:
+    """Let a V2 optimizer find its buffers.
+
+    Raises:
+        ValueError: The pipeline, which makes them, has not.
+    """
+    if not optimizer._comm_buffer_list and not any(hasattr(p, "comm_buffer_ref") for p in optimizer._parameter_list):
+        raise ValueError(
+            "sharding V2 with sharding_comm_overlap of the pipeline has no buffers before the first step. Remedy: take "
+            "the model's sharded_state_dict() from what fleet.distributed_model() returned, which builds them"
+        )
+    optimizer._collect_comm_buffers()
 
 
 def _grad_views(optimizer: Any) -> Iterator[tuple[str, Any]]:

@@ -28,7 +28,19 @@ class WrapperMixin:
         Raises:
             ValueError: The wrapper has state of its own, which has no name in the model.
         """
+        build_overlap_buffers(self)
         return wrapped_model(self).sharded_state_dict(structured_name_prefix=structured_name_prefix)
+
+
+def build_overlap_buffers(model: Any) -> None:
+    """Build the buffers that a pipeline with sharding_comm_overlap makes in its first step, if it has none yet.
+
+    Args:
+        model: What ``fleet.distributed_model`` returned; others are left alone.
+    """
+    overlaps = getattr(model, "_sharding_comm_overlap", False) and getattr(model, "_sharding_split_param", False)
+    if overlaps and not model._chunk_2_comm_buffers:
+        model.register_allreduce_overlap_hook(model._layers, model.sharding_group, model.accumulate_steps, False)
 
 
 def wrapped_model(wrapper: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.parallel import optimizer_sharded_state_dict
+from paddle_flexckpt.parallel.wrappers import build_overlap_buffers
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 from paddle_flexckpt.trainer.model_rules import describe_model
 
@@ -54,6 +55,7 @@ def model_shards(trainer: Any) -> ShardedStateDict:
     static = _static_shards(trainer)
     if static is not None:
         return {key: static[key] for key in trainer.model_wrapped._structured_to_parameter_name if key in static}
+    build_overlap_buffers(getattr(trainer, "model_wrapped", None))
     shards = describe_model(trainer.model)
     if not is_peft(trainer.model):
         return shards

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.catalog import CatalogBuilder, ValidationError, concat
+from paddle_flexckpt.catalog import CUT, NATURAL, CatalogBuilder, Order, ValidationError, concat
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog
 from tests.property import examples
 from tests.property.layouts import ITEMSIZE, catalog_of, layouts, shard_of_row
 
@@ -187,3 +188,20 @@ def test_a_catalog_is_frozen():
     with pytest.raises(AttributeError):
         catalog.keys = ("x",)
     assert replace(catalog, keys=("x",)).keys == ("x",)
+
+
+def test_orders_go_with_their_keys():
+    permuted = Order(2, 1, "fused_ffn")
+    catalogs = []
+    said = ({"a": permuted, "b": NATURAL}, {"b": CUT, "c": permuted}, {"d": None, "a": permuted})
+    for rank, orders in enumerate(said):
+        builder = CatalogBuilder(rank)
+        for key, order in orders.items():
+            builder.add(key, "float32", (2, 4), (0, 0), (2, 4), order=order)
+        catalogs.append(decode_catalog(encode_catalog(builder.build())))
+    merged = concat(catalogs).take(np.asarray([0]))
+    orders = {key: merged.order(number) for number, key in enumerate(merged.keys)}
+    assert orders == {"a": permuted, "b": CUT, "c": permuted, "d": None}
+    with pytest.raises(ValidationError, match="ranks disagree .*'a'.*expected fused_ffn, along axis 1, 2 parts"):
+        concat([catalogs[0], catalogs[1].with_orders({}), catalogs[2].with_orders({"a": NATURAL})])
+    assert not len(merged.with_orders({}).key_order)

@@ -318,3 +318,17 @@ def error_of(call):
     except (ValueError, fc.CheckpointError) as error:
         return f"{type(error).__name__}: {error}"
     return None
+
+
+def experts_among_sharding_ranks(directory):
+    """Experts spread over the ranks that shard the optimizer, without a group of their own: what each version says."""
+    fc.install()
+    found = {}
+    for split_param in (False, True):
+        group = cpu_world.init_fleet(sharding=dist.get_world_size(), split_param=split_param)
+        net = Net(group.get_sharding_parallel_group())
+        optimizer = fleet.distributed_optimizer(adamw(net))
+        model = net.sharded_state_dict()
+        found[split_param] = error_of(lambda shards=model, owner=optimizer: owner.sharded_state_dict(shards))
+        report = fc.save_state_dict(model, f"{directory}/{split_param}")
+    return found, report.keys

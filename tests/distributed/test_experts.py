@@ -139,3 +139,12 @@ def test_experts_without_the_mixin_are_not_lost_silently(world2, tmp_path):
     errors = world2.run(jobs.without_the_mixin, directory=str(tmp_path))
     assert errors[0] == errors[1]
     assert "experts.0.up.weight" in errors[0]
+
+
+def test_experts_among_sharding_ranks_are_refused_by_key(world2, tmp_path):
+    for place, (errors, keys) in enumerate(world2.run(jobs.experts_among_sharding_ranks, directory=str(tmp_path))):
+        for error in errors.values():
+            assert error.startswith("ValueError: 8 parameters of experts, such as ")
+            assert f"'moe.experts.{2 * place}.up.weight'" in error
+            assert "Remedy: sharding V2" in error and "save the model without its optimizer" in error
+        assert keys == 4 + 4 * jobs.EXPERTS

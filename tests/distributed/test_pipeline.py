@@ -128,3 +128,10 @@ def test_tensor_parallel_layers_stay_cut(world4, tmp_path):
         half = jobs.INNER // 2
         wanted = [[jobs.HIDDEN, half], [jobs.HIDDEN, jobs.INNER], [0, half * result["place"]]]
         assert list(cut.values()) == [wanted] * len(cut)
+
+
+def test_a_fresh_job_with_sharding_comm_overlap_resumes(world4, tmp_path):
+    for report in world4.run(jobs.overlap, directory=str(tmp_path)):
+        assert report["resumed"] == report["losses"]
+        assert report["other"] == pytest.approx(report["losses"], rel=1e-6)
+        assert "fleet.distributed_model() returned" in report["refused"]

@@ -243,12 +243,49 @@ def test_lbfgs_is_refused():
             optimizer.sharded_state_dict(model.sharded_state_dict())
 
 
-def test_lookahead_is_refused():
-    model = Model()
-    inner = paddle.optimizer.SGD(parameters=model.parameters())
-    optimizer = paddle.incubate.LookAhead(inner)
-    with pytest.raises(ValueError, match=r"the state of LookAhead cannot be described.*Remedy"):
-        optimizer.sharded_state_dict(model.sharded_state_dict())
+def test_lookahead_goes_on_to_the_bit(tmp_path):
+    def run():
+        with paddle.utils.unique_name.guard():
+            paddle.seed(3)
+            model = Model()
+        inner = paddle.optimizer.AdamW(0.1, parameters=model.parameters())
+        return model, paddle.incubate.LookAhead(inner, alpha=0.5, k=3)
+
+    def train(model, optimizer, steps):
+        for number in steps:
+            (model(paddle.full([1, 3], float(number))) ** 2).mean().backward()
+            optimizer.step()
+            optimizer.clear_grad()
+        return [parameter.numpy().tobytes() for parameter in model.parameters()]
+
+    def state(model, optimizer):
+        shards = model.sharded_state_dict()
+        return {**shards, **optimizer.sharded_state_dict(shards)}
+
+    model, optimizer = run()
+    train(model, optimizer, range(4))
+    fc.save_state_dict(state(model, optimizer), tmp_path)
+    expected = train(model, optimizer, range(4, 9))
+    fresh = run()
+    train(*fresh, range(1))
+    found = state(*fresh)
+    assert {"lookahead_step", "first.weight.slow_0", "first.weight.moment1_0"} < set(found)
+    fc.load_state_dict(found, tmp_path, strict=True)
+    assert train(*fresh, range(4, 9)) == expected
+    # Asking before the first step changes nothing of it.
+    asked, plain = run(), run()
+    state(*asked)
+    assert train(*asked, range(4)) == train(*plain, range(4))
+
+
+def test_averages_and_merged_gradients_are_for_static_graphs():
+    optimizer = paddle.optimizer.SGD(parameters=Model().parameters())
+    for make, name in (
+        (lambda: paddle.static.ExponentialMovingAverage(0.9), "ExponentialMovingAverage"),
+        (lambda: paddle.incubate.optimizer.GradientMergeOptimizer(optimizer, 2), "GradientMergeOptimizer"),
+    ):
+        with pytest.raises(Exception, match=f"In dygraph.*don't support {name}"):
+            make()
 
 
 def test_parameters_may_be_described_by_paddle_s_own_class():

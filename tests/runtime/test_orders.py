@@ -26,9 +26,9 @@ def natural(key: str) -> np.ndarray:
     return np.concatenate(components(name, key[len(name) :]), axis=FUSED[name][2])
 
 
-def save(path, degree, mark=lambda weight: weight):
+def save(path, degree, mark=lambda weight: weight, keys=KEYS):
     def job(comm):
-        state = {key: mark(weight) for key, weight in layout(degree, "", comm.rank).items()}
+        state = {key: mark(weight) for key, weight in layout(degree, "", comm.rank).items() if key in keys}
         fc.save_state_dict(state, path, comm)
 
     SimulatedWorld(degree).run(job)
@@ -64,6 +64,11 @@ def fill_natural(weights, degree, rank):
 def check_natural(weights, degree, rank):
     for key, weight in fill_natural(targets(degree, rank, list(weights)), degree, rank).items():
         np.testing.assert_array_equal(weights[key].local_tensor, weight.local_tensor, err_msg=f"{key} on rank {rank}")
+
+
+def of_gate_up(degree, rank, empty=False):
+    """A marked parameter and its states."""
+    return {k: w for k, w in layout(degree, "", rank, empty=empty).items() if k in KEYS and k.startswith(GATE_UP)}
 
 
 def make_old(path):
@@ -162,7 +167,7 @@ def test_between_semi_automatic_and_tensor_parallel_shards(tmp_path, degree):
 
 
 def test_a_renamed_parameter_is_put_right_too(tmp_path):
-    save(tmp_path, 2)
+    save(tmp_path, 2, keys=[QKV, QKV + ".w_0"])
 
     def job(comm):
         wanted = {"other.qkv" + state: shard(QKV, 4, comm.rank, True) for state in ("", ".w_0")}
@@ -210,8 +215,8 @@ def test_an_old_checkpoint_is_told_of_and_not_guessed_about(tmp_path, caplog):
     assert GATE_UP in warnings(caplog)[0] and GATE_UP in report.maybe_fused
     caplog.clear()
     with caplog.at_level(logging.WARNING, "paddle_flexckpt"):
-        report = fc.load_state_dict({GATE_UP: shard(GATE_UP, 1, 0, True)}, tmp_path / "run", solo())
-    assert report.maybe_fused == [GATE_UP] and list(report.fused) == [GATE_UP]
+        report = fc.load_state_dict(of_gate_up(1, 0, empty=True), tmp_path / "run", solo())
+    assert report.maybe_fused == sorted(report.fused) == sorted(of_gate_up(1, 0))
     assert GATE_UP in warnings(caplog)[0]
 
 
@@ -220,9 +225,9 @@ def test_an_old_checkpoint_that_is_cut_as_here_loads_in_silence(tmp_path, caplog
     make_old(tmp_path)
 
     def job(comm):
-        wanted = layout(2, "", comm.rank, empty=True)
-        assert fc.load_state_dict(wanted, tmp_path, comm, strict=True).maybe_fused == []
-        for key, weight in layout(2, "", comm.rank).items():
+        wanted = of_gate_up(2, comm.rank, empty=True)
+        assert fc.load_state_dict(wanted, tmp_path, comm).maybe_fused == []
+        for key, weight in of_gate_up(2, comm.rank).items():
             np.testing.assert_array_equal(wanted[key].local_tensor, weight.local_tensor)
 
     with caplog.at_level(logging.WARNING, "paddle_flexckpt"):
@@ -236,7 +241,7 @@ def test_a_rule_that_one_side_forgot_is_an_error(tmp_path, forgets):
     save(tmp_path, 2, without_rule if forgets == "save" else lambda weight: weight)
 
     def job(comm):
-        wanted = layout(2, "", comm.rank, empty=True)
+        wanted = {k: w for k, w in layout(2, "", comm.rank, empty=True).items() if k in KEYS}
         if forgets == "load":
             wanted = {key: without_rule(weight) for key, weight in wanted.items()}
         try:
@@ -256,15 +261,16 @@ def test_a_rule_that_one_side_forgot_is_an_error(tmp_path, forgets):
             config = {"aoa_statements": [f"{GATE_UP} -> {GATE_UP}{tags}"]}
 
             def again(comm, config=config, degree=degree):
-                weight = shard(GATE_UP, degree, comm.rank, True)
-                fc.load_state_dict({GATE_UP: weight}, tmp_path, comm, aoa_config=config)
-                np.testing.assert_array_equal(weight.local_tensor, part(GATE_UP, "", degree, comm.rank))
+                wanted = of_gate_up(degree, comm.rank, empty=True)
+                fc.load_state_dict(wanted, tmp_path, comm, aoa_config=config)
+                for key, weight in of_gate_up(degree, comm.rank).items():
+                    np.testing.assert_array_equal(wanted[key].local_tensor, weight.local_tensor)
 
             SimulatedWorld(degree).run(again)
 
 
 def test_shards_in_natural_order_can_be_marked(tmp_path):
-    save(tmp_path, 2)
+    save(tmp_path, 2, keys=[GATE_UP])
 
     def job(comm):
         wanted = targets(4, comm.rank, [GATE_UP])
@@ -341,7 +347,7 @@ def test_ranks_that_mark_one_parameter_differently_are_told(tmp_path):
 
 
 def test_another_statement_at_the_target_is_an_error(tmp_path):
-    save(tmp_path, 2)
+    save(tmp_path, 2, keys=[GATE_UP])
     wanted = {GATE_UP: shard(GATE_UP, 1, 0, True)}
     wanted[GATE_UP].fused = fc.FusedAxis(1, "fused_qkv_old, num_heads=4, num_key_value_groups=2")
     with pytest.raises(fc.ValidationError, match="source and target say different things"):
@@ -359,7 +365,7 @@ def test_only_what_older_readers_would_get_wrong_has_a_newer_version(tmp_path):
     for name, degree, mark in (("tp", 2, lambda w: w), ("whole", 1, lambda w: w), ("unmarked", 2, without_rule)):
         save(tmp_path / name, degree, mark)
         versions[name] = CheckpointDirectory(tmp_path / name).read_manifest().format_version
-        for file in (tmp_path / name).iterdir():
+        for file in (*(tmp_path / name).glob("*.safetensors"), tmp_path / name / "0.manifest"):
             version = b'"format_version":"' + versions[name].encode() + b'"'
             assert version in file.read_bytes()
     assert versions == {"tp": "2", "whole": "1", "unmarked": "1"}
