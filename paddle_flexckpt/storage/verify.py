@@ -176,7 +176,11 @@ class _FileVerifier:
         try:
             opened = self._backend.open(self._name)
         except FileNotFoundError:
-            self._problem("a file that the manifest names is missing", expected=f"{len(self._rows)} shards")
+            nodes = self._manifest.nodes_of(self._name)
+            got = f"nothing here; it was saved on node {' and '.join(nodes)}" if nodes else None
+            self._problem(
+                "a file that the manifest names is missing", None, expected=f"{len(self._rows)} shards", got=got
+            )
             self._found.missing.append(self._name)
             return False
         except OSError as error:

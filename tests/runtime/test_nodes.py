@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, ValidationError
+from paddle_flexckpt.execution.verification import verify_checkpoint
 from paddle_flexckpt.runtime.loader import load_state_dict
 from paddle_flexckpt.runtime.merged import load_merged_state_dict
 from paddle_flexckpt.runtime.saver import save_state_dict
@@ -230,3 +231,84 @@ def test_ranks_have_to_agree_about_storage(nodes):
 
 def test_nothing_is_there(nodes):
     assert "does not exist" in one_error(load([nodes[2]] * 2), ValidationError)
+
+
+def stop_publishing(monkeypatch, *paths):
+    """Saves that cannot put the manifest in place in some directories."""
+    publish = NodeDirectory.publish_save
+
+    def refuse(self, ticket, rank):
+        if self.path in paths:
+            raise OSError(28, "No space left on device")
+        return publish(self, ticket, rank)
+
+    monkeypatch.setattr(NodeDirectory, "publish_save", refuse)
+
+
+def test_a_save_that_one_node_has_published_is_the_new_one_and_is_finished_by_the_next(saved, monkeypatch, caplog):
+    a, b, empty = saved
+    with monkeypatch.context() as context:
+        stop_publishing(context, b)
+        text = one_error(save([a, a, b, b], 2, unique_id=0))
+    assert "some nodes have published the checkpoint, others could not" in text
+    assert load([a, a, b, b])[1] == 2
+    # Without the other node nobody knows: the old and the new stay.
+    before = set(os.listdir(b))
+    assert save([b], 3)[0].unique_id == 1
+    assert before < set(os.listdir(b))
+    assert "stay until all of the nodes that took part save here again" in caplog.text
+    assert load([a, a, b, b], unique_id=0)[1] == 2
+    save([a, a, b, b], 4)
+    assert NodeDirectory(a).tokens()[0] == NodeDirectory(b).tokens()[0]
+    assert not [name for path in (a, b) for name in os.listdir(path) if not name.endswith(("manifest", "safetensors"))]
+    assert not {"2_0.safetensors", "3_0.safetensors"} & set(os.listdir(b))
+    assert [load([empty, b, a, a], unique_id=unique_id)[1] for unique_id in (0, 1, 2)] == [2, 3, 4]
+
+
+def test_a_save_that_no_node_has_published_is_removed_by_a_save_of_all_its_nodes(saved, monkeypatch):
+    a, b, _ = saved
+    with monkeypatch.context() as context:
+        stop_publishing(context, a, b)
+        one_error(save([a, a, b, b], 2, unique_id=0))
+    assert load([a, a, b, b])[1] == 1
+    prepared = {name for name in os.listdir(b) if ".1." in name}
+    assert prepared == {"2_0.1.safetensors", "3_0.1.safetensors", "2_0.1.prepared", "0.1.saving"}
+    save([b], 3)
+    assert prepared < set(os.listdir(b))
+    save([a, b], 4)
+    assert not prepared & set(os.listdir(b))
+    assert not [name for path in (a, b) for name in os.listdir(path) if ".1." in name]
+    assert [load([a, b], unique_id=unique_id)[1] for unique_id in (0, 2)] == [1, 4]
+
+
+def test_a_node_that_cannot_prepare_leaves_all_as_it_was(saved, monkeypatch):
+    a, b, _ = saved
+    before = sorted(os.listdir(a)), sorted(os.listdir(b))
+
+    def refuse(self, *args):
+        raise OSError(28, "No space left on device")
+
+    prepare = NodeDirectory.prepare_save
+    monkeypatch.setattr(
+        NodeDirectory, "prepare_save", lambda self, *args: (refuse if self.path == b else prepare)(self, *args)
+    )
+    assert "[rank 2]" in one_error(save([a, a, b, b], 2, unique_id=0, node_copies=2))
+    assert (sorted(os.listdir(a)), sorted(os.listdir(b))) == before
+
+
+def test_what_a_rank_prepared_stays_if_another_is_lost_meanwhile(saved, monkeypatch):
+    """The others may not have noticed, and publish."""
+    a, b, _ = saved
+
+    def lost(self, *args):
+        raise LostRankError("rank 3 has gone")
+
+    monkeypatch.setattr(NodeDirectory, "publish_save", lost)
+    save([a, b], 2, unique_id=0)
+    assert {"0.1.saving", "0_0.1.prepared", "0_0.1.safetensors"} < set(os.listdir(a))
+
+
+def test_verify_names_the_node_of_a_missing_file(saved):
+    a, b, _ = saved
+    report = verify_checkpoint(a)
+    assert any("2_0.safetensors" in str(problem) and f":{b})" in str(problem) for problem in report.problems)
