@@ -72,7 +72,8 @@ def install(library: str = "paddlenlp", replace_in_tree: bool = False) -> None:
     install_parallel()
     install_model_rules(library)
     undo = Undo()
-    _name_former_modules(undo)
+    if library == "paddlenlp":
+        _name_former_modules(undo)
     for name, method in methods.items():
         undo.set(trainer, KEPT + name, getattr(trainer, name))
         undo.set(trainer, name, method)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,18 @@ def plain():
     uninstall()
     yield
     install()
+
+
+def test_the_semi_automatic_trainer_is_served_whenever_it_is_imported():
+    sys.modules.pop("paddlenlp.trainer.auto_trainer", None)
+    install()
+    late = importlib.import_module("paddlenlp.trainer.auto_trainer").AutoTrainer
+    for name in ("_save_checkpoint", "_load_from_checkpoint", "_inner_training_loop", "_wrap_for_auto"):
+        assert vars(late)[name] is vars(FlexTrainerMixin)[name]
+    uninstall()
+    assert not set(vars(late).values()) & {each for each in vars(FlexTrainerMixin).values() if callable(each)}
+    install()
+    assert vars(late)["_save_checkpoint"] is vars(FlexTrainerMixin)["_save_checkpoint"]
 
 
 def test_uninstall_leaves_everything_as_it_was():
