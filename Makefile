@@ -99,6 +99,11 @@ test-damage: $(TEST_STAMP) ## damage a checkpoint 10,000 times; all of it has to
 	@echo "[make] random damage to a checkpoint with two"
 	@$(BIN)/python -m tests.damage.campaign --count 3000 --replicas 2 --jobs 2
 
+.PHONY: test-silence
+test-silence: $(TEST_STAMP) ## run 10,000 random strategies and callers' mistakes: each ends bit-equal or in an error
+	@echo "[make] the campaign against silence"
+	@$(BIN)/python -m tests.silence.campaign --count 10000 --jobs 2
+
 FUZZ_SECONDS ?= 300
 
 .PHONY: fuzz
