@@ -231,12 +231,13 @@ class CheckpointDirectory:
         if not ids:
             self._remove_refusal()
             return
-        try:
-            data = encode_metadata(only or self.read_native(ids[0]))
-        except (CorruptCheckpointError, ValidationError):
-            data = refusal("its manifest is damaged")
         if len(ids) > 1:
             data = refusal("it takes the files of one id for those of another where a directory has several")
+        else:
+            try:
+                data = encode_metadata(only or self.read_native(ids[0]))
+            except (CorruptCheckpointError, ValidationError):
+                data = refusal("its manifest is damaged")
         self._write_whole(PADDLE_METADATA, data)
         self.backend.sync()
 

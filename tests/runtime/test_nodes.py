@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 
+import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, ValidationError
@@ -16,6 +17,8 @@ from paddle_flexckpt.storage import NodeDirectory, list_checkpoints
 from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import shards
+from tests.runtime.test_fused_degrees import layout
+from tests.runtime.test_orders import KEYS, natural, targets
 
 ROWS = 16
 
@@ -260,7 +263,8 @@ def test_a_save_that_one_node_has_published_is_the_new_one_and_is_finished_by_th
     assert load([a, a, b, b], unique_id=0)[1] == 2
     save([a, a, b, b], 4)
     assert NodeDirectory(a).tokens()[0] == NodeDirectory(b).tokens()[0]
-    assert not [name for path in (a, b) for name in os.listdir(path) if not name.endswith(("manifest", "safetensors"))]
+    kinds = {name.rpartition(".")[2] for path in (a, b) for name in os.listdir(path)}
+    assert kinds == {"manifest", "safetensors", "metadata"}
     assert not {"2_0.safetensors", "3_0.safetensors"} & set(os.listdir(b))
     assert [load([empty, b, a, a], unique_id=unique_id)[1] for unique_id in (0, 1, 2)] == [2, 3, 4]
 
@@ -312,3 +316,19 @@ def test_verify_names_the_node_of_a_missing_file(saved):
     a, b, _ = saved
     report = verify_checkpoint(a)
     assert any("2_0.safetensors" in str(problem) and f":{b})" in str(problem) for problem in report.problems)
+
+
+def test_recorded_orders_of_fused_parameters_count_here_too(nodes):
+    def saving(comm):
+        state = {key: weight for key, weight in layout(2, "", comm.rank).items() if key in KEYS}
+        save_state_dict(state, nodes[comm.rank], comm, storage="per_node")
+
+    SimulatedWorld(2).run(saving)
+
+    def job(comm):
+        found = targets(1, 0, dist=True)
+        report = load_state_dict(found, nodes[comm.rank], comm, storage="per_node")
+        assert report.bytes_received
+        return all(np.array_equal(found[key].local_tensor, natural(key)) for key in found)
+
+    assert SimulatedWorld(2).run(job) == [True, True]
