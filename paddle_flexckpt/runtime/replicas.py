@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -136,8 +137,8 @@ class Replicas:
                 rank=int(catalog.rank[row]),
                 expected=f"the values of {catalog.describe(row)} on rank {catalog.rank[first[row]]}",
                 got="others",
-                remedy="give different tensors (such as the experts of different ranks) different names, or bring the "
-                "ranks in step; if one rank's values will do, pass check_replicas="
+                remedy=_drift() + "give different tensors (such as the experts of different ranks) different names, or "
+                "bring the ranks in step; if one rank's values will do, pass check_replicas="
                 f"{{{catalog.key_name(row)!r}: 'first'}}, or 'close' to be told how far apart they are",
             )
             for row in np.flatnonzero(differs & (self._policy == EQUAL)[groups.of_row])[:MAX_LISTED].tolist()
@@ -349,3 +350,15 @@ def _device_sums(memory: DeviceMemory, known: dict[str, Any]) -> list[np.ndarray
                 sums.append((row * factors[: row.shape[0]]).sum().reshape([1]))
         values = host_memory(paddle.concat(sums)._copy_to(paddle.CPUPlace(), True)) if sums else np.zeros(0, np.int64)
     return [values, memory.read_range(count * 4 // itemsize, memory.size)]
+
+
+def _drift() -> str:
+    """Return what else may be done where Paddle itself lets replicas drift, as a beginning of a remedy."""
+    topology = sys.modules.get("paddle.distributed.fleet.base.topology")
+    hcg = getattr(topology, "_HYBRID_PARALLEL_GROUP", None)
+    if hcg is None or hcg.get_data_parallel_world_size() == 1 or hcg.get_sharding_parallel_world_size() == 1:
+        return ""
+    return (
+        "with sharding V2 (split_param=True) beside data parallelism Paddle does not keep ranks equal, from the first "
+        "step on: shard over all of these ranks (dp_degree=1), or use V1. Otherwise "
+    )

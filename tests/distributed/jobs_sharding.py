@@ -510,3 +510,26 @@ def reshard(source, target):
     loaded = new.truth()
     same = {key for key in truth if key in loaded and truth[key].tobytes() == loaded[key].tobytes()}
     return {"wrong": sorted(set(truth) ^ same), "losses": losses, "new": new.train(AFTER)}
+
+
+def data_parallel_beside_v2(directory):
+    """What a save says of a job of dp2 x sharding V2, before any step and after one."""
+    fc.install()
+    cpu_world.init_fleet(dp=2, sharding=2, split_param=True)
+    with paddle.utils.unique_name.guard():
+        net = Net("", "float32", False)
+    inner = paddle.optimizer.AdamW(0.01, parameters=[p for p in net.parameters() if not p.stop_gradient])
+    model, optimizer = fleet.distributed_model(net), fleet.distributed_optimizer(inner)
+    texts = []
+    for _ in range(2):
+        shards = model.sharded_state_dict()
+        try:
+            fc.save_state_dict({**shards, **fc.optimizer_sharded_state_dict(optimizer, shards)}, directory)
+            texts.append(None)
+        except fc.ValidationError as error:
+            texts.append(str(error))
+        x = np.random.RandomState(dist.get_rank()).randn(2, INPUTS).astype("float32")
+        (model(paddle.to_tensor(x)) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.clear_grad()
+    return texts

@@ -225,3 +225,10 @@ def test_what_cannot_be_described_is_refused(world2):
     assert all("tensor_fusion" in text for text in world2.run(jobs.refused, kind="fused v1"))
     assert all("after clear_grad()" in text for text in world2.run(jobs.refused, kind="offload"))
     assert all("parameter groups" in text for text in world2.run(jobs.refused, kind="groups"))
+
+
+def test_ranks_that_paddle_lets_drift_are_told_so(world4, tmp_path):
+    for before, after in world4.run(jobs.data_parallel_beside_v2, directory=str(tmp_path)):
+        assert before is None
+        assert "replicas of one shard differ" in after
+        assert "Remedy: with sharding V2 (split_param=True) beside data parallelism Paddle does not keep" in after

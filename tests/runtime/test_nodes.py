@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 
+import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, ValidationError
@@ -16,6 +17,8 @@ from paddle_flexckpt.storage import NodeDirectory, list_checkpoints
 from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import shards
+from tests.runtime.test_fused_degrees import layout
+from tests.runtime.test_orders import KEYS, natural, targets
 
 ROWS = 16
 
@@ -87,6 +90,9 @@ def test_each_node_has_its_part_and_a_manifest_of_all(saved):
     a, b, _ = saved
     assert sorted(os.listdir(a)) == ["0.manifest", "0_0.safetensors", "1_0.safetensors", PADDLE_METADATA]
     assert sorted(os.listdir(b)) == ["0.manifest", "2_0.safetensors", "3_0.safetensors", PADDLE_METADATA]
+    for path in (a, b):
+        with open(os.path.join(path, PADDLE_METADATA), "rb") as file:
+            assert b"Paddle cannot, because its files are on several nodes" in file.read()
     first, second = (NodeDirectory(path).read_manifest() for path in (a, b))
     assert (first.save_token, first.nodes, len(first.catalog)) == (second.save_token, second.nodes, len(second.catalog))
     assert list(first.nodes.values()) == [
@@ -260,7 +266,8 @@ def test_a_save_that_one_node_has_published_is_the_new_one_and_is_finished_by_th
     assert load([a, a, b, b], unique_id=0)[1] == 2
     save([a, a, b, b], 4)
     assert NodeDirectory(a).tokens()[0] == NodeDirectory(b).tokens()[0]
-    assert not [name for path in (a, b) for name in os.listdir(path) if not name.endswith(("manifest", "safetensors"))]
+    kinds = {name.rpartition(".")[2] for path in (a, b) for name in os.listdir(path)}
+    assert kinds == {"manifest", "safetensors", "metadata"}
     assert not {"2_0.safetensors", "3_0.safetensors"} & set(os.listdir(b))
     assert [load([empty, b, a, a], unique_id=unique_id)[1] for unique_id in (0, 1, 2)] == [2, 3, 4]
 
@@ -312,3 +319,19 @@ def test_verify_names_the_node_of_a_missing_file(saved):
     a, b, _ = saved
     report = verify_checkpoint(a)
     assert any("2_0.safetensors" in str(problem) and f":{b})" in str(problem) for problem in report.problems)
+
+
+def test_recorded_orders_of_fused_parameters_count_here_too(nodes):
+    def saving(comm):
+        state = {key: weight for key, weight in layout(2, "", comm.rank).items() if key in KEYS}
+        save_state_dict(state, nodes[comm.rank], comm, storage="per_node")
+
+    SimulatedWorld(2).run(saving)
+
+    def job(comm):
+        found = targets(1, 0, dist=True)
+        report = load_state_dict(found, nodes[comm.rank], comm, storage="per_node")
+        assert report.bytes_received
+        return all(np.array_equal(found[key].local_tensor, natural(key)) for key in found)
+
+    assert SimulatedWorld(2).run(job) == [True, True]
