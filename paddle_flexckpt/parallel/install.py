@@ -11,11 +11,11 @@ from paddle_flexckpt.parallel.experts import ExpertParallelMixin, MoELayerMixin
 from paddle_flexckpt.parallel.layers import LayerMixin
 from paddle_flexckpt.parallel.offload import Stage3OffloadMixin
 from paddle_flexckpt.parallel.optimizers import (
+    LBFGSMixin,
     LookAheadMixin,
     MixPrecisionMixin,
     OptimizerMixin,
     OverInstance,
-    UndescribedOptimizerMixin,
 )
 from paddle_flexckpt.parallel.pipeline import PipelineLayerMixin
 from paddle_flexckpt.parallel.scaler import ScalerMixin, unscales_without_looking
@@ -65,9 +65,9 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (paddle.optimizer.Optimizer, (OptimizerMixin,)),
         # In some versions of Paddle these have a method of their own, which would hide Optimizer's.
         (paddle.optimizer.AdamW, (OptimizerMixin,)),
-        (paddle.optimizer.LBFGS, (UndescribedOptimizerMixin,)),
+        (paddle.optimizer.LBFGS, (LBFGSMixin,)),
         # Deprecated: the public name is a function that warns.
-        (inspect.unwrap(incubate.LBFGS), (UndescribedOptimizerMixin,)),  # type: ignore[list-item]
+        (inspect.unwrap(incubate.LBFGS), (LBFGSMixin,)),  # type: ignore[list-item]
         (incubate.LookAhead, (LookAheadMixin,)),
         (sharding_v1_v2.DygraphShardingOptimizer, (ShardingV1Mixin,)),
         (sharding_v1_v2.DygraphShardingOptimizerV2, (ShardingV2Mixin,)),

@@ -127,18 +127,37 @@ class LookAheadMixin:
         return {**inner, **describe_states(self, model_sharded_state_dict, names), LOOKAHEAD_STEP: steps}
 
 
-class UndescribedOptimizerMixin:
-    """For optimizers that keep state outside the tables of Paddle's optimizers: refused, lest it be left out silently.
-
-    LBFGS has its history and directions in lists of its own, of all parameters laid end to end.
-    """
+class LBFGSMixin:
+    """For LBFGS, which keeps its history in lists of its own, of all parameters laid end to end: it is extra state."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Raises ValueError."""
+        """Raises ValueError: the lists have the length of the steps so far, which a fresh job cannot know."""
         raise ValueError(
-            f"the state of {type(self).__name__} cannot be described as shards: it is not kept per parameter in the "
-            "optimizer's accumulators. Remedy: save its state_dict() with paddle.save, one file per rank"
+            "the state of LBFGS cannot be described as shards: it is lists of any length, of all parameters end to "
+            "end. Remedy: save the model without its optimizer, and collect_extra_state(lbfgs=optimizer.state_dict()); "
+            "after the load, optimizer.set_state_dict(restore_extra_state(load_extra_state(path)).more['lbfgs'])"
         )
+
+    def set_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
+        """Put back what ``state_dict()`` gave, on the device of the parameters; Paddle's own leaves it out silently.
+
+        Raises:
+            ValueError: It is the state of another optimizer.
+        """
+        if set(state_dict) != {"state"}:
+            raise ValueError(
+                f"LBFGS.set_state_dict: expected the one key 'state'; got {sorted(map(str, state_dict))[:10]}. Remedy: "
+                "pass what the state_dict() of an LBFGS gave"
+            )
+        place = next(iter(_parameters(self))).place
+
+        def copied(value: Any) -> Any:
+            if isinstance(value, list):
+                return [copied(each) for each in value]
+            return value._copy_to(place, True) if hasattr(value, "_copy_to") else value
+
+        self.state.clear()
+        self.state.update({name: copied(value) for name, value in state_dict["state"].items()})
 
 
 def init_optimizer_state(

@@ -176,8 +176,6 @@ def other_order(target: Catalog, row: int, source: Catalog, source_key: int) -> 
             f'"{as_it_is}" takes the elements as they are',
         )
     if here.parts is None and own != extent:
-        if parts == 1:
-            return None
         return Problem(
             "a parameter is fused in the source, and here its shards have no rule that says how they lie",
             key,

@@ -235,7 +235,8 @@ class CheckpointDirectory:
             data = refusal("it takes the files of one id for those of another where a directory has several")
         else:
             try:
-                data = encode_metadata(only or self.read_native(ids[0]))
+                manifest = only or self.read_native(ids[0])
+                data = refusal("its files are on several nodes") if manifest.nodes else encode_metadata(manifest)
             except (CorruptCheckpointError, ValidationError):
                 data = refusal("its manifest is damaged")
         self._write_whole(PADDLE_METADATA, data)

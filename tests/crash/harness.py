@@ -235,7 +235,8 @@ class Bench:
         if now != expected:
             raise Violation(f"after the next save there is {now}; expected {expected}")
         folder = os.path.dirname(names[0])
-        alone = not self.scenario.large and [os.path.dirname(name) for name in now].count(folder) == 1
+        shared = self.scenario.read_all is None
+        alone = shared and not self.scenario.large and [os.path.dirname(name) for name in now].count(folder) == 1
         if self.paddle_reads().get(folder) != (AGAIN if alone else None):
             raise Violation(f"after the next save Paddle's own loader reads {self.paddle_reads()}, of {now}")
         self._check_tidy(before)

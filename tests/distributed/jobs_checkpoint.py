@@ -357,7 +357,7 @@ def small_rounds(round_bytes):
         device_exchange.ROUND_BYTES = before
 
 
-def reshard_zoo(source, target, round_bytes=None):
+def reshard_zoo(source, target, round_bytes=None, offload=False):
     """Moves the zoo between two layouts; on devices, in rounds of ``round_bytes``."""
     rank, size = here()
     state, goal = common.zoo_state(source, rank, size), common.zoo_state(target, rank, size, salt="other")
@@ -365,7 +365,7 @@ def reshard_zoo(source, target, round_bytes=None):
     comm, done = counted(None)
     unequal = common.zoo_wrong(goal, target, rank, size)
     with small_rounds(round_bytes):
-        report = fc.reshard_sharded_state_dict(state, goal, comm)
+        report = fc.reshard_sharded_state_dict(state, goal, comm, offload=offload)
     return {
         "calls": done(),
         "collectives": comm.collectives,

@@ -33,6 +33,13 @@ def test_exactly_what_a_rank_lacks_is_moved(world2, source, target):
         assert [report["received"] for report in reports] == [0, 0]
 
 
+def test_without_devices_offload_changes_nothing(world2):
+    """What it does with devices: tests/device/test_bounds.py."""
+    plain, offloaded = (world2.run(jobs.reshard_zoo, source="rows", target="flat", offload=o) for o in (False, True))
+    check(offloaded)
+    assert plain == offloaded
+
+
 @pytest.mark.parametrize(("source", "target"), [("rows", "columns"), ("flat", "reversed"), ("flat rows", "flat")])
 def test_four_ranks(world4, source, target):
     reports = world4.run(jobs.reshard_zoo, source=source, target=target)

@@ -233,14 +233,79 @@ def test_master_weights(tmp_path, name):
     assert [raw(t) for t in ours] == [raw(t) for t in theirs]
 
 
-def test_lbfgs_is_refused():
-    model = Model()
-    for optimizer in (
-        paddle.optimizer.LBFGS(parameters=model.parameters()),
-        paddle.incubate.optimizer.LBFGS(parameters=model.parameters()),
-    ):
-        with pytest.raises(ValueError, match=r"the state of LBFGS cannot be described as shards.*Remedy"):
-            optimizer.sharded_state_dict(model.sharded_state_dict())
+@pytest.mark.parametrize("module", [paddle.optimizer, paddle.incubate.optimizer])
+def test_lbfgs_goes_on_to_the_bit_from_extra_state(tmp_path, module):
+    def run():
+        with paddle.utils.unique_name.guard():
+            paddle.seed(3)
+            model = Model()
+        return model, module.LBFGS(0.5, max_iter=3, history_size=4, parameters=model.parameters())
+
+    def train(model, optimizer, steps):
+        for number in steps:
+            x = paddle.arange(12, dtype="float32").reshape([4, 3]).sin() * (1 + number / 50)
+
+            def closure(x=x):
+                optimizer.clear_grad()
+                loss = ((model(x) - x.cos()) ** 2).mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        return [raw(parameter) for parameter in model.parameters()]
+
+    model, optimizer = run()
+    with pytest.raises(ValueError, match=r"the state of LBFGS cannot be described as shards.*Remedy: .*lbfgs="):
+        optimizer.sharded_state_dict(model.sharded_state_dict())
+    train(model, optimizer, range(3))
+    assert len(optimizer.state["old_yk"]) > 1
+    extra = fc.collect_extra_state(lbfgs=optimizer.state_dict())
+    fc.save_state_dict({**model.sharded_state_dict(), **extra}, tmp_path)
+    expected = train(model, optimizer, range(3, 6))
+    fresh, resumed = run()
+    train(fresh, resumed, range(4))
+    fc.load_state_dict(fresh.sharded_state_dict(), tmp_path)
+    resumed.set_state_dict(fc.restore_extra_state(fc.load_extra_state(tmp_path)).more["lbfgs"])
+    assert train(fresh, resumed, range(3, 6)) == expected
+    with pytest.raises(ValueError, match=r"expected the one key 'state'; got \['moment'\]. Remedy"):
+        resumed.set_state_dict({"moment": 0})
+
+
+def test_model_average_goes_on_to_the_bit(tmp_path):
+    def run():
+        with paddle.utils.unique_name.guard():
+            paddle.seed(3)
+            model = Model()
+        sgd = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        average = paddle.incubate.ModelAverage(
+            0.5, parameters=model.parameters(), min_average_window=2, max_average_window=3
+        )
+        return model, sgd, average
+
+    def train(model, sgd, average, steps):
+        for number in steps:
+            (model(paddle.full([1, 3], float(number))) ** 2).mean().backward()
+            sgd.step()
+            average.step()
+            sgd.clear_grad()
+        with average.apply():
+            averaged = [raw(parameter) for parameter in model.parameters()]
+        return averaged, [raw(parameter) for parameter in model.parameters()]
+
+    def state(model, _, average):
+        shards = model.sharded_state_dict()
+        return {**shards, **average.sharded_state_dict(shards)}
+
+    first = run()
+    train(*first, range(4))
+    fc.save_state_dict(state(*first), tmp_path)
+    expected = train(*first, range(4, 9))
+    assert expected[0] != expected[1]
+    fresh = run()
+    found = state(*fresh)
+    assert {"first.weight.sum_1_0", "second.bias.num_updates_0"} < set(found)
+    fc.load_state_dict(found, tmp_path, strict=True)
+    assert train(*fresh, range(4, 9)) == expected
 
 
 def test_lookahead_goes_on_to_the_bit(tmp_path):

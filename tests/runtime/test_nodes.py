@@ -90,6 +90,9 @@ def test_each_node_has_its_part_and_a_manifest_of_all(saved):
     a, b, _ = saved
     assert sorted(os.listdir(a)) == ["0.manifest", "0_0.safetensors", "1_0.safetensors", PADDLE_METADATA]
     assert sorted(os.listdir(b)) == ["0.manifest", "2_0.safetensors", "3_0.safetensors", PADDLE_METADATA]
+    for path in (a, b):
+        with open(os.path.join(path, PADDLE_METADATA), "rb") as file:
+            assert b"Paddle cannot, because its files are on several nodes" in file.read()
     first, second = (NodeDirectory(path).read_manifest() for path in (a, b))
     assert (first.save_token, first.nodes, len(first.catalog)) == (second.save_token, second.nodes, len(second.catalog))
     assert list(first.nodes.values()) == [

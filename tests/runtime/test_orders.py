@@ -409,3 +409,17 @@ def test_inspect_shows_the_order(tmp_path, capsys):
     save(tmp_path, 2)
     assert main(["inspect", str(tmp_path), "--key", GATE_UP]) == 0
     assert f"{GATE_UP}: fused_ffn, along axis 1, 2 parts" in capsys.readouterr().out
+
+
+def test_a_rule_that_the_load_forgot_is_an_error_also_where_the_source_is_whole(tmp_path):
+    """Its shards may be natural or each a part: the source, saved by one process, does not tell."""
+    save(tmp_path, 1)
+
+    def job(comm):
+        wanted = {k: without_rule(w) for k, w in layout(2, "", comm.rank, empty=True).items() if k in KEYS}
+        fc.load_state_dict(wanted, tmp_path, comm)
+
+    outcomes = SimulatedWorld(2).run_all(job)
+    assert all(isinstance(outcome, fc.ValidationError) for outcome in outcomes), outcomes
+    (text,) = {str(outcome) for outcome in outcomes}
+    assert "a parameter is fused in the source" in text and "Remedy: mark it" in text

@@ -156,7 +156,7 @@ def _plain_source(case: Case) -> str | None:
     for state in case.source.states:
         for key, weight in state.items():
             state[key] = weight.local_tensor
-    case.source.parts.clear()
+    case.source.parts = dict.fromkeys(case.source.parts, 1)  # a whole tensor without a rule is in natural order
     return "either"
 
 
