@@ -10,7 +10,7 @@ Without fusion parameters and states are plain DistTensors, and nothing here is 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,44 @@ class StateTables:
     _accumulators: dict[str, dict[str, Any]] = field(default_factory=dict)
     _master_weights: dict[str, Any] = field(default_factory=dict)
     ranges: dict[str, slice] = field(default_factory=dict)
+
+    def add_buffer(self, optimizer: Any, buffer: Any, master: Any, held: Mapping[str, Held]) -> None:
+        """Add the states of a buffer that an optimizer steps on.
+
+        Every parameter of it has the same number for what is kept per buffer (powers of beta): one and the same
+        tensor, so that a load into it needs equal numbers.
+
+        Args:
+            optimizer: Whose states they are.
+            buffer: One-dimensional; what stands in it are parameters, each padded.
+            master: The buffer's master weight, under whose name the states are kept; None if it has none.
+            held: By name of parameter, what the buffer has of it.
+        """
+        self.ranges.update({parameter: flat.elements for parameter, flat in held.items()})
+        if master is not None:
+            for parameter, flat in held.items():
+                self._master_weights[parameter] = _slice(master, flat, f"{parameter}_fp32_master")
+        for accumulator, tensors in optimizer._accumulators.items():
+            tensor = tensors.get((buffer if master is None else master).name)
+            if tensor is None:
+                continue
+            scalar = int(tensor.shape[0]) != int(buffer.shape[0])
+            by_parameter = self._accumulators.setdefault(accumulator, {})
+            for parameter, flat in held.items():
+                by_parameter[parameter] = tensor if scalar else _slice(tensor, flat, parameter)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this rank's piece of a buffer has of one parameter.
+
+    Attributes:
+        elements: The range of the parameter.
+        begin: Where the piece holds it.
+    """
+
+    elements: slice
+    begin: int
 
 
 def fused_context() -> Any:
@@ -100,48 +138,18 @@ def describe_fused(weight: ShardedWeight) -> ShardedWeight:
 
 
 def fused_tables(optimizer: Any) -> StateTables | None:
-    """An optimizer's tables by parameter, if it steps on buffers; None otherwise.
-
-    Every parameter of a buffer has the same number for what is kept per buffer (powers of beta): one and the same
-    tensor, so that a load into it needs equal numbers.
-    """
+    """An optimizer's tables by parameter, if it steps on buffers; None otherwise."""
     if not steps_on_buffers(trainable_parameters(optimizer._parameter_list or [])):
         return None
     context = fused_context()
-    masters = dict(getattr(optimizer, "_master_weights", {}) or {})
+    masters = getattr(optimizer, "_master_weights", None) or {}
     tables = StateTables(bool(getattr(optimizer, "_multi_precision", True)), getattr(optimizer, "_name", None))
     for group in context.buffer_manager.buffer_groups:
         buffer = group.params_buffer
-        name = buffer.data_buffer.name
         piece = _piece(context, buffer)
         held = {parameter.name: _held(buffer, piece, parameter) for parameter in group.params}
-        tables.ranges.update({parameter: flat.elements for parameter, flat in held.items()})
-        master = masters.pop(name, None)
-        if master is not None:
-            for parameter, flat in held.items():
-                tables._master_weights[parameter] = _slice(master, flat, f"{parameter}_fp32_master")
-        for accumulator, tensors in optimizer._accumulators.items():
-            tensor = tensors.get(name if master is None else master.name)
-            if tensor is None:
-                continue
-            scalar = int(tensor.shape[0]) != int(buffer.data_buffer.shape[0])
-            by_parameter = tables._accumulators.setdefault(accumulator, {})
-            for parameter, flat in held.items():
-                by_parameter[parameter] = tensor if scalar else _slice(tensor, flat, parameter)
+        tables.add_buffer(optimizer, buffer.data_buffer, masters.get(buffer.data_buffer.name), held)
     return tables
-
-
-@dataclass(frozen=True)
-class _Held:
-    """What this rank's piece of a buffer has of one parameter.
-
-    Attributes:
-        elements: The range of the parameter.
-        begin: Where the piece holds it.
-    """
-
-    elements: slice
-    begin: int
 
 
 def _members(context: Any) -> frozenset[int]:
@@ -174,15 +182,15 @@ def _piece(context: Any, buffer: Any) -> slice:
     return slice(begin, begin + held)
 
 
-def _held(buffer: Any, piece: slice, parameter: Any) -> _Held:
+def _held(buffer: Any, piece: slice, parameter: Any) -> Held:
     """What a piece of a buffer has of one of the buffer's parameters."""
     offset = int(buffer.param_offsets[parameter.name])
     size = math.prod(int(n) for n in parameter.shape)
     first, last = min(max(piece.start - offset, 0), size), min(max(piece.stop - offset, 0), size)
-    return _Held(slice(first, last), offset + first - piece.start if last > first else 0)
+    return Held(slice(first, last), offset + first - piece.start if last > first else 0)
 
 
-def _slice(buffer: Any, flat: _Held, parameter: str) -> Any:
+def _slice(buffer: Any, flat: Held, parameter: str) -> Any:
     return storage_range(buffer, flat.begin, flat.elements.stop - flat.elements.start, parameter)
 
 

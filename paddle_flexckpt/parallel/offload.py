@@ -14,8 +14,8 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from paddle_flexckpt.parallel.fully_shard import StateTables
-from paddle_flexckpt.parallel.sharding_stage3 import is_small, storage_range
+from paddle_flexckpt.parallel.fully_shard import Held, StateTables
+from paddle_flexckpt.parallel.sharding_stage3 import is_small
 from paddle_flexckpt.parallel.state_creation import create_dense_states
 
 
@@ -30,9 +30,6 @@ def on_host(optimizer: Any) -> AbstractContextManager[None]:
 
 def stage2_tables(optimizer: Any) -> StateTables:
     """Return the tables of a stage-2 optimizer with offload, by parameter; states that are not there are created.
-
-    Every parameter of the rank has the same number for what is kept per buffer (powers of beta): one and the same
-    tensor, so that a load into it needs equal numbers.
 
     Args:
         optimizer: The GroupShardedOptimizerStage2.
@@ -53,17 +50,12 @@ def stage2_tables(optimizer: Any) -> StateTables:
     buffer = storage.buffer
     with on_host(optimizer):
         create_dense_states(inner, [buffer])
-    begin = 0
+    begin, held = 0, {}
     for master in storage._params:
         size = int(master._numel())
-        tables.ranges[master.name] = slice(0, size)
-        tables._master_weights[master.name] = storage_range(buffer, begin, size, master.name)
-        for accumulator, tensors in inner._accumulators.items():
-            tensor = tensors[buffer.name]
-            scalar = int(tensor.shape[0]) != int(buffer.shape[0])
-            by_parameter = tables._accumulators.setdefault(accumulator, {})
-            by_parameter[master.name] = tensor if scalar else storage_range(tensor, begin, size, master.name)
+        held[master.name] = Held(slice(0, size), begin)
         begin += size + int(storage.param2align[master.name])
+    tables.add_buffer(inner, buffer, buffer, held)
     return tables
 
 

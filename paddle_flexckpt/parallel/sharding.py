@@ -1,14 +1,17 @@
 """Sharded optimizers (ZeRO stage 1 and 2): which states this rank owns, and which part of each.
 
-V1 and stage 2 give whole parameters to ranks; V2 lays all parameters end to end in buffers, pads each, and cuts the
-buffers evenly, so that a rank owns a flattened range of some parameters.
+V1 and stage 2 give whole parameters to ranks; with tensor fusion V1 lays those of a rank end to end in buffers, each
+padded, and steps on the buffers, whose states are taken apart again here. V2 lays all parameters end to end in buffers,
+pads each, and cuts the buffers evenly, so that a rank owns a flattened range of some parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from paddle_flexckpt.parallel.experts import check_experts
+from paddle_flexckpt.parallel.fully_shard import Held, StateTables
 from paddle_flexckpt.parallel.offload import stage2_tables
 from paddle_flexckpt.parallel.optimizers import (
     create_accumulators,
@@ -16,6 +19,7 @@ from paddle_flexckpt.parallel.optimizers import (
     names_by_tensor,
     require_described,
 )
+from paddle_flexckpt.parallel.state_creation import create_dense_states
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 
 
@@ -26,19 +30,54 @@ class ShardingV1Mixin:
         """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns.
 
         Raises:
-            ValueError: As well, if parameters are fused.
+            ValueError: As well, if a fused parameter has left its buffer.
         """
-        if self._rank2fused:
-            raise ValueError(
-                "sharding V1 with tensor_fusion or comm_overlap keeps the state of several parameters in one tensor, "
-                "which cannot be described. Remedy: turn both off in sharding_configs, or use V2 (split_param=True)"
-            )
         names = names_by_tensor(model_sharded_state_dict)
         group = self._hcg.get_sharding_parallel_group()
-        _check_experts({name: group for name in self._param2rank}, model_sharded_state_dict, names)
-        owned = [p for p in self._rank2params[self._sharding_rank] if not p.stop_gradient]
-        create_accumulators(self._inner_opt, owned, names)
+        check_experts(dict.fromkeys(self._param2rank, group), model_sharded_state_dict, names)
+        owned = self._rank2params[self._sharding_rank]
+        # With comm_overlap alone, too, parameters lie in buffers; but then the step is on the parameters.
+        if self.tensor_fusion and self.fuse_optimizer:
+            require_described(owned, names)
+            tables = _fused_tables(self, owned)
+            return describe_states(tables, model_sharded_state_dict, names, tables.ranges)
+        create_accumulators(self._inner_opt, [p for p in owned if not p.stop_gradient], names)
         return describe_states(self._inner_opt, model_sharded_state_dict, names)
+
+
+def _fused_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
+    """Return the tables of a V1 optimizer with tensor fusion, by parameter; states that are not there are created.
+
+    Paddle keeps no record of what lies where in its buffers, but a parameter's memory is a part of its buffer's.
+
+    Args:
+        optimizer: The DygraphShardingOptimizer.
+        parameters: Those that this rank owns; all of them are stepped, whatever their stop_gradient is by now.
+
+    Raises:
+        ValueError: A parameter has memory of its own. Nothing has been created then.
+    """
+    inner, buffers = optimizer._inner_opt, optimizer._rank2fused[optimizer._sharding_rank]
+    held: list[dict[str, Held]] = [{} for _ in buffers]
+    for parameter in parameters:
+        size, width = int(parameter._numel()), int(parameter.element_size())
+        for buffer, members in zip(buffers, held):
+            begin = (parameter.data_ptr() - buffer.data_ptr()) // width
+            if begin >= 0 and begin + size <= int(buffer.shape[0]):
+                members[parameter.name] = Held(slice(0, size), begin)
+                break
+        else:
+            raise ValueError(
+                f"sharding V1 with tensor_fusion: parameter {parameter.name!r} is in none of the {len(buffers)} fused "
+                "buffers of this rank any more, so that steps do not change it: it was given other memory after "
+                "fleet.distributed_optimizer(). Remedy: set its values in place, by set_value()"
+            )
+    create_dense_states(inner, buffers)
+    masters = getattr(inner, "_master_weights", None) or {}
+    tables = StateTables(bool(getattr(inner, "_multi_precision", True)), getattr(inner, "_name", None))
+    for buffer, members in zip(buffers, held):
+        tables.add_buffer(inner, buffer, masters.get(buffer.name), members)
+    return tables
 
 
 class ShardingV2Mixin:
@@ -49,7 +88,7 @@ class ShardingV2Mixin:
         _collect_buffers(self)
         names = names_by_tensor(model_sharded_state_dict)
         groups = {p.name: buffer._comm_group for buffer in self._comm_buffer_list for p in buffer._params}
-        _check_experts(groups, model_sharded_state_dict, names)
+        check_experts(groups, model_sharded_state_dict, names)
         ranges, slices = {}, []
         for parameter, view in _grad_views(self):
             flat = _owned_range(view)
@@ -61,38 +100,6 @@ class ShardingV2Mixin:
                 slices.append(slice_parameter)
         create_accumulators(self._inner_opt, slices, names)
         return describe_states(self._inner_opt, model_sharded_state_dict, names, ranges)
-
-
-def _check_experts(groups: Mapping[str, Any], model: ShardedStateDict, names: Mapping[str, list[str]]) -> None:
-    """Refuse experts that are sharded among ranks which hold other experts under the same parameter's name.
-
-    Paddle sums the gradients of these experts, keeps one state for all of them, and sends the owner's values to the
-    others: they become equal, and what a checkpoint lacks is that state of all experts but the owner's.
-
-    Args:
-        groups: By name of parameter, the group that it is sharded over.
-        model: The model's shards by structured name.
-        names: Structured names by name of parameter.
-
-    Raises:
-        ValueError: There are such experts; the text has their keys.
-    """
-    mixed = [
-        keys[0]
-        for name, keys in names.items()
-        if name in groups and len(_expert_ranks(model[keys[0]]).intersection(groups[name].ranks)) > 1
-    ]
-    if mixed:
-        raise ValueError(
-            f"{len(mixed)} parameters of experts, such as {', '.join(map(repr, mixed[:5]))}, are sharded among ranks "
-            "of which each holds other experts: Paddle trains them as if they were one, and only one of them has a "
-            "state. Remedy: sharding V2 (split_param=True), with experts' parameters of a color whose group has the "
-            "ranks that hold the same experts; to keep what was trained, save the model without its optimizer"
-        )
-
-
-def _expert_ranks(weight: Any) -> frozenset[int]:
-    return getattr(weight, "expert_ranks", frozenset())
 
 
 def _collect_buffers(optimizer: Any) -> None:
@@ -134,6 +141,7 @@ class ShardingStage2Mixin:
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns."""
         names = names_by_tensor(model_sharded_state_dict)
+        check_experts(dict.fromkeys(names, self._group), model_sharded_state_dict, names)
         owned = [p for p in self._segment_params()[self._rank] if not p.stop_gradient]
         if self.offload:
             require_described(owned, names)

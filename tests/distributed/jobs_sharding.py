@@ -23,6 +23,13 @@ INPUTS, HIDDEN, ROWS = 40, 77, 8
 BEFORE, AFTER = (0, 1, 2), (3, 4)
 #: Parameters of more elements are sliced by stage 3.
 SEGMENT = 64
+#: Kinds of V1 that lay parameters into buffers, and what switches them on.
+FUSED_V1 = {
+    "v1fused": ("tensor_fusion",),
+    "v1overlap": ("comm_overlap",),
+    "v1fused+overlap": ("tensor_fusion", "comm_overlap"),
+}
+FLEET = ("v1", "v2", "v2colors", *FUSED_V1)
 
 
 class Cube(nn.Layer):
@@ -82,19 +89,25 @@ class Net(nn.Layer):
 class Job:
     """A model and its optimizer under one strategy.
 
-    Strategies: single, v1, v2, v2colors (several buffers, in two groups), stage2, stage3, both with "+offload", fully.
+    Strategies: single, v1, those of FUSED_V1 (the last one has several buffers), v2, v2colors (several buffers, in two
+    groups), stage2, stage3, both with "+offload", fully.
     """
 
     def __init__(self, kind, salt="", dtype="float32", install=True, unused=True, multi_precision=None):
         if install:
             fc.install()
         self.kind, self.size = kind, dist.get_world_size()
-        if kind in ("v1", "v2", "v2colors", "fully"):
-            cpu_world.init_fleet(sharding=self.size, split_param=kind in ("v2", "v2colors"))
+        if kind in FLEET or kind == "fully":
+            strategy = fleet.DistributedStrategy()
+            for option in FUSED_V1.get(kind, ()):
+                setattr(strategy.hybrid_configs["sharding_configs"], option, True)
+            cpu_world.init_fleet(sharding=self.size, split_param=kind in ("v2", "v2colors"), strategy=strategy)
         else:
             cpu_world.reset_fleet()
         with paddle.utils.unique_name.guard():
             self.net = Net(salt, dtype, unused)
+        if kind == "v1fused+overlap":  # nothing is clipped, but it is a buffer of its own
+            self.net.cube.weight.need_clip = False
         if kind == "v2colors":
             group = dist.new_group(list(range(self.size)))
             self.net.cube.weight.color = 1
@@ -104,7 +117,7 @@ class Job:
         precise = dtype != "float32" if multi_precision is None else multi_precision
         self.inner = paddle.optimizer.AdamW(0.01, parameters=trainable, weight_decay=0.1, multi_precision=precise)
         self.model, self.optimizer = self.net, self.inner
-        if kind in ("v1", "v2", "v2colors"):
+        if kind in FLEET:
             self.model, self.optimizer = fleet.distributed_model(self.net), fleet.distributed_optimizer(self.inner)
         elif kind.startswith(("stage2", "stage3")):
             from paddle.distributed.sharding import group_sharded_parallel
@@ -153,7 +166,11 @@ class Job:
     def tables(self):
         """``{name of the state: {tensor name: tensor}}`` of the optimizer that steps, masters among them."""
         if self.kind == "stage2+offload":
-            return self.tables_of_offload_buffer()
+            storage = self.optimizer.offload_params
+            members = [(master.name, storage.param2align[master.name]) for master in storage._params]
+            return self.tables_of_buffers([(storage.buffer, storage.buffer, members)])
+        if "tensor_fusion" in FUSED_V1.get(self.kind, ()):
+            return self.tables_of_buffers(self.fused_buffers())
         masters = dict(self.inner._master_weights)
         for parameter in self.net.parameters() if self.kind == "stage3+offload" else ():
             if getattr(parameter, "unslice", False) and "float16" in str(parameter.dtype):
@@ -167,18 +184,31 @@ class Job:
             tables["w_0"] = masters
         return tables
 
-    def tables_of_offload_buffer(self):
-        """The same, where the optimizer steps on one buffer of this rank's parameters."""
-        storage, tables = self.optimizer.offload_params, {}
-        shapes = {parameter.name: parameter.shape for parameter in self.net.parameters()}
-        buffers = {f"{name}_0": table["offload_buffer"] for name, table in self.inner._accumulators.items()}
-        for state, buffer in {**buffers, "w_0": storage.buffer}.items():
-            array, begin = buffer.numpy(), 0
-            for master in storage._params:
-                size = int(np.prod(shapes[master.name]))
-                part = array if "pow_acc" in state else array[begin : begin + size].reshape(shapes[master.name])
-                tables.setdefault(state, {})[master.name] = paddle.to_tensor(part)
-                begin += size + storage.param2align[master.name]
+    def fused_buffers(self):
+        """As for :meth:`tables_of_buffers`. Memory is padded to 256 bytes; what is not clipped comes last."""
+        fused, rank = self.optimizer._inner_opt, dist.get_rank()
+        groups = {}
+        for parameter in sorted(fused._rank2params[rank], key=lambda each: not each.need_clip):
+            align = -int(np.prod(parameter.shape)) % (256 // parameter.element_size())
+            groups.setdefault(parameter.need_clip, []).append((parameter.name, align))
+        assert len(groups) == len(fused._rank2fused[rank])
+        masters = self.inner._master_weights
+        return [(b, masters.get(b.name), members) for b, members in zip(fused._rank2fused[rank], groups.values())]
+
+    def tables_of_buffers(self, buffers):
+        """The same, where the optimizer steps on buffers: each with its master, and names with padding behind."""
+        tables, shapes = {}, {parameter.name: parameter.shape for parameter in self.net.parameters()}
+        for buffer, master, members in buffers:
+            stepped = buffer if master is None else master
+            states = {f"{name}_0": table[stepped.name] for name, table in self.inner._accumulators.items()}
+            for state, tensor in (states if master is None else {**states, "w_0": master}).items():
+                array, begin = tensor.numpy(), 0
+                for name, align in members:
+                    size = int(np.prod(shapes[name]))
+                    part = array if "pow_acc" in state else array[begin : begin + size].reshape(shapes[name])
+                    tables.setdefault(state, {})[name] = paddle.to_tensor(part)
+                    begin += size + align
+                assert "pow_acc" in state or begin == len(array)
         return tables
 
     def place_of(self, name):
@@ -476,14 +506,10 @@ def refused(kind):
         net, optimizer = job.model, job.optimizer
         job.inner._param_groups = [{"params": job.inner._param_groups}]
     elif kind == "fused v1":
-        strategy = fleet.DistributedStrategy()
-        cpu_world.init_fleet(sharding=dist.get_world_size(), strategy=strategy)
-        net = Net("", "float32", False)
-        trainable = [p for p in net.parameters() if not p.stop_gradient]
-        inner = paddle.optimizer.AdamW(0.01, parameters=trainable)
-        fleet.distributed_model(net)
-        optimizer = fleet.distributed_optimizer(inner)
-        optimizer._inner_opt._rank2fused = {0: [object()]}  # as tensor_fusion=True leaves it; its kernels need a GPU
+        job = Job("v1fused", unused=False)
+        net, optimizer = job.model, job.optimizer
+        for parameter in job.net.parameters():
+            paddle.assign(parameter)._share_buffer_to(parameter)
     else:
         job = Job("stage3+offload")
         net, optimizer = job.model, job.optimizer

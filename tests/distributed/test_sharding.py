@@ -85,6 +85,21 @@ def test_half_precision_with_master_weights(world2, tmp_path):
         check_loads(world2, kind, some, dtype="bfloat16", unused=False)
 
 
+def test_tensor_fusion_and_overlap_of_v1(world2, tmp_path):
+    # A fused parameter without a gradient is stepped, and its weight decays: so every parameter has one here.
+    saved = save_all(world2, tmp_path, ("v2", "v1overlap", "v1fused+overlap"), unused=False)
+    check_loads(world2, "v1fused", saved, unused=False)
+    for kind in ("single", "v1", "v1overlap", "v2", "v1fused+overlap"):
+        check_loads(world2, kind, {"fused": saved["v1fused+overlap"]}, unused=False)
+
+
+def test_tensor_fusion_of_v1_with_master_weights(world2, tmp_path):
+    saved = save_all(world2, tmp_path, ("v2", "v1fused+overlap"), dtype="bfloat16", unused=False)
+    assert "cube.weight.w_0" in {key for report in saved["v1fused+overlap"][1] for key in report["keys"]}
+    check_loads(world2, "v1fused+overlap", saved, dtype="bfloat16", unused=False)
+    check_loads(world2, "v2", {"fused": saved["v1fused+overlap"]}, dtype="bfloat16", unused=False)
+
+
 def test_offload_of_stage3(world2, saved2, tmp_path):
     saved = save_all(world2, tmp_path, ("stage3+offload",))
     check_loads(world2, "stage3+offload", {**saved, "v2": saved2["v2"], "stage3": saved2["stage3"]})
@@ -222,7 +237,8 @@ def test_stage2_leaves_out_what_other_ranks_own(world2):
 
 
 def test_what_cannot_be_described_is_refused(world2):
-    assert all("tensor_fusion" in text for text in world2.run(jobs.refused, kind="fused v1"))
+    for text in world2.run(jobs.refused, kind="fused v1"):
+        assert "tensor_fusion" in text and "of the 1 fused buffers" in text and "set_value()" in text
     assert all("after clear_grad()" in text for text in world2.run(jobs.refused, kind="offload"))
     assert all("parameter groups" in text for text in world2.run(jobs.refused, kind="groups"))
 

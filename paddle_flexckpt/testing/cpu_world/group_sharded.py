@@ -130,4 +130,5 @@ def _synchronize(device: Any = None) -> None:
 
 
 def _set_device(device: str) -> Any:
-    return paddle.set_device("cpu" if device.startswith("cpu") else device)
+    # Tensor fusion, which is told that there is a GPU, lets its storage be there.
+    return paddle.set_device("cpu" if device.startswith(("cpu", "gpu")) else device)
