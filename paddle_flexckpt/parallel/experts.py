@@ -237,7 +237,7 @@ def check_experts(groups: Mapping[str, Any], model: ShardedStateDict, names: Map
     """
     mixed = []
     for name, keys in names.items():
-        others = getattr(model[keys[0]], "expert_ranks", frozenset())
+        others: frozenset[int] = getattr(model[keys[0]], "expert_ranks", frozenset())
         if name in groups and len(others.intersection(groups[name].ranks)) > 1:
             mixed.append(keys[0])
     if mixed:
