@@ -16,7 +16,7 @@ from paddle_flexckpt.storage import CheckpointDirectory, FileReader
 from tests.execution.samples import SHAPES, save, values_of
 
 KINDS = {f"of.{name}": (name, SHAPES[i % 4]) for i, name in enumerate(DTYPES)}
-KINDS.update({"empty": ("float32", (0, 3)), "extra_state.x": ("uint8", (4,))})
+KINDS.update({"empty": ("float32", (0, 3)), "extra_state.common": ("uint8", (4,))})
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +39,14 @@ def statements(manifest, *texts):
 def test_every_tensor_by_default(checkpoint, values, monkeypatch, at_once):
     monkeypatch.setattr(whole_tensors, "PLANNED_AT_ONCE", at_once)
     found = dict(iterate_tensors(*checkpoint))
-    assert list(found) == sorted(set(KINDS) - {"extra_state.x"})
+    assert list(found) == sorted(set(KINDS) - {"extra_state.common"})
     for key, array in found.items():
         assert (array.dtype, array.shape) == (values[key].dtype, values[key].shape)
         assert array.tobytes() == values[key].tobytes()
 
 
 def test_names_and_their_order(checkpoint, values):
-    names = ["of.int8", "extra_state.x", "of.bool"]
+    names = ["of.int8", "extra_state.common", "of.bool"]
     assert [name for name, _ in iterate_tensors(*checkpoint, names=names)] == names
     assert list(iterate_tensors(*checkpoint, names=[])) == []
     with pytest.raises(ValidationError, match="no such key .key 'of'.; got 19 keys, such as"):

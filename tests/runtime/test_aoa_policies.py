@@ -418,7 +418,7 @@ def test_a_malformed_target_is_found_before_statements_are_compiled():
 @pytest.fixture
 def checkpoint():
     with memory_directory() as path:
-        tensors = state(**{"a": [1, 2], "b": [3, 4], "gone": [5, 6], "plain": [7], "extra_state.x": [8]})
+        tensors = state(**{"a": [1, 2], "b": [3, 4], "gone": [5, 6], "plain": [7], "extra_state.common": [8]})
         SimulatedWorld(1).run(lambda comm: save_state_dict(tensors, path, comm))
         yield path
 
