@@ -159,7 +159,7 @@ def load_state_dict(
         verify_mode(verify)
         check_storage(storage)
         digest = config_digest(aoa_config, master_weights)
-        return encode_options(load_state_dict, options, checkpoint=checkpoint, aoa_config=digest)
+        return encode_options(load_state_dict, options, checkpoint=checkpoint, aoa_config=digest, context=context)
 
     def policy() -> Policy:
         return Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility, optimizer_states)
