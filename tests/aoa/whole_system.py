@@ -76,11 +76,15 @@ def check_system(
         SimulatedWorld(worlds[0]).run(lambda comm: save_state_dict(saved[comm.position], path, comm))
         loaded = states_of(*target, worlds[1])
         SimulatedWorld(worlds[1]).run(
-            lambda comm: load_state_dict(loaded[comm.position], path, comm, aoa_config=config)
+            lambda comm: load_state_dict(
+                loaded[comm.position], path, comm, aoa_config=config, optimizer_states="ignore"
+            )
         )
     held, filled = states_of(layout, contents, max(worlds)), states_of(*target, max(worlds))
     SimulatedWorld(max(worlds)).run(
-        lambda comm: reshard_sharded_state_dict(held[comm.position], filled[comm.position], comm, aoa_config=config)
+        lambda comm: reshard_sharded_state_dict(
+            held[comm.position], filled[comm.position], comm, aoa_config=config, optimizer_states="ignore"
+        )
     )
     for shard, content in zip(layout, contents):
         if held[shard.rank][shard.key].local_tensor.tobytes() != content.tobytes():

@@ -21,8 +21,8 @@ from tests.storage.samples import flip
 # complex128 has no code in safetensors.
 KINDS = {f"m.{name}": (name, SHAPES[i % 4]) for i, name in enumerate(DTYPES) if name != "complex128"}
 KINDS.update({"m.empty": ("float32", (0, 3)), "other": ("bfloat16", (3, 3)), "m.bfloat16.moment1_0": ("float32", (6,))})
-KINDS["extra_state.rng"] = ("uint8", (16,))
-MODEL = sorted(set(KINDS) - {"m.bfloat16.moment1_0", "extra_state.rng"})
+KINDS["extra_state.rng.rank0"] = ("uint8", (16,))
+MODEL = sorted(set(KINDS) - {"m.bfloat16.moment1_0", "extra_state.rng.rank0"})
 
 
 @pytest.fixture(scope="module")

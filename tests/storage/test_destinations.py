@@ -153,7 +153,8 @@ def test_data_files_that_change_before_the_commit_fail_it(tmp_path, monkeypatch,
     # And what is left goes with the next save.
     save(tmp_path, 3, 0)
     assert load(tmp_path) == 3
-    assert sorted(os.listdir(tmp_path)) == ["0.manifest", "0_0.2.safetensors", "1_0.2.safetensors"]
+    files = ["0.manifest", "0_0.2.safetensors", "1_0.2.safetensors", "flex-ckpt.auto_generated.metadata"]
+    assert sorted(os.listdir(tmp_path)) == files
 
 
 def test_a_directory_that_is_replaced_before_the_commit_fails_it(tmp_path, monkeypatch):

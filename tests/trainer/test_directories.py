@@ -73,7 +73,7 @@ def test_an_interrupted_removal_is_carried_through(directories, monkeypatch):
         patch.setattr("shutil.rmtree", die)
         with pytest.raises(CheckpointError, match="interrupted"):
             directories.rotate(2, None)
-    assert (directories.directory(10) / "flex_checkpoint/0_0.safetensors").exists()
+    assert (directories.directory(10) / "flex_checkpoint").exists()
     assert not is_usable(directories.directory(10))
     assert directories.usable() == [20, 100]
     assert directories.rotate(None, None) == [10]
