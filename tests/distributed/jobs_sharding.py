@@ -5,6 +5,7 @@ The oracle gathers what every strategy holds by hand, from Paddle's own tables a
 
 from __future__ import annotations
 
+import logging
 import os
 
 import numpy as np
@@ -559,3 +560,33 @@ def data_parallel_beside_v2(directory):
         optimizer.step()
         optimizer.clear_grad()
     return texts
+
+
+def weights_alone(directory):
+    """Weights alone are loaded beside an optimizer that has stepped, under each way to shard its masters.
+
+    Returns:
+        By strategy, whether the masters are the loaded parameters' values, and what was warned of.
+    """
+    found = {}
+    for kind in ("v1", "v2", "v1fused+overlap", "stage2", "stage3"):
+        job = Job(kind, dtype="float16", unused=False)
+        job.train(range(1))
+        path = f"{directory}/{kind}"
+        fc.save_state_dict(job.model.sharded_state_dict(), path)
+        job.train(range(1, 4))
+        handler, texts = logging.Handler(logging.WARNING), []
+        handler.emit = lambda record, texts=texts: texts.append(record.getMessage())
+        logger = logging.getLogger("paddle_flexckpt")
+        logger.addHandler(handler)
+        fc.load_state_dict(job.model.sharded_state_dict(), path)
+        logger.removeHandler(handler)
+        parameters = {parameter.name: parameter for parameter in job.net.parameters()}
+        renewed = [
+            common.same_bytes(master, parameters[name].astype("float32").numpy())
+            for name, master in job.inner._master_weights.items()
+            if name in parameters and list(master.shape) == list(parameters[name].shape)
+        ]
+        found[kind] = all(renewed), [text for text in texts if "float32 masters" in text]
+        del job
+    return found

@@ -248,3 +248,11 @@ def test_ranks_that_paddle_lets_drift_are_told_so(world4, tmp_path):
         assert before is None
         assert "replicas of one shard differ" in after
         assert "Remedy: with sharding V2 (split_param=True) beside data parallelism Paddle does not keep" in after
+
+
+def test_weights_alone_beside_an_optimizer_that_has_stepped(world2, tmp_path):
+    for found in world2.run(jobs.weights_alone, directory=str(tmp_path)):
+        assert found["v1"] == found["stage2"] == [True, []]
+        for kind in ("v2", "stage3", "v1fused+overlap"):
+            (text,) = found[kind][1]
+            assert "laid out otherwise" in text and "Remedy: load weights before the first step" in text
