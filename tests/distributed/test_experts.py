@@ -148,3 +148,14 @@ def test_experts_among_sharding_ranks_are_refused_by_key(world2, tmp_path):
             assert f"'moe.experts.{2 * place}.up.weight'" in error
             assert "Remedy: sharding V2" in error and "save the model without its optimizer" in error
         assert keys == 4 + 4 * jobs.EXPERTS
+
+
+def test_experts_in_virtual_pipeline_stages(world4, tmp_path):
+    reports = world4.run(jobs.experts_in_virtual_stages, directory=str(tmp_path))
+    for report in reports:
+        assert report["wrong"] == [] and len(report["truth"]) == 2 * 2 * 4  # layers, experts, parameters
+        assert report["chunks 2"] == report["losses"]
+        assert report["chunks 1"] == pytest.approx(report["losses"], rel=SUMMATION)
+    names = {name for report in reports for name in report["truth"]}
+    assert len(names) == 4 * jobs.EXPERTS * 4
+    assert {f"{name}.moment1_0" for name in names} | names <= set(reports[0]["saved"])
