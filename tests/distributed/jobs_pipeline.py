@@ -102,7 +102,7 @@ def double(x):
 
 
 def description(kind="tied", mp=1):
-    """``kind``: "tied"; "positions": with a parameter beside the tied one; "classes": tied between two classes; "untied"."""
+    """``kind``: "tied"; "positions": a parameter beside the tied one; "classes": tied between two classes; "untied"."""
     positions = {"positions": True} if kind == "positions" else {}
     attribute = "embedding_weight"
     first = SharedLayerDesc("emb", Embedding, None, attribute, 0, **positions)
