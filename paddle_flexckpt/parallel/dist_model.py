@@ -50,7 +50,7 @@ class DistModelMixin:
         if self._engine.fused_ffn_qkv is not None:
             raise ValueError(
                 "the DistModel fuses parameters (fused_ffn_qkv), and its state_dict() takes them apart into copies, "
-                "which a load would not reach. Remedy: turn the fusion passes off"
+                "which a load would not reach. Remedy: unset FLAGS_enable_fused_ffn_qkv_pass"
             )
         names = self._parameter_to_structured_name
         state = self.state_dict()

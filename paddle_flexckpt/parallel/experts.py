@@ -12,7 +12,7 @@ mean "another expert on every rank". Which it is follows from the groups; see :f
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from paddle_flexckpt.parallel.layers import LayerMixin, note_tied, own_state, shard_rules
@@ -219,3 +219,31 @@ def _renumbered(
         renamed[key] = weight
     note_tied(renamed)
     return renamed
+
+
+def check_experts(groups: Mapping[str, Any], model: ShardedStateDict, names: Mapping[str, list[str]]) -> None:
+    """Refuse experts that are sharded among ranks which hold other experts under the same parameter's name.
+
+    Paddle sums the gradients of these experts, keeps one state for all of them, and sends the owner's values to the
+    others: they become equal, and what a checkpoint lacks is that state of all experts but the owner's.
+
+    Args:
+        groups: By name of parameter, the group that it is sharded over.
+        model: The model's shards by structured name.
+        names: Structured names by name of parameter.
+
+    Raises:
+        ValueError: There are such experts; the text has their keys.
+    """
+    mixed = []
+    for name, keys in names.items():
+        others: frozenset[int] = getattr(model[keys[0]], "expert_ranks", frozenset())
+        if name in groups and len(others.intersection(groups[name].ranks)) > 1:
+            mixed.append(keys[0])
+    if mixed:
+        raise ValueError(
+            f"{len(mixed)} parameters of experts, such as {', '.join(map(repr, mixed[:5]))}, are sharded among ranks "
+            "of which each holds other experts: Paddle trains them as if they were one, and only one of them has a "
+            "state. Remedy: sharding V2 (split_param=True), with experts' parameters of a color whose group has the "
+            "ranks that hold the same experts; to keep what was trained, save the model without its optimizer"
+        )

@@ -13,9 +13,16 @@ from types import MethodType
 from typing import Any
 
 from paddle_flexckpt.dist_tensor import is_dist_tensor
+from paddle_flexckpt.parallel.experts import check_experts
 from paddle_flexckpt.parallel.fully_shard import fused_tables, steps_on_buffers
 from paddle_flexckpt.parallel.offload import on_host, stage3_tables
-from paddle_flexckpt.parallel.sharding_stage3 import is_small, parameter_name, slice_ranges, stepped_parameters
+from paddle_flexckpt.parallel.sharding_stage3 import (
+    is_small,
+    parameter_name,
+    slice_ranges,
+    stepped_parameters,
+    wrapper_of_optimizer,
+)
 from paddle_flexckpt.parallel.state_creation import create_dense_states, create_states, under_fully_shard
 from paddle_flexckpt.parallel.wrappers import optimizer_sharded_state_dict
 from paddle_flexckpt.sharded_weight import (
@@ -84,6 +91,9 @@ class OptimizerMixin:
                 its parameter's nor a single number.
         """
         names = names_by_tensor(model_sharded_state_dict)
+        wrapper = wrapper_of_optimizer(self)
+        if wrapper is not None:
+            check_experts(dict.fromkeys(names, wrapper._group), model_sharded_state_dict, names)
         trainable = [parameter for parameter in _parameters(self) if not parameter.stop_gradient]
         if under_fully_shard(trainable):
             require_described(trainable, names)

@@ -7,9 +7,10 @@ pads each, and cuts the buffers evenly, so that a rank owns a flattened range of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+from paddle_flexckpt.parallel.experts import check_experts
 from paddle_flexckpt.parallel.fully_shard import Held, StateTables
 from paddle_flexckpt.parallel.offload import stage2_tables
 from paddle_flexckpt.parallel.optimizers import (
@@ -33,7 +34,7 @@ class ShardingV1Mixin:
         """
         names = names_by_tensor(model_sharded_state_dict)
         group = self._hcg.get_sharding_parallel_group()
-        _check_experts({name: group for name in self._param2rank}, model_sharded_state_dict, names)
+        check_experts(dict.fromkeys(self._param2rank, group), model_sharded_state_dict, names)
         owned = self._rank2params[self._sharding_rank]
         # With comm_overlap alone, too, parameters lie in buffers; but then the step is on the parameters.
         if self.tensor_fusion and self.fuse_optimizer:
@@ -87,7 +88,7 @@ class ShardingV2Mixin:
         _collect_buffers(self)
         names = names_by_tensor(model_sharded_state_dict)
         groups = {p.name: buffer._comm_group for buffer in self._comm_buffer_list for p in buffer._params}
-        _check_experts(groups, model_sharded_state_dict, names)
+        check_experts(groups, model_sharded_state_dict, names)
         ranges, slices = {}, []
         for parameter, view in _grad_views(self):
             flat = _owned_range(view)
@@ -99,38 +100,6 @@ class ShardingV2Mixin:
                 slices.append(slice_parameter)
         create_accumulators(self._inner_opt, slices, names)
         return describe_states(self._inner_opt, model_sharded_state_dict, names, ranges)
-
-
-def _check_experts(groups: Mapping[str, Any], model: ShardedStateDict, names: Mapping[str, list[str]]) -> None:
-    """Refuse experts that are sharded among ranks which hold other experts under the same parameter's name.
-
-    Paddle sums the gradients of these experts, keeps one state for all of them, and sends the owner's values to the
-    others: they become equal, and what a checkpoint lacks is that state of all experts but the owner's.
-
-    Args:
-        groups: By name of parameter, the group that it is sharded over.
-        model: The model's shards by structured name.
-        names: Structured names by name of parameter.
-
-    Raises:
-        ValueError: There are such experts; the text has their keys.
-    """
-    mixed = [
-        keys[0]
-        for name, keys in names.items()
-        if name in groups and len(_expert_ranks(model[keys[0]]).intersection(groups[name].ranks)) > 1
-    ]
-    if mixed:
-        raise ValueError(
-            f"{len(mixed)} parameters of experts, such as {', '.join(map(repr, mixed[:5]))}, are sharded among ranks "
-            "of which each holds other experts: Paddle trains them as if they were one, and only one of them has a "
-            "state. Remedy: sharding V2 (split_param=True), with experts' parameters of a color whose group has the "
-            "ranks that hold the same experts; to keep what was trained, save the model without its optimizer"
-        )
-
-
-def _expert_ranks(weight: Any) -> frozenset[int]:
-    return getattr(weight, "expert_ranks", frozenset())
 
 
 def _collect_buffers(optimizer: Any) -> None:
@@ -172,6 +141,7 @@ class ShardingStage2Mixin:
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns."""
         names = names_by_tensor(model_sharded_state_dict)
+        check_experts(dict.fromkeys(names, self._group), model_sharded_state_dict, names)
         owned = [p for p in self._segment_params()[self._rank] if not p.stop_gradient]
         if self.offload:
             require_described(owned, names)

@@ -170,7 +170,7 @@ def slice_ranges(
         names: Structured names by name of parameter.
     """
     ranges: dict[str, slice] = {}
-    wrapper = _wrapper_of_optimizer(optimizer)
+    wrapper = wrapper_of_optimizer(optimizer)
     for name, keys in names.items():
         weight = model[keys[0]]
         if weight.is_flattened and weight.flattened_range is not None:
@@ -180,13 +180,13 @@ def slice_ranges(
     return ranges
 
 
-def _wrapper_of_optimizer(optimizer: Any) -> Any:
+def wrapper_of_optimizer(optimizer: Any) -> Any:
     """The stage-3 wrapper whose slices the optimizer steps on, if it has one."""
     return getattr(getattr(optimizer, "update_slice", None), "__self__", None)
 
 
 def _slice_of_gathered(optimizer: Any, parameter: str) -> Any:
-    wrapper = _wrapper_of_optimizer(optimizer)
+    wrapper = wrapper_of_optimizer(optimizer)
     if parameter not in getattr(wrapper, "_param2buffer", ()):
         raise ValueError(
             f"parameter {parameter!r} is gathered and {type(optimizer).__name__} does not know its slice. Remedy: use "

@@ -263,11 +263,17 @@ def check_same(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None
     """Raises ValidationError where ranks disagree about what is to be done; the same on every rank.
 
     Args:
-        heads: Every rank's view, as JSON.
-        context: What is being done, for the error.
+        heads: Every rank's view, as JSON. The member ``context`` of an object is not compared: ranks may reach one
+            checkpoint by different paths. The error is told in that of the first rank.
+        context: What is being done, for the error, where heads do not say it.
         ranks: Numbers of the ranks; by default they are counted.
     """
     if len(set(heads)) != 1:
+        said = _objects(heads)
+        if said and len({json.dumps({**each, "context": ""}, sort_keys=True) for each in said}) == 1:
+            return
+        if said:
+            context = said[0].get("context", context)
         met: dict[str, list[str]] = {}
         for rank, head in zip(range(len(heads)) if ranks is None else ranks, heads):
             met.setdefault(_call_of(head), []).append(str(rank))
@@ -292,13 +298,19 @@ def _call_of(head: bytes) -> str:
         return "a later step of a call"
 
 
-def _differences(heads: Sequence[bytes]) -> list[str]:
-    """Return every rank's view: of JSON objects only the members in which they differ."""
+def _objects(heads: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Return every rank's view if all are JSON objects; else none."""
     try:
         said = [json.loads(head) for head in heads]
     except ValueError:
-        said = []
-    if not said or not all(isinstance(each, dict) for each in said):
+        return []
+    return said if all(isinstance(each, dict) for each in said) else []
+
+
+def _differences(heads: Sequence[bytes]) -> list[str]:
+    """Return every rank's view: of JSON objects only the members in which they differ."""
+    said = _objects(heads)
+    if not said:
         return [head.decode() for head in heads]
     absent = object()
     names = dict.fromkeys(name for each in said for name in each)

@@ -27,6 +27,7 @@ from paddle_flexckpt.report import LoadReport, order_warning, replica_warning
 from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator, check_same, communicator_for
 from paddle_flexckpt.runtime.completion import complete, match
 from paddle_flexckpt.runtime.device_memory import devices_of, wait_for_devices
+from paddle_flexckpt.runtime.live_masters import renew_masters
 from paddle_flexckpt.runtime.name_compatibility import check_across_ranks, split_raw
 from paddle_flexckpt.runtime.node_saves import Storage, check_storage
 from paddle_flexckpt.runtime.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
@@ -127,6 +128,8 @@ def load_state_dict(
         optimizer_states: ``"raise"``: states that the checkpoint has of a parameter that is loaded, and that no rank
             asks for, are an error, whatever ``strict`` says: an optimizer that was not described has none.
             ``"ignore"`` loads without them: weights for inference, say, or a model that is loaded before its optimizer.
+            Float32 masters that a live optimizer has of loaded parameters, and that are not loaded too, are made the
+            parameters' values, or warned of where they are cut otherwise: they would undo the load at the next step.
         storage: ``"shared"``: every rank sees all files. ``"per_node"``: ranks may see some of them only, or none (see
             :func:`save_state_dict`); what a rank does not see it receives from one that does. The highest id that any
             rank sees is taken.
@@ -156,7 +159,7 @@ def load_state_dict(
         verify_mode(verify)
         check_storage(storage)
         digest = config_digest(aoa_config, master_weights)
-        return encode_options(load_state_dict, options, checkpoint=checkpoint, aoa_config=digest)
+        return encode_options(load_state_dict, options, checkpoint=checkpoint, aoa_config=digest, context=context)
 
     def policy() -> Policy:
         return Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility, optimizer_states)
@@ -218,6 +221,8 @@ def load_state_dict(
         unexpected = check_unexpected(ready.manifest.catalog, bits, ready.mapping, policy(), context)
         planned = time.perf_counter()
         peak_scratch, needed = comm.together(ready.read, context)
+    kept = ready.work.kept_keys(ready.state.catalog)
+    renew_masters(ready.state, {*ready.wanted.missing, *kept}, comm.rank)
     end = time.perf_counter()
     count = ready.reader.count
     report = LoadReport(
@@ -231,7 +236,7 @@ def load_state_dict(
         masters=ready.wanted.masters,
         fused=ready.wanted.fused,
         maybe_fused=ready.wanted.maybe_fused,
-        kept=ready.work.kept_keys(ready.state.catalog),
+        kept=kept,
         computed=ready.work.computed_keys(ready.state.catalog),
         bytes_needed=ready.plan.needed_bytes,
         bytes_read=count.bytes_read,

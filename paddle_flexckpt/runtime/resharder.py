@@ -32,6 +32,7 @@ from paddle_flexckpt.runtime.communicator import Communicator, check_coordinator
 from paddle_flexckpt.runtime.completion import complete, match
 from paddle_flexckpt.runtime.device_exchange import DeviceExchange, Traffic
 from paddle_flexckpt.runtime.device_memory import devices_of, has_views, wait_for_devices
+from paddle_flexckpt.runtime.live_masters import renew_masters
 from paddle_flexckpt.runtime.loader import (
     check_heads,
     check_unexpected,
@@ -410,6 +411,8 @@ def fill_targets(
         exchange, sent = comm.together(planned, context)
         planned_at = time.perf_counter()
         counts, answers = comm.together(lambda: exchange.run(carrier, list(addresses), sent), context)
+    kept = ready.work.kept_keys(ready.state.catalog)
+    renew_masters(ready.state, {*ready.wanted.missing, *kept}, comm.rank)
     end = time.perf_counter()
     return LoadReport(
         source="memory",
@@ -423,7 +426,7 @@ def fill_targets(
         fused=ready.wanted.fused,
         maybe_fused=ready.wanted.maybe_fused,
         replicas=replicas,
-        kept=ready.work.kept_keys(ready.state.catalog),
+        kept=kept,
         computed=ready.work.computed_keys(ready.state.catalog),
         bytes_needed=counts["copied"] + counts["received"],
         bytes_copied=counts["copied"],

@@ -1,4 +1,4 @@
-"""Shared memory between targets and sources: a target that overwrites what is still being read."""
+"""Memory that targets share, with sources or with each other, so that one would overwrite the other."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of
 from paddle_flexckpt.runtime.state import LocalState
-from paddle_flexckpt.runtime.tensors import address_range
+from paddle_flexckpt.runtime.tensors import address_range, dtype_name, is_contiguous
 
 
 @dataclass(frozen=True)
@@ -69,3 +71,74 @@ def _spans(catalog: Catalog, tensors: Any, is_target: bool) -> list[_Span]:
             identity = f"{catalog.key_name(row)} {catalog.describe(row)}"
             spans.append(_Span(*addresses, identity, row if is_target else None))
     return spans
+
+
+# Steps that numpy may take to find out whether two strided tensors have an element in common.
+_MAX_WORK = 100_000
+
+
+def refuse_targets_in_one_memory(state: LocalState, spans: Mapping[int, tuple[int, int]]) -> None:
+    """Raise if a target shares memory with another that is not the very same part of a tensor.
+
+    Args:
+        state: This rank's targets.
+        spans: By row, first and last address (exclusive) of a target; of targets that are the same part of the same
+            memory, one.
+
+    Raises:
+        ValidationError: One of two targets would overwrite the other.
+    """
+    rows = np.fromiter(spans, dtype=np.int64, count=len(spans))
+    begin, end = np.asarray(list(spans.values()), dtype=np.int64).reshape(-1, 2).T
+    order = np.lexsort((end, begin))
+    rows, begin, end = rows[order], begin[order], end[order]
+    problems = []
+    # Most targets begin where all earlier ones have ended.
+    for place in np.flatnonzero(begin[1:] < np.maximum.accumulate(end)[:-1]).tolist():
+        row = int(rows[place + 1])
+        earlier = np.flatnonzero(end[: place + 1] > begin[place + 1])[::-1]
+        other = next((int(rows[i]) for i in earlier.tolist() if _have_common_elements(state, int(rows[i]), row)), None)
+        if other is not None:
+            catalog = state.catalog
+            problems.append(
+                Problem(
+                    "a target shares memory with another, and one would overwrite the other",
+                    key=catalog.key_name(row),
+                    rank=int(catalog.rank[row]),
+                    expected="memory of its own",
+                    got=f"memory of target {catalog.key_name(other)} {catalog.describe(other)}",
+                    remedy="clone one of the two, or load them in two calls",
+                )
+            )
+    if problems:
+        raise ValidationError(problems)
+
+
+def _have_common_elements(state: LocalState, one: int, other: int) -> bool:
+    """Return whether two tensors whose addresses overlap have an element in common; True where that is hard to tell."""
+    tensors = state.tensor(one), state.tensor(other)
+    if all(map(is_contiguous, tensors)):
+        return True
+    shares_memory: Any = np.shares_memory  # whose stub knows no number for max_work
+    try:
+        return bool(shares_memory(*map(_as_array, tensors), max_work=_MAX_WORK))
+    except np.exceptions.TooHardError:
+        return True
+
+
+class _Addresses:
+    """The addresses of a tensor, for numpy, which does not read them."""
+
+    def __init__(self, tensor: Any) -> None:
+        size = dtype_of(dtype_name(tensor)).itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": tuple(tensor.shape),
+            "typestr": f"|V{size}",
+            "strides": tuple(int(stride) * size for stride in tensor.strides),
+            "data": (int(tensor.data_ptr()), False),
+        }
+
+
+def _as_array(tensor: Any) -> np.ndarray:
+    return tensor if isinstance(tensor, np.ndarray) else np.asarray(_Addresses(tensor))

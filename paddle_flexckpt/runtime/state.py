@@ -36,8 +36,8 @@ class LocalState:
         """The live tensor of a row."""
         return self.weights[row].local_tensor
 
-    def place(self, row: int) -> object:
-        """Equal for rows that are the same part of the same memory; None for one without elements."""
+    def place(self, row: int) -> tuple[tuple[int, int], str, str] | None:
+        """Return memory, dtype and part of a row: equal for the same part in the same memory; None without elements."""
         span = address_range(self.tensor(row))
         return None if span is None else (span, self.catalog.dtype_name(row), self.catalog.describe(row))
 

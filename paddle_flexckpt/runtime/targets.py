@@ -14,6 +14,7 @@ from paddle_flexckpt.execution.mapping import copied_keys, made_by
 from paddle_flexckpt.runtime.fused import OtherOrder, completion, other_order
 from paddle_flexckpt.runtime.name_compatibility import CompatibleNames, Unfound, find_compatible, raw_meanings
 from paddle_flexckpt.runtime.remedies import resized, untied
+from paddle_flexckpt.runtime.shared_memory import refuse_targets_in_one_memory
 from paddle_flexckpt.runtime.state import LocalState
 
 Strict = Union[bool, Literal["missing", "unexpected"]]
@@ -394,7 +395,11 @@ def _castable(source: str, target: str) -> bool:
 def _share_memory(
     state: LocalState, names: list[str], rows: list[int], mapping: Mapping | None
 ) -> tuple[list[int], dict[int, int]]:
-    """Sorts out tied targets: which rows to fill, and which of these only to compare with an earlier one."""
+    """Sort out tied targets: which rows to fill, and which of these only to compare with an earlier one.
+
+    Raises:
+        ValidationError: Targets share memory without being the same part of a tensor.
+    """
     catalog = state.catalog
     map_rows = {} if mapping is None else mapping.maps.rows_by_target()
 
@@ -410,6 +415,7 @@ def _share_memory(
         return mapping.tensors[name], moved, tuple(mapping.regions.get(name, ()))
 
     seen: dict[object, list[int]] = {}
+    spans: dict[int, tuple[int, int]] = {}
     keep, same_memory = [], {}
     for row in rows:
         place = state.place(row)
@@ -421,6 +427,9 @@ def _share_memory(
             continue  # the same memory from the same source: filled already
         if earlier:
             same_memory[row] = earlier[0]
+        else:
+            spans[row] = place[0]
         earlier.append(row)
         keep.append(row)
+    refuse_targets_in_one_memory(state, spans)
     return keep, same_memory

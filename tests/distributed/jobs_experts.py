@@ -323,16 +323,28 @@ def error_of(call):
 
 def experts_among_sharding_ranks(directory):
     """Experts spread over the ranks that shard the optimizer, without a group of their own: what each version says."""
+    from paddle.distributed.sharding import group_sharded_parallel
+
     fc.install()
     found = {}
-    for split_param in (False, True):
-        group = cpu_world.init_fleet(sharding=dist.get_world_size(), split_param=split_param)
-        net = Net(group.get_sharding_parallel_group())
-        optimizer = fleet.distributed_optimizer(adamw(net))
-        model = net.sharded_state_dict()
-        found[split_param] = error_of(lambda shards=model, owner=optimizer: owner.sharded_state_dict(shards))
-        report = fc.save_state_dict(model, f"{directory}/{split_param}")
-    return found, report.keys
+    for version in ("V1", "V2", "os_g", "p_g_os"):
+        hcg = cpu_world.init_fleet(sharding=dist.get_world_size(), split_param=version == "V2")
+        group = hcg.get_sharding_parallel_group()
+        with paddle.utils.unique_name.guard():
+            model = Net(group)
+        optimizer = adamw(model)
+        if version.startswith("V"):
+            optimizer = fleet.distributed_optimizer(optimizer)
+        else:
+            model, optimizer, _ = group_sharded_parallel(model, optimizer, version, group=group, segment_size=16)
+        shards = model.sharded_state_dict()
+        found[version] = error_of(lambda: fc.check(model, optimizer))  # noqa: B023
+        assert error_of(lambda: optimizer.sharded_state_dict(shards)).partition(": ")[2] in found[version]  # noqa: B023
+        if version != "p_g_os":
+            report = fc.save_state_dict(shards, f"{directory}/{version}")
+        else:
+            sliced = error_of(lambda: fc.save_state_dict(shards, f"{directory}/{version}"))  # noqa: B023
+    return found, report.keys, sliced
 
 
 class Layer(Net):

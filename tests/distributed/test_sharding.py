@@ -100,6 +100,14 @@ def test_tensor_fusion_of_v1_with_master_weights(world2, tmp_path):
     check_loads(world2, "v2", {"fused": saved["v1fused+overlap"]}, dtype="bfloat16", unused=False)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fused_states_of_v2(world2, tmp_path, dtype):
+    saved = save_all(world2, tmp_path, ("v2", "v2states"), dtype=dtype, unused=False)
+    assert all(report["fused"] for report in saved["v2states"][1])
+    check_loads(world2, "v2states", saved, dtype=dtype, unused=False)
+    check_loads(world2, "v2", {"fused": saved["v2states"]}, dtype=dtype, unused=False)
+
+
 def test_offload_of_stage3(world2, saved2, tmp_path):
     saved = save_all(world2, tmp_path, ("stage3+offload",))
     check_loads(world2, "stage3+offload", {**saved, "v2": saved2["v2"], "stage3": saved2["stage3"]})
@@ -248,3 +256,11 @@ def test_ranks_that_paddle_lets_drift_are_told_so(world4, tmp_path):
         assert before is None
         assert "replicas of one shard differ" in after
         assert "Remedy: with sharding V2 (split_param=True) beside data parallelism Paddle does not keep" in after
+
+
+def test_weights_alone_beside_an_optimizer_that_has_stepped(world2, tmp_path):
+    for found in world2.run(jobs.weights_alone, directory=str(tmp_path)):
+        assert found["v1"] == found["stage2"] == [True, []]
+        for kind in ("v2", "stage3", "v1fused+overlap"):
+            (text,) = found[kind][1]
+            assert "laid out otherwise" in text and "Remedy: load weights before the first step" in text

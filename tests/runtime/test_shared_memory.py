@@ -1,4 +1,4 @@
-"""Targets that share memory with sources: refused, unless nothing can go wrong."""
+"""Targets that share memory with sources or with each other: refused, unless nothing can go wrong."""
 
 from __future__ import annotations
 
@@ -82,3 +82,38 @@ def test_the_same_memory_under_two_names_is_refused():
     with pytest.raises(ValidationError, match="shares memory"):
         SimulatedWorld(1).run(lambda comm: reshard_sharded_state_dict({"a": memory, "b": other}, {"b": memory}, comm))
     assert memory.tolist() == [0, 1, 2]
+
+
+def fill(a, b):
+    """Fill two targets from sources of their shapes; return what went into them."""
+    sources = {
+        "a": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "b": np.arange(10, 16, dtype=np.float32).reshape(2, 3),
+    }
+    SimulatedWorld(1).run(lambda comm: reshard_sharded_state_dict(sources, {"a": a, "b": b}, comm))
+    return sources
+
+
+@pytest.mark.parametrize("shift", [0, 1, 5])
+def test_targets_that_overlap_are_refused(shift):
+    memory = np.zeros(12, dtype=np.float32)
+    part = {"global_shape": (2, 3), "global_offset": (0, 0), "local_shape": (2, 3)}
+    one = ShardedWeight("a", memory[:6].reshape(2, 3), **part)
+    # With no shift the memory is all the same, and the part of the tensor is not.
+    other = ShardedWeight("b", memory[shift : shift + 6], **part, is_flattened=True, flattened_range=slice(0, 6))
+    with pytest.raises(ValidationError, match="one would overwrite the other") as caught:
+        fill(one, other)
+    assert "memory of target a" in str(caught.value) or "memory of target b" in str(caught.value)
+    assert not memory.any()
+
+
+@pytest.mark.parametrize("of_paddle", [False, True])
+def test_columns_of_one_buffer_are_targets_of_their_own(of_paddle):
+    memory = np.zeros((2, 6), dtype=np.float32)
+    if of_paddle:
+        paddle = pytest.importorskip("paddle")
+        memory = paddle.zeros([2, 6])
+    sources = fill(memory[:, :3], memory[:, 3:])
+    assert np.asarray(memory).tolist() == np.concatenate([sources["a"], sources["b"]], axis=1).tolist()
+    with pytest.raises(ValidationError, match="one would overwrite the other"):
+        fill(memory[:, :3], memory[:, 2:5])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import paddle
 import paddle.distributed as dist
+import pytest
 from paddle import nn
 from paddle.base.unique_name import UniqueNameGenerator
 
@@ -96,6 +97,52 @@ def in_and_out(directory, strategy, sizes, fused=False):
         if not fused:  # of which no graph runs on a CPU
             told.update(losses=static.run(), alone=alone)
     return told
+
+
+class FeedForward(nn.Layer):
+    """What Paddle's pass for feed-forward layers looks for; it takes a mesh of two axes for granted."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        for name, shape, axis in (("gate", (4, 6), 1), ("up", (4, 6), 1), ("down", (6, 3), 0)):
+            layer = nn.Linear(*shape, bias_attr=False)
+            layer.weight = dist.shard_tensor(layer.weight, mesh, [dist.Replicate(), dist.Shard(axis)])
+            setattr(self, name, layer)
+
+    def forward(self, x):
+        gate, up = self.gate(x), self.up(x)
+        return self.down(nn.functional.swiglu(gate, up))
+
+
+def fused_by_a_pass():
+    """A static graph of which a pass has fused parameters.
+
+    Returns:
+        Whether it has; whether Paddle's state dict has the live values; what a description and a check are refused
+        with.
+    """
+    fc.install()
+    with pytest.MonkeyPatch.context() as patch, paddle.static.scope_guard(paddle.static.Scope()):
+        patch.setenv("FLAGS_enable_fused_ffn_qkv_pass", "1")
+        mesh = dist.ProcessMesh([list(range(dist.get_world_size()))], dim_names=["dp", "mp"])
+        with paddle.utils.unique_name.guard():
+            net = FeedForward(mesh)
+            optimizer = paddle.optimizer.AdamW(0.1, parameters=net.parameters())
+            data = paddle.io.TensorDataset([paddle.ones([4, 4]), paddle.ones([4, 3])])
+            loader = dist.shard_dataloader(paddle.io.DataLoader(data, batch_size=2), meshes=[mesh])
+            model = dist.to_static(net, loader, nn.MSELoss(), optimizer)
+            model.train()
+        name = "gate.weight"
+        with paddle.no_grad():
+            model.state_dict()[name]._local_value().fill_(7.0)
+        alive = bool((model.state_dict()[name]._local_value() == 7.0).all())
+        texts = []
+        for call in (model.sharded_state_dict, lambda: fc.check(model)):
+            try:
+                call()
+            except (ValueError, fc.CheckpointError) as error:
+                texts.append(str(error))
+        return bool(model._engine.fused_ffn_qkv["ffn"]), alive, texts
 
 
 def fused_plain(directory, strategy):

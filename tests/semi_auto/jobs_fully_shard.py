@@ -7,6 +7,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.parallel import fully_shard
 
 
 class Net(paddle.nn.Layer):
@@ -97,3 +98,23 @@ def loaded(path):
         "ranges": {key: [w.flattened_range.start, w.flattened_range.stop] for key, w in shards.items()},
         "aliases": {key: list(weight.aliases) for key, weight in shards.items() if weight.aliases},
     }
+
+
+def two_axes(directory):
+    """Fused on a mesh of two axes, of which Paddle shards over the one called dp.
+
+    Returns:
+        The elements of a buffer that this rank holds, and of the whole; what a check says, and what a save.
+    """
+    fc.install()
+    mesh = dist.ProcessMesh([list(range(dist.get_world_size()))], dim_names=["dp", "mp"])
+    model, _ = fused(mesh)
+    context = fully_shard.fused_context()
+    buffer = context.buffer_manager.buffer_groups[0].params_buffer
+    texts = []
+    for call in (lambda: fc.check(model), lambda: fc.save_state_dict(model.sharded_state_dict(), directory)):
+        try:
+            call()
+        except (ValueError, fc.CheckpointError) as error:
+            texts.append(str(error))
+    return int(buffer.data_buffer.shape[0]), int(buffer.total_buffer_size), texts

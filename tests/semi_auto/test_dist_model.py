@@ -75,6 +75,15 @@ def test_a_plain_state_dict_with_fused_slices_is_refused(world2, tmp_path):
         assert f"{len(first['slices']) + len(second['slices'])} problems" in first[name]
 
 
+def test_parameters_that_a_pass_has_fused_are_refused_before_the_training(world2):
+    for fused, alive, (described, checked) in world2.run(jobs.fused_by_a_pass):
+        assert fused
+        assert not alive  # what Paddle gives are copies: when it gives live memory, they can be described
+        assert "the DistModel fuses parameters (fused_ffn_qkv)" in described
+        assert "Remedy: unset FLAGS_enable_fused_ffn_qkv_pass" in described
+        assert described in checked
+
+
 def test_every_level_of_parallelize(world4, tmp_path):
     for told in world4.run(jobs.parallelized, directory=str(tmp_path)):
         assert told["differs"] == []

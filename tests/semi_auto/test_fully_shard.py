@@ -49,6 +49,18 @@ def test_frozen_and_tied_parameters_are_described_and_loaded(world2, tmp_path):
     assert described == {f"{key}.{state}" for key in TRAINED for state in STATES}
 
 
+def test_two_axes_are_refused_before_the_training(world2, tmp_path):
+    """Paddle cuts a buffer by a rank's number in the whole mesh, and gathers it over the axis dp."""
+    reports = world2.run(jobs.two_axes, directory=str(tmp_path / "checkpoint"))
+    # Over dp, which is 1, both ranks should hold all: when Paddle mends this, fused parameters can be described here.
+    assert [(held, whole > 0) for held, whole, _ in reports] == [(reports[0][1], True), (0, True)]
+    for _, _, (checked, saved) in reports:
+        assert "is spread over 1 of the 2 ranks of" in checked
+        assert "Remedy: fully_shard(..., enable_tensor_fusion_and_overlap=False)" in checked
+        assert saved in checked
+    assert not (tmp_path / "checkpoint").exists()
+
+
 class Parameter:
     """A fused parameter of which one counts how often its shape is looked at."""
 

@@ -3,7 +3,7 @@
     python -m paddle.distributed.launch --nproc_per_node 2 auto_script.py STRATEGY JOBS.json RESULTS.json
 
 A job is as for train_script.py, without ``lora`` and ``kill_at``; ``strategy`` is one of the same number of ranks in
-place of the launch's, and ``samples`` the size of the data.
+place of the launch's, ``samples`` the size of the data, and ``unruled`` marks a parameter as cut without a rule.
 """
 
 from __future__ import annotations
@@ -56,9 +56,16 @@ def run(job: dict[str, Any], strategy: str) -> dict[str, Any]:
     (args,) = PdArgumentParser((AutoTrainingArguments,)).parse_args_into_dataclasses(flags)
     paddle.set_device(args.device)
     model, criterion = build_auto(job["model"], args)
+    if job.get("unruled"):
+        next(iter(model.parameters())).is_distributed = True
     data = Sequences(job.get("samples", 64))
     trainer = AutoTrainer(model=model, criterion=criterion, args=args, train_dataset=data, callbacks=[Note()])
-    result = trainer.train(resume_from_checkpoint=job.get("resume"))
+    try:
+        result = trainer.train(resume_from_checkpoint=job.get("resume"))
+    except fc.CheckpointError as error:
+        if not job.get("unruled"):
+            raise
+        return {"refused": str(error), "step": trainer.state.global_step}
     return {"losses": losses, "step": trainer.state.global_step, "training_loss": float(result.training_loss)}
 
 

@@ -68,11 +68,15 @@ def test_one_process_resumes_and_an_epoch_has_its_shuffle(ring, tmp_path):
     root, results = ring
     jobs = [job("one", tmp_path, root / "stage3/checkpoint-3", *NEVER), job("epochs", tmp_path, samples=12)]
     jobs.append(job("again", tmp_path, tmp_path / "epochs/checkpoint-3", *NEVER, samples=12))
+    jobs.append(job("unruled", tmp_path, unruled=True))
     alone = run("single", jobs, tmp_path / "logs")
     assert_resumed(alone["one"], results["dp2"]["losses"], root / "stage3/checkpoint-3", tmp_path / "one/loaded")
     # The trainer's own begins each resumed run with the shuffle of the first epoch.
     saved = tmp_path / "epochs/checkpoint-3"
     assert_resumed(alone["again"], alone["epochs"]["losses"], saved, tmp_path / "again/loaded")
+    # What the first save would refuse is refused before the first step.
+    assert "is marked is_distributed, but no rule says along which axis it is cut" in alone["unruled"]["refused"]
+    assert alone["unruled"]["step"] == 0
 
 
 @pytest.mark.slow

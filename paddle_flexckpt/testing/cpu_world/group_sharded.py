@@ -95,6 +95,10 @@ def patch_devices(patches: PatchSet) -> None:
     # Tensor fusion (sharding V2) looks up its alignment by device type and has none for "cpu"; take the GPU's.
     if hasattr(tensor_fusion_helper, "get_current_device_type"):
         replace_everywhere(patches, tensor_fusion_helper, "get_current_device_type", lambda: "gpu")
+    with contextlib.suppress(ImportError):  # of fused states
+        from paddle.optimizer import fusion_utils
+
+        patches.set(fusion_utils, "get_current_device_type", lambda: "gpu")
 
     # DualPipeV waits for streams and for events of deep_ep.
     with contextlib.suppress(ImportError):  # it came with Paddle 3.1
