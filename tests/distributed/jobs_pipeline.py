@@ -26,8 +26,13 @@ LAST = BLOCKS + 2  # an embedding and a function come before the last layer too
 MICRO_BATCHES, MICRO_BATCH = 4, 2
 BEFORE, AFTER = (0, 1), (2, 3)
 
-#: Name of a layout to its stages and virtual stages. "stack" is no pipeline at all.
-LAYOUTS = {"pp1": (1, 1), "pp2": (2, 1), "pp4": (4, 1), "pp4xvpp2": (4, 2), "stack": (1, 1)}
+#: Name of a layout to its stages and virtual stages. "dual" is DualPipeV; "stack" is no pipeline at all.
+LAYOUTS = {"pp1": (1, 1), "pp2": (2, 1), "pp4": (4, 1), "pp4xvpp2": (4, 2), "dual": (2, 1), "stack": (1, 1)}
+
+
+def only(x):
+    """The tensor of a list of one, which is what DualPipeV gives to layers and losses."""
+    return x[0] if isinstance(x, (list, tuple)) else x
 
 
 class Embedding(nn.Layer):
@@ -63,7 +68,7 @@ class Head(nn.Layer):
         return self.weight
 
     def forward(self, x):
-        return paddle.matmul(x, self.weight, transpose_y=True) + self.bias
+        return paddle.matmul(only(x), self.weight, transpose_y=True) + self.bias
 
 
 class Block(nn.Layer):
@@ -79,12 +84,13 @@ class Block(nn.Layer):
             self.fc1, self.fc2 = nn.Linear(HIDDEN, INNER), nn.Linear(INNER, HIDDEN)
 
     def forward(self, x):
+        x = only(x)
         return x + self.fc2(F.relu(self.fc1(self.ln(x))))
 
 
 class Loss(nn.Layer):
     def forward(self, logits, labels):
-        return F.cross_entropy(logits, labels.unsqueeze(-1), reduction="none").mean()
+        return F.cross_entropy(only(logits), labels.unsqueeze(-1), reduction="none").mean()
 
 
 def tied_head(layer, x):
@@ -96,7 +102,7 @@ def double(x):
 
 
 def description(kind="tied", mp=1):
-    """``kind``: "tied"; "positions": with a parameter beside the tied one; "classes": tied between two classes."""
+    """``kind``: "tied"; "positions": a parameter beside the tied one; "classes": tied between two classes; "untied"."""
     positions = {"positions": True} if kind == "positions" else {}
     attribute = "embedding_weight"
     first = SharedLayerDesc("emb", Embedding, None, attribute, 0, **positions)
@@ -105,6 +111,8 @@ def description(kind="tied", mp=1):
     else:
         last = SharedLayerDesc("emb", Embedding, tied_head, attribute, 0, **positions)
     blocks = [LayerDesc(Block, i + 1 + (i >= 3), mp) for i in range(BLOCKS)]
+    if kind == "untied":  # DualPipeV refuses SharedLayerDesc
+        first, last = LayerDesc(Embedding, 0), LayerDesc(Head, LAST)
     return [first, *blocks[:3], double, *blocks[3:], last]
 
 
@@ -136,11 +144,14 @@ class Job:
             hybrid = {"pp_configs": {"sharding_comm_overlap": True}}
             self.hcg = cpu_world.init_fleet(pp=stages, sharding=replicas, split_param=True, hybrid=hybrid, **batches)
         else:
-            self.hcg = cpu_world.init_fleet(pp=stages, dp=replicas, mp=mp, **batches)
+            hybrid = {"pp_configs": {"use_dualpipev": True}} if layout == "dual" else None
+            self.hcg = cpu_world.init_fleet(pp=stages, dp=replicas, mp=mp, hybrid=hybrid, **batches)
         if layout == "stack":
             self.model = Stack()
         else:
             virtual = {"num_virtual_pipeline_stages": chunks} if chunks > 1 else {}
+            if layout == "dual":
+                virtual["use_dualpipev"] = True
             self.model = PipelineLayer(
                 description(kind, mp),
                 num_stages=stages,
@@ -335,3 +346,20 @@ def overlap(directory):
     other = Job("pp2", salt="other")
     fc.load_state_dict(other.state(), directory, strict=True)
     return {"losses": losses, "refused": refused, "resumed": resumed, "other": other.train(AFTER)}
+
+
+def dual(directory):
+    """DualPipeV: saved, and loaded by a job that has not stepped and by a pipeline; and the other way round."""
+    results = {}
+    for source, target in (("dual", "pp2"), ("pp2", "dual")):
+        path = os.path.join(directory, source)
+        job = Job(source, "untied")
+        job.train(BEFORE)
+        fc.save_state_dict(job.state(), path)
+        losses = {"losses": job.train(AFTER)}
+        for layout in (source, target):
+            fresh = Job(layout, "untied", salt="other")
+            fc.load_state_dict(fresh.state(), path, strict=True)
+            losses[layout] = fresh.train(AFTER)
+        results[source] = losses
+    return {"kind": type(job.wrapper).__name__, "keys": sorted(fresh.state()), **results}

@@ -30,7 +30,8 @@ FUSED_V1 = {
     "v1overlap": ("comm_overlap",),
     "v1fused+overlap": ("tensor_fusion", "comm_overlap"),
 }
-FLEET = ("v1", "v2", "v2colors", *FUSED_V1)
+V2 = ("v2", "v2colors", "v2states")
+FLEET = ("v1", *V2, *FUSED_V1)
 
 
 class Cube(nn.Layer):
@@ -91,7 +92,7 @@ class Job:
     """A model and its optimizer under one strategy.
 
     Strategies: single, v1, those of FUSED_V1 (the last one has several buffers), v2, v2colors (several buffers, in two
-    groups), stage2, stage3, both with "+offload", fully.
+    groups), v2states (whose states lie in one buffer), stage2, stage3, both with "+offload", fully.
     """
 
     def __init__(self, kind, salt="", dtype="float32", install=True, unused=True, multi_precision=None):
@@ -100,9 +101,10 @@ class Job:
         self.kind, self.size = kind, dist.get_world_size()
         if kind in FLEET or kind == "fully":
             strategy = fleet.DistributedStrategy()
-            for option in FUSED_V1.get(kind, ()):
+            options = ("enable_fuse_optimizer_states",) if kind == "v2states" else FUSED_V1.get(kind, ())
+            for option in options:
                 setattr(strategy.hybrid_configs["sharding_configs"], option, True)
-            cpu_world.init_fleet(sharding=self.size, split_param=kind in ("v2", "v2colors"), strategy=strategy)
+            cpu_world.init_fleet(sharding=self.size, split_param=kind in V2, strategy=strategy)
         else:
             cpu_world.reset_fleet()
         with paddle.utils.unique_name.guard():
@@ -214,7 +216,7 @@ class Job:
 
     def place_of(self, name):
         """First element that this rank has of a parameter's states; None where they are not cut."""
-        if self.kind in ("v2", "v2colors"):
+        if self.kind in V2:
             for buffer in self.optimizer._inner_opt._comm_buffer_list:
                 view = buffer._sharding_param_grad_view.get(name)
                 if view is not None:
@@ -280,6 +282,7 @@ def save(kind, directory, dtype="float32", unused=True, stride=True, multi_preci
         np.savez(os.path.join(directory, "truth.npz"), **truth)
     return {
         "keys": sorted(state),
+        "fused": getattr(job.inner, "fused_states_buffer", None) is not None,
         "truth": sorted(truth),
         "stored": common.stored_bytes(os.path.join(directory, "checkpoint")),
         "exact": sum(array.nbytes for array in truth.values()),

@@ -10,7 +10,7 @@ pytest.importorskip("paddle")
 import paddle
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.testing import cpu_world
+from paddle_flexckpt.testing import World, cpu_world
 from tests.distributed import jobs_experts as jobs
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
@@ -151,3 +151,17 @@ def test_experts_among_sharding_ranks_are_refused_by_key(world2, tmp_path):
         assert keys == 4 + 4 * jobs.EXPERTS
         # Of an expert that is cut among ranks with other experts, no rank has the rest.
         assert "moe.experts.0.up.weight" in sliced
+
+
+@pytest.mark.slow
+def test_experts_in_virtual_pipeline_stages(tmp_path):
+    with World(6) as world:  # Paddle refuses chunks where there are two stages
+        reports = world.run(jobs.experts_in_virtual_stages, directory=str(tmp_path))
+    for report in reports:
+        assert report["wrong"] == report["wrong in 2"] == report["wrong in 1"] == []
+        assert len(report["truth"]) == 2 * 2 * 4  # layers, experts, parameters
+        assert report["chunks 2"] == report["losses"]
+        assert report["chunks 1"] == pytest.approx(report["losses"], rel=SUMMATION)
+    names = {name for report in reports for name in report["truth"]}
+    assert len(names) == 6 * jobs.EXPERTS * 4
+    assert {f"{name}.moment1_0" for name in names} | names <= set(reports[0]["saved"])

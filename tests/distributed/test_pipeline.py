@@ -5,12 +5,15 @@ A world of four ranks: two stages are two replicas, one stage and the plain mode
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 
 import pytest
 
 pytest.importorskip("paddle")
 from tests.distributed import jobs_pipeline as jobs
+
+HAS_DUALPIPEV = importlib.util.find_spec("paddle.distributed.fleet.meta_parallel.dualpipev") is not None
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
@@ -135,3 +138,17 @@ def test_a_fresh_job_with_sharding_comm_overlap_resumes(world4, tmp_path):
         assert report["resumed"] == report["losses"]
         assert report["other"] == pytest.approx(report["losses"], rel=1e-6)
         assert "fleet.distributed_model() returned" in report["refused"]
+
+
+@pytest.mark.skipif(not HAS_DUALPIPEV, reason="this Paddle has no DualPipeV (it came with 3.1)")
+def test_dual_pipe_v_and_a_pipeline_load_each_other(world4, tmp_path):
+    reports = world4.run(jobs.dual, directory=str(tmp_path))
+    for report in reports:
+        for source in ("dual", "pp2"):
+            found = report[source]
+            assert found[source] == found["losses"]
+            assert found["dual"] == pytest.approx(found["pp2"], rel=1e-6)
+    # A stage has one part from the front and one from the back.
+    places = [{int(key.split(".")[0]) for key in report["keys"]} for report in reports]
+    assert any({0, jobs.LAST} <= stage for stage in places)
+    assert set().union(*places) == {*range(jobs.LAST + 1)} - {4}

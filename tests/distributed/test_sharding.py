@@ -100,6 +100,14 @@ def test_tensor_fusion_of_v1_with_master_weights(world2, tmp_path):
     check_loads(world2, "v2", {"fused": saved["v1fused+overlap"]}, dtype="bfloat16", unused=False)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fused_states_of_v2(world2, tmp_path, dtype):
+    saved = save_all(world2, tmp_path, ("v2", "v2states"), dtype=dtype, unused=False)
+    assert all(report["fused"] for report in saved["v2states"][1])
+    check_loads(world2, "v2states", saved, dtype=dtype, unused=False)
+    check_loads(world2, "v2", {"fused": saved["v2states"]}, dtype=dtype, unused=False)
+
+
 def test_offload_of_stage3(world2, saved2, tmp_path):
     saved = save_all(world2, tmp_path, ("stage3+offload",))
     check_loads(world2, "stage3+offload", {**saved, "v2": saved2["v2"], "stage3": saved2["stage3"]})

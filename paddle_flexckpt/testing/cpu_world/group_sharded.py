@@ -95,6 +95,16 @@ def patch_devices(patches: PatchSet) -> None:
     # Tensor fusion (sharding V2) looks up its alignment by device type and has none for "cpu"; take the GPU's.
     if hasattr(tensor_fusion_helper, "get_current_device_type"):
         replace_everywhere(patches, tensor_fusion_helper, "get_current_device_type", lambda: "gpu")
+    with contextlib.suppress(ImportError):  # of fused states
+        from paddle.optimizer import fusion_utils
+
+        patches.set(fusion_utils, "get_current_device_type", lambda: "gpu")
+
+    # DualPipeV waits for streams and for events of deep_ep.
+    with contextlib.suppress(ImportError):  # it came with Paddle 3.1
+        from paddle.distributed.fleet.meta_parallel.dualpipev import DualPipeVParallel
+
+        patches.set(DualPipeVParallel, "_commit_and_wait_comm", _commit_and_wait)
 
     # Refuses the CPU, where there is nothing to wait for. A trainer calls it after every step of a pipeline.
     patches.set(paddle.device, "synchronize", _synchronize)
@@ -123,6 +133,15 @@ def broadcast_input_data(hcg: Any, *inputs: Any, **named: Any) -> tuple[tuple[An
 def _to_host(tensor: Any, convert_dtype: bool = False) -> Any:
     """A copy in other memory; Paddle's shares the storage of a tensor on the CPU, and drops it."""
     return tensor.astype("float32").clone() if convert_dtype else tensor.clone()
+
+
+def _commit_and_wait(self: Any, *_: Any, **__: Any) -> None:
+    """Upstream's method of DualPipeV without its streams."""
+    for operations in (self.comm_forward_ops, self.comm_backward_ops):
+        for task in paddle.distributed.batch_isend_irecv(operations) if operations else ():
+            task.wait()
+    self.comm_forward_ops, self.comm_backward_ops = [], []
+    self._free_tensors()
 
 
 def _synchronize(device: Any = None) -> None:
