@@ -197,7 +197,8 @@ def test_a_hanging_rank_is_dumped_and_the_next_job_works(tmp_path):
         with pytest.raises(WorldError) as caught:
             world.run(f"{JOBS}:die_on", rank=0)
         assert "the process ended" in caught.value.failures[0]
-        assert "rank 0" in caught.value.failures[1]
+        # The launcher ends the other one, which may not have come to its own error by then.
+        assert any(words in caught.value.failures[1] for words in ("rank 0", "the process ended"))
         assert not world.alive
         assert not any(alive(report["pid"]) for report in reports)
     # The logs of every start stay where the caller wanted them.

@@ -40,6 +40,7 @@ class Wrapper:
 
     def __init__(self, layer, rank, nranks, padded):
         self._offload, self._rank = False, rank
+        self._group = types.SimpleNamespace(ranks=list(range(nranks)))
         self._task_flow = types.SimpleNamespace(full_param={})
         each = padded // nranks
         self._param2buffer = {}
