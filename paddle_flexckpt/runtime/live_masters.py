@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from paddle_flexckpt.runtime.name_compatibility import raw_parameter
@@ -42,6 +42,22 @@ def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> i
     if not loaded:
         return 0
     filled = sorted(span[0] for span in map(address_range, tensors) if span is not None)
+    renewed, stale = _renew_all(loaded, filled)
+    if stale:
+        gc.collect()  # an optimizer that nobody uses any more may be there still
+        stale = _renew_all(loaded, filled)[1]
+    if stale:
+        logger.warning(
+            f"rank {rank}: parameters were loaded without their float32 masters, of which an optimizer has "
+            f"{len(stale)} that are laid out otherwise, such as {stale[0]!r}: unless they are loaded too, its next "
+            "step overwrites the parameters. Remedy: load weights before the first step, or give the optimizer's "
+            "states too, with master_weights='convert' where the checkpoint has no masters"
+        )
+    return renewed
+
+
+def _renew_all(loaded: Mapping[str, Any], filled: Sequence[int]) -> tuple[int, list[str]]:
+    """Renew the masters of all live optimizers; return how many, and the names of those that are laid out otherwise."""
     renewed, stale = 0, []
     for optimizer in _optimizers():
         own = {_name_of(parameter.name): parameter for parameter in _parameters(optimizer)}
@@ -53,14 +69,7 @@ def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> i
                 renewed += _renew(_local(master), _local(parameter))
             elif stepped is parameter or stepped is None or list(stepped.shape) != list(parameter.shape):
                 stale.append(name)  # else it is another model's, of the same name
-    if stale:
-        logger.warning(
-            f"rank {rank}: parameters were loaded without their float32 masters, of which an optimizer has "
-            f"{len(stale)} that are laid out otherwise, such as {stale[0]!r}: unless they are loaded too, its next "
-            "step overwrites the parameters. Remedy: load weights before the first step, or give the optimizer's "
-            "states too, with master_weights='convert' where the checkpoint has no masters"
-        )
-    return renewed
+    return renewed, stale
 
 
 def _optimizers() -> Iterator[Any]:

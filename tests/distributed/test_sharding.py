@@ -264,6 +264,6 @@ def test_weights_alone_beside_an_optimizer_that_has_stepped(tmp_path):
         every = world.run(jobs.weights_alone, directory=str(tmp_path))
     for found in every:
         assert found["v1"] == found["stage2"] == [True, []]
-        for kind in ("v2", "stage3", "v1fused+overlap"):
+        for kind in ("v2", "stage3"):
             (text,) = found[kind][1]
             assert "laid out otherwise" in text and "Remedy: load weights before the first step" in text
