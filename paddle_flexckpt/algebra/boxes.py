@@ -77,7 +77,7 @@ def subtract_boxes(box: Box, others: Iterable[Box], most: int) -> list[Box] | No
 
 
 def subtract_boxes(box: Box, others: Iterable[Box], most: int | None = None) -> list[Box] | None:
-    """The part of ``box`` that none of ``others`` covers, as disjoint boxes.
+    """Return the part of ``box`` that none of ``others`` covers, as disjoint boxes.
 
     Args:
         box: What is subtracted from.

@@ -106,7 +106,7 @@ class Side:
         return states[min(states, key=lambda state: (-size[state], state != MASTER, state))]
 
     def parts(self, base: str, axis: int) -> tuple[int, bool]:
-        """In how many parts a parameter is along an axis, and whether these are equal.
+        """Return in how many parts a parameter is along an axis, and whether these are equal.
 
         That is what the catalog says of the order of its elements; where it says nothing, in how many it is cut.
         Flattened shards count with the box that they are a range of: sharding a state further is no cut.

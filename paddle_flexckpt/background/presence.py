@@ -44,7 +44,7 @@ def answer(listener: socket.socket) -> None:
 
 
 class DeathWatch:
-    """Looks now and then which ranks have gone: those of which no process answers any more."""
+    """Look now and then which ranks have gone: those of which no process answers any more."""
 
     def __init__(self, presences: Mapping[int, Sequence[str]]) -> None:
         """Args: presences: addresses of all processes that work for a rank; of those without any nothing is known."""

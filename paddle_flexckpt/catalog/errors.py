@@ -60,7 +60,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """The storage did not let something be read, now and here; what is stored may be whole."""
+    """Report that the storage did not let something be read now; what is stored may be whole."""
 
 
 class LostRankError(CheckpointError):

@@ -16,7 +16,7 @@ _OURS = re.compile(re.escape(EXTRA_STATE) + r"(?:common|manager|ema|(?:rng|datal
 
 
 def check_extra_names(keys: Iterable[str]) -> None:
-    """Refuses keys of a model's that look like a run's extra state: whoever loads the model would leave them out.
+    """Refuse keys of a model's that look like a run's extra state: whoever loads the model would leave them out.
 
     Raises:
         ValidationError: There are some.

@@ -23,7 +23,7 @@ _MAX_PARTS = 1 << 16
 
 @dataclass(frozen=True)
 class Order:
-    """In which order the elements of a whole tensor lie along one axis.
+    """Describe in which order the elements of a whole tensor lie along one axis.
 
     Attributes:
         parts: Number of parts that lie one behind the other, each with its share of everything that is fused; 1 is
@@ -38,12 +38,12 @@ class Order:
 
     @property
     def is_permuted(self) -> bool:
-        """Whether the elements are known to lie in another order than the natural one."""
+        """Return whether the elements are known to lie in another order than the natural one."""
         return self.parts is not None and self.parts > 1
 
     @property
     def tags(self) -> str | None:
-        """The statement with its axis, which a statement has to name where it is not 1; None if none is known."""
+        """Return the statement, with its axis where that is not 1; None if none is known."""
         if self.statement is None or self.axis == 1 or re.search(r"\baxis\s*=", self.statement):
             return self.statement
         return f"{self.statement}, axis={self.axis}"

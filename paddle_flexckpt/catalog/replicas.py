@@ -36,7 +36,7 @@ class ReplicaGroups:
 
     @property
     def of_row(self) -> np.ndarray:
-        """int64 ``[n]``, the group of each row."""
+        """Return int64 ``[n]``, the group of each row."""
         group = np.empty(len(self.order), dtype=np.int64)
         group[self.order] = np.repeat(np.arange(len(self)), self.count)
         return group

@@ -305,7 +305,7 @@ def _order_columns(by_key: Mapping[int, Order], count: int) -> dict[str, Any]:
 
 
 def concat(catalogs: Sequence[Catalog]) -> Catalog:
-    """One catalog with the rows of all, in order; names are merged.
+    """Return one catalog with the rows of all, in order; names are merged.
 
     Raises:
         ValidationError: They contradict each other about the order of a tensor's elements.

@@ -216,7 +216,7 @@ def _inspect_key(catalog: Catalog, rows: np.ndarray, coverage: Coverage) -> None
 
 
 def tangled_problem(key: str) -> Problem:
-    """What is said of a key of which too many shards overlap to be looked at."""
+    """Return the text about a key of which too many shards overlap to be looked at."""
     return Problem(
         "too many shards overlap",
         key=key,
@@ -226,7 +226,7 @@ def tangled_problem(key: str) -> Problem:
 
 
 def _overlapping_pairs(part: np.ndarray, offset: np.ndarray, shape: np.ndarray) -> list[tuple[int, int]] | None:
-    """The pairs of different parts whose boxes share elements; None if there are more than :data:`MAX_OVERLAPS`.
+    """Return the pairs of different parts whose boxes share elements; None above :data:`MAX_OVERLAPS` of them.
 
     Boxes are compared with those that begin inside them along one axis: the one along which these are the fewest.
     """

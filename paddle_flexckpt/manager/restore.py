@@ -145,7 +145,7 @@ def restore_first(
     strict: Strict,
     **options: Any,
 ) -> RestoreReport:
-    """Restores the first of some checkpoints, or with ``fallback`` the first that is whole and can be read.
+    """Restore the first of some checkpoints, or with ``fallback`` the first that is whole and can be read.
 
     Args:
         candidates: Steps and their directories.

@@ -70,7 +70,7 @@ class StateTables:
 
 @dataclass(frozen=True)
 class Held:
-    """What this rank's piece of a buffer has of one parameter.
+    """Describe what this rank's piece of a buffer has of one parameter.
 
     Attributes:
         elements: The range of the parameter.
@@ -138,7 +138,7 @@ def describe_fused(weight: ShardedWeight) -> ShardedWeight:
 
 
 def fused_tables(optimizer: Any) -> StateTables | None:
-    """An optimizer's tables by parameter, if it steps on buffers; None otherwise."""
+    """Return an optimizer's tables by parameter, if it steps on buffers; None otherwise."""
     if not steps_on_buffers(trainable_parameters(optimizer._parameter_list or [])):
         return None
     context = fused_context()

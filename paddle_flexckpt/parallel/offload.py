@@ -75,7 +75,7 @@ def stage3_tables(optimizer: Any, parameters: Collection[Any]) -> StateTables:
 
 
 class Stage3OffloadMixin:
-    """What ``install()`` gives to GroupShardedStage3."""
+    """Hold what ``install()`` gives to GroupShardedStage3."""
 
     def _update_params(self: Any) -> Any:
         """Do as Paddle does; masters of small float32 parameters first take what a load has put into the parameters.

@@ -141,7 +141,7 @@ class LBFGSMixin:
     """For LBFGS, which keeps its history in lists of its own, of all parameters laid end to end: it is extra state."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Raises ValueError: the lists have the length of the steps so far, which a fresh job cannot know."""
+        """Raise ValueError: the lists have the length of the steps so far, which a fresh job cannot know."""
         raise ValueError(
             "the state of LBFGS cannot be described as shards: it is lists of any length, of all parameters end to "
             "end. Remedy: save the model without its optimizer, and collect_extra_state(lbfgs=optimizer.state_dict()); "

@@ -83,7 +83,7 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
 
 
 def is_small(parameter: Any) -> bool:
-    """Whether stage 3 with offload keeps a whole parameter's master in host memory."""
+    """Return whether stage 3 with offload keeps a whole parameter's master in host memory."""
     return getattr(parameter, "unslice", False) and getattr(parameter, "master_weight", None) is not None
 
 

@@ -101,7 +101,7 @@ def optimizer_sharded_state_dict(optimizer: Any, model_sharded_state_dict: Shard
 
 
 def _optimizer_inside(wrapper: Any) -> Any:
-    """The optimizer that a wrapper keeps under a usual name, or None."""
+    """Return the optimizer that a wrapper keeps under a usual name, or None."""
     own = getattr(wrapper, "__dict__", {})
     return next((own[name] for name in _OPTIMIZER_NAMES if own.get(name) is not None), None)
 

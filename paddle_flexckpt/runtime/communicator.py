@@ -290,7 +290,7 @@ def check_same(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None
 
 
 def _call_of(head: bytes) -> str:
-    """The public call that a rank is in, by what it says first."""
+    """Return the public call that a rank is in, by what it says first."""
     try:
         said = json.loads(head)
         return str(said["call"])

@@ -80,7 +80,7 @@ def with_orders_of_states(described: Mapping[str, tuple[Any, Order | None]]) -> 
 
 @dataclass(frozen=True)
 class OtherOrder:
-    """A fused target that the source holds in other parts.
+    """Describe a fused target that the source holds in other parts.
 
     Attributes:
         key: The target.

@@ -73,7 +73,7 @@ def _renew_all(loaded: Mapping[str, Any], filled: Sequence[int]) -> tuple[int, l
 
 
 def _optimizers() -> Iterator[Any]:
-    """Every live optimizer of Paddle that has masters."""
+    """Yield every live optimizer of Paddle that has masters."""
     from paddle.optimizer import Optimizer
 
     for each in gc.get_objects():
@@ -88,7 +88,7 @@ def _parameters(optimizer: Any) -> Iterator[Any]:
 
 
 def _name_of(name: str) -> str:
-    """The parameter's name, of it or of a slice of it."""
+    """Return the parameter's name, of it or of a slice of it."""
     return raw_parameter(name.rpartition("@")[2])
 
 
@@ -97,7 +97,7 @@ def _local(tensor: Any) -> Any:
 
 
 def _is_filled(master: Any, begins: Sequence[int]) -> bool:
-    """Whether a load has written into a master, or into ranges of it; ``begins``: sorted addresses."""
+    """Return whether a load wrote into a master, or into ranges of it; ``begins``: sorted addresses."""
     span = address_range(master)
     return span is None or bisect_left(begins, span[0]) < bisect_left(begins, span[1])
 
@@ -112,7 +112,7 @@ def _renew(master: Any, parameter: Any) -> bool:
 
 
 def _alike(parameter: Any, master: Any) -> bool:
-    """Whether two tensors have the same shape, and the same part of it on this rank."""
+    """Return whether two tensors have the same shape, and the same part of it on this rank."""
     if list(parameter.shape) != list(master.shape) or parameter.is_dist() != master.is_dist():
         return False
     return not parameter.is_dist() or list(parameter.placements) == list(master.placements)

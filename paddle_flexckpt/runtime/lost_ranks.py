@@ -115,7 +115,7 @@ class Missing(NamedTuple):
 
 
 def find_missing_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], rank: int) -> Missing | None:
-    """Says that an exchange failed on this rank, and looks which others have gone, or have not failed.
+    """Say that an exchange failed on this rank, and look which others have gone, or have not failed.
 
     If none has gone, those that live are given time to say that the exchange failed on them too. Rank 0 keeps the
     store, so it stays a while for the others to ask it: here, and then, in a thread, when its interpreter exits.
@@ -189,7 +189,7 @@ def _say_farewell(store: KeyValueStore, prefix: str, others: set[int], failures:
 
 
 def _answers(presence: tuple[str, int]) -> bool:
-    """Whether a rank's process and host answer."""
+    """Return whether a rank's process and host answer."""
     try:
         socket.create_connection(presence, timeout=CONNECT_SECONDS).close()
     except OSError:

@@ -104,7 +104,7 @@ def empty_tensors(catalog: Catalog, names: Iterable[str]) -> dict[str, Any]:
 
 
 def _check_axes(axes: Mapping[str, int]) -> None:
-    """Refuses what numpy arrays can have, and tensors of Paddle cannot."""
+    """Refuse what numpy arrays can have, and tensors of Paddle cannot."""
     problems: list[Problem | str] = [
         Problem(
             "a tensor of Paddle cannot have so many axes",

@@ -35,7 +35,7 @@ _MOST_KEYS = 5
 
 
 class Found(NamedTuple):
-    """A checkpoint, and which ranks can read what of it.
+    """Describe a checkpoint, and which ranks can read what of it.
 
     Attributes:
         manifest: Of all nodes.
@@ -51,7 +51,7 @@ class Found(NamedTuple):
 
     @property
     def lost(self) -> np.ndarray:
-        """bool per row of the catalog: no rank can read it, nor a replica of it."""
+        """Return bool per row of the catalog: no rank can read it, nor a replica of it."""
         catalog = self.manifest.catalog
         groups = group_replicas(catalog)
         readable = (self.seen.sum(axis=0) > 0)[catalog.file]
@@ -69,7 +69,7 @@ def find_checkpoint(
     held: contextlib.ExitStack,
     context: str,
 ) -> Found:
-    """Agrees on a checkpoint: the one with the highest id that a node has published. Four collectives.
+    """Agree on a checkpoint: the one with the highest id that a node has published. Four collectives.
 
     Where a save died after some nodes had published it in place of an older one, it is the newer if all of it can be
     read, else the older.
@@ -134,7 +134,7 @@ def find_checkpoint(
 def _look(
     comm: Communicator, directory: NodeDirectory, own: Manifest | None, token: str, owner: int, context: str
 ) -> Found:
-    """Gives every rank the manifest of one save, and finds out who can read which of its files."""
+    """Give every rank the manifest of one save, and find out who can read which of its files."""
     has = own is not None and own.save_token == token
 
     def send() -> tuple[None, bytes]:
@@ -159,7 +159,7 @@ def _look(
 
 @dataclass(frozen=True, eq=False)
 class _StoredItem:
-    """One stored shard as the storage of a source row: what is read of it comes out of its file, verified."""
+    """Show one stored shard as the storage of a source row: what is read of it comes out of its file, verified."""
 
     reader: FileReader
     item: int
@@ -178,7 +178,7 @@ class _StoredItem:
 
 @dataclass(frozen=True, eq=False)
 class _NodeFiles(Source):
-    """The files of a checkpoint, of which each rank sees some.
+    """Read the files of a checkpoint, of which each rank sees some.
 
     Attributes:
         found: The checkpoint.
@@ -210,7 +210,7 @@ class _NodeFiles(Source):
         return _StoredItem(self.reader, int(self.item[row]), dtype_of(self.catalog.dtype_name(row)).numpy)
 
     def check_plan(self, plan: ExchangePlan) -> None:
-        """Opens the files that this rank is to read, and raises where nobody can."""
+        """Open the files that this rank is to read, and raise where nobody can."""
         pieces = plan.incoming.get(self.nobody)
         if pieces is not None:
             raise CorruptCheckpointError(
@@ -221,7 +221,7 @@ class _NodeFiles(Source):
         self.reader.check_files(self.item[np.concatenate(used)])
 
     def _lost(self, rows: np.ndarray) -> list[str]:
-        """What of some source rows is lost, by file."""
+        """Return what of some source rows is lost, by file."""
         catalog, manifest = self.catalog, self.found.manifest
         texts = []
         for file in np.unique(catalog.file[rows]).tolist():
@@ -250,7 +250,7 @@ def load_from_nodes(
     use_replicas: bool,
     aoa_config: Any,
 ) -> LoadReport:
-    """Fills targets from the files that the ranks see: a rank reads those that it sees, and receives the rest.
+    """Fill targets from the files that the ranks see: a rank reads those that it sees, and receives the rest.
 
     Args:
         comm: The ranks.

@@ -38,7 +38,7 @@ _TOKEN = re.compile(r"\d+\.[0-9a-f]{32}\.node", re.ASCII)
 
 @dataclass(eq=False)
 class NodeSave:
-    """One save to the directories of several nodes.
+    """Carry out one save to the directories of several nodes.
 
     Attributes:
         comm: The ranks.
@@ -71,11 +71,11 @@ class NodeSave:
 
     @property
     def is_committer(self) -> bool:
-        """Whether this rank commits on its node."""
+        """Return whether this rank commits on its node."""
         return self.nodes[self.node][0] == self.comm.position
 
     def begin(self, copies: int) -> None:
-        """Marks the save as begun on this rank's node.
+        """Mark the save as begun on this rank's node.
 
         Args:
             copies: On how many nodes each data file is to be.
@@ -95,7 +95,7 @@ class NodeSave:
             self.directory.mark_save(self.ticket, self.comm.size, len(self.nodes))
 
     def clean_up(self) -> None:
-        """Finishes or removes what dead saves have left on this rank's node."""
+        """Finish or remove what dead saves have left on this rank's node."""
         if not self.is_committer:
             return
         backend = self.directory.backend
@@ -111,7 +111,7 @@ class NodeSave:
             )
 
     def commit(self, parts: Sequence[bytes], carrier: Carrier | None, addresses: list[bytes]) -> None:
-        """Makes the checkpoint exist, on all nodes.
+        """Make the checkpoint exist, on all nodes.
 
         Args:
             parts: Of all ranks, encoded.
@@ -173,7 +173,7 @@ class NodeSave:
                 lock.release()
 
     def discard(self) -> None:
-        """Removes what this rank wrote, unless the save may exist."""
+        """Remove what this rank wrote, unless the save may exist."""
         if self.may_exist:
             return
         for position in range(self.comm.size):
@@ -182,18 +182,18 @@ class NodeSave:
         self.directory.discard(self.ticket, self.comm.rank)
 
     def _nodes_of(self, position: int) -> list[int]:
-        """The nodes that have a rank's data file, its own first."""
+        """Return the nodes that have a rank's data file, its own first."""
         own = next(number for number, members in enumerate(self.nodes) if position in members)
         return [(own + copy) % len(self.nodes) for copy in range(self.copies)]
 
     def _receivers(self, position: int) -> list[int]:
-        """Positions of the ranks that write copies of a rank's data file on other nodes."""
+        """Return the positions of the ranks that write copies of a rank's data file on other nodes."""
         own, *others = self._nodes_of(position)
         index = self.nodes[own].index(position)
         return [self.nodes[node][index % len(self.nodes[node])] for node in others]
 
     def _copy_files(self, sizes: dict[str, int], carrier: Carrier, addresses: list[bytes]) -> None:
-        """Sends this rank's data file to other nodes, and writes those of others here."""
+        """Send this rank's data file to other nodes, and write those of others here."""
         ranks, here, backend = self.comm.ranks, self.comm.position, self.directory.backend
         names = [self.ticket.data_file(rank) for rank in ranks]
         outgoing = {
@@ -208,7 +208,7 @@ class NodeSave:
 
 
 def check_storage(storage: Storage, copies: int = 1, in_background: bool = False) -> None:
-    """Raises ValidationError if there is no such kind of storage, or it cannot be had with the other options."""
+    """Raise ValidationError if there is no such kind of storage, or it cannot be had with the other options."""
     if storage not in ("shared", "per_node"):
         raise ValidationError([f"storage has to be 'shared' or 'per_node'; got {storage!r}"])
     if storage == "per_node" and in_background:
@@ -223,7 +223,7 @@ def check_storage(storage: Storage, copies: int = 1, in_background: bool = False
 
 
 def check_visible(directory: CheckpointDirectory, ticket: SaveTicket) -> tuple[None, bytes]:
-    """Checks that this rank sees the save that another has begun, as it has to with storage that all share.
+    """Check that this rank sees the save that another has begun, as it has to with storage that all share.
 
     Raises:
         ValidationError: It does not.
@@ -248,7 +248,7 @@ def meet_nodes(
     locks: contextlib.ExitStack,
     context: str,
 ) -> NodeSave:
-    """Finds out which ranks see the same directory, and agrees on one id and the names of a save. Two collectives.
+    """Find out which ranks see the same directory, and agree on one id and the names of a save. Two collectives.
 
     Args:
         comm: The ranks.
@@ -340,7 +340,7 @@ def _is_there(backend: Backend, name: str) -> bool:
 
 
 def _read(backend: Backend, name: str) -> Iterator[np.ndarray]:
-    """The bytes of a file; each array is used before the next is asked for."""
+    """Yield the bytes of a file; each array is used before the next is asked for."""
     with backend.open(name) as file:
         buffer = np.empty(min(CHUNK_BYTES, file.size), dtype=np.uint8)
         for start in range(0, file.size, CHUNK_BYTES):
@@ -351,7 +351,7 @@ def _read(backend: Backend, name: str) -> Iterator[np.ndarray]:
 
 
 def _write(backend: Backend, name: str, size: int) -> Iterator[np.ndarray]:
-    """Buffers to be filled with the bytes of a new file; each is written when the next is asked for."""
+    """Yield buffers to be filled with the bytes of a new file; each is written when the next is asked for."""
     buffer = np.empty(min(CHUNK_BYTES, size), dtype=np.uint8)
     with backend.create(name, size=size) as file:
         for start in range(0, size, CHUNK_BYTES):

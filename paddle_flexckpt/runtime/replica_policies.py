@@ -21,7 +21,7 @@ _DEFAULT = "*"
 
 
 class ReplicaPolicies:
-    """The meaning of ``check_replicas``.
+    """Hold the meaning of ``check_replicas``.
 
     A key has the policy of the first pattern that matches it; else what its layer says (running statistics are
     ``"first"``); else the default. Extra state is never only close.

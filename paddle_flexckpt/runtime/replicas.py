@@ -66,7 +66,7 @@ def replica_digests(
 
 
 class Replicas:
-    """The replicas of one call: what is asked of them, how they compare, and which rank's values count.
+    """Handle the replicas of one call: what is asked of them, how they compare, and which rank's values count.
 
     Attributes:
         compares: Whether they are compared.
@@ -160,7 +160,7 @@ class Replicas:
 
     @functools.cached_property
     def _counting(self) -> np.ndarray:
-        """One row of each group whose replicas may differ, all of a layer of one rank where one holds them all.
+        """Return one row of each group whose replicas may differ, all of a layer of one rank where one holds them all.
 
         That is the rank which holds the most of the layer's groups, among several the lowest; of a group that it does
         not hold, the next by the same rule.

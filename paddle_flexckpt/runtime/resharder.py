@@ -251,14 +251,14 @@ class Source:
         return {}
 
     def storage(self, row: int) -> AnyStorage:
-        """The storage of a row that this rank holds."""
+        """Return the storage of a row that this rank holds."""
         raise NotImplementedError
 
     def check_plan(self, plan: ExchangePlan) -> None:
-        """Raises where this rank's part of the exchange cannot be carried out."""
+        """Raise where this rank's part of the exchange cannot be carried out."""
 
     def replicas(self) -> tuple[bytes, bytes]:
-        """What the others need for :meth:`compare`."""
+        """Return what the others need for :meth:`compare`."""
         return b"", b""
 
     def compare(
@@ -269,13 +269,13 @@ class Source:
         coordinator_rank: int,
         context: str,
     ) -> tuple[CheckedSources, dict[str, str]]:
-        """Compares the replicas of shards; returns which may be read, and what became of those that differ."""
+        """Compare the replicas of shards; return which may be read, and what became of those that differ."""
         return self.checked, {}
 
 
 @dataclass(frozen=True, eq=False)
 class _MemorySource(Source):
-    """Shards in the ranks' memory.
+    """Read shards in the ranks' memory.
 
     Attributes:
         described: This rank's tensors or shards by row.
@@ -334,7 +334,7 @@ def fill_targets(
     offload: bool,
     aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> LoadReport:
-    """Fills targets from what all ranks hold together: each rank copies what it holds and receives what it lacks.
+    """Fill targets from what all ranks hold together: each rank copies what it holds and receives what it lacks.
 
     Args:
         comm: The ranks that take part.

@@ -96,7 +96,7 @@ def save_state_dict(
     storage: Storage = "shared",
     node_copies: int = 1,
 ) -> SaveReport | SaveHandle:
-    """Saves a distributed state to a directory that all ranks share, or to one on each node.
+    """Save a distributed state to a directory that all ranks share, or to one on each node.
 
     Every rank of the group calls this with its own shards. Each distinct shard is written once; replicas share the
     work evenly. The checkpoint exists, whole, once this returns on any rank; until then whatever was there before is
@@ -362,7 +362,7 @@ class _Share:
                 yield storage.read_range(begin, min(begin + step, start + size)).view(np.uint8)
 
     def write(self) -> bytes:
-        """Writes the data file and the part; the part of a save to nodes is not a file, but returned."""
+        """Write the data file and the part; the part of a save to nodes is not a file, but returned."""
         if self._nodes is not None:
             self._nodes.clean_up()
             return self._directory.write_data(
@@ -376,7 +376,7 @@ class _Share:
         return b""
 
     def stage(self, admission: Admission, lock: SaveLock | None, presences: tuple[tuple[str, ...], ...]) -> None:
-        """Copies the data to where the writer finds it; ``presences`` of all ranks."""
+        """Copy the data to where the writer finds it; ``presences`` of all ranks."""
         job = WriteJob(
             path=self._directory.path,
             storage=self._directory.backend.describe(),

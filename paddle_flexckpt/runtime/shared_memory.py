@@ -127,7 +127,7 @@ def _have_common_elements(state: LocalState, one: int, other: int) -> bool:
 
 
 class _Addresses:
-    """The addresses of a tensor, for numpy, which does not read them."""
+    """Show the addresses of a tensor, for numpy, which does not read them."""
 
     def __init__(self, tensor: Any) -> None:
         size = dtype_of(dtype_name(tensor)).itemsize

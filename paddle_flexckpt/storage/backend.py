@@ -60,7 +60,7 @@ class InputFile(ABC):
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Makes an error of the medium one of this library, which a restore may pass over.
+    """Make an error of the medium one of this library, which a restore may pass over.
 
     Raises:
         UnreadableCheckpointError: The medium failed or refused; the text says how.
@@ -93,7 +93,7 @@ class OutputFile(ABC):
         """Appends all of the data."""
 
     def make_durable(self) -> None:  # noqa: B027
-        """Makes the bytes durable where that can be done before :meth:`finish`, which then takes little time."""
+        """Make the bytes durable where that can be done before :meth:`finish`, which then takes little time."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -173,7 +173,7 @@ class Backend(ABC):
 
     @property
     def has_path(self) -> bool:
-        """Whether other programs of this machine can open its files by a path."""
+        """Return whether other programs of this machine can open its files by a path."""
         return False
 
     @property
@@ -207,7 +207,7 @@ class Backend(ABC):
         """A file's path or URL, for errors and reports."""
 
     def place(self) -> str:
-        """A text that is the same in two processes only if this is the same directory for both."""
+        """Return a text that is the same in two processes only if this is the same directory for both."""
         return self.path
 
     @abstractmethod

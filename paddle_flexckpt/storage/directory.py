@@ -97,7 +97,7 @@ class CheckpointDirectory:
         return ticket
 
     def choose_save(self, unique_id: int | None) -> tuple[int, int]:
-        """The id and generation of a new save; arguments and errors as of :meth:`open_save`."""
+        """Return the id and generation of a new save; arguments and errors as of :meth:`open_save`."""
         if unique_id is not None and (not isinstance(unique_id, int) or isinstance(unique_id, bool) or unique_id < 0):
             raise ValidationError([f"unique_id must be None or an integer >= 0; got {unique_id!r}"])
         self.backend.prepare()
@@ -122,7 +122,7 @@ class CheckpointDirectory:
         return unique_id, used[unique_id] + 1 if unique_id in used else 0
 
     def mark_save(self, ticket: SaveTicket, world_size: int = 1, nodes: int = 1) -> None:
-        """Marks a save as begun. The caller has the lock.
+        """Mark a save as begun. The caller has the lock.
 
         Args:
             ticket: The save.
@@ -143,7 +143,7 @@ class CheckpointDirectory:
             raise
 
     def sees(self, ticket: SaveTicket) -> bool:
-        """Whether this is the directory in which a save has been marked as begun."""
+        """Return whether this is the directory in which a save has been marked as begun."""
         try:
             return ticket.token.encode() in self.backend.read(ticket.marker_file)
         except FileNotFoundError:
@@ -186,7 +186,7 @@ class CheckpointDirectory:
         return removed
 
     def markers(self) -> list[str]:
-        """Names of the files that say that a save has begun."""
+        """Return the names of the files that say that a save has begun."""
         return sorted(filter(_MARKER.fullmatch, self.backend.names()))
 
     def prepared(self, ticket: SaveTicket) -> list[str]:
@@ -243,7 +243,7 @@ class CheckpointDirectory:
         self.backend.sync()
 
     def _remove_refusal(self, marker: str = "") -> None:
-        """Removes the file for Paddle's own loader where it has nothing to protect, but for a save that ends now."""
+        """Remove the file for Paddle's own loader where it has nothing to protect, but for a save that ends now."""
         names = self.backend.names()
         if PADDLE_METADATA not in names:
             return
@@ -321,7 +321,7 @@ class CheckpointDirectory:
         world_size: int,
         step: int | None = None,
     ) -> Manifest:
-        """Writes a rank's data file and returns its part; arguments and errors as of :meth:`write_share`."""
+        """Write a rank's data file and return its part; arguments and errors as of :meth:`write_share`."""
         writer = DataFileWriter(
             self.backend,
             items,
@@ -476,7 +476,7 @@ class CheckpointDirectory:
             return False
 
     def discard(self, ticket: SaveTicket, rank: int) -> None:
-        """Removes what a rank wrote in a save that cannot be committed any more; the caller knows that.
+        """Remove what a rank wrote in a save that cannot be committed any more; the caller knows that.
 
         The marker goes with the last file of the save.
         """

@@ -423,7 +423,7 @@ class LocalBackend(Backend):
 
 
 def _may_be_directory(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a directory; also if that cannot be told, as whoever opens it will be told why."""
+    """Return whether an entry is a directory; also if that cannot be told, as whoever opens it will be told why."""
     try:
         return entry.is_dir()
     except OSError:

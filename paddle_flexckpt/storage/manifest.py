@@ -77,7 +77,7 @@ class Manifest:
     nodes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def nodes_of(self, file: str) -> list[str]:
-        """The nodes that have a data file; none where all ranks shared one directory."""
+        """Return the nodes that have a data file; none where all ranks shared one directory."""
         return [node for node, files in self.nodes.items() if file in files]
 
     @property

@@ -75,7 +75,7 @@ class NodeDirectory(CheckpointDirectory):
                     replaced.release()
 
     def prepare_save(self, ticket: SaveTicket, rank: int, manifest: Manifest, node: str) -> None:
-        """Makes a save ready to be published.
+        """Make a save ready to be published.
 
         Args:
             ticket: The save.

@@ -49,7 +49,7 @@ def encode_metadata(manifest: Manifest) -> bytes:
 
 
 def is_ours(data: bytes) -> bool:
-    """Whether a file of that name has been written here, if only in part."""
+    """Return whether a file of that name has been written here, if only in part."""
     return _BEGIN.startswith(data[: len(_BEGIN)])
 
 

@@ -130,7 +130,7 @@ class TrainerCheckpointer:
             self._comm.together(lambda: (hf_rules(type(model), model.config), b""), "cannot export the weights")
 
     def check(self) -> None:
-        """Raises what the first save would, once model and optimizer are wrapped, and before the training starts."""
+        """Raise what the first save would, once model and optimizer are wrapped, and before the training starts."""
         trainer = self._trainer
         everything = not trainer.args.ignore_save_lr_and_optim
 
@@ -141,7 +141,7 @@ class TrainerCheckpointer:
         check_state(describe, self._comm, "cannot save")
 
     def check_options(self) -> None:
-        """Raises ValidationError where the flags of this library differ between ranks."""
+        """Raise ValidationError where the flags of this library differ between ranks."""
 
         def tell() -> tuple[None, bytes]:
             return None, json.dumps(dataclasses.asdict(self.options), default=repr).encode()

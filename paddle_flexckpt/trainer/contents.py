@@ -27,7 +27,7 @@ def is_peft(model: Any) -> bool:
 
 
 def is_semi_automatic(trainer: Any) -> bool:
-    """Whether a trainer is the one of ``--enable_auto_parallel``."""
+    """Return whether a trainer is the one of ``--enable_auto_parallel``."""
     return bool(getattr(trainer.args, "enable_auto_parallel", False))
 
 

@@ -105,7 +105,7 @@ def is_installed(library: str = "paddlenlp") -> bool:
 
 
 def _serve_semi_automatic(trainer: Any, methods: dict[str, FunctionType], undo: Undo) -> None:
-    """Gives the methods to the trainer of ``--enable_auto_parallel`` too, whose own would hide them."""
+    """Give the methods to the trainer of ``--enable_auto_parallel`` too, whose own would hide them."""
 
     def serve(cls: Any) -> None:
         for name in methods.keys() & vars(cls).keys():
