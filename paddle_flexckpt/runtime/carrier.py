@@ -144,16 +144,22 @@ class SocketCarrier(Carrier):
         self, receivers: list[int], reach: dict[int, bytes], outgoing: Mapping[int, Iterator[np.ndarray]]
     ) -> None:
         for rank in receivers:
-            try:
-                with self._connect(reach[rank]) as connection:
+            with contextlib.ExitStack() as stack:
+                # The error is kept before the connection closes: a peer answers that by closing its own streams, which
+                # this rank must not take for the cause.
+                try:
+                    connection = stack.enter_context(self._connect(reach[rank]))
                     # After a failure the remaining streams are opened and closed at once: their receivers see the end.
                     if self._failure is None:
-                        for chunk in outgoing[rank]:
-                            connection.sendall(memoryview(chunk))
-                            if self._failure is not None:
-                                break
-            except Exception as error:  # handed to the caller's thread, which raises it
-                self._fail(error)
+                        self._send(connection, outgoing[rank])
+                except Exception as error:  # handed to the caller's thread, which raises it
+                    self._fail(error)
+
+    def _send(self, connection: socket.socket, chunks: Iterator[np.ndarray]) -> None:
+        for chunk in chunks:
+            connection.sendall(memoryview(chunk))
+            if self._failure is not None:
+                return
 
     def _connect(self, address: bytes) -> socket.socket:
         token, port, host = address[:16], struct.unpack("<H", address[16:18])[0], address[18:].decode()

@@ -206,6 +206,28 @@ def test_a_member_that_fails_in_mid_stream_fails_all(size, count, side):
     assert "the disk is on fire" in str(members.outcomes[1])
 
 
+def test_the_cause_is_kept_before_the_connection_closes(monkeypatch):
+    members = Members((0, 1))
+    kept = []
+
+    class Connection(socket.socket):
+        def close(self) -> None:
+            kept.append(str(members.carriers[1]._failure))
+            super().close()
+
+    def work(rank: int, carrier: SocketCarrier) -> None:
+        data = np.zeros(1000, dtype=np.uint8)
+        outgoing = failing(data, 500) if rank == 1 else chunks(data, 100)
+        if rank == 1:
+            connect = carrier._connect
+            carrier._connect = lambda address: Connection(fileno=connect(address).detach())
+        carrier.exchange(members.addresses, {1 - rank: outgoing}, {1 - rank: chunks(data.copy(), 100)})
+
+    members.run(work)
+    members.assert_all_failed(within=30)
+    assert kept and "the disk is on fire" in kept[0]
+
+
 def test_an_error_that_is_none_of_the_sockets_is_raised_as_it_is():
     members = Members((0, 1))
 
