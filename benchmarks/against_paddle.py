@@ -32,7 +32,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.runtime.tensors import HostTensor
+from paddle_flexckpt.live.tensors import HostTensor
 
 Times = dict[str, list[float]]
 SAVES = {

@@ -32,8 +32,8 @@ os.environ.update({name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREA
 import numpy as np
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.runtime.communicator import SoloCommunicator
-from paddle_flexckpt.runtime.tensors import HostTensor
+from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.live.tensors import HostTensor
 
 SOLO = SoloCommunicator()
 WARM_UP = 2

@@ -24,10 +24,10 @@ from unittest import mock
 
 import numpy as np
 
-from paddle_flexckpt.runtime.communicator import SoloCommunicator
-from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.runtime.saver import save_state_dict
-from paddle_flexckpt.storage import blocks, data_file
+from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.native import blocks, data_file
 
 LIMITS = {"disk save": 1.05, "disk load": 1.05, "RAM disk save": 1.10, "RAM disk load": 1.10}
 

@@ -34,8 +34,16 @@ if TYPE_CHECKING:
         ValidationError,
     )
     from paddle_flexckpt.dist_tensor import compute_local_shape_and_global_offset
-    from paddle_flexckpt.execution.export import export_safetensors
-    from paddle_flexckpt.execution.verification import repair_manifest, verify_checkpoint
+    from paddle_flexckpt.engine.export import export_safetensors
+    from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
+    from paddle_flexckpt.live.assign import assign_sharded_slice
+    from paddle_flexckpt.live.explain import explain, invert
+    from paddle_flexckpt.live.loader import load_state_dict
+    from paddle_flexckpt.live.merged import load_merged_state_dict
+    from paddle_flexckpt.live.plain_states import plain_state_statements
+    from paddle_flexckpt.live.resharder import _load_state_dict, reshard_sharded_state_dict
+    from paddle_flexckpt.live.saver import save_state_dict
+    from paddle_flexckpt.live.state import flatten_state_dict, unflatten_state_dict
     from paddle_flexckpt.manager import (
         CheckpointManager,
         KeepBest,
@@ -47,6 +55,8 @@ if TYPE_CHECKING:
         SaveInterval,
         check,
     )
+    from paddle_flexckpt.media.backend import open_storage
+    from paddle_flexckpt.native.listing import CheckpointInfo, is_complete, latest, list_checkpoints
     from paddle_flexckpt.parallel import (
         ExpertParallelMixin,
         gen_aoa_statements,
@@ -57,20 +67,12 @@ if TYPE_CHECKING:
         uninstall,
     )
     from paddle_flexckpt.report import ExportReport, LoadReport, RepairReport, SaveReport, VerifyReport
-    from paddle_flexckpt.runtime.assign import assign_sharded_slice
-    from paddle_flexckpt.runtime.explain import explain, invert
-    from paddle_flexckpt.runtime.extra_state import (
+    from paddle_flexckpt.run_state.extra_state import (
         ExtraStateReport,
         collect_extra_state,
         load_extra_state,
         restore_extra_state,
     )
-    from paddle_flexckpt.runtime.loader import load_state_dict
-    from paddle_flexckpt.runtime.merged import load_merged_state_dict
-    from paddle_flexckpt.runtime.plain_states import plain_state_statements
-    from paddle_flexckpt.runtime.resharder import _load_state_dict, reshard_sharded_state_dict
-    from paddle_flexckpt.runtime.saver import save_state_dict
-    from paddle_flexckpt.runtime.state import flatten_state_dict, unflatten_state_dict
     from paddle_flexckpt.sharded_weight import (
         FusedAxis,
         ShardedStateDict,
@@ -88,7 +90,6 @@ if TYPE_CHECKING:
         merge_shard_info_list,
         shard_weight,
     )
-    from paddle_flexckpt.storage import CheckpointInfo, is_complete, latest, list_checkpoints, open_storage
 
 _MODULES = {
     "algebra": (
@@ -114,8 +115,8 @@ _MODULES = {
         "ValidationError",
     ),
     "dist_tensor": ("compute_local_shape_and_global_offset",),
-    "execution.export": ("export_safetensors",),
-    "execution.verification": ("repair_manifest", "verify_checkpoint"),
+    "engine.export": ("export_safetensors",),
+    "engine.verification": ("repair_manifest", "verify_checkpoint"),
     "manager": (
         "CheckpointManager",
         "KeepBest",
@@ -137,20 +138,20 @@ _MODULES = {
         "uninstall",
     ),
     "report": ("ExportReport", "LoadReport", "RepairReport", "SaveReport", "VerifyReport"),
-    "runtime.assign": ("assign_sharded_slice",),
-    "runtime.explain": ("explain", "invert"),
-    "runtime.extra_state": (
+    "live.assign": ("assign_sharded_slice",),
+    "live.explain": ("explain", "invert"),
+    "run_state.extra_state": (
         "ExtraStateReport",
         "collect_extra_state",
         "load_extra_state",
         "restore_extra_state",
     ),
-    "runtime.loader": ("load_state_dict",),
-    "runtime.merged": ("load_merged_state_dict",),
-    "runtime.resharder": ("_load_state_dict", "reshard_sharded_state_dict"),
-    "runtime.plain_states": ("plain_state_statements",),
-    "runtime.saver": ("save_state_dict",),
-    "runtime.state": ("flatten_state_dict", "unflatten_state_dict"),
+    "live.loader": ("load_state_dict",),
+    "live.merged": ("load_merged_state_dict",),
+    "live.resharder": ("_load_state_dict", "reshard_sharded_state_dict"),
+    "live.plain_states": ("plain_state_statements",),
+    "live.saver": ("save_state_dict",),
+    "live.state": ("flatten_state_dict", "unflatten_state_dict"),
     "sharded_weight": (
         "FusedAxis",
         "ShardedStateDict",
@@ -168,7 +169,8 @@ _MODULES = {
         "merge_shard_info_list",
         "shard_weight",
     ),
-    "storage": ("CheckpointInfo", "is_complete", "latest", "list_checkpoints", "open_storage"),
+    "media.backend": ("open_storage",),
+    "native.listing": ("CheckpointInfo", "is_complete", "latest", "list_checkpoints"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -19,7 +19,7 @@ import pytest
 from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ConnectionClosedError
 
-from paddle_flexckpt.storage import Backend, open_storage
+from paddle_flexckpt.media.backend import Backend, open_storage
 
 BUCKET = "bucket"
 SECRET = "s3-secret-of-tests"

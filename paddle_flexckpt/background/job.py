@@ -9,7 +9,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
-from paddle_flexckpt.storage import SaveTicket
+from paddle_flexckpt.native.save_names import SaveTicket
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,8 @@ from paddle_flexckpt.background.job import WriteJob
 from paddle_flexckpt.background.presence import DeathWatch
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.catalog.failures import Failure, combine
-from paddle_flexckpt.storage import CheckpointDirectory, SaveTicket
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.save_names import SaveTicket
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
 # The coordinator gives up at the timeout; the others see that a little later.

@@ -20,7 +20,8 @@ from paddle_flexckpt.background.protocol import Channel
 from paddle_flexckpt.background.settlement import Settlement
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog.failures import Failure
-from paddle_flexckpt.storage import CheckpointDirectory, open_described
+from paddle_flexckpt.media.backend import open_described
+from paddle_flexckpt.native.directory import CheckpointDirectory
 
 
 def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:

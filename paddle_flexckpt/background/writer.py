@@ -26,7 +26,8 @@ from paddle_flexckpt.background.settlement import Settlement
 from paddle_flexckpt.background.staging import StagingPool
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.failures import Failure
-from paddle_flexckpt.storage import CheckpointDirectory, open_described
+from paddle_flexckpt.media.backend import open_described
+from paddle_flexckpt.native.directory import CheckpointDirectory
 
 logger = logging.getLogger("paddle_flexckpt")
 

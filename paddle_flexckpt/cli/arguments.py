@@ -7,7 +7,7 @@ import sys
 
 from paddle_flexckpt.aoa.config import AoaConfig
 from paddle_flexckpt.catalog import Catalog, without_extra_state
-from paddle_flexckpt.storage import CheckpointDirectory
+from paddle_flexckpt.native.directory import CheckpointDirectory
 
 
 def add_aoa(parser: argparse.ArgumentParser, required: bool = True) -> None:

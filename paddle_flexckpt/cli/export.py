@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from paddle_flexckpt.cli.arguments import add_aoa, aoa_config
-from paddle_flexckpt.execution import export_safetensors
+from paddle_flexckpt.engine.export import export_safetensors
 
 
 def add_command(commands: Any) -> None:

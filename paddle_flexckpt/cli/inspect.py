@@ -9,8 +9,9 @@ import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
 from paddle_flexckpt.cli.arguments import add_checkpoint
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.manifest import ORIGINS, Manifest
 from paddle_flexckpt.report import format_bytes
-from paddle_flexckpt.storage import ORIGINS, CheckpointDirectory, Manifest
 
 
 def add_command(commands: Any) -> None:

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from paddle_flexckpt.cli.arguments import add_checkpoint
-from paddle_flexckpt.execution import repair_manifest
+from paddle_flexckpt.engine.verification import repair_manifest
 
 
 def add_command(commands: Any) -> None:

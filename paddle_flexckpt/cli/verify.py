@@ -8,7 +8,7 @@ from typing import Any
 
 from paddle_flexckpt.cli.arguments import add_checkpoint
 from paddle_flexckpt.cli.outcome import Outcome
-from paddle_flexckpt.execution import verify_checkpoint
+from paddle_flexckpt.engine.verification import verify_checkpoint
 
 
 def add_command(commands: Any) -> None:

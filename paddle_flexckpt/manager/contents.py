@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, CorruptCheckpointError, Problem, ValidationError
+from paddle_flexckpt.live.loader import check_heads
+from paddle_flexckpt.live.state import flatten_state_dict
 from paddle_flexckpt.manager.policies import StepRecord
 from paddle_flexckpt.parallel import install, optimizer_sharded_state_dict
-from paddle_flexckpt.runtime.loader import check_heads
-from paddle_flexckpt.runtime.portable import decode, encode
-from paddle_flexckpt.runtime.state import flatten_state_dict
+from paddle_flexckpt.run_state.portable import decode, encode
 
 RECORD = f"{EXTRA_STATE}manager"
 _VERSION = 1

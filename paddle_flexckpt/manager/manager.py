@@ -14,7 +14,12 @@ from typing import Any, Literal
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.wire import join
-from paddle_flexckpt.execution.mapping import config_digest
+from paddle_flexckpt.engine.mapping import config_digest
+from paddle_flexckpt.live.communicator import check_same, communicator_for
+from paddle_flexckpt.live.options import GROUP, encode_options, same_on_all_ranks
+from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.live.targets import OptimizerStates, Strict
 from paddle_flexckpt.manager.contents import (
     RECORD,
     check_extra,
@@ -40,14 +45,11 @@ from paddle_flexckpt.manager.readiness import OWN_OBJECTS, check, given
 from paddle_flexckpt.manager.restore import RestoreReport, Targets, restore_first
 from paddle_flexckpt.manager.schedule import SaveSchedule
 from paddle_flexckpt.manager.steps import UNIQUE_ID, StepDirectories, Which
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.native.checksums import VerifyMode
+from paddle_flexckpt.native.listing import CheckpointInfo
 from paddle_flexckpt.report import SaveReport
-from paddle_flexckpt.runtime.communicator import check_same, communicator_for
-from paddle_flexckpt.runtime.extra_state import collect_extra_state
-from paddle_flexckpt.runtime.options import GROUP, encode_options, same_on_all_ranks
-from paddle_flexckpt.runtime.replica_policies import CheckReplicas, ReplicaPolicies
-from paddle_flexckpt.runtime.saver import save_state_dict
-from paddle_flexckpt.runtime.targets import OptimizerStates, Strict
-from paddle_flexckpt.storage import CheckpointInfo, Location, VerifyMode
+from paddle_flexckpt.run_state.extra_state import collect_extra_state
 
 EVERY_STEP = SaveEvery(1)
 _FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))

@@ -7,7 +7,7 @@ from typing import Literal
 
 from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.runtime.communicator import Communicator
+from paddle_flexckpt.live.communicator import Communicator
 
 # One byte for each save, in a message of each rank.
 _RUNNING, _ENDED, _FAILED = range(3)

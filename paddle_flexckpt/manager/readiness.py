@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from paddle_flexckpt.live.checking import check_state
+from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.live.options import GROUP, SHARDS, encode_options, same_on_all_ranks
 from paddle_flexckpt.manager.contents import collect_shards
 from paddle_flexckpt.parallel.state_creation import no_new_states
-from paddle_flexckpt.runtime.checking import check_state
-from paddle_flexckpt.runtime.communicator import communicator_for
-from paddle_flexckpt.runtime.extra_state import collect_extra_state
-from paddle_flexckpt.runtime.options import GROUP, SHARDS, encode_options, same_on_all_ranks
+from paddle_flexckpt.run_state.extra_state import collect_extra_state
 
 OWN_OBJECTS = {
     **dict.fromkeys(("model", "optimizer", "state"), SHARDS),

@@ -17,22 +17,17 @@ from dataclasses import dataclass
 from typing import Literal, Union
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError, ValidationError
-from paddle_flexckpt.execution import iterate_tensors
+from paddle_flexckpt.engine.whole_tensors import iterate_tensors
+from paddle_flexckpt.foreign.formats import open_destination
 from paddle_flexckpt.manager.contents import RECORD, decode_record
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, StepRecord, best_first, steps_to_remove
-from paddle_flexckpt.storage import (
-    Backend,
-    CheckpointDirectory,
-    CheckpointInfo,
-    HeldManifest,
-    Location,
-    list_checkpoints,
-    open_described,
-    open_destination,
-)
-from paddle_flexckpt.storage.file_names import check_file_name
-from paddle_flexckpt.storage.local import LocalBackend
-from paddle_flexckpt.storage.manifest import read_save_token
+from paddle_flexckpt.media.backend import Backend, Location, open_described
+from paddle_flexckpt.media.file_names import check_file_name
+from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
+from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.manifest import read_save_token
 
 logger = logging.getLogger("paddle_flexckpt")
 

@@ -256,7 +256,7 @@ def _rename(key: str, main: str, treatment: str, direction: str, hf_names: Any) 
 
 def _of_all_ranks(mine: list[Rename], process_group: Any) -> list[Rename]:
     """Return the statements of all ranks, each parameter's once."""
-    from paddle_flexckpt.runtime.communicator import communicator_for
+    from paddle_flexckpt.live.communicator import communicator_for
 
     said = json.dumps([astuple(rename) for rename in mine]).encode()
     _, told = communicator_for(process_group).together(lambda: (None, said), "cannot generate AOA statements")

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.runtime.carrier import Carrier
-from paddle_flexckpt.runtime.communicator import Communicator
+from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.transport import Carrier
 
 # A simulated rank that waits for so long waits for one that has gone another way.
 PATIENCE_SECONDS = 60.0

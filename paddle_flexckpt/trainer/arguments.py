@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Optional, get_type_hints
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.runtime.replica_policies import CheckReplicas
-from paddle_flexckpt.storage import VerifyMode
+from paddle_flexckpt.live.replica_policies import CheckReplicas
+from paddle_flexckpt.native.checksums import VerifyMode
 
 FLEX = "flex_checkpoint"
 _STRICT: dict[str, Any] = {"missing": "missing", "unexpected": "unexpected", "both": True, "none": False}

@@ -24,16 +24,16 @@ from typing import Any
 
 from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.live.checking import check_state
+from paddle_flexckpt.live.communicator import Communicator, check_same, communicator_for
+from paddle_flexckpt.live.loader import load_state_dict, quiet_loads
+from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager.pending import PendingSaves
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.parallel import install as install_parallel
 from paddle_flexckpt.parallel import is_installed as is_parallel_installed
 from paddle_flexckpt.parallel.state_creation import no_new_states
-from paddle_flexckpt.runtime.checking import check_state
-from paddle_flexckpt.runtime.communicator import Communicator, check_same, communicator_for
-from paddle_flexckpt.runtime.extra_state import collect_extra_state
-from paddle_flexckpt.runtime.loader import load_state_dict, quiet_loads
-from paddle_flexckpt.runtime.saver import save_state_dict
-from paddle_flexckpt.storage import CheckpointDirectory
+from paddle_flexckpt.run_state.extra_state import collect_extra_state
 from paddle_flexckpt.trainer.arguments import TrainerOptions, library_of, options_of
 from paddle_flexckpt.trainer.contents import (
     collect_shards,

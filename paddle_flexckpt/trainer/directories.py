@@ -22,7 +22,8 @@ from pathlib import Path
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.manager.steps import try_lock
-from paddle_flexckpt.storage import is_complete, open_backend
+from paddle_flexckpt.media.backend import open_backend
+from paddle_flexckpt.native.listing import is_complete
 
 logger = logging.getLogger("paddle_flexckpt")
 

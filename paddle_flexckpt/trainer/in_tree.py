@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from paddle_flexckpt.runtime.communicator import communicator_for
-from paddle_flexckpt.runtime.loader import load_state_dict as load
-from paddle_flexckpt.runtime.merged import load_merged_state_dict as load_merged
-from paddle_flexckpt.runtime.saver import save_state_dict as save
-from paddle_flexckpt.storage import CheckpointDirectory
-from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.live.loader import load_state_dict as load
+from paddle_flexckpt.live.merged import load_merged_state_dict as load_merged
+from paddle_flexckpt.live.saver import save_state_dict as save
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.trainer.undo import Undo
 
 _MARK = "_flexckpt_replaced"

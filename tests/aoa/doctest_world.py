@@ -9,9 +9,9 @@ import numpy as np
 
 from paddle_flexckpt.aoa import compile_program
 from paddle_flexckpt.catalog import Catalog, CheckpointError
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.report import LoadReport
-from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.runtime.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.aoa.layouts import catalog_of
 from tests.aoa.small import shards_of

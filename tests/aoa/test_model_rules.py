@@ -14,8 +14,8 @@ import pytest
 from paddle_flexckpt.aoa import parser
 from paddle_flexckpt.aoa.errors import AoaError
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
-from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.ramdisk import memory_directory
@@ -374,7 +374,7 @@ def test_the_way_back(name, make, variant):
 def test_an_export_has_the_keys_of_hf(name, make, variant):
     """Without a destination, what statements make is what they say, and nothing in between."""
     pytest.importorskip("paddle")
-    from paddle_flexckpt.runtime.merged import load_merged_state_dict
+    from paddle_flexckpt.live.merged import load_merged_state_dict
 
     hf, paddle, parameters = make(variant)
     config = model_rules(name, variant, "to_hf", **parameters)

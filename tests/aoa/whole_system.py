@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.runtime.resharder import reshard_sharded_state_dict
-from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.aoa.layouts import Layout

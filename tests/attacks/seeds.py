@@ -10,12 +10,12 @@ from functools import cache
 import numpy as np
 from safetensors import numpy as safetensors_numpy
 
-from paddle_flexckpt.storage.manifest import _digest
+from paddle_flexckpt.native.manifest import _digest
 from tests.attacks.opcodes import DTYPE, array, named, short
+from tests.foreign.writers import NEW, OLD, metadata_pickle
+from tests.native.samples import store, whole
 from tests.property.layouts import Shard
 from tests.ramdisk import memory_directory
-from tests.storage.foreign import NEW, OLD, metadata_pickle
-from tests.storage.samples import store, whole
 
 ROW = {"key": "w", "dtype": "float32", "shape": (4, 4), "offset": (0, 0), "local": (4, 4), "flat": (1, 7)}
 BOX = {"key": "v", "dtype": "int64", "shape": (3,), "offset": (0,), "local": (3,)}

@@ -28,11 +28,15 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
     validate_shards,
 )
-from paddle_flexckpt.storage import BLOCK_BYTES, CheckpointDirectory, Manifest, load_pickle, read_paddle_metadata
-from paddle_flexckpt.storage.repair import rebuild_manifest
-from paddle_flexckpt.storage.replicas import StoredReplicas
-from paddle_flexckpt.storage.safetensors_header import header_bytes, parse_header
-from paddle_flexckpt.storage.verify import verify_files
+from paddle_flexckpt.foreign.paddle_checkpoint import read_paddle_metadata
+from paddle_flexckpt.foreign.safe_pickle import load_pickle
+from paddle_flexckpt.native.checksums import BLOCK_BYTES
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.repair import rebuild_manifest
+from paddle_flexckpt.native.replicas import StoredReplicas
+from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header
+from paddle_flexckpt.native.verify import verify_files
 from tests.attacks import seeds
 from tests.ramdisk import memory_directory
 

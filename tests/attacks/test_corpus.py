@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
-from paddle_flexckpt.storage.safetensors_header import header_bytes
+from paddle_flexckpt.native.safetensors_header import header_bytes
 from tests.attacks import fuzz, targets
 from tests.attacks.targets import SPARE_BYTES, TARGETS, Target, outcome
 

@@ -11,14 +11,15 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError, validate
-from paddle_flexckpt.execution import verify_checkpoint
-from paddle_flexckpt.runtime.communicator import SoloCommunicator
-from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.runtime.merged import load_merged_state_dict
-from paddle_flexckpt.storage import CheckpointDirectory, Manifest, list_checkpoints
-from paddle_flexckpt.storage.manifest import _digest
+from paddle_flexckpt.engine.verification import verify_checkpoint
+from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.merged import load_merged_state_dict
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.listing import list_checkpoints
+from paddle_flexckpt.native.manifest import Manifest, _digest
+from tests.native.samples import store, whole
 from tests.property.layouts import Shard
-from tests.storage.samples import store, whole
 
 # Far above what is needed here, far below what these files took.
 SECONDS = 10

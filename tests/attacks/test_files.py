@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
-from paddle_flexckpt.storage import CheckpointDirectory, FileReader, Manifest, read_paddle_metadata
-from paddle_flexckpt.storage.safetensors_header import header_bytes, parse_header
-from tests.storage.foreign import metadata_pickle
-from tests.storage.samples import store, whole
+from paddle_flexckpt.foreign.paddle_checkpoint import read_paddle_metadata
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header
+from tests.foreign.writers import metadata_pickle
+from tests.native.samples import store, whole
 
 ENTRY = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 

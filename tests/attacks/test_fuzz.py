@@ -10,12 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.storage import Manifest
-from paddle_flexckpt.storage.pickle_machine import OPERATIONS
+from paddle_flexckpt.foreign.pickle_machine import OPERATIONS
+from paddle_flexckpt.native.manifest import Manifest
 from tests.attacks.opcodes import array, named, program, short
 from tests.attacks.targets import TARGETS, outcome
-from tests.storage.foreign import NEW
-from tests.storage.samples import store, whole
+from tests.foreign.writers import NEW
+from tests.native.samples import store, whole
 
 
 @pytest.fixture(scope="module", autouse=True)

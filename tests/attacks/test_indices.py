@@ -12,8 +12,9 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
-from paddle_flexckpt.storage import CheckpointDirectory, detect_format
-from paddle_flexckpt.storage.tensor_files import MAX_INDEX_BYTES
+from paddle_flexckpt.foreign.tensor_files import MAX_INDEX_BYTES
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.listing import detect_format
 from tests.attacks.test_files import HEADERS, NAMES
 
 INDEX = "model.safetensors.index.json"

@@ -12,11 +12,13 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError
-from paddle_flexckpt.storage import Checksums, Manifest, load_pickle
-from paddle_flexckpt.storage.header import DataFileHeader
-from paddle_flexckpt.storage.safetensors_header import header_bytes, parse_header
+from paddle_flexckpt.foreign.safe_pickle import load_pickle
+from paddle_flexckpt.native.checksums import Checksums
+from paddle_flexckpt.native.header import DataFileHeader
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header
 from tests.attacks.opcodes import program
-from tests.storage.foreign import metadata_pickle
+from tests.foreign.writers import metadata_pickle
 
 SIZE = 1 << 18
 SPARE = 512 << 10

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError
-from paddle_flexckpt.storage import CheckpointDirectory, load_pickle
+from paddle_flexckpt.foreign.safe_pickle import load_pickle
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.attacks.opcodes import DTYPE, array, call, long4, long8, named, named_by_line, program, short
 
 NEW = "paddle.distributed.flex_checkpoint.dcp.metadata"

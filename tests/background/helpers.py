@@ -17,10 +17,10 @@ import numpy as np
 
 from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.runtime.carrier import Carrier
-from paddle_flexckpt.runtime.communicator import Communicator, SoloCommunicator
-from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.live.communicator import Communicator, SoloCommunicator
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.live.transport import Carrier
 from paddle_flexckpt.sharded_weight import ShardedWeight
 
 PATIENCE_SECONDS = 60.0

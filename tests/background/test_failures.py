@@ -7,7 +7,7 @@ import pytest
 from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.background.job import WriteJob
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.storage import CheckpointDirectory
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.background.helpers import kill, limit_file_size, load, save, stopped
 from tests.background.test_writer import names
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from paddle_flexckpt.catalog.failures import Failure
-from paddle_flexckpt.runtime.saver import save_state_dict
-from paddle_flexckpt.storage import CheckpointDirectory, open_backend
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.media.backend import open_backend
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.background.helpers import SOLO, await_end, load_shards, shards
 
 ROOT = Path(__file__).resolve().parents[2]

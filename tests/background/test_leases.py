@@ -9,9 +9,9 @@ import os
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.storage import open_storage
-from paddle_flexckpt.storage.local import LocalBackend
-from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.media.backend import open_storage
+from paddle_flexckpt.media.local import LocalBackend
 from tests.background.helpers import PATIENCE_SECONDS, Watch, kill, load, save, stopped
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.media.backend import open_backend
 from paddle_flexckpt.sharded_weight import ShardedWeight
-from paddle_flexckpt.storage import open_backend
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import SOLO, Watch, kill, load, save, shards, stopped
 

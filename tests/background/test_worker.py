@@ -18,10 +18,10 @@ from paddle_flexckpt.background.settlement import Settlement
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.background.worker import carry_out
 from paddle_flexckpt.catalog.failures import Failure
-from paddle_flexckpt.storage import CheckpointDirectory
-from paddle_flexckpt.storage.local import LocalBackend
+from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.background.helpers import PATIENCE_SECONDS, load, state
-from tests.storage.samples import items_of, whole
+from tests.native.samples import items_of, whole
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,12 +12,13 @@ import pytest
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.media.backend import open_backend
+from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.report import SaveReport
-from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.runtime.saver import save_state_dict
-from paddle_flexckpt.storage import CheckpointDirectory, open_backend
-from paddle_flexckpt.storage.local import LocalBackend
-from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from tests.background.helpers import ELEMENTS, PATIENCE_SECONDS, SOLO, Watch, kill, load, save, state, stopped
 
 

@@ -8,7 +8,7 @@ import socket
 import sys
 
 from paddle_flexckpt.background import Admission, BackgroundWriter
-from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
 from tests.background.helpers import SOLO, PairCommunicator, shards
 
 

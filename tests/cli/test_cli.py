@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.cli.main import main
-from tests.execution.samples import save, values_of
+from tests.engine.samples import save, values_of
 
 KINDS = {
     "model.layers.0.w": ("float32", (4, 6)),

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.storage import CheckpointDirectory
-from tests.execution.samples import save, values_of
-from tests.storage.samples import flip
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from tests.engine.samples import save, values_of
+from tests.native.samples import flip
 
 KINDS = {
     "model.w": ("float32", (4, 6)),

@@ -18,9 +18,10 @@ from paddle_flexckpt.background.settlement import Settlement
 from paddle_flexckpt.background.worker import carry_out
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.catalog.failures import Failure
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.media.backend import SaveLock, open_described
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.report import SaveReport
-from paddle_flexckpt.runtime.saver import save_state_dict
-from paddle_flexckpt.storage import CheckpointDirectory, SaveLock, open_described
 from tests.crash.job import JobCommunicator, Stopped
 from tests.crash.saves import again_with
 from tests.crash.scenario import DIRECTORY, Scenario, State, Step, saved, shards

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.runtime.communicator import Communicator
-from paddle_flexckpt.storage import CheckpointDirectory
-from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.crash.file_system import Call, Fault, FileSystem
 from tests.crash.job import Interrupted, Job, Stopped
 from tests.crash.scenario import Scenario, State, paddle_reads, read_version, run

@@ -12,8 +12,8 @@ from random import Random
 from typing import Any
 
 from paddle_flexckpt.catalog import LostRankError
-from paddle_flexckpt.runtime.carrier import Carrier
-from paddle_flexckpt.runtime.communicator import Communicator
+from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.transport import Carrier
 
 # A rank that waits for so long waits for one that is stuck in something else than this job.
 PATIENCE_SECONDS = 60.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-import paddle_flexckpt.execution.verification as verification
-from paddle_flexckpt.runtime.communicator import Communicator
-from paddle_flexckpt.storage import CheckpointDirectory
+import paddle_flexckpt.engine.verification as verification
+from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.crash.scenario import DIRECTORY, Scenario, State, Step, save, saved
 
 

@@ -15,12 +15,12 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError
-from paddle_flexckpt.runtime.communicator import Communicator, SoloCommunicator
-from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.safe_pickle import load_pickle
+from paddle_flexckpt.live.communicator import Communicator, SoloCommunicator
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
-from paddle_flexckpt.storage import load_pickle
-from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
 from tests.crash.job import Job
 
 # "{directory below the root}/{id}" of every complete checkpoint, and the version of the values in it.

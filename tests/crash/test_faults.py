@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.storage import local
+from paddle_flexckpt.media import local
 from tests.crash import explore
 from tests.crash.faults import FAULTS, can_fail, faults
 from tests.crash.job import Job

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_flexckpt.storage import CheckpointDirectory, NodeDirectory
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.node_directory import NodeDirectory
 from tests.crash.file_system import Fault
 from tests.crash.harness import Violation
 from tests.crash.scenarios import find

@@ -9,8 +9,8 @@ from random import Random
 import pytest
 
 from paddle_flexckpt.background.settlement import Settlement
-from paddle_flexckpt.storage import local
-from paddle_flexckpt.storage.local import LocalBackend, LocalOutputFile
+from paddle_flexckpt.media import local
+from paddle_flexckpt.media.local import LocalBackend, LocalOutputFile
 from tests.crash import explore
 from tests.crash.explore import losses, power_losses
 from tests.crash.file_system import FileSystem

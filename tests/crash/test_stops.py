@@ -8,9 +8,8 @@ import re
 import pytest
 
 from paddle_flexckpt.catalog import LostRankError
-from paddle_flexckpt.storage import CheckpointDirectory
-from paddle_flexckpt.storage.directory import SaveTicket
-from paddle_flexckpt.storage.local import DirectoryLock, LocalBackend
+from paddle_flexckpt.media.local import DirectoryLock, LocalBackend
+from paddle_flexckpt.native.directory import CheckpointDirectory, SaveTicket
 from tests.crash import explore
 from tests.crash import scenario as scenarios
 from tests.crash.explore import SPREADS, stops

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.execution import verify_checkpoint
+from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.report import LoadReport, VerifyReport
 from tests.damage.checkpoint import ID, Files, Loads, Saves, prepare
 from tests.damage.kinds import ALL

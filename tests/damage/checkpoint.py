@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.report import LoadReport
-from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.storage import CheckpointDirectory, Manifest
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from tests.execution.samples import cut, save, values_of
+from tests.engine.samples import cut, save, values_of
 
 # By dtype and shape. The first has two blocks in every rank's file, the second is flattened.
 KINDS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from paddle_flexckpt.catalog import Problem
+from paddle_flexckpt.native.data_file import TOKEN_WINDOW
 from paddle_flexckpt.report import VerifyReport
-from paddle_flexckpt.storage.data_file import TOKEN_WINDOW
 from tests.damage.checkpoint import ID, Files, Saves
 
 

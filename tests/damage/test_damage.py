@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import Problem
-from paddle_flexckpt.execution import verify_checkpoint
-from paddle_flexckpt.runtime import loader
-from paddle_flexckpt.storage import BLOCK_BYTES
+from paddle_flexckpt.engine.verification import verify_checkpoint
+from paddle_flexckpt.live import loader
+from paddle_flexckpt.native.checksums import BLOCK_BYTES
 from tests.damage import campaign
 from tests.damage.checkpoint import ID, Loads, prepare
 from tests.damage.kinds import ALL

@@ -13,7 +13,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.runtime.communicator import communicator_for
+from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.testing import rehearsal_device
 
 work, case = Path(sys.argv[1]), sys.argv[2]

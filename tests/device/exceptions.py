@@ -27,7 +27,7 @@ class Exempt(NamedTuple):
 
 # Shapes with elements: the others have nothing to stage.
 _FILLED = ("shape0", "shape1", "shape2", "shape5")
-_TENSORS = "tests/runtime/test_tensors.py"
+_TENSORS = "tests/live/test_tensors.py"
 
 EXCEPTIONS: tuple[Exempt, ...] = (
     *(
@@ -47,17 +47,17 @@ EXCEPTIONS: tuple[Exempt, ...] = (
         for view in ("rows", "broadcast")
     ),
     Exempt(
-        "tests/runtime/test_memory.py::test_a_save_and_two_loads_of_a_gibibyte_stay_within_the_budget",
+        "tests/live/test_memory.py::test_a_save_and_two_loads_of_a_gibibyte_stay_within_the_budget",
         "host",
         "fills its tensors through the array of a HostTensor, which is a copy of a device tensor",
     ),
     Exempt(
-        "tests/runtime/test_extra_state.py::test_generators",
+        "tests/run_state/test_extra_state.py::test_generators",
         "host",
         "lists the generators of a process without a device, which has one more",
     ),
     Exempt(
-        "tests/runtime/test_extra_state.py::test_everything_is_a_tensor_with_a_name_and_text_is_json",
+        "tests/run_state/test_extra_state.py::test_everything_is_a_tensor_with_a_name_and_text_is_json",
         "host",
         "asserts that a tensor that it has made on the current device is on the host",
     ),

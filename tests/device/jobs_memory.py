@@ -9,11 +9,11 @@ import paddle
 
 from paddle_flexckpt.algebra import StridedCopy, row_major_strides
 from paddle_flexckpt.catalog import dtype_of
-from paddle_flexckpt.execution import transfer
-from paddle_flexckpt.execution.transfer import copy_values, pack_copy, read_values, write_values
-from paddle_flexckpt.runtime import replicas
-from paddle_flexckpt.runtime.device_memory import DeviceMemory
-from paddle_flexckpt.runtime.tensors import HostTensor, empty_on_host, host_memory, open_storage
+from paddle_flexckpt.engine import transfer
+from paddle_flexckpt.engine.transfer import copy_values, pack_copy, read_values, write_values
+from paddle_flexckpt.live import replicas
+from paddle_flexckpt.live.device_memory import DeviceMemory
+from paddle_flexckpt.live.tensors import HostTensor, empty_on_host, host_memory, open_storage
 from paddle_flexckpt.testing import rehearsal_device
 
 DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "bool", "int64", "complex64", "complex128", "uint8", "float16")

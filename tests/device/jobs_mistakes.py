@@ -16,13 +16,8 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.runtime import (
-    device_exchange,
-    saver,
-    target_memory,
-    tensors,
-)
-from paddle_flexckpt.runtime.device_memory import DeviceMemory
+from paddle_flexckpt.live import device_exchange, saver, target_memory, tensors
+from paddle_flexckpt.live.device_memory import DeviceMemory
 from paddle_flexckpt.testing import rehearsal_device
 
 # Elements of four bytes: three steps of a copy to the host, the last one short; many rounds of the small size below.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.runtime.device_exchange import DeviceExchange
+from paddle_flexckpt.live.device_exchange import DeviceExchange
 from paddle_flexckpt.testing import rehearsal_device
 from tests.device.jobs_findings import columns_shard, right_columns, rows_shard
 from tests.distributed import jobs_common as common

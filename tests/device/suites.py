@@ -16,7 +16,7 @@ from paddle_flexckpt.testing import rehearsal_device
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Suites whose tests put tensors into the library in this process.
-SUITES = ("tests/runtime", "tests/manager", "tests/parallel", "tests/trainer", "tests/execution")
+SUITES = ("tests/live", "tests/run_state", "tests/manager", "tests/parallel", "tests/trainer", "tests/engine")
 PATIENCE = 1800.0
 
 

@@ -34,7 +34,7 @@ RANKS = {
 # Runs in every process of the check, before all else: the last byte that is read off a device is another one.
 MISTAKE = """
 import numpy as np
-from paddle_flexckpt.runtime.device_memory import DeviceMemory
+from paddle_flexckpt.live.device_memory import DeviceMemory
 
 right = DeviceMemory.read
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.paddle
 
 @pytest.mark.skipif(bool(rehearsal_device.missing_tools()), reason=rehearsal_device.missing_tools())
 def test_a_suite_passes_with_a_device_current():
-    status, said = suites.run("tests/runtime/test_tensors.py", [])
+    status, said = suites.run("tests/live/test_tensors.py", [])
     assert status == 0, said
     counted = re.search(r"device: (\d+) guarded calls, (\d+) host touches, (\d+) uses of freed memory", said)
     assert counted is not None, said

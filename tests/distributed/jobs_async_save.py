@@ -11,7 +11,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.background import shared_writer
-from paddle_flexckpt.runtime.tensors import HostTensor
+from paddle_flexckpt.live.tensors import HostTensor
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_checkpoint import counted
 

@@ -16,8 +16,8 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.storage import local
-from paddle_flexckpt.storage.directory import CheckpointDirectory
+from paddle_flexckpt.media import local
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.distributed import jobs_common as common
 
 W = np.arange(48, dtype="float32").reshape(8, 6)

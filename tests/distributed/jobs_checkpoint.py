@@ -12,8 +12,9 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.runtime import carrier, device_exchange, resharder
-from paddle_flexckpt.runtime.communicator import Communicator, communicator_for
+from paddle_flexckpt.live import device_exchange, resharder
+from paddle_flexckpt.live import transport as carrier
+from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from tests.distributed import jobs_common as common
 
 

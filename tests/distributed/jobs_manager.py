@@ -11,7 +11,7 @@ import paddle.distributed as dist
 import paddle_flexckpt as fc
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_common import Net
-from tests.runtime.test_extra_state import scaler
+from tests.run_state.test_extra_state import scaler
 
 KINDS = ("col", "row")
 

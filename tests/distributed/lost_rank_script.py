@@ -9,7 +9,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.runtime.lost_ranks import default_store
+from paddle_flexckpt.live.lost_ranks import default_store
 
 directory, transport, victim, point = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 if transport == "mesh":

@@ -18,7 +18,7 @@ pytest.importorskip("paddle")
 import paddle
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from tests.distributed import jobs_bad_input, jobs_checkpoint, jobs_defects
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]

@@ -10,7 +10,7 @@ pytest.importorskip("paddle")
 import paddle_flexckpt as fc
 from tests.distributed import jobs_manager as jobs
 from tests.manager.samples import directory_of
-from tests.storage.samples import flip
+from tests.native.samples import flip
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 

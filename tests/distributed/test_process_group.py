@@ -7,7 +7,7 @@ import os
 import pytest
 
 pytest.importorskip("paddle")
-from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from tests.distributed import jobs_checkpoint as jobs
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("paddle")
 import paddle_flexckpt as fc
 from tests.distributed import jobs_replica_reads as jobs
-from tests.storage.samples import flip
+from tests.native.samples import flip
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("paddle")
-from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from tests.distributed import jobs_checkpoint as jobs
 from tests.distributed.jobs_common import LAYOUTS, ZOO, zoo_bytes
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 
@@ -99,7 +99,7 @@ def make_extra_state(root: Path) -> None:
     """A run of one rank at step 3: scheduler, generators, position in the data, and values of the caller."""
     import paddle
 
-    from paddle_flexckpt.runtime.extra_state import collect_extra_state
+    from paddle_flexckpt.run_state.extra_state import collect_extra_state
 
     scheduler = paddle.optimizer.lr.StepDecay(0.5, step_size=2, gamma=0.25)
     for _ in range(3):

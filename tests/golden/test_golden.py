@@ -9,11 +9,12 @@ import os
 import numpy as np
 import pytest
 
-from paddle_flexckpt.execution.verification import repair_manifest, verify_checkpoint
-from paddle_flexckpt.execution.whole_tensors import iterate_tensors
-from paddle_flexckpt.runtime.loader import load_state_dict
+from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
+from paddle_flexckpt.engine.whole_tensors import iterate_tensors
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.sharded_weight import ShardedWeight
-from paddle_flexckpt.storage import CheckpointDirectory, list_checkpoints
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.golden.make import DTYPES_AND_SHAPES, FUSED, HERE, SHARDED, fused, fused_parts, value_of
 

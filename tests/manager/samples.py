@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
-from tests.storage.samples import flip
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from tests.native.samples import flip
 
 SHAPES = {"w": (4, 3), "b": (5,)}
 

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.runtime.communicator import SoloCommunicator
+from paddle_flexckpt.live.communicator import SoloCommunicator
 from tests.manager.samples import directory_of, empty, files_of, manager_of, restore, save, tree
 
 

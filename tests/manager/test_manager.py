@@ -12,8 +12,8 @@ pytest.importorskip("paddle")
 import paddle
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import KeepPolicy, SavePolicy
-from paddle_flexckpt.runtime.communicator import SoloCommunicator
 from tests.manager.samples import (
     DAMAGES,
     directory_of,
@@ -25,7 +25,7 @@ from tests.manager.samples import (
     tree,
     values,
 )
-from tests.runtime.test_extra_state import scaler
+from tests.run_state.test_extra_state import scaler
 
 SIGNAL = signal.SIGUSR2
 

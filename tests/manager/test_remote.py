@@ -12,7 +12,7 @@ pytest.importorskip("fsspec")
 import paddle_flexckpt as fc
 from paddle_flexckpt.manager.steps import StepDirectories
 from tests.manager.samples import files_of, manager_of, restore, save
-from tests.storage.test_remote import clock, disk_of, kind, location
+from tests.media.test_remote import clock, disk_of, kind, location
 
 __all__ = ["clock", "kind"]  # fixtures: nobody waits, and a store of each kind
 

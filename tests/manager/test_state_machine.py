@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import manager as manager_module
 from paddle_flexckpt.manager.policies import (
     KeepBest,
@@ -40,12 +41,12 @@ from paddle_flexckpt.manager.policies import (
     steps_to_remove,
 )
 from paddle_flexckpt.manager.steps import StepDirectories
-from paddle_flexckpt.runtime.communicator import SoloCommunicator
-from paddle_flexckpt.storage import CheckpointDirectory, HeldManifest
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.locked_manifest import HeldManifest
 from tests.manager.samples import directory_of, empty, values
+from tests.media.faults import FaultyFiles
+from tests.native.samples import flip
 from tests.property import examples
-from tests.storage.faults import FaultyFiles
-from tests.storage.samples import flip
 
 STEPS = st.integers(0, 5)
 LOSSES = st.sampled_from([1.0, 2.0, 3.0, float("nan"), None])

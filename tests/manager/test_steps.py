@@ -14,10 +14,11 @@ import pytest
 pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import manager as manager_module
 from paddle_flexckpt.manager.steps import StepDirectories
-from paddle_flexckpt.runtime.communicator import SoloCommunicator
-from paddle_flexckpt.storage import CheckpointDirectory, HeldManifest
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.locked_manifest import HeldManifest
 from tests.manager.samples import (
     damage_manifest,
     directory_of,
@@ -29,8 +30,8 @@ from tests.manager.samples import (
     tree,
 )
 from tests.manager.test_pending import Save
-from tests.storage.faults import FaultyFiles
-from tests.storage.test_dead_saves import begin
+from tests.media.faults import FaultyFiles
+from tests.native.test_dead_saves import begin
 
 
 def all_files_of(*steps: int) -> list[str]:

@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.manager import CheckpointManager
-from paddle_flexckpt.runtime.communicator import SoloCommunicator
-from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.storage import CheckpointDirectory, is_complete, latest, list_checkpoints
-from paddle_flexckpt.storage.local import LocalBackend
+from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
 from tests.manager.samples import directory_of
 
 STEPS = (1, 2, 3)

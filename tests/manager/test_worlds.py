@@ -14,7 +14,7 @@ pytest.importorskip("paddle")
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.manager.samples import directory_of
-from tests.storage.samples import flip
+from tests.native.samples import flip
 
 ROWS = 12
 

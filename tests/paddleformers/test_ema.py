@@ -15,7 +15,7 @@ from paddleformers.trainer import Trainer
 from paddleformers.trainer.utils.zero_cost_checkpoint import EMABufferFcBased
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.storage import CheckpointDirectory
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.trainer.ema import PREFIX, AverageState
 from tests.paddleformers.test_trainer import Run, installed  # noqa: F401
 

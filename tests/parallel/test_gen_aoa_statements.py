@@ -18,8 +18,8 @@ import paddle_flexckpt as fc
 from paddle_flexckpt import gen_aoa_statements
 from paddle_flexckpt.aoa.model_rules import model_rules
 from paddle_flexckpt.aoa.parser import parse
+from paddle_flexckpt.live import communicator
 from paddle_flexckpt.parallel import ColumnParallelMixin, ExpertParallelMixin, RowParallelMixin, VocabParallelMixin
-from paddle_flexckpt.runtime import communicator
 from tests.parallel.test_sharding import Wrapper as SlicingWrapper
 
 HIDDEN, HEADS, KV_HEADS, WIDTH, INNER, VOCABULARY, LAYERS, EXPERTS = 6, 4, 2, 2, 5, 7, 3, 4

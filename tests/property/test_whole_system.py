@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from paddle_flexckpt.catalog import ValidationError, dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.table import COLUMNS
-from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.runtime.resharder import reshard_sharded_state_dict
-from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.native import reader
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.sharded_weight import ShardedWeight
-from paddle_flexckpt.storage import CheckpointDirectory, reader
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.property import examples
 from tests.property.layouts import Pick, Shard, elements

@@ -10,7 +10,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.runtime.tensors import HostTensor
+from paddle_flexckpt.live.tensors import HostTensor
 from tests.semi_auto import training
 from tests.semi_auto.jobs_reshard import cut
 from tests.semi_auto.strategies import BY_NAME

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.runtime.loader import load_state_dict
-from paddle_flexckpt.runtime.merged import load_merged_state_dict
-from paddle_flexckpt.runtime.resharder import reshard_sharded_state_dict
-from paddle_flexckpt.runtime.saver import save_state_dict
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.merged import load_merged_state_dict
+from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.property.layouts import Pick
 from tests.ramdisk import memory_directory

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog.validate import Coverage
-from paddle_flexckpt.runtime import loader, resharder, saver, sources, targets
+from paddle_flexckpt.live import loader, resharder, saver, sources, targets
 from tests.ramdisk import memory_directory
 from tests.silence import campaign
 from tests.silence.mistakes import MISTAKES

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.runtime.communicator import SoloCommunicator
-from paddle_flexckpt.runtime.saver import save_state_dict
-from paddle_flexckpt.storage import CheckpointDirectory, HeldManifest
+from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.locked_manifest import HeldManifest
 from paddle_flexckpt.trainer.directories import TrainerDirectories, is_usable, latest_checkpoint, step_of, to_rotate
 
 

@@ -13,8 +13,8 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.storage import CheckpointDirectory
-from paddle_flexckpt.storage.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.trainer import install, is_in_tree_replaced, replace_in_tree, restore_in_tree, uninstall
 
 NAMES = ("save_state_dict", "load_state_dict", "load_merged_state_dict")

@@ -16,11 +16,11 @@ import paddle
 
 import paddle_flexckpt.trainer.paddlenlp  # noqa: F401  # the one line that a script needs
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.storage import is_complete
+from paddle_flexckpt.native.listing import is_complete
 from paddle_flexckpt.trainer import latest_checkpoint
 from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
 from paddle_flexckpt.trainer.restoring import _other_samples
-from tests.storage.samples import flip
+from tests.native.samples import flip
 from tests.trainer.matrix import differences, tensors
 from tests.trainer.models import Sequences, build
 

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.execution.whole_tensors import WholeTensors
-from paddle_flexckpt.storage import CheckpointDirectory, FileReader, detect_format, read_plain_file
+from paddle_flexckpt.engine.whole_tensors import WholeTensors
+from paddle_flexckpt.foreign.trainer_files import read_plain_file
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.listing import detect_format
+from paddle_flexckpt.native.reader import FileReader
 from tests.trainer.make_unified import CASES
 
 DATA = Path(__file__).parent / "data"

@@ -1,0 +1,148 @@
+"""Verification and repair of a checkpoint, by one process and without Paddle."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from paddle_flexckpt.catalog import (
+    CorruptCheckpointError,
+    Problem,
+    group_replicas,
+    validate_coverage,
+    validate_shards,
+)
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.repair import rebuild_manifest
+from paddle_flexckpt.native.verify import Verification, verify_files
+from paddle_flexckpt.report import RepairReport, VerifyReport
+
+
+def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyReport:
+    """Reads a whole checkpoint once and lists all that is wrong with it.
+
+    Compared with the manifest are the size, save token and header of every data file and the checksum of every block;
+    the manifest has a checksum of its own. The shards have to cover their tensors. One block is in memory at a time.
+
+    What another program has written has no checksums: its headers, sizes and indices, and that its shards cover their
+    tensors, are all that can be looked at. ``bytes_verified`` is 0 then, and the report says so.
+
+    Args:
+        path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
+        unique_id: The checkpoint's id; None takes the highest.
+
+    Returns:
+        All problems, each with key, rank, file and byte where they are known. A damaged manifest is a problem too, and
+        then the only one: without it there is nothing to compare with.
+
+    Raises:
+        ValidationError: There is no such checkpoint, or it is of a format that this version does not know.
+        OSError: The manifest cannot be read.
+    """
+    begin = time.perf_counter()
+    directory = CheckpointDirectory(path)
+    try:
+        held = HeldManifest(directory, unique_id)
+    except CorruptCheckpointError as error:
+        ids = directory.list_ids()
+        if not ids or (unique_id is not None and unique_id not in ids):
+            # Another program's: what is wrong has its file named.
+            seconds = {"total": time.perf_counter() - begin}
+            problem = Problem(str(error))
+            return VerifyReport(directory.path, unique_id or 0, 0, 0, 0, 0, 0, 0, [problem], False, seconds, False)
+        chosen = ids[-1] if unique_id is None else unique_id
+        problem = Problem(
+            f"the manifest is damaged: {error}",
+            file=directory.manifest_file(chosen),
+            remedy="restore the file from a copy, or rebuild it with repair_manifest(path, unique_id, overwrite=True)",
+        )
+        seconds = {"total": time.perf_counter() - begin}
+        return VerifyReport(directory.path, chosen, 0, 0, 0, 0, 0, 0, [problem], False, seconds)
+    with held as manifest:
+        catalog = manifest.catalog
+        # Of another program's, the manifest has been made of its files' headers: they fit, or it would not be there.
+        found = Verification() if manifest.foreign else verify_files(directory.backend, manifest)
+    problems = validate_shards(catalog)
+    # Shards that are malformed have no boxes to compare.
+    problems = problems or validate_coverage(catalog, group_replicas(catalog)).problems
+    return VerifyReport(
+        path=directory.path,
+        unique_id=manifest.unique_id,
+        files=len(catalog.files),
+        keys=len(np.unique(catalog.key)),
+        items=len(catalog),
+        total_bytes=int(catalog.byte_length.sum()),
+        bytes_read=found.bytes_read,
+        bytes_verified=found.bytes_verified,
+        problems=found.problems + ([] if manifest.foreign else _doubts(directory, manifest, found)) + problems,
+        recoverable=found.recoverable and not problems,
+        seconds={"total": time.perf_counter() - begin},
+        has_checksums=not manifest.foreign,
+    )
+
+
+def _doubts(directory: CheckpointDirectory, manifest: Manifest, found: Verification) -> list[Problem]:
+    """What speaks for it that the manifest is the one that has been replaced, and not the data files."""
+    file, remedy = directory.manifest_file(manifest.unique_id), "restore the manifest that belongs to the data files"
+    names = manifest.catalog.files
+    others = [name for _, name in directory.data_files(manifest.unique_id) if name not in names]
+    if found.tokens and not found.bytes_verified:
+        what, tokens = "no data file is of the save that this manifest belongs to", sorted(set(found.tokens.values()))
+        return [Problem(what, None, None, file, " or ".join(tokens[:3]), manifest.save_token, remedy)]
+    if names and len(found.missing) == len(names) and others:
+        what = "the files that this manifest names are missing, and others of its id are there"
+        return [Problem(what, None, None, file, ", ".join(names[:3]), ", ".join(others[:3]), remedy)]
+    return []
+
+
+def repair_manifest(
+    path: Location,
+    unique_id: int,
+    *,
+    overwrite: bool = False,
+    save_token: str | None = None,
+    fewer_files: bool = False,
+) -> RepairReport:
+    """Rebuilds the manifest of a checkpoint that has lost it, from what its data files say about themselves.
+
+    The block checksums are computed anew from the data as it is: they protect it from now on, but **damage that
+    happened before the repair cannot be found**.
+
+    Args:
+        path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
+        unique_id: The checkpoint's id.
+        overwrite: Whether a manifest that is there, damaged or not, may be replaced.
+        save_token: Which save's files to take, where those of several saves have this id.
+        fewer_files: Whether there may be fewer data files than ranks took part in the save. A rank that had nothing to
+            write has no file, but a lost file looks the same, and tensors that it alone held would be missed by nobody.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValidationError: A manifest is there, there are no such files, or they are damaged in a way that shows or do not
+            make up a whole checkpoint of one save; nothing was written.
+        CorruptCheckpointError: A data file changed while it was read; nothing was written.
+        OSError: The file system refused.
+    """
+    begin = time.perf_counter()
+    directory = CheckpointDirectory(path)
+    rebuilt = rebuild_manifest(directory, unique_id, overwrite, save_token, fewer_files)
+    directory.write_manifest(rebuilt.manifest)
+    catalog = rebuilt.manifest.catalog
+    return RepairReport(
+        path=directory.path,
+        unique_id=unique_id,
+        save_token=rebuilt.manifest.save_token,
+        step=rebuilt.manifest.step,
+        files=list(catalog.files),
+        left_out=rebuilt.left_out,
+        keys=len(catalog.keys),
+        items=len(catalog),
+        bytes_read=int(catalog.byte_length.sum()),
+        seconds={"total": time.perf_counter() - begin},
+    )

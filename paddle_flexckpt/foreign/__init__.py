@@ -1,0 +1,1 @@
+"""Read the checkpoints and files of other programs, and tell whose a directory is."""

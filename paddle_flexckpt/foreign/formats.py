@@ -1,0 +1,148 @@
+"""Whose checkpoint a directory holds, by the names of what is in it.
+
+In this order: a manifest (``{id}.manifest``) is this library's, whatever else is there. Of the others there has to be
+one alone: ``{id}.metadata`` is Paddle's own; the directories ``model_state``, ``optimizer_state`` and
+``master_weight`` with such files in them are a FlexCheckpoint of PaddleFormers; safetensors files of optimizer states,
+master weights or adapters are a unified checkpoint of PaddleNLP, and so are weights alone whose files say
+``format: np``; other safetensors files are a Hugging Face directory.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.foreign.huggingface import find_weights, manifest_of_weights
+from paddle_flexckpt.foreign.paddle_checkpoint import paddle_ids, read_paddle_manifest
+from paddle_flexckpt.foreign.paddleformers_checkpoint import paddleformers_directories, read_paddleformers_manifest
+from paddle_flexckpt.foreign.tensor_files import INDEX_FILE, TENSOR_FILE, Weights, read_weights
+from paddle_flexckpt.foreign.unified_checkpoint import is_unified_checkpoint, read_unified_manifest
+from paddle_flexckpt.media.backend import Backend, Location, open_backend
+from paddle_flexckpt.media.urls import path_of, redacted
+from paddle_flexckpt.native.manifest import ORIGINS, Manifest, Origin
+
+# What no directory is called that a save makes: a load takes such a path for a file's.
+_FILE_NAMES = (TENSOR_FILE, ".index.json")
+
+
+def open_source(location: Location) -> tuple[Backend, str | None]:
+    """The directory that a location stands for, and the safetensors file or index in it, if it is the path of one.
+
+    Raises:
+        ValidationError: It is no location.
+    """
+    if isinstance(location, Backend):
+        return location, None
+    path = path_of(location)
+    if path.endswith((TENSOR_FILE, INDEX_FILE)) and not os.path.isdir(path):
+        directory, _, name = path.rpartition("/")
+        return open_backend(directory or ("/" if path.startswith("/") else ".")), name
+    return open_backend(location), None
+
+
+def shown(location: object) -> str:
+    """Return how errors name a location, sound or not: as the caller does, without what is secret."""
+    if isinstance(location, Backend):
+        return repr(location.path)
+    text = os.fspath(location) if isinstance(location, os.PathLike) else location
+    return repr(redacted(text) if isinstance(text, str) else text)
+
+
+def open_destination(location: Location) -> Backend:
+    """Return the directory that a location stands for, which is to be written to.
+
+    Raises:
+        ValidationError: It is no location, or a file's by its name, and no directory has that name.
+    """
+    backend = open_backend(location)
+    if backend.path.rstrip("/").endswith(_FILE_NAMES) and not os.path.isdir(backend.path):
+        raise ValidationError(
+            [f"{backend.path} names a file, and a checkpoint is a directory. Remedy: give the path of a directory"]
+        )
+    return backend
+
+
+@dataclass(frozen=True)
+class ForeignSource:
+    """A checkpoint that another program has written.
+
+    Attributes:
+        origin: Which program.
+        ids: Ids that it has; other programs than Paddle have 0 alone.
+        directories: Of PaddleFormers', the directories that it consists of.
+        weights: Of weights alone, the headers of their files.
+    """
+
+    origin: Origin
+    ids: tuple[int, ...] = (0,)
+    directories: tuple[str, ...] = ()
+    weights: Weights | None = None
+
+    def read(self, backend: Backend, unique_id: int | None = None) -> Manifest:
+        """Its manifest.
+
+        Args:
+            backend: Its directory.
+            unique_id: Its id; None takes the highest.
+
+        Raises:
+            ValidationError: It has no such id, or cannot be read as it is.
+            CorruptCheckpointError: It is damaged.
+        """
+        if self.origin == "paddleformers":
+            return read_paddleformers_manifest(backend, self.directories, unique_id)
+        if self.origin == "paddle":
+            return read_paddle_manifest(backend, unique_id)
+        if unique_id not in (None, 0):
+            raise ValidationError(
+                [f"{backend.path} is {ORIGINS[self.origin]}, which has no ids. Remedy: leave unique_id={unique_id} out"]
+            )
+        if self.weights is None:
+            return read_unified_manifest(backend)
+        return manifest_of_weights(backend, self.weights, self.origin)
+
+
+def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | None:
+    """What another program has written into a directory; None if there is nothing of the kind.
+
+    Args:
+        backend: The directory.
+        file: The safetensors file or index that is meant; everything else is left aside then.
+
+    Raises:
+        ValidationError: It could be more than one thing; the text says how to choose.
+        CorruptCheckpointError: Safetensors files are damaged.
+    """
+    if file is not None:
+        return _weights(backend, file)
+    names = backend.names()
+    ids = paddle_ids(backend)
+    directories = paddleformers_directories(backend, backend.directories())
+    unified = is_unified_checkpoint(names)
+    found = find_weights(backend.path, names) if not unified else None
+    whose: list[Origin] = []
+    whose += ["paddle"] if ids else []
+    whose += ["paddleformers"] if directories else []
+    whose += ["unified_checkpoint"] if unified else ["huggingface"] if found else []
+    if len(whose) > 1:
+        listed = " and ".join(ORIGINS[origin] for origin in whose)
+        raise ValidationError(
+            [
+                f"{backend.path} has more than one checkpoint: {listed}. Remedy: give the path of the directory in it, "
+                "or of the safetensors file or index, that is meant; or move the others away"
+            ]
+        )
+    if ids:
+        return ForeignSource("paddle", ids=tuple(ids))
+    if directories:
+        return ForeignSource("paddleformers", directories=tuple(directories))
+    if unified:
+        return ForeignSource("unified_checkpoint")
+    return _weights(backend, found) if found else None
+
+
+def _weights(backend: Backend, source: str) -> ForeignSource:
+    weights = read_weights(backend, source)
+    of_paddle = any(file.is_of_paddle for file in weights.files.values())
+    return ForeignSource("unified_checkpoint" if of_paddle else "huggingface", weights=weights)

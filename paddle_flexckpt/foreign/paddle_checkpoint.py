@@ -1,0 +1,220 @@
+"""Checkpoints of Paddle's own save_state_dict (``.metadata``, ``.distcp`` or safetensors files), not unpickled.
+
+Both kinds of data files hold every tensor's elements in one stretch of bytes. So such a checkpoint becomes a manifest
+like any other, without checksums, and is read by byte ranges like any other.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import xxhash
+
+from paddle_flexckpt.catalog import (
+    Catalog,
+    CorruptCheckpointError,
+    LocalTensorMetadata,
+    Metadata,
+    Problem,
+    ValidationError,
+    dtype_of,
+    validate_shards,
+)
+from paddle_flexckpt.catalog.metadata import catalog_from_metadata
+from paddle_flexckpt.foreign.safe_pickle import load_pickle
+from paddle_flexckpt.media.backend import Backend, InputFile, Location, open_backend
+from paddle_flexckpt.media.file_names import check_file_name
+from paddle_flexckpt.native.checksums import Checksums
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header
+
+_METADATA = re.compile(r"(\d+)\.metadata", re.ASCII)
+_DATA = re.compile(r"(\d{1,9})_\d+\.(distcp|safetensors)", re.ASCII)
+# A .distcp file without a memory map is read as a whole, by every rank, to find out where its tensors are.
+MOST_PICKLE_BYTES = 256 << 20
+# An entry of every .distcp file: names of tensors to names of parameters.
+_PARAMETER_NAMES = "StructuredToParameterName@@"
+# A .distcp file has numpy's types: these stand for what numpy lacks (the .metadata has the true type).
+_STAND_INS = {"bfloat16": "uint16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
+
+
+@dataclass(frozen=True)
+class _Stretch:
+    """Where a tensor is in its file.
+
+    Attributes:
+        dtype: Its element type's name in that file.
+        shape: Its shape there.
+        begin: Its first byte.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+
+
+def paddle_ids(location: Location) -> list[int]:
+    """Ids of Paddle's own checkpoints in a directory, in rising order."""
+    names = open_backend(location).names()
+    return sorted(int(match[1]) for match in map(_METADATA.fullmatch, names) if match)
+
+
+def read_paddle_metadata(path: Location, unique_id: int | None = None) -> Catalog:
+    """What a checkpoint of Paddle's own holds: one row per shard, with file and first byte.
+
+    Args:
+        path: Its directory.
+        unique_id: Its id; None takes the highest.
+
+    Raises:
+        ValidationError: There is no such checkpoint, or its metadata contradicts itself.
+        CorruptCheckpointError: A file is damaged, missing, or not what the metadata says; UnsafePickleError where a
+            pickle is more than data.
+    """
+    return read_paddle_manifest(path, unique_id).catalog
+
+
+def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manifest:
+    """The same as a manifest without checksums; arguments and errors of :func:`read_paddle_metadata`."""
+    backend = open_backend(path)
+    ids = paddle_ids(backend)
+    if not ids or (unique_id is not None and unique_id not in ids):
+        wanted = "" if unique_id is None else f" with id {unique_id}"
+        raise ValidationError(
+            [f"{backend.path} has no checkpoint of Paddle's own save_state_dict{wanted}; ids here: {ids or 'none'}"]
+        )
+    chosen = ids[-1] if unique_id is None else unique_id
+    name = f"{chosen}.metadata"
+    file = backend.where(name)
+    data = backend.read(name)
+    metadata = load_pickle(data, file)
+    if type(metadata) is not Metadata:
+        raise CorruptCheckpointError(f"{file} has a {type(metadata).__name__} in it; expected Metadata")
+    for data_file in metadata.storage_metadata.values():
+        try:
+            check_file_name(data_file)
+        except ValueError as error:
+            raise CorruptCheckpointError(f"{file}: {error}. Remedy: load another checkpoint") from error
+    catalog = catalog_from_metadata([_with_global_shapes(metadata)], _rank_of)
+    problems = validate_shards(catalog)
+    if problems:
+        raise ValidationError(problems, f"{file} is not usable")
+    indices, sizes = [], []
+    for data_file in catalog.files:
+        stretches, size = _index(backend, data_file)
+        indices.append(stretches)
+        sizes.append(size)
+    offsets = _byte_offsets(catalog, indices, backend)
+    return Manifest(
+        catalog=replace(catalog, byte_offset=offsets),
+        checksums=Checksums.none(len(catalog)),
+        file_bytes=np.asarray(sizes, dtype=np.int64),
+        # Ranks compare it: all have read the same metadata.
+        save_token=xxhash.xxh3_128_hexdigest(data),
+        unique_id=chosen,
+        world_size=len({*catalog.rank.tolist()}),
+        origin="paddle",
+    )
+
+
+def _rank_of(file: str) -> int:
+    match = _DATA.fullmatch(file)
+    return int(match[1]) if match else 0
+
+
+def _with_global_shapes(metadata: Metadata) -> Metadata:
+    """Older writers left global shapes out; the shards of a tensor reach to its end."""
+    shapes: dict[str, list[LocalTensorMetadata]] = {}
+    for key, shards in metadata.state_dict_metadata.items():
+        if shards and all(shard.global_shape is None for shard in shards):
+            if len({(len(shard.global_offset), len(shard.local_shape)) for shard in shards}) != 1:
+                raise ValidationError([Problem("shards differ in their number of axes", key)])
+            ends = [[o + s for o, s in zip(shard.global_offset, shard.local_shape)] for shard in shards]
+            whole = tuple(max(extents) for extents in zip(*ends))
+            shards = [replace(shard, global_shape=whole) for shard in shards]
+        shapes[key] = shards
+    return replace(metadata, state_dict_metadata=shapes)
+
+
+def _index(backend: Backend, name: str) -> tuple[Mapping[str, _Stretch], int]:
+    """Where the tensors of a data file are, and the file's size."""
+    path = backend.where(name)
+    try:
+        file = backend.open(name)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(
+            f"{path} is missing; the metadata names it. Remedy: restore the file or load another checkpoint"
+        ) from error
+    with file:
+        if name.endswith(".safetensors"):
+            return _index_safetensors(file, path), file.size
+        if not file.size:
+            raise CorruptCheckpointError(f"{path} is empty. Remedy: restore the file or load another checkpoint")
+        # Of the pages with elements in them none is touched.
+        mapped = file.memory_map()
+        if mapped is not None:
+            return _index_distcp(mapped, path), file.size
+        if file.size > MOST_PICKLE_BYTES:
+            raise ValidationError(
+                [
+                    f"{path} is a pickle of {file.size} bytes, which has to be in memory to be looked through; where "
+                    f"it is not on a local disk it may have {MOST_PICKLE_BYTES}. Remedy: copy the checkpoint to a "
+                    "local disk"
+                ]
+            )
+        return _index_distcp(file.read(0, file.size), path), file.size
+
+
+def _index_safetensors(file: InputFile, path: str) -> dict[str, _Stretch]:
+    length = header_bytes(file.read(0, 8), file.size, path)
+    header = parse_header(file.read(8, length), file.size, path)
+    return {name: _Stretch(each.code, each.shape, each.begin) for name, each in header.tensors.items()}
+
+
+def _index_distcp(mapped: mmap.mmap | bytes, file: str) -> dict[str, _Stretch]:
+    state = load_pickle(memoryview(mapped), file)
+    if type(state) is not dict:
+        raise CorruptCheckpointError(f"{file} has a {type(state).__name__} in it; expected a dict of arrays")
+    base = np.frombuffer(mapped, dtype=np.uint8).__array_interface__["data"][0]
+    stretches = {}
+    for name, array in state.items():
+        if name == _PARAMETER_NAMES:
+            continue
+        if type(name) is not str or type(array) is not np.ndarray or not array.flags.c_contiguous:
+            raise CorruptCheckpointError(f"{file}: entry {str(name)[:80]!r} is not an array in row-major order")
+        begin = array.__array_interface__["data"][0] - base if array.size else 0
+        stretches[name] = _Stretch(array.dtype.name, array.shape, int(begin))
+    return stretches
+
+
+def _byte_offsets(catalog: Catalog, indices: list[Mapping[str, _Stretch]], backend: Backend) -> np.ndarray:
+    """First byte of every shard; what the files hold has to be what the metadata says."""
+    offsets = np.zeros(len(catalog), dtype=np.int64)
+    problems: list[Problem | str] = []
+    flattened = catalog.is_flattened
+    for row in range(len(catalog)):
+        key, file = catalog.key_name(row), catalog.file_name(row) or ""
+        where = backend.where(file)
+        stretch = indices[int(catalog.file[row])].get(key)
+        if stretch is None:
+            problems.append(Problem("a data file lacks a tensor that the metadata has in it", key, file=where))
+            continue
+        dtype = dtype_of(catalog.dtype_name(row))
+        size = int(catalog.flat_stop[row] - catalog.flat_start[row])
+        shape = (size,) if flattened[row] else catalog.unpadded(row, catalog.shape)
+        if file.endswith(".safetensors"):
+            code = dtype.safetensors
+            shape = (*shape, dtype.trailing) if dtype.trailing > 1 else shape
+        else:
+            code = _STAND_INS.get(dtype.name, dtype.name)
+        if (stretch.dtype, stretch.shape) != (code, shape):
+            expected, got = f"{code} {list(shape)}", f"{stretch.dtype} {list(stretch.shape)}"
+            problems.append(Problem("a tensor is not what the metadata says", key, None, where, expected, got))
+        offsets[row] = stretch.begin
+    if problems:
+        raise CorruptCheckpointError(str(ValidationError(problems, f"{backend.path} is damaged")))
+    return offsets

@@ -1,0 +1,184 @@
+"""The file beside the manifest by which Paddle's own loader reads the data files, or refuses them.
+
+Paddle takes numbered safetensors files for a Hugging Face directory, and every shard in them for a whole tensor,
+unless it finds this file. It is a pickle of Paddle's class ``Metadata``, written here opcode by opcode. Where Paddle
+would read something else than what was saved, it makes Paddle fail with an error that says why.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, group_replicas
+from paddle_flexckpt.native.manifest import Manifest
+
+# The one name that Paddle looks for whatever id it is asked for.
+PADDLE_METADATA = "flex-ckpt.auto_generated.metadata"
+_CLASSES = "paddle.distributed.flex_checkpoint.dcp.metadata"
+# What Paddle 3.3.1 reads bit for bit.
+_DTYPES = frozenset(
+    {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
+    | {"float8_e4m3fn", "float8_e5m2", "complex64"}
+)
+# Protocol 4 and a string. Python's own pickler puts a frame between them: that tells whose file it is.
+_BEGIN = b"\x80\x04\x8c"
+
+
+def refusal(reason: str) -> bytes:
+    """A file that stops Paddle: it names a module that no Python has, so that the error says the reason."""
+    # Of a name with dots in it the error would show the beginning alone.
+    return _BEGIN[:2] + _text(_sentence(reason)) + _text("Metadata") + b"\x93."
+
+
+def _sentence(reason: str) -> str:
+    return f"paddle_flexckpt wrote this and can load it; Paddle cannot, because {reason}"
+
+
+def encode_metadata(manifest: Manifest) -> bytes:
+    """What the file says of the only checkpoint in a directory: which keys there are, and where.
+
+    What Paddle would read wrong has, instead of its files, one that is not there, whose name says why.
+    """
+    catalog = manifest.catalog
+    reason = _why_not(catalog)
+    return _Pickle().metadata(replace(catalog, files=(_sentence(reason),) * len(catalog.files)) if reason else catalog)
+
+
+def is_ours(data: bytes) -> bool:
+    """Return whether a file of that name has been written here, if only in part."""
+    return _BEGIN.startswith(data[: len(_BEGIN)])
+
+
+def _why_not(catalog: Catalog) -> str:
+    """Why Paddle would read these shards wrong; empty if it reads them right."""
+    unknown = sorted({catalog.dtypes[dtype] for dtype in np.unique(catalog.dtype)} - _DTYPES)
+    if unknown:
+        return f"it has tensors of {' and '.join(unknown)}"
+    if any(order.axis is not None for order in catalog.orders):
+        return "it has fused parameters, which lie in another order under another tensor-parallel degree"
+    if "__metadata__" in catalog.keys:
+        return "it has a tensor called __metadata__"
+    if (catalog.size == 0).any():
+        return "it has a tensor without elements"
+    if len(np.unique(catalog.key * np.int64(len(catalog.files)) + catalog.file)) != len(catalog):
+        return "a file has several shards of one tensor"
+    rows = group_replicas(catalog).first
+    sizes = np.zeros(len(catalog.keys), dtype=np.int64)
+    np.add.at(sizes, catalog.key[rows], catalog.size[rows])
+    if (sizes[catalog.key[rows]] != catalog.global_shape[rows].prod(axis=1)).any():
+        return "shards of one tensor overlap"
+    return _why_not_flattened(catalog, rows[catalog.is_flattened[rows]])
+
+
+def _why_not_flattened(catalog: Catalog, rows: np.ndarray) -> str:
+    """As :func:`_why_not`, of flattened ranges.
+
+    Paddle makes a range the smallest box around it, wrongly where there are three axes, and fills the box from those
+    ranges alone that are no boxes themselves.
+    """
+    start, stop = catalog.flat_start[rows], catalog.flat_stop[rows]
+    first_axis = catalog.width - catalog.ndim[rows, None]
+    below = np.where(np.arange(catalog.width) > first_axis, catalog.shape[rows], 1).prod(axis=1)
+    below = np.maximum(below, 1)
+    partial = (start % below != 0) | (stop % below != 0)
+    if (partial & (catalog.ndim[rows] > 2)).any():
+        return "a flattened range of a tensor with three or more axes begins or ends inside a row"
+    places = [(int(key), *offset) for key, offset in zip(catalog.key[rows], catalog.offset[rows].tolist())]
+    first, last = start // below, (stop - 1) // below
+    inside = {(places[i], int(first[i])) for i in np.flatnonzero(partial & (first == last))}
+    for i in np.flatnonzero(partial & (first != last)):
+        cut = [int(first[i])] * bool(start[i] % below[i]) + [int(last[i])] * bool(stop[i] % below[i])
+        if any((places[i], row) in inside for row in cut):
+            return "flattened ranges that cross rows meet ranges inside a row"
+    return ""
+
+
+def _text(value: str) -> bytes:
+    data = value.encode()
+    return (b"\x8c" + bytes([len(data)]) if len(data) < 256 else b"X" + struct.pack("<I", len(data))) + data
+
+
+def _integer(value: int) -> bytes:
+    if 0 <= value < 256:
+        return b"K" + bytes([value])
+    return b"\x8a\x08" + struct.pack("<q", value)
+
+
+def _tuple(values: Sequence[int]) -> bytes:
+    items = b"".join(map(_integer, values))
+    ends = (b")", b"\x85", b"\x86", b"\x87")
+    return items + ends[len(values)] if len(values) < len(ends) else b"(" + items + b"t"
+
+
+class _Pickle:
+    """A pickle in the making: what is said again is called up from the reader's memo."""
+
+    def __init__(self) -> None:
+        self._codes = [_BEGIN[:2]]
+        self._memo: dict[bytes, bytes] = {}
+
+    def _put(self, code: bytes) -> None:
+        """Puts a value on the stack: by its opcodes the first time, later by its number."""
+        known = self._memo.get(code)
+        if known is None:
+            self._memo[code] = b"j" + struct.pack("<I", len(self._memo))
+            known = code + b"\x94"
+        self._codes.append(known)
+
+    def _begin(self, name: str) -> None:
+        """Begins an instance of one of Paddle's classes; a field that is left out has the class's default."""
+        self._put(_text(_CLASSES) + _text(name) + b"\x93")
+        self._codes.append(b")\x81}(")
+
+    def _instance(self, name: str, fields: Iterable[tuple[str, bytes]]) -> None:
+        self._begin(name)
+        for field, value in fields:
+            self._put(_text(field))
+            self._put(value)
+        self._codes.append(b"ub")
+
+    def metadata(self, catalog: Catalog) -> bytes:
+        """All of it."""
+        first_axis = (catalog.width - catalog.ndim).tolist()
+        whole, offset, shape = (
+            [_tuple(row[axis:]) for row, axis in zip(column.tolist(), first_axis)]
+            for column in (catalog.global_shape, catalog.offset, catalog.shape)
+        )
+        keys, dtypes, files = (list(map(_text, names)) for names in (catalog.keys, catalog.dtypes, catalog.files))
+        key, dtype, file = catalog.key.tolist(), catalog.dtype.tolist(), catalog.file.tolist()
+        flat = [
+            [("is_flattened", b"\x88"), ("flattened_range", _tuple(ends))] if ends[0] >= 0 else []
+            for ends in zip(catalog.flat_start.tolist(), catalog.flat_stop.tolist())
+        ]
+        groups = group_replicas(catalog)
+        of_key: dict[int, list[np.ndarray]] = {}
+        for rows in np.split(groups.order, groups.start[1:-1]) if len(groups) else []:
+            of_key.setdefault(key[rows[0]], []).append(rows)
+        self._begin("Metadata")
+        self._put(_text("state_dict_metadata"))
+        self._codes.append(b"}(")
+        for number, replicas in of_key.items():
+            self._put(keys[number])
+            self._codes.append(b"](")
+            for row in (rows[0] for rows in replicas):
+                fields = [("global_offset", offset[row]), ("local_shape", shape[row]), ("dtype", dtypes[dtype[row]])]
+                self._instance("LocalTensorMetadata", [*fields, ("global_shape", whole[row]), *flat[row]])
+            self._codes.append(b"e")
+        self._codes.append(b"u")
+        self._put(_text("storage_metadata"))
+        self._codes.append(b"}(")
+        for number, replicas in of_key.items():
+            for rows in replicas:
+                for replica, row in enumerate(rows.tolist()):
+                    fields = [("tensor_key", keys[number]), ("global_offset", offset[row]), ("local_shape", shape[row])]
+                    numbered = [("replica_id", _integer(replica))] if len(rows) > 1 else []
+                    self._instance("LocalTensorIndex", [*fields, *flat[row], *numbered])
+                    self._put(files[file[row]])
+        self._codes.append(b"u")
+        self._put(_text("flat_mapping"))
+        self._codes.append(b"}ub.")
+        return b"".join(self._codes)

@@ -1,0 +1,318 @@
+"""Communicators: the little that ranks must tell each other, and how an error on one becomes an error on all.
+
+Everything a save or a load communicates besides tensor data is one kind of collective: every rank contributes some
+bytes and gets those of all. Where Paddle's backend is one of the host (gloo), it carries them. A device's backend would
+take them through device memory, so there the ranks' hosts are connected by sockets of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from paddle_flexckpt.catalog import LostRankError, ValidationError
+from paddle_flexckpt.catalog.failures import Failure, combine
+from paddle_flexckpt.catalog.wire import join, split
+from paddle_flexckpt.live.host_channel import HostChannel
+from paddle_flexckpt.live.lost_ranks import (
+    Missing,
+    announce,
+    default_store,
+    describe_lost_ranks,
+    find_missing_ranks,
+)
+from paddle_flexckpt.live.transport import Carrier, SocketCarrier
+
+Result = TypeVar("Result")
+# Backends of Paddle whose collectives work on device memory.
+DEVICE_BACKENDS = frozenset(("nccl", "bkcl", "xccl", "flagcx"))
+
+
+class Communicator(ABC):
+    """The ranks that take part in one call.
+
+    Attributes:
+        ranks: Global ranks of the members, in the group's order.
+        position: This rank's place in ``ranks``.
+        collectives: Number of collectives so far.
+        refusal: Why this rank cannot do what it was asked for; its first step tells all others.
+    """
+
+    refusal: ValidationError | None = None
+
+    def __init__(self, ranks: tuple[int, ...], position: int) -> None:
+        self.ranks = ranks
+        self.position = position
+        self.collectives = 0
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's global number."""
+        return self.ranks[self.position]
+
+    @property
+    def size(self) -> int:
+        """Number of members."""
+        return len(self.ranks)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Every member's payload, in the group's order."""
+        self.collectives += 1
+        return self._all_gather(payload) if self.size > 1 else [payload]
+
+    @abstractmethod
+    def _all_gather(self, payload: bytes) -> list[bytes]: ...
+
+    @abstractmethod
+    def open_carrier(self) -> Carrier:
+        """Return a carrier for tensor data between the members through host memory."""
+
+    @property
+    def device_group(self) -> Any:
+        """Return Paddle's group of the members if its collectives work on device memory, or None."""
+        return None
+
+    def together(self, work: Callable[[], tuple[Result, bytes]], context: str = "") -> tuple[Result, list[bytes]]:
+        """Does a step on every member and goes on only if it went well on all of them.
+
+        Args:
+            work: The step; returns its result for this rank, and a payload for the others.
+            context: What is being done, for the error.
+
+        Returns:
+            This rank's result, and every member's payload in the group's order.
+
+        Raises:
+            CheckpointError: The step failed somewhere; the same error on every member.
+        """
+        try:
+            if self.refusal is not None:
+                raise self.refusal
+            result, payload = work()
+        except Exception as error:
+            self.agree(error, context=context)
+            raise  # not reached: agree() raises on every member
+        return result, self.agree(None, payload, context)
+
+    def agree(self, error: Exception | None, payload: bytes = b"", context: str = "") -> list[bytes]:
+        """Exchanges outcomes: returns every member's payload, or raises the same error on every member.
+
+        Args:
+            error: What went wrong on this rank, if anything did.
+            payload: What to tell the others if nothing did.
+            context: What was being done, for the error.
+
+        Raises:
+            CheckpointError: Something went wrong somewhere; all ranks' problems are in the text, with their rank.
+            LostRankError: A rank has gone; the same on every rank that has not.
+        """
+        try:
+            if error is not None:
+                payload = join((context.encode(), Failure.of(error).encode()))
+            gathered = self.all_gather((b"+" if error is None else b"-") + payload)
+        except LostRankError as lost:
+            # This rank's own error, if there is one, is the context of that.
+            raise LostRankError(f"{context}: {lost}" if context else str(lost)) from error or lost.__cause__
+        failures = [(rank, split(answer[1:])) for rank, answer in zip(self.ranks, gathered) if answer[:1] == b"-"]
+        if not failures:
+            return [answer[1:] for answer in gathered]
+        combined = combine([(rank, Failure.decode(failure)) for rank, (_, failure) in failures])
+        # Ranks may have been called with different paths; the text is that of the first one that failed.
+        raise combined.error(failures[0][1][0].decode()) from error
+
+
+class SoloCommunicator(Communicator):
+    """One rank alone: a process without a distributed environment, or a rank that saves for itself."""
+
+    def __init__(self, rank: int = 0) -> None:
+        """Args: rank: the rank's global number."""
+        super().__init__((rank,), 0)
+
+    def _all_gather(self, payload: bytes) -> list[bytes]:
+        return [payload]
+
+    def open_carrier(self) -> Carrier:
+        """A carrier that never has anything to carry."""
+        return SocketCarrier(self.ranks, self.position)
+
+
+class PaddleCommunicator(Communicator):
+    """The members of a Paddle process group."""
+
+    def __init__(self, group: Any) -> None:
+        """Args: group: a paddle.distributed Group that this rank is in."""
+        import paddle.distributed as dist
+
+        # Not from group.rank: Paddle gives -1 for a group of one, member or not.
+        ranks, rank = tuple(int(rank) for rank in group.ranks), int(dist.get_rank())
+        if rank not in ranks:
+            raise ValidationError([f"rank {rank} is not a member of the process group of ranks {list(ranks)}"])
+        super().__init__(ranks, ranks.index(rank))
+        self._group = group
+        self._channel: HostChannel | None = None
+        store = default_store()
+        if store is not None:
+            try:
+                announce(store, rank)
+            except Exception as error:
+                raise LostRankError(describe_lost_ranks(None, error)) from error
+        if self.size > 1 and not DEVICE_BACKENDS.isdisjoint((_backend(group), _backend(_global_group()))):
+            if store is None:
+                raise ValidationError(
+                    [
+                        f"ranks {list(ranks)} cannot agree on anything: their process group is of backend "
+                        f"{_backend(group)!r}, and the job has no key-value store through which their hosts could "
+                        "meet. Remedy: start it with paddle.distributed.launch, and call "
+                        "paddle.distributed.init_parallel_env() or fleet.init() first"
+                    ]
+                )
+            self._channel = _host_channel(int(group.id), ranks, self.position)
+
+    def _all_gather(self, payload: bytes) -> list[bytes]:
+        import paddle.distributed as dist
+
+        if self._channel is not None:
+            return self._channel.all_gather(payload)
+        gathered: list[bytes] = []
+        try:
+            dist.all_gather_object(gathered, payload, group=self._group)
+        except Exception as error:
+            raise LostRankError(self._who_is_lost(error)) from error
+        return gathered
+
+    def _who_is_lost(self, error: Exception) -> str:
+        store = default_store()
+        if store is None:
+            return describe_lost_ranks(Missing([], [], []), error)
+        name = _name_of(int(self._group.id), self.ranks)
+        return describe_lost_ranks(find_missing_ranks(store, name, self.ranks, self.rank), error)
+
+    def open_carrier(self) -> Carrier:
+        """See :meth:`Communicator.open_carrier`."""
+        return SocketCarrier(self.ranks, self.position)
+
+    @property
+    def device_group(self) -> Any:
+        """See :attr:`Communicator.device_group`."""
+        return self._group if _backend(self._group) in DEVICE_BACKENDS else None
+
+
+def _backend(group: Any) -> str:
+    return str(getattr(group, "backend", "") or "").lower()
+
+
+def _global_group() -> Any:
+    from paddle.distributed.communication.group import _get_global_group
+
+    return _get_global_group()
+
+
+def _name_of(group_id: int, ranks: tuple[int, ...]) -> str:
+    """Return a name of a group that its members agree about."""
+    return hashlib.sha256(repr((group_id, ranks)).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _host_channel(group_id: int, ranks: tuple[int, ...], position: int) -> HostChannel:
+    """Return the channel of a group, whose members meet once and stay connected as long as they live."""
+    return HostChannel(default_store(), _name_of(group_id, ranks), ranks, position)
+
+
+def communicator_for(process_group: Any = None) -> Communicator:
+    """The communicator of a call.
+
+    Args:
+        process_group: None for all ranks of the job (or the one process there is), ``"self"`` for this rank alone, a
+            Paddle group, or a Communicator. Anything else is refused in the first step, on all ranks of the job: they
+            are waited for by this one, as it cannot know which it was to be called with.
+    """
+    if isinstance(process_group, Communicator):
+        return process_group
+    import paddle.distributed as dist
+
+    is_known = process_group is None or process_group == "self" or hasattr(process_group, "ranks")
+    if not dist.is_initialized():
+        comm: Communicator = SoloCommunicator()
+    elif process_group == "self":
+        comm = SoloCommunicator(int(dist.get_rank()))
+    else:
+        comm = PaddleCommunicator(process_group if is_known and process_group is not None else _global_group())
+    if not is_known:
+        comm.refusal = ValidationError(
+            [
+                "process_group has to be a group of paddle.distributed, 'self' or None; got "
+                f"{process_group!r} ({type(process_group).__name__})"
+            ]
+        )
+    return comm
+
+
+def check_coordinator(comm: Communicator, coordinator_rank: int) -> None:
+    """Raises ValidationError where the coordinator is not a member of the group."""
+    if not isinstance(coordinator_rank, int) or not 0 <= coordinator_rank < comm.size:
+        raise ValidationError(
+            [f"coordinator_rank counts within the process group, 0 to {comm.size - 1}; got {coordinator_rank!r}"]
+        )
+
+
+def check_same(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None = None) -> None:
+    """Raises ValidationError where ranks disagree about what is to be done; the same on every rank.
+
+    Args:
+        heads: Every rank's view, as JSON. The member ``context`` of an object is not compared: ranks may reach one
+            checkpoint by different paths. The error is told in that of the first rank.
+        context: What is being done, for the error, where heads do not say it.
+        ranks: Numbers of the ranks; by default they are counted.
+    """
+    if len(set(heads)) != 1:
+        said = _objects(heads)
+        if said and len({json.dumps({**each, "context": ""}, sort_keys=True) for each in said}) == 1:
+            return
+        if said:
+            context = said[0].get("context", context)
+        met: dict[str, list[str]] = {}
+        for rank, head in zip(range(len(heads)) if ranks is None else ranks, heads):
+            met.setdefault(_call_of(head), []).append(str(rank))
+        if len(met) > 1:
+            made = "; ".join(f"rank {', '.join(those)}: {call}" for call, those in met.items())
+            remedy = "Remedy: make the same calls in the same order on every rank"
+            raise ValidationError([f"ranks do not make the same call: {made}. {remedy}"], context)
+        seen = "; ".join(sorted(set(_differences(heads))))
+        remedy = (
+            "Remedy: call with the same arguments on every rank; if the checkpoint differs, a save has just ended: "
+            "give unique_id"
+        )
+        raise ValidationError([f"ranks disagree: {seen}. {remedy}"], context)
+
+
+def _call_of(head: bytes) -> str:
+    """Return the public call that a rank is in, by what it says first."""
+    try:
+        said = json.loads(head)
+        return str(said["call"])
+    except (ValueError, KeyError, TypeError):
+        return "a later step of a call"
+
+
+def _objects(heads: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Return every rank's view if all are JSON objects; else none."""
+    try:
+        said = [json.loads(head) for head in heads]
+    except ValueError:
+        return []
+    return said if all(isinstance(each, dict) for each in said) else []
+
+
+def _differences(heads: Sequence[bytes]) -> list[str]:
+    """Return every rank's view: of JSON objects only the members in which they differ."""
+    said = _objects(heads)
+    if not said:
+        return [head.decode() for head in heads]
+    absent = object()
+    names = dict.fromkeys(name for each in said for name in each)
+    differ = [name for name in names if any(each.get(name, absent) != said[0].get(name, absent) for each in said)]
+    return [json.dumps({name: each[name] for name in differ if name in each}) for each in said]

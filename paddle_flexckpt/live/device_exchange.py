@@ -1,0 +1,272 @@
+"""Exchange pieces between the devices of several ranks, in rounds of the backend's all-to-all.
+
+Both ends of a message know its pieces from the plan, so a message is the pieces' elements, each piece at a multiple of
+16 bytes. Messages are cut into rounds of bounded size. All sizes follow from what every rank sends to every other, so
+the ranks agree once, before the first round. A rank on which something fails takes part in the remaining rounds, with
+whatever its buffers hold, and says so in the agreement that follows: no other rank is left waiting in a collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.algebra import StridedCopy, strides_of_shape
+from paddle_flexckpt.catalog import Catalog, dtype_of
+from paddle_flexckpt.engine.transfer import AnyStorage, Storage, copy_values
+from paddle_flexckpt.live.device_memory import DeviceMemory, current_device
+from paddle_flexckpt.planning import ExchangePlan, Pieces
+
+# Bytes of one round, to send and to receive. With the values of one piece, gathered on their way, three times that is
+# all the device memory that an exchange takes: less than 64 MiB, at any size of the state.
+ROUND_BYTES = 16 << 20
+# Every piece and every round starts at a multiple of this: the widest element, and what devices like to read at.
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """Lay out the pieces that go from one rank to another.
+
+    Attributes:
+        pieces: In the order in which both ranks have them.
+        itemsize: int64 ``[n]``, bytes of one element of each.
+        begin: int64 ``[n]``, where each starts in the message, in bytes.
+        nbytes: Length of the message, a multiple of ``ALIGNMENT``.
+    """
+
+    pieces: Pieces
+    itemsize: np.ndarray
+    begin: np.ndarray
+    nbytes: int
+
+    @classmethod
+    def of(cls, pieces: Pieces, source: Catalog) -> Message:
+        """Lay pieces out, one after the other."""
+        itemsize = source.itemsize[pieces.source].astype(np.int64)
+        length = -(-pieces.size * itemsize // ALIGNMENT) * ALIGNMENT
+        return cls(pieces, itemsize, np.cumsum(length) - length, int(length.sum()))
+
+    def parts(self, begin: int, end: int) -> list[tuple[int, int, int, int]]:
+        """Return the parts of pieces in a stretch of the message.
+
+        Args:
+            begin: First byte of the stretch, a multiple of ``ALIGNMENT``.
+            end: Its end, likewise.
+
+        Returns:
+            ``(piece, first element, end element, byte of the stretch)`` for each.
+        """
+        size = self.pieces.size
+        first = int(np.searchsorted(self.begin, begin, side="right")) - 1
+        found = []
+        for piece in range(max(first, 0), int(np.searchsorted(self.begin, end, side="left"))):
+            at, width = int(self.begin[piece]), int(self.itemsize[piece])
+            start = max(0, begin - at) // width
+            stop = min(int(size[piece]), (end - at) // width)
+            if stop > start:
+                found.append((piece, start, stop, at + start * width - begin))
+        return found
+
+
+@dataclass(frozen=True, eq=False)
+class Traffic:
+    """Hold what all ranks send to each other, in columns; the same on every rank.
+
+    Attributes:
+        sender: int64 ``[n]``, position of the sender in the group.
+        receiver: int64 ``[n]``, position of the receiver.
+        nbytes: int64 ``[n]``, bytes of the message.
+    """
+
+    sender: np.ndarray
+    receiver: np.ndarray
+    nbytes: np.ndarray
+
+    @classmethod
+    def of(cls, sent: Sequence[bytes]) -> Traffic:
+        """Put together what every rank's :attr:`DeviceExchange.sent` says."""
+        rows = [np.frombuffer(each, dtype=np.int64).reshape(-1, 2) for each in sent]
+        sender = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
+        receiver, nbytes = np.concatenate(rows).T
+        return cls(sender, receiver, nbytes)
+
+    def quotas(self, round_bytes: int) -> np.ndarray:
+        """Return int64 ``[n]``, the bytes of each message that go in one round.
+
+        No rank sends or receives more than ``round_bytes`` in a round (or ``ALIGNMENT`` for each peer, if that is
+        more). A rank's room is shared by the peers that it has to do with, not by all ranks.
+        """
+        busiest = np.maximum(
+            np.bincount(self.sender, minlength=1)[self.sender], np.bincount(self.receiver, minlength=1)[self.receiver]
+        )
+        return np.maximum(round_bytes // np.maximum(busiest, 1) // ALIGNMENT * ALIGNMENT, ALIGNMENT)
+
+
+class _Side:
+    """Cut the messages that one rank sends, or those that it receives, into rounds."""
+
+    def __init__(self, messages: Mapping[int, Message], quota: Mapping[int, int], here: int, size: int) -> None:
+        self._messages, self._quota, self._here, self._size = messages, quota, here, size
+
+    def sizes(self, number: int) -> list[int]:
+        """Return the bytes of a round, by position in the group."""
+        sizes = [0] * self._size
+        for position, message in self._messages.items():
+            quota = self._quota[position]
+            sizes[position] = min(max(message.nbytes - number * quota, 0), quota)
+        # One unit goes to this rank itself, so that no rank has nothing to send: a tensor without elements has no
+        # memory to hand to a backend, and a slice without elements is not contiguous, which backends refuse.
+        sizes[self._here] = ALIGNMENT
+        return sizes
+
+    def parts(self, number: int) -> Iterator[tuple[Pieces, int, int, int, int]]:
+        """Yield what a round has: pieces, number of the piece, first element, end element, byte of the round."""
+        offset = 0
+        for position, nbytes in enumerate(self.sizes(number)):
+            if position != self._here and nbytes:
+                message, begin = self._messages[position], number * self._quota[position]
+                for piece, start, stop, at in message.parts(begin, begin + nbytes):
+                    yield message.pieces, piece, start, stop, offset + at
+            offset += nbytes
+
+
+class DeviceExchange:
+    """Carry out one rank's part of an exchange between devices.
+
+    1. Every rank makes one, which takes all the device memory that it needs for its buffers, and tells the others what
+       it will have :attr:`sent`.
+    2. Every rank calls :meth:`run` with all that.
+
+    Attributes:
+        sent: What the other ranks have to know: an int64 table of positions in the group and bytes sent there.
+    """
+
+    def __init__(self, group: Any, plan: ExchangePlan, source: Catalog) -> None:
+        """Lay out the messages.
+
+        Args:
+            group: The Paddle group of the ranks, of a backend that works on device memory.
+            plan: This rank's part of the plan.
+            source: The source catalog of all ranks.
+
+        Raises:
+            MemoryError: The device has no room for the buffers.
+        """
+        self._group = group
+        self._source = source
+        position = {int(rank): position for position, rank in enumerate(group.ranks)}
+        self._outgoing = {position[rank]: Message.of(p, source) for rank, p in plan.outgoing.items() if len(p)}
+        self._incoming = {position[rank]: Message.of(p, source) for rank, p in plan.incoming.items() if len(p)}
+        table = [(position, message.nbytes) for position, message in self._outgoing.items()]
+        self.sent = np.asarray(table, dtype=np.int64).tobytes()
+        self._device = _group_device()
+        with current_device(self._device):
+            self._buffers = [_buffer(messages) for messages in (self._outgoing, self._incoming)]
+
+    def run(self, traffic: Traffic, here: int, source: Storage, target: Storage) -> None:
+        """Carry out the exchange.
+
+        Args:
+            traffic: Of all ranks.
+            here: This rank's position in the group.
+            source: Gives the storage of a source row.
+            target: Gives the storage of a target row, to be written.
+
+        Raises:
+            Exception: What failed on this rank: after the last round, or at once where it is the collective itself.
+        """
+        import paddle
+        import paddle.distributed as dist
+
+        quotas = traffic.quotas(ROUND_BYTES)
+        rounds = int((-(-traffic.nbytes // quotas)).max(initial=0))
+        mine, yours = traffic.sender == here, traffic.receiver == here
+        size = len(self._group.ranks)
+        outgoing = _Side(self._outgoing, dict(zip(traffic.receiver[mine].tolist(), quotas[mine].tolist())), here, size)
+        incoming = _Side(self._incoming, dict(zip(traffic.sender[yours].tolist(), quotas[yours].tolist())), here, size)
+        failure: Exception | None = None
+        send, receive = self._buffers
+        with paddle.no_grad(), current_device(self._device):
+            for number in range(rounds):
+                if failure is None:
+                    try:
+                        self._pack(outgoing, number, source, send)
+                    except Exception as error:  # raised after the last round
+                        failure = error
+                sizes = outgoing.sizes(number), incoming.sizes(number)
+                dist.alltoall_single(
+                    receive._slice(0, sum(sizes[1])),
+                    send._slice(0, sum(sizes[0])),
+                    in_split_sizes=sizes[0],
+                    out_split_sizes=sizes[1],
+                    group=self._group,
+                )
+                if failure is None:
+                    try:
+                        self._unpack(incoming, number, receive, target)
+                    except Exception as error:  # raised after the last round
+                        failure = error
+            # The buffers must not be freed while a stream, of the backend maybe, still has to do with them.
+            paddle.device.synchronize(self._device)
+        if failure is not None:
+            raise failure
+
+    def _pack(self, side: _Side, number: int, source: Storage, buffer: Any) -> None:
+        """Gather what is sent in a round."""
+        views: dict[np.dtype, DeviceMemory] = {}
+        for pieces, piece, start, stop, at in side.parts(number):
+            storage = source(int(pieces.source[piece]))
+            view = _view_as(storage.dtype, buffer, views)
+            position = at // storage.dtype.itemsize
+            for part in _range_of(pieces.copy(piece), storage, 0, start, stop):
+                copy_values(
+                    replace(part, target_base=position, target_strides=strides_of_shape(part.extents)), storage, view
+                )
+                position += part.size
+
+    def _unpack(self, side: _Side, number: int, buffer: Any, target: Storage) -> None:
+        """Put what was received in a round where it belongs."""
+        views: dict[np.dtype, DeviceMemory] = {}
+        for pieces, piece, start, stop, at in side.parts(number):
+            dtype = dtype_of(self._source.dtype_name(int(pieces.source[piece]))).numpy
+            view, storage = _view_as(dtype, buffer, views), target(int(pieces.target[piece]))
+            position = at // dtype.itemsize
+            for part in _range_of(pieces.copy(piece), storage, 1, start, stop):
+                copy_values(
+                    replace(part, source_base=position, source_strides=strides_of_shape(part.extents)), view, storage
+                )
+                position += part.size
+
+
+def _range_of(copy: StridedCopy, storage: AnyStorage, side: int, start: int, stop: int) -> Iterable[StridedCopy]:
+    """Return the copies of the elements ``[start, stop)`` of a copy, in a form that the storage can carry out."""
+    copy = copy if isinstance(storage, np.ndarray) else storage.along_axes(copy, side)
+    return copy.part(start, stop) if stop - start < copy.size else (copy,)
+
+
+def _view_as(dtype: np.dtype, buffer: Any, views: dict[np.dtype, DeviceMemory]) -> DeviceMemory:
+    if dtype not in views:
+        views[dtype] = DeviceMemory(buffer, dtype)
+    return views[dtype]
+
+
+def _buffer(messages: Mapping[int, Message]) -> Any:
+    """Return device memory for the largest round that these messages can have (see :meth:`Traffic.quotas`)."""
+    import paddle
+
+    most = max(ROUND_BYTES, ALIGNMENT * len(messages))
+    return paddle.empty([min(most, sum(message.nbytes for message in messages.values())) + ALIGNMENT], dtype="uint8")
+
+
+def _group_device() -> str:
+    """Return the device on which this rank's collectives work, whatever the current device is."""
+    import paddle
+
+    environment = paddle.distributed.ParallelEnv()
+    # Paddle names the type of custom devices only.
+    kind = environment.device_type or ("gpu" if paddle.is_compiled_with_cuda() else "xpu")
+    return f"{kind}:{environment.device_id}"

@@ -1,0 +1,278 @@
+"""Exchange bytes between all ranks of a group, without a device and without pickle.
+
+On a device backend Paddle's own exchange of objects goes through device memory, which training may have used up, and
+needs the device to be current. A channel needs neither: the ranks of a group meet once, through the job's key-value
+store, and stay connected by sockets of their hosts.
+
+What every rank has to say reaches all in ceil(log2 n) rounds (Bruck's dissemination): in round k a rank sends the
+2 ** k payloads that it knows, or as many as are missing, to the rank 2 ** k places before it, and gets as many from the
+rank 2 ** k places after it. So a rank needs connections to few others, and a payload comes to each rank once.
+
+A failed channel is closed, and stays so: where in the stream the ranks stood is not known any more. Its peers see that,
+fail and close theirs, so that all know within moments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import selectors
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+
+from paddle_flexckpt.catalog import CheckpointError, LostRankError
+from paddle_flexckpt.live.lost_ranks import KeyValueStore, describe_lost_ranks, find_missing_ranks
+from paddle_flexckpt.live.meeting import Meeting
+
+# A rank may well be busy for long before it takes part: it writes its file, or is not done with what comes before the
+# first save. Paddle's own groups wait as long.
+PATIENCE_SECONDS = 1800.0
+# Payloads below this are put together, so that they leave in one system call.
+_JOIN_BYTES = 1 << 20
+
+_HEAD = struct.Struct("<QQ")  # number of the exchange, number of payloads; after it the length of each
+
+
+class HostChannel:
+    """Connect the ranks of a group by host sockets.
+
+    Attributes:
+        ranks: Global ranks of the members, in the group's order.
+        position: This rank's place in ``ranks``.
+        messages: Number of messages sent so far.
+        bytes_sent: Bytes of payload in them.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        name: str,
+        ranks: Sequence[int],
+        position: int,
+        patience: float = PATIENCE_SECONDS,
+    ) -> None:
+        """Prepare a channel; its members meet at the first exchange.
+
+        Args:
+            store: The job's key-value store.
+            name: A name of the group, the same on all members and no other group's.
+            ranks: Global ranks of the members.
+            position: This rank's place.
+            patience: Seconds without a byte after which a rank is given up.
+        """
+        self.ranks = tuple(ranks)
+        self.position = position
+        self.messages = 0
+        self.bytes_sent = 0
+        self._store = store
+        self._name = name
+        self._patience = patience
+        self._exchanges = 0
+        # By distance: the member so many places before this one, to which it sends, and the one so many after it.
+        self._targets: dict[int, socket.socket] = {}
+        self._sources: dict[int, socket.socket] = {}
+        self._has_met = False
+        self._broken = ""
+        self._lock = threading.Lock()
+        os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's global number."""
+        return self.ranks[self.position]
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Return every member's payload, in the group's order.
+
+        Raises:
+            LostRankError: A member has gone or takes no part, now or in an earlier call.
+        """
+        with self._lock:
+            if self._broken:
+                raise LostRankError(
+                    f"the channel between ranks {list(self.ranks)} is closed since an exchange failed: {self._broken}"
+                )
+            # It stays so if whatever interrupts this, a signal maybe, leaves no time to say more.
+            self._broken = "it was interrupted. Remedy: restart the job"
+            try:
+                if not self._has_met:
+                    self._meet()
+                gathered = self._disseminate(payload)
+            except Exception as error:
+                self._hang_up()
+                self._broken = self._who_is_missing(error)
+                raise LostRankError(self._broken) from error
+            except BaseException:
+                self._hang_up()
+                raise
+            self._broken = ""
+            return gathered
+
+    def close(self) -> None:
+        """Close the connections; the channel cannot be used any more."""
+        self._broken = self._broken or "it was closed"
+        self._hang_up()
+
+    def leave_to_parent(self) -> None:
+        """Close this process's copies of the connections, after a fork, and lets the parent have its own."""
+        self._lock = threading.Lock()  # a thread that does not exist here may hold it
+        self._broken = "this process is a fork of the one that made it. Remedy: call it there"
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        for connection in (*self._targets.values(), *self._sources.values()):
+            connection.close()
+
+    def _who_is_missing(self, error: Exception) -> str:
+        return describe_lost_ranks(find_missing_ranks(self._store, self._name, self.ranks, self.rank), error)
+
+    # -- one exchange --------------------------------------------------------------------------------------------------
+
+    def _disseminate(self, payload: bytes) -> list[bytes]:
+        size = len(self.ranks)
+        self._exchanges += 1
+        known: list[bytes | memoryview] = [payload]  # of this rank, and those after it
+        distance = 1
+        while distance < size:
+            count = min(distance, size - distance)
+            known += self._send_and_receive(distance, known[:count])
+            distance *= 2
+        return [bytes(known[(position - self.position) % size]) for position in range(size)]
+
+    def _send_and_receive(self, distance: int, payloads: Sequence[bytes | memoryview]) -> list[memoryview]:
+        """Send payloads to the one side and get as many from the other, at the same time: no ring of sends waits."""
+        target, source = self._targets[distance], self._sources[distance]
+        target_rank = self.ranks[(self.position - distance) % len(self.ranks)]
+        source_rank = self.ranks[(self.position + distance) % len(self.ranks)]
+        leaving, arriving = _Leaving(self._exchanges, payloads), _Arriving(self._exchanges, len(payloads))
+        self.messages += 1
+        self.bytes_sent += sum(len(payload) for payload in payloads)
+        with selectors.DefaultSelector() as waiting:
+            # A target never says anything: that it can be read from means that it has closed.
+            waiting.register(target, selectors.EVENT_READ | selectors.EVENT_WRITE)
+            waiting.register(source, selectors.EVENT_READ)
+            while not (leaving.is_done and arriving.is_done):
+                ready = waiting.select(self._patience)
+                if not ready and not arriving.is_done:
+                    raise TimeoutError(f"rank {source_rank} has sent nothing for {self._patience:g} s")
+                if not ready:
+                    raise TimeoutError(f"rank {target_rank} has taken nothing for {self._patience:g} s")
+                for key, events in ready:
+                    if key.fileobj is source:
+                        with _blaming(source_rank):
+                            arriving.receive(source)
+                        if arriving.is_done:
+                            waiting.unregister(source)
+                        continue
+                    with _blaming(target_rank):
+                        if events & selectors.EVENT_READ:
+                            _expect_nothing(target)
+                        if events & selectors.EVENT_WRITE:
+                            leaving.send(target)
+                    if leaving.is_done:
+                        waiting.unregister(target)
+        return arriving.payloads
+
+    def _meet(self) -> None:
+        """Connect to the members that this one sends to, and let those connect that it receives from."""
+        size = len(self.ranks)
+        distances = [1 << k for k in range((size - 1).bit_length())]
+        targets = {distance: self.ranks[(self.position - distance) % size] for distance in distances}
+        sources = {distance: self.ranks[(self.position + distance) % size] for distance in distances}
+        with Meeting(self._store, self._name, self.rank, {*targets.values()}, {*sources.values()}) as meeting:
+            meeting.hold(self._patience)
+        self._targets = {distance: meeting.targets[rank] for distance, rank in targets.items()}
+        self._sources = {distance: meeting.sources[rank] for distance, rank in sources.items()}
+        self._has_met = True
+
+
+class _Leaving:
+    """Send a message, as much at a time as the connection takes."""
+
+    def __init__(self, exchange: int, payloads: Sequence[bytes | memoryview]) -> None:
+        lengths = [len(payload) for payload in payloads]
+        head = _HEAD.pack(exchange, len(lengths)) + struct.pack(f"<{len(lengths)}Q", *lengths)
+        parts = [head, *payloads]
+        if sum(lengths) < _JOIN_BYTES:
+            parts = [b"".join(parts)]
+        self._parts = [memoryview(part) for part in reversed(parts) if len(part)]
+
+    @property
+    def is_done(self) -> bool:
+        return not self._parts
+
+    def send(self, connection: socket.socket) -> None:
+        """Send what the connection takes now."""
+        part = self._parts.pop()
+        sent = 0
+        try:
+            sent = connection.send(part)
+        finally:
+            if sent < len(part):
+                self._parts.append(part[sent:])
+
+
+class _Arriving:
+    """Receive a message: its head, which tells the lengths, and then the payloads."""
+
+    def __init__(self, exchange: int, count: int) -> None:
+        self.payloads: list[memoryview] = []
+        self.is_done = False
+        self._expected = (exchange, count)
+        self._lengths: tuple[int, ...] | None = None
+        self._buffer = memoryview(bytearray(_HEAD.size + 8 * count))
+        self._filled = 0
+
+    def receive(self, connection: socket.socket) -> None:
+        """Take what the connection has now."""
+        got = connection.recv_into(self._buffer[self._filled :])
+        if got == 0:
+            raise EOFError
+        self._filled += got
+        if self._filled < len(self._buffer):
+            return
+        if self._lengths is None:
+            seen = _HEAD.unpack(self._buffer[: _HEAD.size])
+            if seen != self._expected:
+                raise CheckpointError(
+                    f"ranks are out of step: expected exchange {self._expected[0]} with {self._expected[1]} payloads, "
+                    f"got exchange {seen[0]} with {seen[1]}"
+                )
+            self._lengths = struct.unpack(f"<{seen[1]}Q", self._buffer[_HEAD.size :])
+            self._buffer, self._filled = memoryview(bytearray(sum(self._lengths))), 0
+        if self._filled == len(self._buffer):
+            begin = 0
+            for length in self._lengths:
+                self.payloads.append(self._buffer[begin : begin + length])
+                begin += length
+            self.is_done = True
+
+
+def _expect_nothing(connection: socket.socket) -> None:
+    if not connection.recv(1):
+        raise EOFError
+    raise OSError("it says something, which it never should")
+
+
+@contextlib.contextmanager
+def _blaming(rank: int) -> Iterator[None]:
+    """Name the rank at the other end in what goes wrong with a connection."""
+    try:
+        yield
+    except BlockingIOError:
+        pass  # it was not ready after all; the caller waits again
+    except EOFError as error:
+        raise EOFError(f"rank {rank} has closed its connection") from error
+    except OSError as error:
+        raise ConnectionError(f"the connection to rank {rank} broke: {error}") from error
+
+
+def _forget(reference: weakref.ref[HostChannel]) -> None:
+    """Close a fork's copies of the connections, which would keep them open when the process that made them has gone."""
+    channel = reference()
+    if channel is not None:
+        channel.leave_to_parent()

@@ -1,0 +1,118 @@
+"""Masters of live optimizers: float32 copies that would undo, at the next step, a load of parameters without them."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from paddle_flexckpt.live.name_compatibility import raw_parameter
+from paddle_flexckpt.live.state import LocalState, tensor_name
+from paddle_flexckpt.live.tensors import address_range, dtype_name
+
+logger = logging.getLogger(__name__)
+
+_HALF = frozenset({"float16", "bfloat16"})
+
+
+def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> int:
+    """Make masters that a load left out those of the loaded parameters, as the first step of a fresh job would.
+
+    Optimizers are found among the objects of the process, as a load is not told of them. Warns of masters that are
+    not laid out as their parameters.
+
+    Args:
+        state: What was loaded.
+        untouched: Its keys that were not.
+        rank: For the warning.
+
+    Returns:
+        The number of masters that were renewed.
+    """
+    rows = [row for row, key in enumerate(state.catalog.keys) if key not in untouched]
+    tensors = [state.tensor(row) for row in rows]
+    loaded: dict[str, Any] = {}
+    for row, tensor in zip(rows, tensors):
+        name = tensor_name(state.weights[row])
+        if name is not None and hasattr(tensor, "_copy_to") and dtype_name(tensor) in _HALF:
+            dist = getattr(state.weights[row], "dist_tensor", None)
+            loaded[_name_of(name)] = tensor if dist is None else dist
+    if not loaded:
+        return 0
+    filled = sorted(span[0] for span in map(address_range, tensors) if span is not None)
+    renewed, stale = _renew_all(loaded, filled)
+    if stale:
+        gc.collect()  # an optimizer that nobody uses any more may be there still
+        stale = _renew_all(loaded, filled)[1]
+    if stale:
+        logger.warning(
+            f"rank {rank}: parameters were loaded without their float32 masters, of which an optimizer has "
+            f"{len(stale)} that are laid out otherwise, such as {stale[0]!r}: unless they are loaded too, its next "
+            "step overwrites the parameters. Remedy: load weights before the first step, or give the optimizer's "
+            "states too, with master_weights='convert' where the checkpoint has no masters"
+        )
+    return renewed
+
+
+def _renew_all(loaded: Mapping[str, Any], filled: Sequence[int]) -> tuple[int, list[str]]:
+    """Renew the masters of all live optimizers; return how many, and the names of those that are laid out otherwise."""
+    renewed, stale = 0, []
+    for optimizer in _optimizers():
+        own = {_name_of(parameter.name): parameter for parameter in _parameters(optimizer)}
+        for name, master in optimizer._master_weights.items():
+            parameter, stepped = loaded.get(_name_of(name)), own.get(_name_of(name))
+            if parameter is None or _is_filled(_local(master), filled):
+                continue
+            if stepped is parameter and _alike(parameter, master):
+                renewed += _renew(_local(master), _local(parameter))
+            elif stepped is parameter or stepped is None or list(stepped.shape) != list(parameter.shape):
+                stale.append(name)  # else it is another model's, of the same name
+    return renewed, stale
+
+
+def _optimizers() -> Iterator[Any]:
+    """Yield every live optimizer of Paddle that has masters."""
+    from paddle.optimizer import Optimizer
+
+    for each in gc.get_objects():
+        # Of the type itself: isinstance() asks proxies, which may do anything.
+        if issubclass(type(each), Optimizer) and getattr(each, "_master_weights", None):
+            yield each
+
+
+def _parameters(optimizer: Any) -> Iterator[Any]:
+    for entry in optimizer._parameter_list or ():
+        yield from entry["params"] if isinstance(entry, dict) else (entry,)
+
+
+def _name_of(name: str) -> str:
+    """Return the parameter's name, of it or of a slice of it."""
+    return raw_parameter(name.rpartition("@")[2])
+
+
+def _local(tensor: Any) -> Any:
+    return tensor._local_value() if tensor.is_dist() else tensor
+
+
+def _is_filled(master: Any, begins: Sequence[int]) -> bool:
+    """Return whether a load wrote into a master, or into ranges of it; ``begins``: sorted addresses."""
+    span = address_range(master)
+    return span is None or bisect_left(begins, span[0]) < bisect_left(begins, span[1])
+
+
+def _renew(master: Any, parameter: Any) -> bool:
+    """Copy a parameter into its master, unless that rounds to it: then it was loaded before, and is more exact."""
+    value = parameter.astype("float32")
+    stale = bool((master.astype(parameter.dtype).astype("float32") != value).any())
+    if stale:
+        master.copy_(value, True)
+    return stale
+
+
+def _alike(parameter: Any, master: Any) -> bool:
+    """Return whether two tensors have the same shape, and the same part of it on this rank."""
+    if list(parameter.shape) != list(master.shape) or parameter.is_dist() != master.is_dist():
+        return False
+    return not parameter.is_dist() or list(parameter.placements) == list(master.placements)

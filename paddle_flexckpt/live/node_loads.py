@@ -1,0 +1,295 @@
+"""Loads from nodes that share no storage: what each rank sees, which checkpoint to take, and its files as a source."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paddle_flexckpt.algebra import StridedCopy
+from paddle_flexckpt.catalog import (
+    CorruptCheckpointError,
+    ValidationError,
+    dtype_of,
+    group_replicas,
+    validate_coverage,
+)
+from paddle_flexckpt.catalog.wire import join, split
+from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.loader import check_heads
+from paddle_flexckpt.live.resharder import Source, fill_targets
+from paddle_flexckpt.live.sources import CheckedSources
+from paddle_flexckpt.live.targets import Policy
+from paddle_flexckpt.native.checksums import VerifyMode
+from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.node_directory import NodeDirectory
+from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.native.save_names import save_of
+from paddle_flexckpt.planning import ExchangePlan
+from paddle_flexckpt.report import LoadReport
+
+logger = logging.getLogger("paddle_flexckpt")
+_MOST_KEYS = 5
+
+
+class Found(NamedTuple):
+    """Describe a checkpoint, and which ranks can read what of it.
+
+    Attributes:
+        manifest: Of all nodes.
+        seen: bool ``[ranks, files]``, the data files that each rank can read, by position in the group.
+        wrong: By name, what is wrong with files that are there and cannot be read.
+        everywhere: Whether every rank has the manifest and all of the files: then a load as from shared storage does.
+    """
+
+    manifest: Manifest
+    seen: np.ndarray
+    wrong: dict[str, str]
+    everywhere: bool
+
+    @property
+    def lost(self) -> np.ndarray:
+        """Return bool per row of the catalog: no rank can read it, nor a replica of it."""
+        catalog = self.manifest.catalog
+        groups = group_replicas(catalog)
+        readable = (self.seen.sum(axis=0) > 0)[catalog.file]
+        of_group = np.add.reduceat(readable[groups.order], groups.start[:-1]) if len(groups) else readable
+        lost = np.zeros(len(catalog), dtype=bool)
+        lost[groups.order] = np.repeat(of_group == 0, groups.count)
+        return lost
+
+
+def find_checkpoint(
+    comm: Communicator,
+    open_directory: Callable[[], NodeDirectory],
+    unique_id: int | None,
+    head: Callable[[], bytes],
+    held: contextlib.ExitStack,
+    context: str,
+) -> Found:
+    """Agree on a checkpoint: the one with the highest id that a node has published. Four collectives.
+
+    Where a save died after some nodes had published it in place of an older one, it is the newer if all of it can be
+    read, else the older.
+
+    Args:
+        comm: The ranks.
+        open_directory: Gives this rank's; it need not exist.
+        unique_id: Its id; None takes the highest.
+        head: Gives what ranks have to agree about, or raises.
+        held: Takes the lock of the manifest, where this rank has it.
+        context: What is being done, for errors.
+
+    Raises:
+        ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
+        CorruptCheckpointError: No rank can read its manifest.
+    """
+
+    def list_ids() -> tuple[list[int], bytes]:
+        said = head()
+        ids = [each for each in open_directory().list_ids() if unique_id is None or each == unique_id]
+        return ids, join((said, json.dumps(ids).encode()))
+
+    def none_found() -> tuple[None, bytes]:
+        directory.read_manifest(unique_id)  # which says what is there instead
+        raise ValidationError([f"{directory.path} has no checkpoint that was saved with storage='per_node'"])
+
+    def read() -> tuple[Manifest | None, bytes]:
+        if chosen not in ids:
+            return None, b""
+        try:
+            manifest = held.enter_context(HeldManifest(directory, chosen))
+        except (CorruptCheckpointError, OSError) as error:
+            return None, json.dumps({"problem": str(error)}).encode()
+        generation = max((save[1] for save in map(save_of, manifest.catalog.files) if save), default=0)
+        return manifest, json.dumps({"save": [generation, manifest.save_token]}).encode()
+
+    ids, answers = comm.together(list_ids, context)
+    directory = open_directory()
+    all_ids = {each for text in check_heads(answers, context)[0] for each in json.loads(text)}
+    if not all_ids:
+        comm.together(none_found, context)
+    chosen = max(all_ids)
+    manifest, answers = comm.together(read, context)
+    said = [json.loads(answer) if answer else {} for answer in answers]
+    owners: dict[tuple[int, str], int] = {}
+    for position, each in enumerate(said):
+        if "save" in each:
+            owners.setdefault((each["save"][0], each["save"][1]), position)
+    problems = sorted({each["problem"] for each in said if "problem" in each})
+    if not owners:
+        raise CorruptCheckpointError(f"{context}: {'; '.join(problems)}")
+    if problems and comm.position == 0:
+        logger.warning(f"manifests of id {chosen} that cannot be read, while others can: {'; '.join(problems)}")
+    found = []
+    for save, owner in sorted(owners.items(), reverse=True):
+        found.append(_look(comm, directory, manifest, save[1], owner, context))
+        if not found[-1].lost.any():
+            return found[-1]
+    return found[0]
+
+
+def _look(
+    comm: Communicator, directory: NodeDirectory, own: Manifest | None, token: str, owner: int, context: str
+) -> Found:
+    """Give every rank the manifest of one save, and find out who can read which of its files."""
+    has = own is not None and own.save_token == token
+
+    def send() -> tuple[None, bytes]:
+        return None, own.encode() if own is not None and comm.position == owner else b""
+
+    def look() -> tuple[None, bytes]:
+        usable, wrong = directory.usable_files(manifest)
+        flags = np.packbits([has, *usable]).tobytes()
+        return None, join((flags, json.dumps(wrong).encode()))
+
+    _, answers = comm.together(send, context)
+    manifest = (
+        own if has and own is not None else Manifest.decode(answers[owner], f"the manifest of rank {comm.ranks[owner]}")
+    )
+    _, answers = comm.together(look, context)
+    flags, wrongs = zip(*map(split, answers))
+    count = 1 + len(manifest.catalog.files)
+    seen = np.stack([np.unpackbits(np.frombuffer(each, dtype=np.uint8), count=count).astype(bool) for each in flags])
+    wrong = {name: what for each in wrongs for name, what in json.loads(each).items()}
+    return Found(manifest, seen[:, 1:], wrong, bool(seen.all()))
+
+
+@dataclass(frozen=True, eq=False)
+class _StoredItem:
+    """Show one stored shard as the storage of a source row: what is read of it comes out of its file, verified."""
+
+    reader: FileReader
+    item: int
+    dtype: np.dtype
+
+    def along_axes(self, copy: StridedCopy, side: int) -> StridedCopy:
+        return copy
+
+    def read(self, copy: StridedCopy) -> np.ndarray:
+        values = np.empty(copy.extents, dtype=self.dtype)
+        strides = tuple(stride // self.dtype.itemsize for stride in values.strides)
+        self.reader.read(self.item, replace(copy, target_base=0, target_strides=strides), values.reshape(-1))
+        self.reader.settle()
+        return values
+
+
+@dataclass(frozen=True, eq=False)
+class _NodeFiles(Source):
+    """Read the files of a checkpoint, of which each rank sees some.
+
+    Attributes:
+        found: The checkpoint.
+        item: By row of the catalog, the row of the manifest's.
+        nobody: The rank to which rows belong that no rank can read.
+        reader: Of the files that this rank sees.
+    """
+
+    found: Found
+    item: np.ndarray
+    nobody: int
+    reader: FileReader
+
+    @classmethod
+    def open(cls, ranks: Sequence[int], found: Found, reader: FileReader) -> _NodeFiles:
+        """Args: ranks: those that take part. found: the checkpoint. reader: of the files that this rank sees."""
+        stored = found.manifest.catalog
+        # A row for every rank that can read it, so that each finds what it sees on itself.
+        position, item = np.nonzero(found.seen[:, stored.file])
+        lost = np.flatnonzero(found.lost)
+        nobody = max(ranks) + 1
+        item = np.concatenate([item, lost])
+        rank = np.concatenate([np.asarray(ranks)[position], np.full(len(lost), nobody)])
+        catalog = replace(stored.take(item), rank=rank.astype(np.int32))
+        groups = group_replicas(catalog)
+        return cls(catalog, CheckedSources(groups, validate_coverage(catalog, groups)), found, item, nobody, reader)
+
+    def storage(self, row: int) -> Any:  # it is only read from
+        return _StoredItem(self.reader, int(self.item[row]), dtype_of(self.catalog.dtype_name(row)).numpy)
+
+    def check_plan(self, plan: ExchangePlan) -> None:
+        """Open the files that this rank is to read, and raise where nobody can."""
+        pieces = plan.incoming.get(self.nobody)
+        if pieces is not None:
+            raise CorruptCheckpointError(
+                f"no rank can read {'; '.join(self._lost(np.unique(pieces.source)))}. Remedy: let a rank see these "
+                "directories, or load another checkpoint; saves with node_copies=2 survive the loss of a node"
+            )
+        used = [plan.local.source, *(pieces.source for pieces in plan.outgoing.values())]
+        self.reader.check_files(self.item[np.concatenate(used)])
+
+    def _lost(self, rows: np.ndarray) -> list[str]:
+        """Return what of some source rows is lost, by file."""
+        catalog, manifest = self.catalog, self.found.manifest
+        texts = []
+        for file in np.unique(catalog.file[rows]).tolist():
+            name = catalog.files[file]
+            keys = sorted({catalog.key_name(row) for row in rows[catalog.file[rows] == file].tolist()})
+            more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
+            why = self.found.wrong.get(name, "no rank sees it")
+            nodes = " and ".join(manifest.nodes_of(name)) or "storage that was shared"
+            texts.append(
+                f"{name!r} of id {manifest.unique_id} with shards of {', '.join(map(repr, keys[:_MOST_KEYS]))}{more}: "
+                f"it is on node {nodes}, and {why}"
+            )
+        return texts
+
+
+def load_from_nodes(
+    comm: Communicator,
+    state_dict: Mapping[str, Any],
+    directory: NodeDirectory,
+    found: Found,
+    head: Callable[[], bytes],
+    make_policy: Callable[[], Policy],
+    context: str,
+    *,
+    verify: bool | VerifyMode,
+    use_replicas: bool,
+    aoa_config: Any,
+) -> LoadReport:
+    """Fill targets from the files that the ranks see: a rank reads those that it sees, and receives the rest.
+
+    Args:
+        comm: The ranks.
+        state_dict: As of :func:`load_state_dict`.
+        directory: This rank's.
+        found: The checkpoint.
+        head: Gives what ranks have to agree about, or raises.
+        make_policy: Says what is allowed, or raises.
+        context: What is being done, for errors.
+        verify: As of :func:`load_state_dict`; so are the arguments that follow.
+
+    Raises:
+        ValidationError: The checkpoint does not fit; no target was changed.
+        CorruptCheckpointError: No rank can read something that a target needs; likewise. Damage that only reading can
+            find may leave targets partly overwritten.
+    """
+    with FileReader(directory.backend, found.manifest, verify, use_replicas) as reader:
+        report = fill_targets(
+            comm,
+            state_dict,
+            _NodeFiles.open(comm.ranks, found, reader),
+            head,
+            make_policy,
+            context,
+            coordinator_rank=0,
+            offload=True,  # files are read into host memory
+            aoa_config=aoa_config,
+        )
+        return replace(
+            report,
+            source=directory.path,
+            unique_id=found.manifest.unique_id,
+            bytes_read=reader.count.bytes_read,
+            bytes_verified=reader.count.bytes_verified,
+            bytes_extra=reader.count.bytes_extra,
+            reads=reader.count.reads,
+            replicas_used=reader.replicas_used,
+        )

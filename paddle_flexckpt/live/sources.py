@@ -1,0 +1,131 @@
+"""Checks of a source state that all ranks hold together, before anything is written or sent."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from paddle_flexckpt.algebra import StridedCopy, intersect_boxes, row_major_strides
+from paddle_flexckpt.catalog import (
+    Catalog,
+    Problem,
+    ReplicaGroups,
+    ValidationError,
+    group_replicas,
+    validate_coverage,
+    validate_shards,
+)
+from paddle_flexckpt.catalog.validate import Coverage, row_boxes
+from paddle_flexckpt.engine.transfer import pack_copy
+from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.tensors import open_storage
+
+
+@dataclass(frozen=True, eq=False)
+class CheckedSources:
+    """What the checks found out on the way.
+
+    Attributes:
+        groups: Replica groups of the catalog.
+        coverage: Its overlaps (which agree) and no problems.
+    """
+
+    groups: ReplicaGroups
+    coverage: Coverage
+
+
+def check_layout(catalog: Catalog, context: str) -> CheckedSources:
+    """Check that all ranks' shards make whole tensors, as far as their descriptions tell.
+
+    Args:
+        catalog: The shards of all ranks.
+        context: What is being done, for the error.
+
+    Raises:
+        ValidationError: Shards are malformed, disagree or leave holes.
+    """
+    problems = validate_shards(catalog)
+    if problems:
+        raise ValidationError(problems, context)
+    groups = group_replicas(catalog)
+    coverage = validate_coverage(catalog, groups)
+    if coverage.problems:
+        raise ValidationError(coverage.problems, context)
+    return CheckedSources(groups, coverage)
+
+
+def check_sources(comm: Communicator, held: Mapping[int, Any], catalog: Catalog, context: str) -> CheckedSources:
+    """Check that all ranks' shards make whole tensors.
+
+    Every rank computes the same from the same catalog. Only where shards overlap without being replicas of each other
+    is one collective needed: their common elements have to be equal.
+
+    Args:
+        comm: The ranks.
+        held: This rank's tensors by row of the catalog.
+        catalog: The shards of all ranks.
+        context: What is being done, for the error.
+
+    Raises:
+        ValidationError: As of :func:`check_layout`, or overlapping shards differ; the same on every rank.
+    """
+    checked = check_layout(catalog, context)
+    if checked.coverage.overlaps:
+        _check_overlaps(comm, held, catalog, checked.coverage, context)
+    return checked
+
+
+def _check_overlaps(
+    comm: Communicator, held: Mapping[int, Any], catalog: Catalog, coverage: Coverage, context: str
+) -> None:
+    def digests() -> tuple[None, bytes]:
+        mine = {}
+        for number, pair in enumerate(coverage.overlaps):
+            for side in (0, 1):
+                if pair[side] in held:
+                    mine[f"{number}.{side}"] = _common_digest(catalog, pair, side, held[pair[side]])
+        return None, json.dumps(mine).encode()
+
+    _, answers = comm.together(digests, context)
+    known: dict[str, str] = {}
+    for answer in answers:
+        known.update(json.loads(answer))
+    problems = []
+    for number, (a, b) in enumerate(coverage.overlaps):
+        if known[f"{number}.0"] != known[f"{number}.1"]:
+            problems.append(
+                Problem(
+                    "overlapping shards disagree about the elements they share",
+                    key=catalog.key_name(a),
+                    rank=int(catalog.rank[b]),
+                    expected=f"the same values in {catalog.describe(b)} as in {catalog.describe(a)} of rank "
+                    f"{catalog.rank[a]}",
+                    got="different values",
+                    remedy="correct the offsets of the shard that is described wrongly, or bring the ranks in step",
+                )
+            )
+    if problems:
+        raise ValidationError(problems, context)
+
+
+def _common_digest(catalog: Catalog, pair: tuple[int, int], side: int, tensor: Any) -> str:
+    """Digest of the elements that two shards share, read from one of them."""
+    _, offset_a, shape_a = row_boxes(catalog, np.asarray([pair[0]]))
+    _, offset_b, shape_b = row_boxes(catalog, np.asarray([pair[1]]))
+    offset, shape, hit = intersect_boxes(offset_a[:, None], shape_a[:, None], offset_b[None], shape_b[None])
+    row = pair[side]
+    strides = row_major_strides(catalog.shape[[row]])[0]
+    base = (offset[hit] - catalog.offset[row]) @ strides - max(int(catalog.flat_start[row]), 0)
+    storage = open_storage(tensor)
+    hasher = xxhash.xxh3_128()
+    for start, extents in zip(base.tolist(), shape[hit].tolist()):
+        zeros = (0,) * len(extents)
+        copy = StridedCopy(tuple(extents), start, tuple(strides.tolist()), 0, zeros)
+        for values in pack_copy(copy, storage):
+            hasher.update(values)
+    return hasher.hexdigest()

@@ -1,0 +1,231 @@
+"""Carry tensor data between ranks through host memory, as one byte stream per pair.
+
+Both ends know from the plan how many bytes a stream has and what they mean, so nothing but data is sent. Host sockets
+need no device and no gloo point-to-point, which desynchronises gloo's collectives. Between devices data goes through
+the backend's all-to-all instead (:mod:`~paddle_flexckpt.live.device_exchange`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from paddle_flexckpt.catalog import CheckpointError
+
+# A peer that sends nothing for so long has died or hangs.
+STALL_SECONDS = 600.0
+# A member says who it is at once; a stranger that says nothing must not keep the members waiting.
+GREETING_SECONDS = 10.0
+_HELLO = struct.Struct("<16si")
+
+
+class Carrier(ABC):
+    """Moves byte streams between the members of a group.
+
+    One exchange is: 1. every member calls :meth:`address` and they exchange the answers; 2. every member calls
+    :meth:`exchange` once; 3. :meth:`close`.
+    """
+
+    @abstractmethod
+    def address(self) -> bytes:
+        """What the other members need in order to reach this one."""
+
+    @abstractmethod
+    def exchange(
+        self,
+        addresses: list[bytes],
+        outgoing: Mapping[int, Iterator[np.ndarray]],
+        incoming: Mapping[int, Iterator[np.ndarray]],
+    ) -> None:
+        """Sends and receives all streams.
+
+        Args:
+            addresses: Every member's address, in the group's order.
+            outgoing: By receiving rank, contiguous uint8 arrays; each is used up before the next is asked for.
+            incoming: By sending rank, writable contiguous uint8 arrays; each is full before the next is asked for.
+
+        Raises:
+            CheckpointError: A peer went away or stalled.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases what the carrier holds."""
+
+
+class SocketCarrier(Carrier):
+    """Host sockets.
+
+    In step k every rank sends to the rank k places after it and receives from the one k places before it; a thread
+    sends while the caller receives. So every stream has its receiver ready, and no ring of sends can wait for itself.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], position: int, stall_seconds: float = STALL_SECONDS) -> None:
+        """Args: ranks: global ranks of the members. position: this rank's place. stall_seconds: patience."""
+        self._ranks = ranks
+        self._position = position
+        self._stall = stall_seconds
+        self._token = secrets.token_bytes(16)
+        self._listener: socket.socket | None = None
+        self._arrived: dict[int, socket.socket] = {}
+        self._arrival = threading.Condition()
+        self._failure: BaseException | None = None
+
+    def address(self) -> bytes:
+        """Host, port and a token that tells members from strangers."""
+        # The endpoint that the launcher gave this rank names the interface that its peers can reach.
+        host = os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0]
+        self._listener = socket.create_server((host, 0), backlog=max(len(self._ranks), 16))
+        port = self._listener.getsockname()[1]
+        return self._token + struct.pack("<H", port) + host.encode()
+
+    def exchange(
+        self,
+        addresses: list[bytes],
+        outgoing: Mapping[int, Iterator[np.ndarray]],
+        incoming: Mapping[int, Iterator[np.ndarray]],
+    ) -> None:
+        """See :meth:`Carrier.exchange`."""
+        n, here = len(self._ranks), self._position
+        receivers = [r for k in range(1, n) if (r := self._ranks[(here + k) % n]) in outgoing]
+        senders = [r for k in range(1, n) if (r := self._ranks[(here - k) % n]) in incoming]
+        reach = dict(zip(self._ranks, addresses))
+        threads = [threading.Thread(target=self._send_all, args=(receivers, reach, outgoing), daemon=True)]
+        if senders:
+            threads.append(threading.Thread(target=self._accept_all, args=(set(senders),), daemon=True))
+        for thread in threads:
+            thread.start()
+        try:
+            for rank in senders:
+                self._receive(rank, incoming[rank])
+        except BaseException as error:
+            # The sender thread has to stop too, so that this rank's receivers learn that it failed.
+            self._fail(error)
+        if self._failure is not None:
+            for connection in list(self._arrived.values()):
+                _reset(connection)
+        for thread in threads:
+            thread.join()
+        if self._failure is not None:
+            if isinstance(self._failure, (OSError, EOFError)):
+                raise CheckpointError(
+                    f"rank {self._ranks[here]}: exchange of tensor data failed: {self._failure}. "
+                    "Targets are partly overwritten"
+                ) from self._failure
+            raise self._failure
+
+    def close(self) -> None:
+        """Closes all sockets."""
+        if self._listener is not None:
+            self._listener.close()
+        for connection in self._arrived.values():
+            connection.close()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._arrival:
+            if self._failure is None:
+                self._failure = error
+            self._arrival.notify_all()
+            arrived = list(self._arrived.values())
+        # Wakes the accepting and the receiving thread.
+        for open_socket in (*arrived, *([self._listener] if self._listener else [])):
+            with contextlib.suppress(OSError):  # it may be closed, or never have had a connection
+                open_socket.shutdown(socket.SHUT_RDWR)
+
+    def _send_all(
+        self, receivers: list[int], reach: dict[int, bytes], outgoing: Mapping[int, Iterator[np.ndarray]]
+    ) -> None:
+        for rank in receivers:
+            with contextlib.ExitStack() as stack:
+                # The error is kept before the connection closes: a peer answers that by closing its own streams, which
+                # this rank must not take for the cause.
+                try:
+                    connection = stack.enter_context(self._connect(reach[rank]))
+                    # After a failure the remaining streams are opened and closed at once: their receivers see the end.
+                    if self._failure is None:
+                        self._send(connection, outgoing[rank])
+                except Exception as error:  # handed to the caller's thread, which raises it
+                    self._fail(error)
+
+    def _send(self, connection: socket.socket, chunks: Iterator[np.ndarray]) -> None:
+        for chunk in chunks:
+            connection.sendall(memoryview(chunk))
+            if self._failure is not None:
+                return
+
+    def _connect(self, address: bytes) -> socket.socket:
+        token, port, host = address[:16], struct.unpack("<H", address[16:18])[0], address[18:].decode()
+        connection = socket.create_connection((host, port), timeout=self._stall)
+        connection.sendall(_HELLO.pack(token, self._ranks[self._position]))
+        return connection
+
+    def _accept_all(self, expected: set[int]) -> None:
+        listener = self._listener
+        try:
+            if listener is None:
+                raise OSError("address() was not called before exchange()")
+            listener.settimeout(self._stall)
+            while expected and self._failure is None:
+                connection, _ = listener.accept()
+                rank = self._greet(connection)
+                connection.settimeout(self._stall)
+                if rank is None or rank not in expected:
+                    connection.close()
+                    continue
+                expected.discard(rank)
+                with self._arrival:
+                    if self._failure is not None:
+                        _reset(connection)
+                        return
+                    self._arrived[rank] = connection
+                    self._arrival.notify_all()
+        except Exception as error:  # handed to the caller's thread, which raises it
+            self._fail(error)
+
+    def _greet(self, connection: socket.socket) -> int | None:
+        """The rank that a connection says it is, or None for a stranger."""
+        hello = bytearray(_HELLO.size)
+        connection.settimeout(min(GREETING_SECONDS, self._stall / 10))
+        try:
+            _receive_exactly(connection, memoryview(hello))
+        except (EOFError, OSError):
+            return None
+        token, rank = _HELLO.unpack(hello)
+        return rank if secrets.compare_digest(token, self._token) else None
+
+    def _receive(self, rank: int, buffers: Iterator[np.ndarray]) -> None:
+        with self._arrival:
+            arrived = self._arrival.wait_for(lambda: rank in self._arrived or self._failure is not None, self._stall)
+            if self._failure is not None:
+                return
+            if not arrived:
+                raise OSError(f"rank {rank} did not connect within {self._stall:.0f} s")
+        connection = self._arrived[rank]
+        for buffer in buffers:
+            try:
+                _receive_exactly(connection, memoryview(buffer))
+            except EOFError as error:
+                raise EOFError(f"rank {rank} stopped sending (it failed or died)") from error
+
+
+def _reset(connection: socket.socket) -> None:
+    """Ends a connection at once: its sender, who may wait for bytes to be read that nobody will read, gets an error."""
+    # Without lingering, closing is a reset. An ordinary end leaves a sender whose window is full where it is.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def _receive_exactly(connection: socket.socket, view: memoryview) -> None:
+    while len(view):
+        got = connection.recv_into(view)
+        if got == 0:
+            raise EOFError("connection closed")
+        view = view[got:]

@@ -1,0 +1,110 @@
+"""Virtual files: tensors in the ranks' memory that stand for the files of a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, Order, Problem, ValidationError, concat
+from paddle_flexckpt.catalog.metadata import catalog_from_metadata, lacks_global_shapes
+from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.fused import order_of
+from paddle_flexckpt.live.tensors import dtype_name, element_count
+from paddle_flexckpt.sharded_weight import is_sharded_weight
+
+
+def gather_virtual_files(
+    comm: Communicator,
+    source_state_dict: Mapping[str, Mapping[str, Any]],
+    metadata_list: Iterable[Any],
+    targets: Callable[[], Catalog],
+    context: str,
+) -> Catalog:
+    """Return the catalog of all ranks' files, each row with the rank that holds its file.
+
+    Args:
+        comm: The ranks.
+        source_state_dict: This rank's files, each with its tensors by name.
+        metadata_list: Catalogs, or ``Metadata`` objects.
+        targets: Gives this rank's targets: they tell the global shapes that the metadata leaves out.
+        context: What is being done, for the error.
+
+    Raises:
+        ValidationError: The metadata does not describe what the ranks hold; the same on every rank.
+    """
+    metadata = list(metadata_list)
+    if all(isinstance(entry, Catalog) for entry in metadata):
+        return concat(metadata)
+
+    def own() -> tuple[None, bytes]:
+        shapes = {}
+        if lacks_global_shapes(metadata):
+            catalog = targets()
+            shapes = {catalog.key_name(i): catalog.unpadded(i, catalog.global_shape) for i in range(len(catalog))}
+        orders = _orders(source_state_dict, comm.rank)
+        return None, json.dumps([sorted(source_state_dict), shapes, orders]).encode()
+
+    _, answers = comm.together(own, context)
+    told = [json.loads(answer) for answer in answers]
+    holders = {file: rank for rank, (files, *_) in zip(comm.ranks, told) for file in files}
+    global_shapes = {key: shape for _, shapes, _ in told for key, shape in shapes.items()}
+
+    def build() -> tuple[Catalog, bytes]:
+        files = {file for entry in metadata for file in entry.storage_metadata.values()}
+        lost = sorted(files - set(holders))
+        if lost:
+            raise ValidationError([Problem("no rank holds a file that the metadata names", file=file) for file in lost])
+        source = catalog_from_metadata(metadata, holders.__getitem__, global_shapes)
+        # Metadata has no place for orders; the shards that it is about have.
+        said = ({key: Order.decode(order) for key, order in orders} for *_, orders in told)
+        nothing = np.zeros(0, dtype=np.int64)
+        source = concat([source, *(source.with_orders(orders).take(nothing) for orders in said)])
+        held_tensors(source, source_state_dict, comm.rank, context)  # what is wrong here has to be every rank's error
+        return source, b""
+
+    return comm.together(build, context)[0]
+
+
+def _orders(source_state_dict: Mapping[str, Mapping[str, Any]], rank: int) -> list[tuple[str, Any]]:
+    """Return keys and orders of the elements, as ShardedWeights say.
+
+    Raises:
+        ValidationError: A FusedAxis does not fit its tensor.
+    """
+    held = ((key, value) for tensors in source_state_dict.values() for key, value in tensors.items())
+    orders = [(key, order_of(key, value, rank)) for key, value in held if is_sharded_weight(value)]
+    problems = [order for _, order in orders if isinstance(order, Problem)]
+    if problems:
+        raise ValidationError(problems)
+    return [(key, order.encode()) for key, order in orders if isinstance(order, Order)]
+
+
+def held_tensors(
+    source: Catalog, source_state_dict: Mapping[str, Mapping[str, Any]], rank: int, context: str
+) -> dict[int, Any]:
+    """Return this rank's source tensors or ShardedWeights by row of the source catalog."""
+    held = {}
+    size = source.size
+    for row in np.flatnonzero(source.rank == rank).tolist():
+        file, key = source.file_name(row), source.key_name(row)
+        value: Any = source_state_dict.get(file or "", {}).get(key)
+        tensor = value.local_tensor if is_sharded_weight(value) else value
+        problem = None
+        if tensor is None:
+            problem = Problem("the metadata names a tensor that is not there", key=key, rank=rank, file=file)
+        elif element_count(tensor) != size[row] or dtype_name(tensor) != source.dtype_name(row):
+            problem = Problem(
+                "a tensor is not what the metadata says",
+                key=key,
+                rank=rank,
+                file=file,
+                expected=source.describe(row),
+                got=f"{dtype_name(tensor)} {list(tensor.shape)}",
+            )
+        if problem is not None:
+            raise ValidationError([problem], context)
+        held[row] = value
+    return held

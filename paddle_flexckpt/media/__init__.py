@@ -1,0 +1,1 @@
+"""Read and write files on a local or network file system or an object store."""

@@ -1,0 +1,235 @@
+"""Leases: the right to save on media without locks.
+
+A holder writes the file ``.lease`` and renews it while it lives. Another saver that finds one watches it: a lease that
+changes belongs to somebody who lives; one that stays the same for its whole time belongs to nobody, and is taken over.
+What counts is the time that the watcher sees pass, so clocks need not agree.
+
+A holder that was stopped for longer than that finds its lease taken, and must not commit: :meth:`LeaseLock.check`
+stands right before every commit. Between that check and the commit remains a window of one request.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.media.backend import Backend, SaveLock
+
+logger = logging.getLogger("paddle_flexckpt")
+
+LEASE_FILE = ".lease"
+LEASE_SECONDS = 30.0
+# Of the lease's time: renewals, so that some may be late; looks of a watcher; and how long a claim stands before it
+# counts, where two that claim at a time may both succeed at first.
+_RENEWALS = 6
+_LOOKS = 30
+_SETTLING = 10
+# A look that falls into the writing of the file sees a part of it.
+_READS = 10
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a lease file says.
+
+    Attributes:
+        token: Random text of the holder.
+        host: Where it runs.
+        pid: Its process.
+        counter: Rises with every renewal.
+        seconds: The lease's time.
+    """
+
+    token: str
+    host: str
+    pid: int
+    counter: int
+    seconds: float
+
+    def encode(self) -> bytes:
+        """As the file's bytes."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Claim | None:
+        """Of a file's bytes; None if they are not a whole claim."""
+        try:
+            said = json.loads(data)
+            return cls(
+                str(said["token"]), str(said["host"]), int(said["pid"]), int(said["counter"]), float(said["seconds"])
+            )
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return None
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}"
+
+
+def check_lease_seconds(seconds: object) -> float:
+    """A lease's time.
+
+    Raises:
+        ValidationError: It is none.
+    """
+    if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds < 86400:
+        raise ValidationError([f"lease_seconds has to be a number of seconds, at most a day; got {seconds!r}"])
+    return float(seconds)
+
+
+class LeaseLock(SaveLock):
+    """A lease that is held, and renewed by a thread of its own."""
+
+    def __init__(self, backend: Backend, claim: Claim) -> None:
+        """Args: backend: the directory. claim: what its lease file says, or will say soon."""
+        self._backend = backend
+        self._claim = claim
+        self._failure: Exception | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="flexckpt-lease", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def take(cls, backend: Backend, seconds: float = LEASE_SECONDS) -> LeaseLock:
+        """Takes the right to save, after waiting for a lease that nobody renews to run out.
+
+        Raises:
+            CheckpointError: Another save has it.
+            OSError: The medium failed.
+        """
+        claim = Claim(os.urandom(16).hex(), socket.gethostname(), os.getpid(), 0, seconds)
+        watched: bytes | None = None
+        since = 0.0
+        while True:
+            found = _read(backend)
+            now = time.monotonic()
+            if found is None:
+                if _create(backend, claim):
+                    # Some stores take the condition that there be no such file, and do not keep it.
+                    certain = backend.exclusive and not _create(backend, claim)
+                    break
+                continue
+            other = Claim.decode(found)
+            if watched is None:
+                watched, since = found, now
+            elif found != watched:
+                raise _busy(backend, other)
+            elif now - since >= max(seconds, other.seconds if other else 0.0):
+                logger.warning(f"{backend.path}: a lease of {other} has run out and is taken over")
+                backend.write(LEASE_FILE, claim.encode())
+                certain = False
+                break
+            _pause(seconds / _LOOKS)
+        if not certain:
+            _pause(min(seconds, LEASE_SECONDS) / _SETTLING)
+            found = _read(backend)
+            winner = None if found is None else Claim.decode(found)
+            if winner is None or winner.token != claim.token:
+                raise _busy(backend, winner)
+        return cls(backend, claim)
+
+    @classmethod
+    def adopt(cls, backend: Backend, description: dict[str, Any]) -> LeaseLock:
+        """The lease that another process holds and has described; it is renewed from here as well from now on."""
+        claim = Claim(**description["claim"])
+        return cls(backend, replace(claim, host=socket.gethostname(), pid=os.getpid(), counter=claim.counter + 1))
+
+    def _renew(self) -> None:
+        while not self._ended.wait(self._claim.seconds / _RENEWALS):
+            try:
+                self._check_file()
+                self._claim = replace(self._claim, counter=self._claim.counter + 1)
+                self._backend.write(LEASE_FILE, self._claim.encode())
+            # Whatever it is: the save fails with it.
+            except Exception as error:
+                self._failure = error
+                return
+
+    def check(self) -> None:
+        """Makes sure that the lease is still held; does nothing once it has been given back.
+
+        Raises:
+            CheckpointError: It could not be renewed, or somebody else has it.
+            OSError: The medium failed.
+        """
+        if self._ended.is_set():
+            return
+        if self._failure is not None:
+            raise CheckpointError(
+                f"the right to save to {self._backend.path} could not be kept: {self._failure}. Remedy: save again"
+            ) from self._failure
+        self._check_file()
+
+    def _check_file(self) -> None:
+        claim = None
+        for _ in range(_READS):
+            found = _read(self._backend)
+            claim = None if found is None else Claim.decode(found)
+            if claim is not None or found is None:
+                break
+            _pause(self._claim.seconds / _RENEWALS / _READS)
+        if claim is None or claim.token != self._claim.token:
+            by = "somebody" if claim is None else str(claim)
+            raise CheckpointError(
+                f"this save was stopped for so long that {by} has taken over the right to save to "
+                f"{self._backend.path}. Remedy: save again; open_storage(path, lease_seconds=...) allows longer pauses"
+            )
+
+    def release(self) -> None:
+        """As in the base class."""
+        if self._ended.is_set():
+            return
+        self.detach()
+        try:
+            found = _read(self._backend)
+            claim = None if found is None else Claim.decode(found)
+            if claim is not None and claim.token == self._claim.token:
+                self._backend.remove(LEASE_FILE)
+        except OSError as error:
+            # What was saved is saved, and the lease runs out by itself.
+            logger.warning(f"a lease could not be given back; the next save waits until it runs out: {error}")
+
+    def describe(self) -> tuple[dict[str, Any], int | None]:
+        """As in the base class; there is no descriptor."""
+        return {"kind": "lease", "claim": asdict(self._claim)}, None
+
+    def detach(self) -> None:
+        """As in the base class."""
+        self._ended.set()
+        if self._thread is not threading.current_thread():
+            # A renewal that is on its way must not outlive this.
+            self._thread.join()
+
+
+def _read(backend: Backend) -> bytes | None:
+    try:
+        return backend.read(LEASE_FILE)
+    except FileNotFoundError:
+        return None
+
+
+def _create(backend: Backend, claim: Claim) -> bool:
+    """Whether there was no lease, so that there is this one now."""
+    try:
+        with backend.create(LEASE_FILE) as file:
+            file.write(claim.encode())
+    except FileExistsError:
+        return False
+    return True
+
+
+def _busy(backend: Backend, other: Claim | None) -> CheckpointError:
+    by = "" if other is None else f" ({other})"
+    return CheckpointError(
+        f"another save is writing to {backend.path}{by}. Remedy: wait until it has finished, or save elsewhere"
+    )
+
+
+def _pause(seconds: float) -> None:
+    time.sleep(seconds)

@@ -1,0 +1,207 @@
+"""Files of a remote medium: reading ahead within bounds, writing in parts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+
+from paddle_flexckpt.media.backend import Buffer, InputFile, OutputFile
+from paddle_flexckpt.media.media import Medium, Upload
+
+# What opening a file brings of it: the save token, and most headers.
+HEAD_BYTES = 16 << 10
+# A request takes as long as some MiB of its answer.
+LONGEST_WINDOW = 8 << 20
+# All windows of a directory: a load that joins the files of many ranks reads from all of them in turns.
+WINDOWS_BYTES = 64 << 20
+# Gaps up to this are read over, as they take less time than a request.
+GAP_BYTES = 256 << 10
+
+
+class Windows:
+    """Bytes that were read ahead, of several files; bounded, the longest unused go first."""
+
+    def __init__(self, most_bytes: int = WINDOWS_BYTES) -> None:
+        """Args: most_bytes: of all windows; one is kept whatever its size."""
+        self._most = most_bytes
+        self._held: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, file: int) -> tuple[int, bytes]:
+        """A file's window: its first byte in the file, and its bytes; an empty one if it has none."""
+        with self._lock:
+            if file in self._held:
+                self._held.move_to_end(file)
+            return self._held.get(file, (0, b""))
+
+    def put(self, file: int, begin: int, data: bytes) -> None:
+        """Gives a file a window instead of the one that it has; an empty one ends it."""
+        with self._lock:
+            self._bytes -= len(self._held.pop(file, (0, b""))[1])
+            if data:
+                self._held[file] = (begin, data)
+                self._bytes += len(data)
+            while self._bytes > self._most and len(self._held) > 1:
+                self._bytes -= len(self._held.popitem(last=False)[1][1])
+
+
+class RemoteInputFile(InputFile):
+    """A file read by requests for byte ranges.
+
+    A request asks for what is wanted. Where reads follow each other it asks for twice as much each time, up to a bound,
+    so that no more is read ahead than has been read.
+    """
+
+    def __init__(self, medium: Medium, path: str, windows: Windows) -> None:
+        """Opens a file.
+
+        Raises:
+            FileNotFoundError: It is not there.
+        """
+        self._medium, self._path, self._windows = medium, path, windows
+        self.size, head = medium.head(path, HEAD_BYTES)
+        self._read_to = 0
+        self._last = len(head)
+        windows.put(id(self), 0, head)
+
+    def read_into(self, buffer: memoryview, offset: int) -> int:
+        """As in the base class."""
+        length = min(len(buffer), self.size - offset)
+        if length <= 0:
+            return 0
+        begin, window = self._windows.get(id(self))
+        if not begin <= offset < begin + len(window):
+            begin, window = offset, self._request(offset, length)
+        start = offset - begin
+        length = min(length, len(window) - start)
+        buffer[:length] = memoryview(window)[start : start + length]
+        self._read_to = offset + length
+        used_up = self._read_to == begin + len(window)
+        if used_up:
+            self._windows.put(id(self), 0, b"")
+        elif begin == offset:
+            self._windows.put(id(self), begin, window)
+        return length
+
+    def _request(self, offset: int, length: int) -> bytes:
+        follows = 0 <= offset - self._read_to <= GAP_BYTES
+        ahead = min(2 * self._last, LONGEST_WINDOW) if follows else 0
+        self._last = max(length, ahead)
+        return self._medium.read(self._path, offset, min(self.size, offset + self._last))
+
+    def close(self) -> None:
+        """As in the base class."""
+        self._windows.put(id(self), 0, b"")
+
+
+class RemoteOutputFile(OutputFile):
+    """A file that is sent in parts, or as a whole if it is not longer than one.
+
+    On media where files can be seen to grow, one that replaces another grows under a name of its own.
+    """
+
+    def __init__(self, medium: Medium, path: str, part_bytes: int, exclusive: bool) -> None:
+        """Sends nothing yet.
+
+        Args:
+            medium: Where.
+            path: The file's path.
+            part_bytes: Size of a part.
+            exclusive: Whether it is an error if there is one already.
+        """
+        self._medium, self._path = medium, path
+        self._part_bytes, self._exclusive = part_bytes, exclusive
+        self._buffer = bytearray()
+        self._upload: Upload | None = None
+        self._whole = False
+        # Whether there may be something of it that is its own.
+        self._is_there = False
+
+    def write(self, data: Buffer) -> None:
+        """As in the base class."""
+        view = memoryview(data).cast("B")
+        while len(view):
+            if len(self._buffer) >= self._part_bytes and not self._whole:
+                self._send()
+            room = len(view) if self._whole else self._part_bytes - len(self._buffer)
+            self._buffer += view[:room]
+            view = view[room:]
+
+    def _send(self) -> None:
+        if self._upload is None:
+            self._upload = self._medium.upload(self._path, self._part_bytes, self._exclusive)
+            self._whole = self._upload is None
+            self._is_there = self._upload is not None
+        if self._upload is not None:
+            # Given away, not copied: a part is large.
+            data, self._buffer = self._buffer, bytearray()
+            self._upload.part(data)
+
+    def finish(self) -> None:
+        """As in the base class."""
+        if self._upload is not None:
+            self._send()
+            self._upload.finish()
+            return
+        try:
+            self._medium.put(self._path, self._buffer, self._exclusive)
+        except FileExistsError:
+            raise
+        except BaseException:
+            self._is_there = True
+            raise
+
+    def abort(self) -> None:
+        """As in the base class."""
+        self._buffer = bytearray()
+        if self._upload is not None:
+            self._upload.abort()
+        # What it was to replace stays.
+        if self._exclusive and self._is_there:
+            with contextlib.suppress(OSError):
+                self._medium.remove(self._path)
+
+
+class RenamedOutputFile(OutputFile):
+    """A file that is written under another name and gets its own when it is whole."""
+
+    def __init__(self, file: RemoteOutputFile, medium: Medium, source: str, target: str, replaces: bool) -> None:
+        """Wraps the file under the other name.
+
+        Args:
+            file: It.
+            medium: Where.
+            source: Its path.
+            target: The path that it gets.
+            replaces: Whether renaming replaces what is there.
+        """
+        self._file, self._medium = file, medium
+        self._source, self._target, self._replaces = source, target, replaces
+
+    def write(self, data: Buffer) -> None:
+        """As in the base class."""
+        self._file.write(data)
+
+    def finish(self) -> None:
+        """As in the base class.
+
+        Raises:
+            FileExistsError: There is one of that name, which cannot be replaced at once.
+        """
+        self._file.finish()
+        try:
+            if not self._replaces and self._medium.exists(self._target):
+                raise FileExistsError(
+                    17, "exists, and this file system cannot replace a file at once", self._medium.where(self._target)
+                )
+            self._medium.rename(self._source, self._target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._medium.remove(self._source)
+            raise
+
+    def abort(self) -> None:
+        """As in the base class."""
+        self._file.abort()

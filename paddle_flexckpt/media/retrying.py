@@ -1,0 +1,199 @@
+"""Retries: which errors of remote storage pass by themselves, and how long to wait for that."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+from paddle_flexckpt.media.urls import Secrets
+
+Result = TypeVar("Result")
+
+DEFAULT_RETRIES = 5
+# The first pause, which doubles up to the longest: 0.5, 1, 2, 4, 8, 16, 20, 20 s ..., each shortened by up to a half
+# at random, so that ranks that failed together do not come back together.
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 20.0
+
+# What asks to be tried again: timeouts, throttling, and servers that fail or are being replaced. 409: two conditional
+# requests for one object at a time.
+_TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+# Codes of errors in bodies, some of which come with the status 400 or 403.
+_TRANSIENT_CODES = frozenset(
+    "BandwidthLimitExceeded ConditionalRequestConflict InternalError InternalServerError OperationAborted "
+    "PriorRequestNotComplete RequestLimitExceeded RequestThrottled RequestThrottledException RequestTimeout "
+    "RequestTimeoutException ServerBusy ServiceUnavailable SlowDown Throttling ThrottlingException "
+    "TooManyRequestsException TransactionInProgressException".split()
+)
+_TRANSIENT_ERRNO = frozenset(
+    getattr(errno, name)
+    for name in "EAGAIN EBUSY ECONNABORTED ECONNREFUSED ECONNRESET EHOSTDOWN EHOSTUNREACH EINTR ENETDOWN ENETRESET "
+    "ENETUNREACH EPIPE ETIMEDOUT".split()
+    if hasattr(errno, name)
+)
+# Errors of connections that are no OSErrors, by name: their packages need not be there.
+_TRANSIENT_TYPES = frozenset(
+    "ClientConnectionError ClientPayloadError ConnectionClosedError ConnectionError EndpointConnectionError "
+    "HTTPClientError IncompleteRead IncompleteReadError ProtocolError ReadTimeoutError ResponseParserError "
+    "ResponseStreamingError ServerDisconnectedError ServiceRequestError ServiceResponseError TransportError".split()
+)
+# One class from Python 3.11 on.
+_TIMEOUTS = (TimeoutError, asyncio.TimeoutError, socket.timeout)
+# They say what they are; more tries do not change it.
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that it stands for."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        following = error.__cause__
+        if following is None:
+            return
+        error = following
+
+
+def status_of(error: BaseException) -> int | None:
+    """The HTTP status that an error stands for."""
+    for each in causes(error):
+        response = getattr(each, "response", None)
+        if isinstance(response, dict):
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        else:
+            status = next((getattr(each, n) for n in ("status", "status_code", "code") if hasattr(each, n)), None)
+        if isinstance(status, int) and 100 <= status < 600:
+            return status
+    return None
+
+
+def code_of(error: BaseException) -> str | None:
+    """The code that a server's body gives an error."""
+    for each in causes(error):
+        response = getattr(each, "response", None)
+        code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
+        if isinstance(code, str):
+            return code
+    return None
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether the same request may do well a little later."""
+    chain = list(causes(error))
+    if any(isinstance(each, ssl.SSLCertVerificationError) for each in chain):
+        return False
+    if code_of(error) in _TRANSIENT_CODES:
+        return True
+    status = status_of(error)
+    if status is not None:
+        return status in _TRANSIENT_STATUS
+    if isinstance(error, _FINAL):
+        return False
+    for each in chain:
+        if isinstance(each, (*_TIMEOUTS, ConnectionError)):
+            return True
+        if isinstance(each, OSError) and each.errno in _TRANSIENT_ERRNO:
+            return True
+        if any(kind.__name__ in _TRANSIENT_TYPES for kind in type(each).__mro__):
+            return True
+    return False
+
+
+class Retrier:
+    """Makes requests, again where that may help, and gives their errors one form: OSErrors that name the file."""
+
+    def __init__(self, retries: int, secrets: Secrets) -> None:
+        """Args: retries: tries after the first one. secrets: what errors must not show."""
+        self._retries = retries
+        self._secrets = secrets
+
+    def __call__(
+        self,
+        where: str,
+        function: Callable[..., Result],
+        *arguments: Any,
+        again: Callable[[Exception], Result | None] | None = None,
+        **keywords: Any,
+    ) -> Result:
+        """Makes one request.
+
+        Args:
+            where: The file that it is about, for errors.
+            function: The request.
+            *arguments: Its arguments.
+            again: Looks at an error of a try after the first: an earlier try may have done what was asked for, although
+                its answer was lost. What it gives back, if not None, is the result.
+            **keywords: The request's other arguments.
+
+        Raises:
+            OSError: The last error; FileNotFoundError, FileExistsError and PermissionError where it is one.
+        """
+        begin = time.monotonic()
+        for attempt in range(1, self._retries + 2):
+            try:
+                return function(*arguments, **keywords)
+            # Whatever an fsspec file system raises: their errors have no common base.
+            except Exception as error:
+                if attempt > 1 and again is not None:
+                    result = again(error)
+                    if result is not None:
+                        return result
+                if attempt > self._retries or not is_transient(error):
+                    translated = self._translated(error, where, attempt, time.monotonic() - begin)
+                    raise _with_status(translated, error) from self._presentable(error)
+            time.sleep(pause_seconds(attempt))
+        raise ValueError(f"{self._retries} retries")  # not reached: the last attempt returns or raises
+
+    def _translated(self, error: Exception, where: str, attempts: int, seconds: float) -> OSError:
+        text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        text = self._secrets.hide(text).strip() or type(error).__name__
+        if not isinstance(error, OSError):
+            text = f"{type(error).__name__}: {text}"
+        if attempts > 1:
+            text += f" ({attempts} attempts in {seconds:.1f} s)"
+        if _is_refused_condition(error):
+            return FileExistsError(errno.EEXIST, text, where)
+        for kind, number in (
+            (FileNotFoundError, errno.ENOENT),
+            (FileExistsError, errno.EEXIST),
+            (PermissionError, errno.EACCES),
+            (IsADirectoryError, errno.EISDIR),
+            (NotADirectoryError, errno.ENOTDIR),
+            (_TIMEOUTS, errno.ETIMEDOUT),
+        ):
+            if isinstance(error, kind):
+                # Of the class that belongs to the number.
+                return OSError(number, text, where)
+        number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
+        return OSError(number, text, where)
+
+    def _presentable(self, error: Exception) -> Exception | None:
+        """The error as the cause of another; None if its text has a secret in it."""
+        told = "".join(f"{each} {each.args!r}" for each in causes(error))
+        return error if self._secrets.hide(told) == told else None
+
+
+def _with_status(error: OSError, cause: Exception) -> OSError:
+    """An error that still tells its HTTP status where its cause is not to be shown."""
+    status = status_of(cause)
+    if status is not None:
+        error.status = status  # type: ignore[attr-defined]
+    return error
+
+
+def _is_refused_condition(error: Exception) -> bool:
+    """Whether a request was refused because the object exists."""
+    return status_of(error) == 412 or code_of(error) == "PreconditionFailed"
+
+
+def pause_seconds(attempt: int) -> float:
+    """How long to wait after an attempt that failed, counted from 1."""
+    longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+    return longest * random.uniform(0.5, 1.0)

@@ -1,0 +1,158 @@
+"""Headers of data files: what a rank's file says about itself, without the manifest."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, dtype_of
+from paddle_flexckpt.media.backend import InputFile
+from paddle_flexckpt.native.json_cursor import JsonCursor
+from paddle_flexckpt.native.manifest import format_version
+from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
+
+
+@dataclass(frozen=True)
+class DataFileHeader:
+    """What the header of a data file says.
+
+    Attributes:
+        info: Its ``__metadata__`` without ``shards``.
+        shards: The shard that each item is, by the item's name.
+        entries: safetensors' own description of each item, by the item's name.
+    """
+
+    info: dict[str, str]
+    shards: dict[str, dict[str, Any]]
+    entries: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of_items(
+        cls, items: Catalog, *, save_token: str, unique_id: int, world_size: int, step: int | None
+    ) -> DataFileHeader:
+        """The header of one file.
+
+        Args:
+            items: Its items in the order of their byte offsets, which count from the start of the data.
+            save_token: Random text of the save.
+            unique_id: The checkpoint's id.
+            world_size: Ranks that take part in the save.
+            step: Training step, if known.
+        """
+        shards, entries = {}, {}
+        flattened = items.is_flattened
+        for row, name in enumerate(item_names(items)):
+            dtype = dtype_of(items.dtype_name(row))
+            flat = [int(items.flat_start[row]), int(items.flat_stop[row])] if flattened[row] else None
+            shape = [flat[1] - flat[0]] if flat else list(items.unpadded(row, items.shape))
+            begin = int(items.byte_offset[row])
+            length = math.prod(shape) * dtype.itemsize
+            entries[name] = {
+                "dtype": dtype.safetensors,
+                "shape": [*shape, dtype.trailing] if dtype.trailing > 1 else shape,
+                "data_offsets": [begin, begin + length],
+            }
+            shards[name] = {
+                "key": items.key_name(row),
+                "dtype": dtype.name,
+                "global_shape": list(items.unpadded(row, items.global_shape)),
+                "global_offset": list(items.unpadded(row, items.offset)),
+                "local_shape": list(items.unpadded(row, items.shape)),
+                "flattened_range": flat,
+            }
+            order = items.order(int(items.key[row]))
+            # Where it is natural, headers are those of format version 1, byte by byte.
+            if order is not None and order.is_permuted:
+                shards[name]["order"] = order.encode()
+        info = {
+            # First, so that it stands within the first bytes of the file.
+            "save_token": save_token,
+            "format": "flexckpt",
+            "format_version": format_version(items),
+            "unique_id": str(unique_id),
+            "world_size": str(world_size),
+            "step": "" if step is None else str(step),
+        }
+        return cls(info, shards, entries)
+
+    def encode(self) -> bytes:
+        """The first bytes of the file: the length and the padded text."""
+        info = {**self.info, "shards": json.dumps(self.shards, ensure_ascii=False)}
+        text = json.dumps({"__metadata__": info, **self.entries}, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @classmethod
+    def decode(cls, data: bytes) -> DataFileHeader:
+        """Reads a header.
+
+        Args:
+            data: What :func:`read_header` gave.
+
+        Raises:
+            ValueError: It is not the header of a data file; the text says why.
+        """
+        # JSON would allow other whitespace; the padding is spaces.
+        text = data[8:].rstrip(b" ")
+        if text[:1] != b"{" or text[-1:] != b"}":
+            raise ValueError("it is not a JSON object that is padded with spaces")
+        info: dict[str, str] = {}
+        entries: dict[str, dict[str, Any]] = {}
+        cursor = JsonCursor(text)
+        for name in cursor.entries():
+            if name == "__metadata__":
+                info = cursor.texts()
+            else:
+                entries[name] = _table(name, cursor)
+        cursor.end()
+        if "shards" not in info:
+            raise ValueError("it is not the header of a data file: it has no shards")
+        cursor = JsonCursor(info.pop("shards").encode())
+        shards = {name: _table(name, cursor) for name in cursor.entries()}
+        cursor.end()
+        return cls(info, shards, entries)
+
+
+def _table(name: str, cursor: JsonCursor) -> dict[str, Any]:
+    value = cursor.value()
+    if not isinstance(value, dict):
+        raise ValueError(f"what it has for {name[:80]!r} is not an object")
+    return value
+
+
+def read_header(file: InputFile) -> bytes:
+    """The first bytes of a data file, up to its first tensor.
+
+    Raises:
+        ValueError: The file cannot have such a header; the text says why.
+        OSError: The medium failed.
+    """
+    first = file.read(0, 8)
+    length = int.from_bytes(first, "little")
+    if len(first) < 8 or length > min(MAX_HEADER_BYTES, file.size - 8):
+        raise ValueError(f"a header of {length} bytes in a file of {file.size} bytes")
+    data = file.read(0, 8 + length)
+    if len(data) < 8 + length:
+        raise ValueError(f"the file ends at byte {len(data)}, inside its header")
+    return data
+
+
+def item_names(items: Catalog) -> list[str]:
+    """Names of the items in a data file: the key, numbered where a file holds several shards of one key."""
+    count = np.bincount(items.key, minlength=len(items.keys))
+    seen: dict[str, int] = {}
+    names = []
+    taken = {items.keys[k] for k in np.unique(items.key)} if len(items) else set()
+    for row in range(len(items)):
+        key = items.key_name(row)
+        name = key
+        if count[items.key[row]] > 1 or key == "__metadata__":
+            while name in taken:  # as the key itself is
+                name = f"{key}#{seen.setdefault(key, 0)}"
+                seen[key] += 1
+        names.append(name)
+    return names

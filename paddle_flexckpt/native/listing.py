@@ -1,0 +1,153 @@
+"""Which checkpoints there are, and whether they are whole."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.media.backend import Backend, Location, open_backend, reading
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.manifest import Origin
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One checkpoint that has been committed.
+
+    Attributes:
+        path: Its directory.
+        unique_id: Its id there.
+        step: Training step, if it was recorded.
+        world_size: Ranks that saved it; 0 where the manifest is damaged, and so below.
+        keys: Tensors in it.
+        total_bytes: Bytes of tensors in it.
+        complete: Whether the directory and the manifest are readable and all files are there, of their size and of the
+            same save. Their bytes are not read: ``verify_checkpoint`` does that.
+        problem: What is wrong, where it is not complete.
+    """
+
+    path: str
+    unique_id: int
+    step: int | None
+    world_size: int
+    keys: int
+    total_bytes: int
+    complete: bool
+    problem: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields, JSON-safe."""
+        return asdict(self)
+
+
+def list_checkpoints(path: Location) -> list[CheckpointInfo]:
+    """The checkpoints in a directory and in the directories right below it.
+
+    A save that is not finished is no checkpoint, and is not listed; neither are checkpoints of Paddle's own.
+
+    Args:
+        path: A checkpoint's directory, or one that holds several such directories; or their URL.
+
+    Returns:
+        By rising step, then id; those without a step first. None if there is no such directory. A directory below that
+        cannot be read counts as an incomplete checkpoint of id 0, whose ``problem`` says why.
+
+    Raises:
+        UnreadableCheckpointError: The directory itself cannot be read.
+    """
+    backend = open_backend(path)
+    with reading(backend.path):
+        found, below = _infos(backend), backend.directories()
+    for infos in backend.each(lambda name: _infos_below(backend.child(name)), below):
+        found += infos
+    return sorted(found, key=lambda info: (-1 if info.step is None else info.step, info.unique_id, info.path))
+
+
+def latest(path: Location) -> CheckpointInfo | None:
+    """The complete checkpoint of the highest step (without steps: of the highest id); None if there is none.
+
+    Args:
+        path: As for :func:`list_checkpoints`.
+    """
+    complete = [info for info in list_checkpoints(path) if info.complete]
+    return complete[-1] if complete else None
+
+
+def is_complete(path: Location, unique_id: int | None = None) -> bool:
+    """Whether a checkpoint has been committed and all its files are there, of their size and of the same save.
+
+    Args:
+        path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
+        unique_id: The checkpoint's id; None takes the highest.
+    """
+    directory = CheckpointDirectory(path)
+    with reading(directory.path):
+        ids = directory.list_ids()
+    chosen = unique_id if unique_id is not None else ids[-1] if ids else None
+    info = _info(directory, chosen) if chosen is not None and chosen in ids else None
+    return info is not None and info.complete
+
+
+def detect_format(path: Location) -> Origin:
+    """Whose checkpoint a directory holds; :mod:`paddle_flexckpt.foreign.formats` says how that is told.
+
+    Args:
+        path: The directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file or index.
+
+    Returns:
+        ``"native"``, ``"paddle"``, ``"paddleformers"``, ``"unified_checkpoint"`` or ``"huggingface"``.
+
+    Raises:
+        ValidationError: There is no checkpoint, or there are several of different programs.
+        CorruptCheckpointError: Safetensors files, whose headers tell whose they are, are damaged.
+    """
+    return CheckpointDirectory(path).origin()
+
+
+def _infos(backend: Backend) -> list[CheckpointInfo]:
+    directory = CheckpointDirectory(backend)
+    infos = (_info(directory, unique_id) for unique_id in directory.list_ids())
+    return [info for info in infos if info is not None]
+
+
+def _infos_below(backend: Backend) -> list[CheckpointInfo]:
+    try:
+        return _infos(backend)
+    except OSError as error:
+        return [_broken(backend.path, 0, error)]
+
+
+def _broken(path: str, unique_id: int, error: Exception) -> CheckpointInfo:
+    problem = f"cannot be read: {type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
+    return CheckpointInfo(path, unique_id, None, 0, 0, 0, complete=False, problem=problem)
+
+
+def _info(directory: CheckpointDirectory, unique_id: int) -> CheckpointInfo | None:
+    """What there is of an id; None if it has been removed meanwhile."""
+    try:
+        manifest = directory.read_native(unique_id)
+    except FileNotFoundError as error:
+        return None if unique_id not in directory.list_ids() else _broken(directory.path, unique_id, error)
+    except (CorruptCheckpointError, ValidationError, OSError) as error:
+        return _broken(directory.path, unique_id, error)
+    problem = ""
+    try:
+        directory.check_complete(manifest)
+    except (CorruptCheckpointError, OSError) as error:
+        problem = _broken("", 0, error).problem
+        if directory.save_token(unique_id) != manifest.save_token:
+            return _info(directory, unique_id)  # it has just been removed or replaced, and its files with it
+    catalog = manifest.catalog
+    return CheckpointInfo(
+        path=directory.path,
+        unique_id=unique_id,
+        step=manifest.step,
+        world_size=manifest.world_size,
+        keys=len(np.unique(catalog.key)),
+        total_bytes=int(catalog.byte_length.sum()),
+        complete=not problem,
+        problem=problem,
+    )

@@ -1,0 +1,304 @@
+"""The manifest: a safetensors container with the columns of a checkpoint's catalog.
+
+A rank's *part* has the same form and holds the rows of that rank's data file; the manifest is the parts, one after the
+other. It carries a checksum of its own, so that a flipped bit in it cannot send a reader to wrong bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+import xxhash
+from safetensors import SafetensorError
+from safetensors import numpy as safetensors_numpy
+
+from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError, concat, dtype_of
+from paddle_flexckpt.media.backend import InputFile
+from paddle_flexckpt.media.file_names import check_file_name
+from paddle_flexckpt.native.checksums import ALGORITHM, Checksums
+from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header
+
+# Version 2 has tensors whose elements lie part by part: a reader of version 1 would take them for natural order.
+FORMAT_VERSIONS = ("1", "2")
+FORMAT_VERSION = int(FORMAT_VERSIONS[-1])
+# It describes 16 columns, however many items there are.
+_MAX_HEADER_BYTES = 1 << 16
+# A reader has memory for some blocks; the writer's have 1 MiB.
+_MAX_BLOCK_BYTES = 1 << 26
+# Numpy's own limit.
+_MAX_AXES = 64
+_MAX_TOLD = 300
+_CREATOR = "paddle_flexckpt"
+_CATALOG = "catalog."
+
+Origin = Literal["native", "paddle", "paddleformers", "unified_checkpoint", "huggingface"]
+# How errors and reports call them.
+ORIGINS: Mapping[Origin, str] = MappingProxyType(
+    {
+        "native": "a checkpoint of this library's",
+        "paddle": "a checkpoint of Paddle's own",
+        "paddleformers": "a FlexCheckpoint of PaddleFormers",
+        "unified_checkpoint": "a unified checkpoint of PaddleNLP",
+        "huggingface": "a Hugging Face directory",
+    }
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """What a checkpoint (or one rank's part of it) consists of.
+
+    Attributes:
+        catalog: One row per stored item; ``byte_offset`` counts from the start of the file.
+        checksums: Block checksums of the items.
+        file_bytes: int64 ``[number of files]``, size of each file.
+        save_token: Random text that is also in the header of every data file of this save.
+        unique_id: The checkpoint's id in its directory.
+        world_size: Number of ranks that took part in the save.
+        step: Training step, if the caller gave one.
+        origin: Whose files they are. Another program's have neither checksums nor a save token, and may be in a
+            directory right below the checkpoint's.
+        nodes: Where nodes share no storage: by name of a node, the data files that it has.
+    """
+
+    catalog: Catalog
+    checksums: Checksums
+    file_bytes: np.ndarray
+    save_token: str
+    unique_id: int
+    world_size: int
+    step: int | None = None
+    origin: Origin = "native"
+    nodes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def nodes_of(self, file: str) -> list[str]:
+        """Return the nodes that have a data file; none where all ranks shared one directory."""
+        return [node for node, files in self.nodes.items() if file in files]
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the files are another program's."""
+        return self.origin != "native"
+
+    @property
+    def format_version(self) -> str:
+        """The oldest version whose readers understand all that is here."""
+        return format_version(self.catalog)
+
+    def encode(self) -> bytes:
+        """The container's bytes."""
+        arrays = {f"{_CATALOG}{name}": _narrow(array) for name, array in self.catalog.to_arrays().items()}
+        arrays["checksums"] = self.checksums.values
+        arrays["file_bytes"] = self.file_bytes.astype(np.int64)
+        if self.nodes:
+            # Not in the header, which is small.
+            arrays["nodes"] = np.frombuffer(json.dumps(self.nodes).encode(), dtype=np.uint8)
+        info = {
+            "format": "flexckpt",
+            "format_version": self.format_version,
+            "creator": _CREATOR,
+            "unique_id": str(self.unique_id),
+            "world_size": str(self.world_size),
+            "save_token": self.save_token,
+            "checksum": ALGORITHM,
+            "block_bytes": str(self.checksums.block_bytes),
+        }
+        if self.step is not None:
+            info["step"] = str(self.step)
+        info["digest"] = _digest(arrays, info)
+        return safetensors_numpy.save(arrays, metadata=info)
+
+    @classmethod
+    def decode(cls, data: bytes, file: str) -> Manifest:
+        """Reads a container.
+
+        Args:
+            data: Its bytes.
+            file: Its name, for errors.
+
+        Raises:
+            CorruptCheckpointError: The bytes are not a manifest, or not the ones that were written.
+            ValidationError: The manifest is of a newer format version.
+        """
+        try:
+            length = header_bytes(data[:8], len(data), file, _MAX_HEADER_BYTES)
+            info = dict(parse_header(data[8 : 8 + length], len(data), file).metadata)
+            arrays = safetensors_numpy.load(data)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{file} is damaged or not a manifest: {error}") from error
+        except (SafetensorError, ValueError, KeyError) as error:
+            raise CorruptCheckpointError(f"{file} is damaged or not a manifest: {error}") from error
+        if info.get("format") != "flexckpt" or "format_version" not in info:
+            got = info.get("format")
+            raise CorruptCheckpointError(f"{file} is damaged or not a manifest of this library (format {got!r})")
+        version = info["format_version"]
+        digest = info.pop("digest", None)
+        # A changed digit of the version must not send the user to look for a newer library: with one of this library's
+        # versions in its place, the content then has its checksum.
+        intact = [known for known in FORMAT_VERSIONS if digest == _digest(arrays, info | {"format_version": known})]
+        if version not in FORMAT_VERSIONS and not intact:
+            raise ValidationError(
+                [
+                    f"{file} has format version {version!r}; this library reads versions "
+                    f"{' and '.join(FORMAT_VERSIONS)}. Remedy: update paddle-flexckpt"
+                ]
+            )
+        if version not in intact:
+            raise CorruptCheckpointError(
+                f"{file} is damaged: its content has not the checksum it was written with. "
+                "Remedy: load another checkpoint"
+            )
+        return cls._from_arrays(arrays, info, file)
+
+    @classmethod
+    def _from_arrays(cls, arrays: dict[str, np.ndarray], info: dict[str, str], file: str) -> Manifest:
+        try:
+            if info["checksum"] != ALGORITHM:
+                raise ValueError(f"unknown checksum algorithm {info['checksum']!r}")
+            catalog = Catalog.from_arrays(
+                {name[len(_CATALOG) :]: array for name, array in arrays.items() if name.startswith(_CATALOG)}
+            )
+            for name in catalog.dtypes:
+                dtype_of(name)
+            for name in catalog.files:
+                check_file_name(name)
+            _check_columns(catalog, arrays["file_bytes"])
+            block_bytes = int(info["block_bytes"])
+            if not 1 <= block_bytes <= _MAX_BLOCK_BYTES:
+                raise ValueError(f"blocks of {block_bytes} bytes")
+            return cls(
+                catalog=catalog,
+                checksums=Checksums.of_items(arrays["checksums"], catalog.byte_length, block_bytes),
+                file_bytes=arrays["file_bytes"],
+                save_token=info["save_token"],
+                unique_id=int(info["unique_id"]),
+                world_size=int(info["world_size"]),
+                step=int(info["step"]) if "step" in info else None,
+                nodes=_decode_nodes(arrays.get("nodes")),
+            )
+        except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+            raise CorruptCheckpointError(f"{file} is not a usable manifest: {repr(error)[:_MAX_TOLD]}") from error
+
+
+def _decode_nodes(column: np.ndarray | None) -> dict[str, tuple[str, ...]]:
+    """The files by node from their column; ValueError, TypeError or AttributeError if they are none."""
+    if column is None:
+        return {}
+    nodes = {str(node): tuple(files) for node, files in json.loads(column.tobytes()).items()}
+    for files in nodes.values():
+        for name in files:
+            check_file_name(name)
+    return nodes
+
+
+def _check_columns(catalog: Catalog, file_bytes: np.ndarray) -> None:
+    """Checks that columns index their tables and that every item lies in its file.
+
+    Raises:
+        ValueError: They do not.
+    """
+    count = len(catalog)
+    wide = (catalog.global_shape, catalog.offset, catalog.shape)
+    if any(getattr(catalog, name).shape != (count,) for name in _FLAT_COLUMNS):
+        raise ValueError("a column has another shape than [n]")
+    if any(column.ndim != 2 or column.shape != wide[0].shape for column in wide) or len(wide[0]) != count:
+        raise ValueError("the columns of boxes differ in shape")
+    if not 1 <= wide[0].shape[1] <= _MAX_AXES:
+        raise ValueError(f"tensors of {wide[0].shape[1]} axes")
+    for name, table in (("key", catalog.keys), ("dtype", catalog.dtypes), ("file", catalog.files)):
+        column = getattr(catalog, name)
+        if count and not (column.min() >= 0 and column.max() < len(table)):
+            raise ValueError(f"column {name} points beyond its table")
+    if file_bytes.shape != (len(catalog.files),) or (count and (min(map(np.min, wide), default=0) < 0)):
+        raise ValueError("a file without a size, or a negative extent or offset")
+    # In floating point: products of extents that are no tensor's must not wrap around.
+    if count and float(catalog.shape.astype(np.float64).prod(axis=1).max()) >= float(1 << 62):
+        raise ValueError("a shard has more elements than a file can have bytes")
+    if count and not ((catalog.ndim >= 0) & (catalog.ndim <= wide[0].shape[1])).all():
+        raise ValueError("a tensor has more axes than its columns")
+    for number, order in enumerate(catalog.orders if count else ()):
+        rows = np.flatnonzero(catalog.key_order[catalog.key] == number)
+        if order.axis is None or not len(rows):
+            continue
+        if order.axis >= catalog.ndim[rows].min():
+            raise ValueError("an order along an axis that a tensor does not have")
+        extent = catalog.global_shape[rows, wide[0].shape[1] - catalog.ndim[rows] + order.axis]
+        if (extent % (order.parts or 1)).any():
+            raise ValueError("an order in parts that are not equal")
+    begin, length = catalog.byte_offset, catalog.byte_length
+    if count and not ((begin >= 0) & (length >= 0) & (length <= file_bytes[catalog.file] - begin)).all():
+        raise ValueError("a shard lies outside its file")
+
+
+_FLAT_COLUMNS = ("key", "dtype", "ndim", "flat_start", "flat_stop", "rank", "file", "byte_offset")
+
+
+def format_version(catalog: Catalog) -> str:
+    """Return the oldest format version whose readers understand all that a catalog says."""
+    used = np.unique(catalog.key_order[catalog.key]).tolist() if len(catalog.key_order) else []
+    return FORMAT_VERSIONS[any(number >= 0 and catalog.orders[number].is_permuted for number in used)]
+
+
+def read_save_token(file: InputFile, name: str) -> str:
+    """The save token of a manifest, of which only the header is read.
+
+    Args:
+        file: The manifest.
+        name: Its name, for errors.
+
+    Raises:
+        CorruptCheckpointError: The header is not that of a manifest.
+    """
+    length = header_bytes(file.read(0, 8), file.size, name)
+    token = parse_header(file.read(8, length), file.size, name).metadata.get("save_token")
+    if token is None:
+        raise CorruptCheckpointError(f"{name} is damaged or not a manifest: it has no save token")
+    return token
+
+
+def merge_parts(parts: Sequence[Manifest]) -> Manifest:
+    """The manifest of a checkpoint from the parts of its ranks, in rank order.
+
+    Raises:
+        ValidationError: There is no part, or the parts come from different saves.
+    """
+    tokens = sorted({part.save_token for part in parts})
+    if len(tokens) != 1:
+        raise ValidationError([f"parts of different saves cannot be merged: tokens {tokens}"])
+    catalog = concat([part.catalog for part in parts])
+    values = np.concatenate([part.checksums.values for part in parts])
+    sizes = {name: int(size) for part in parts for name, size in zip(part.catalog.files, part.file_bytes)}
+    return Manifest(
+        catalog=catalog,
+        checksums=Checksums.of_items(values, catalog.byte_length, parts[0].checksums.block_bytes),
+        file_bytes=np.asarray([sizes[name] for name in catalog.files], dtype=np.int64),
+        save_token=tokens[0],
+        unique_id=parts[0].unique_id,
+        world_size=parts[0].world_size,
+        step=parts[0].step,
+    )
+
+
+def _narrow(column: np.ndarray) -> np.ndarray:
+    """The column in the smallest integer type that holds its values: most offsets and extents are small."""
+    if column.dtype == np.uint8:
+        return column
+    low, high = int(column.min(initial=0)), int(column.max(initial=0))
+    for dtype in (np.int8, np.int16, np.int32):
+        if np.iinfo(dtype).min <= low and high <= np.iinfo(dtype).max:
+            return np.ascontiguousarray(column, dtype=dtype)
+    return np.ascontiguousarray(column, dtype=np.int64)
+
+
+def _digest(arrays: dict[str, np.ndarray], info: dict[str, str]) -> str:
+    hasher = xxhash.xxh3_128(json.dumps(info, sort_keys=True).encode())
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        hasher.update(f"{name} {array.dtype.str} {array.shape};".encode())
+        hasher.update(array.reshape(-1).view(np.uint8))
+    return hasher.hexdigest()

@@ -1,0 +1,120 @@
+"""Directories of nodes that share no storage: each has its part of the data, and a manifest of all of it.
+
+A save is *prepared* on a node when the data files of its ranks are durable and so is the manifest, under another name.
+No node publishes its manifest before all nodes have prepared theirs, so with the first one that is published the
+checkpoint exists, whole; and as every node's manifest has all of the catalog, any node tells what there is. What the
+save replaces goes when all nodes have published.
+
+A node whose save died between these two steps cannot know whether another has published: what it has prepared stays
+until a save finds out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from paddle_flexckpt.catalog import CorruptCheckpointError
+from paddle_flexckpt.media.backend import FileLock
+from paddle_flexckpt.native.data_file import check_data_file
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.manifest import Manifest, read_save_token
+from paddle_flexckpt.native.save_names import SaveTicket
+
+
+class NodeSaves(NamedTuple):
+    """The saves of which one node knows.
+
+    Attributes:
+        published: Tokens of those that are checkpoints.
+        begun: Of those whose marker is here, the number of nodes by token.
+        prepared: Tokens of those of the latter that are prepared here, and not published here.
+    """
+
+    published: list[str]
+    begun: dict[str, int]
+    prepared: list[str]
+
+
+class NodeDirectory(CheckpointDirectory):
+    """One node's directory of checkpoints."""
+
+    def tokens(self) -> dict[int, str]:
+        """Save tokens of the checkpoints whose manifest is here, by id; a manifest that is damaged is left out."""
+        found = {}
+        for unique_id in self.list_ids():
+            name = f"{unique_id}.manifest"
+            with contextlib.suppress(FileNotFoundError, CorruptCheckpointError), self.backend.open(name) as file:
+                found[unique_id] = read_save_token(file, self.backend.where(name))
+        return found
+
+    def known_saves(self) -> NodeSaves:
+        """The saves of which this node knows."""
+        begun, prepared = {}, []
+        for ticket, nodes in self._begun():
+            begun[ticket.token] = nodes
+            if self.prepared(ticket):
+                prepared.append(ticket.token)
+        return NodeSaves(list(self.tokens().values()), begun, prepared)
+
+    def _begun(self) -> Iterator[tuple[SaveTicket, int]]:
+        for marker in self.markers():
+            ticket = self.ticket_of(marker)
+            if ticket is not None:
+                yield ticket, int(json.loads(self.backend.read(marker)).get("nodes", 1))
+
+    def publish_prepared(self, published: set[str]) -> None:
+        """Publishes what is prepared here of saves that another node has published. The caller has the lock."""
+        for ticket, _ in list(self._begun()):
+            names = self.prepared(ticket) if ticket.token in published else []
+            if names:
+                replaced = self.publish(ticket, self.backend.read(names[0]))
+                if replaced is not None:
+                    replaced.release()
+
+    def prepare_save(self, ticket: SaveTicket, rank: int, manifest: Manifest, node: str) -> None:
+        """Make a save ready to be published.
+
+        Args:
+            ticket: The save.
+            rank: The committer of this node.
+            manifest: Of all nodes.
+            node: The name of this one.
+
+        Raises:
+            CorruptCheckpointError: A data file of this node is not as it was written.
+            OSError: The file system refused.
+        """
+        sizes = dict(zip(manifest.catalog.files, manifest.file_bytes.tolist()))
+        self.backend.each(
+            lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(), manifest.nodes[node]
+        )
+        with self.backend.create(ticket.prepared_file(rank), replace=True) as file:
+            file.write(manifest.encode())
+        self.backend.sync()
+
+    def publish_save(self, ticket: SaveTicket, rank: int) -> FileLock | None:
+        """Publishes what :meth:`prepare_save` made ready; returns as :meth:`publish` does."""
+        return self.publish(ticket, self.backend.read(ticket.prepared_file(rank)))
+
+    def usable_files(self, manifest: Manifest) -> tuple[list[bool], dict[str, str]]:
+        """Which data files of a checkpoint are here as they were written.
+
+        Returns:
+            A flag for each file of the manifest; and by name, what is wrong with those that are here but not usable.
+        """
+        here, wrong = set(self.backend.names()), dict[str, str]()
+
+        def usable(item: tuple[str, int]) -> bool:
+            try:
+                check_data_file(self.backend, manifest, *item).close()
+            except (CorruptCheckpointError, OSError) as error:
+                wrong[item[0]] = str(error)
+                return False
+            return True
+
+        sizes = list(zip(manifest.catalog.files, manifest.file_bytes.tolist()))
+        good = iter(self.backend.each(usable, [item for item in sizes if item[0] in here]))
+        return [name in here and next(good) for name, _ in sizes], wrong

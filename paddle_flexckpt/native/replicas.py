@@ -1,0 +1,132 @@
+"""Replicas in files: stored items that are the same bytes, so that one can be read where another is damaged.
+
+A save with ``save_replicas=True`` writes what every rank holds. Items count as replicas if they are the same shard and
+the manifest has the same checksums for them: then any block of one is the block of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from paddle_flexckpt.catalog import CorruptCheckpointError, ReplicaGroups, group_replicas
+from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.native.manifest import Manifest
+
+# Substitutions told of one key: a tensor that is cut among many ranks can have very many.
+_MAX_TOLD = 3
+
+
+class DamagedCopy(Exception):
+    """What is wrong with a stretch of an item; caught by the reader, which looks for another copy."""
+
+
+class StoredReplicas:
+    """Which items of a checkpoint are the same bytes."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        """Looks at nothing yet: as long as nothing is damaged, nobody asks."""
+        self._manifest = manifest
+        self._groups: tuple[ReplicaGroups, np.ndarray] | None = None
+
+    def others(self, item: int) -> list[int]:
+        """The other items with the same bytes: first those of the ranks after its own, so that readers spread."""
+        if self._manifest.foreign:  # without checksums nothing says that they are the same
+            return []
+        if self._groups is None:
+            groups = group_replicas(self._manifest.catalog)
+            position = np.empty(len(groups.order), dtype=np.int64)
+            position[groups.order] = np.arange(len(groups.order))
+            self._groups = groups, position
+        groups, position = self._groups
+        at = int(position[item])
+        group = int(np.searchsorted(groups.start, at, side="right")) - 1
+        low, high = int(groups.start[group]), int(groups.start[group + 1])
+        rows = [*groups.order[at + 1 : high].tolist(), *groups.order[low:at].tolist()]
+        checksums = self._manifest.checksums
+        own = checksums.of_item(item)
+        return [row for row in rows if np.array_equal(checksums.of_item(row), own)]
+
+
+class ReplicaChoice:
+    """Which of its replicas an item is read from, by what has turned out to be damaged.
+
+    Attributes:
+        used: By key, what was damaged and which file served instead.
+    """
+
+    def __init__(self, backend: Backend, manifest: Manifest, allowed: bool) -> None:
+        """Args: backend: where the files are. manifest: of them. allowed: whether replicas serve for one another."""
+        self._backend = backend
+        self._manifest = manifest
+        self._replicas = StoredReplicas(manifest)
+        self._allowed = allowed
+        self._serving: dict[int, int] = {}
+        self._damaged: set[int] = set()
+        self._told: dict[str, dict[tuple[int, int], str]] = {}
+
+    def serving(self, item: int) -> int:
+        """The row that an item is read from."""
+        return self._serving.get(item, item)
+
+    def is_damaged(self, row: int) -> bool:
+        """Whether something of a row is known to be damaged."""
+        return row in self._damaged
+
+    def note_damage(self, row: int) -> None:
+        """Notes that something of a row is damaged."""
+        self._damaged.add(row)
+
+    def candidates(self, item: int) -> Iterator[int]:
+        """The rows to read an item from, best first."""
+        first = self.serving(item)
+        yield first
+        if self._allowed:
+            # The sort is stable. What is damaged in one place may be whole in another, so it comes last.
+            yield from sorted(self._replicas.others(first), key=lambda row: row in self._damaged)
+
+    def serve(self, item: int, row: int, failures: list[tuple[int, Exception]]) -> None:
+        """Notes that a row serves for an item from now on, after other rows have been tried."""
+        if not failures:
+            return
+        self._serving[item] = row
+        told = self._told.setdefault(self._manifest.catalog.key_name(item), {})
+        for other, error in failures:
+            told.setdefault((other, row), f"{self._describe(other, error)}; read from {self.where(row)} instead")
+
+    def error(self, failures: list[tuple[int, Exception]], touched: bool) -> Exception:
+        """What is to be raised where no copy can be read.
+
+        Args:
+            failures: The rows that were tried, and why they cannot be read.
+            touched: Whether targets may have been touched.
+        """
+        if len(failures) == 1 and not isinstance(failures[0][1], DamagedCopy):
+            return failures[0][1]
+        text = "; nor can its replica be read: ".join(self._describe(row, error) for row, error in failures)
+        state = " Targets are partly overwritten." if touched else ""
+        return CorruptCheckpointError(f"{text}.{state} Remedy: load another checkpoint")
+
+    def where(self, row: int) -> str:
+        """A row's file, key and rank."""
+        catalog = self._manifest.catalog
+        path = self._backend.where(catalog.file_name(row) or "")
+        return f"file {path!r}, key {catalog.key_name(row)!r}, saved by rank {int(catalog.rank[row])}"
+
+    def _describe(self, row: int, error: Exception) -> str:
+        """What is wrong with a copy, without a remedy."""
+        if isinstance(error, CorruptCheckpointError):
+            return str(error).partition(". Remedy: ")[0]
+        what = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return f"{self.where(row)}: {what}"
+
+    @property
+    def used(self) -> dict[str, str]:
+        """By key, what was damaged and which file served instead."""
+        texts = {}
+        for key, told in sorted(self._told.items()):
+            lines = list(dict.fromkeys(told.values()))
+            more = [f"and {len(lines) - _MAX_TOLD} more"] if len(lines) > _MAX_TOLD else []
+            texts[key] = "; ".join([*lines[:_MAX_TOLD], *more])
+        return texts

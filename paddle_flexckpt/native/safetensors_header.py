@@ -1,0 +1,143 @@
+"""The header of a safetensors file, read strictly: bounded, without duplicates, every tensor inside the file."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paddle_flexckpt.catalog import CorruptCheckpointError
+from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.native.json_cursor import JsonCursor
+
+# safetensors' own limit (MAX_HEADER_SIZE).
+MAX_HEADER_BYTES = 100_000_000
+_MAX_AXES = 64
+_MAX_EXTENT = 1 << 60
+_NUMBER = rb"(?:0|[1-9]\d{0,17})"
+_USUAL = re.compile(
+    rb'\{"dtype":"([A-Z0-9_]{1,8})","shape":\[((?:%b(?:,%b){0,31})?)\],"data_offsets":\[(%b),(%b)\]\}'
+    % (_NUMBER, _NUMBER, _NUMBER, _NUMBER)
+)
+_ITEMSIZE = {dtype.safetensors: dtype.itemsize // dtype.trailing for dtype in DTYPES.values()}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a safetensors file.
+
+    Attributes:
+        code: Its element type's code.
+        shape: Its shape.
+        begin: Its first byte, counted from the start of the file.
+        end: The first byte beyond it.
+    """
+
+    # A header can have very many.
+    __slots__ = ("begin", "code", "end", "shape")
+
+    code: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a header says.
+
+    Attributes:
+        tensors: By name.
+        metadata: ``__metadata__``.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, str]
+
+
+def header_bytes(start: bytes, file_bytes: int, file: str, most: int = MAX_HEADER_BYTES) -> int:
+    """Length of the header from the first 8 bytes of a file.
+
+    Raises:
+        CorruptCheckpointError: It is longer than the file, or than ``most`` bytes.
+    """
+    length = int.from_bytes(start[:8], "little")
+    if len(start) < 8 or length > min(most, file_bytes - 8):
+        raise _damaged(file, f"its header has {length} bytes by its first 8 bytes; the file has {file_bytes}")
+    return length
+
+
+def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
+    """Reads a header, entry by entry: what is not an entry of a header is refused before anything is made of it.
+
+    Args:
+        text: The JSON text, without the 8 bytes before it.
+        file_bytes: Size of the whole file.
+        file: Its name, for errors.
+
+    Raises:
+        CorruptCheckpointError: It is not a header, or tensors overlap, leave gaps or leave the file.
+    """
+    # JSON allows other whitespace; the padding of the format is spaces, at the end.
+    if text[:1] != b"{" or text[len(text.rstrip(b" ")) - 1 :][:1] != b"}":
+        raise _damaged(file, "its header is not a JSON object that is padded with spaces")
+    start = 8 + len(text)
+    tensors: dict[str, StoredTensor] = {}
+    metadata: dict[str, str] = {}
+    position, in_order = start, True
+    cursor = JsonCursor(text)
+    try:
+        for name in cursor.entries():
+            if name == "__metadata__":
+                metadata = cursor.texts()
+                continue
+            usual = cursor.match(_USUAL)
+            entry = cursor.value() if usual is None else _entry(*usual)
+            tensor = tensors[name] = _tensor(name, entry, start, file)
+            in_order = in_order and tensor.begin == position
+            position = tensor.end
+        cursor.end()
+    except ValueError as error:
+        raise _damaged(file, f"its header is not that of a safetensors file: {error}") from error
+    if not in_order:
+        position = start
+        for name in sorted(tensors, key=lambda name: (tensors[name].begin, tensors[name].end)):
+            if tensors[name].begin != position:
+                raise _damaged(file, f"tensor {name!r} begins at byte {tensors[name].begin}; expected {position}")
+            position = tensors[name].end
+    if position != file_bytes:
+        raise _damaged(file, f"its tensors end at byte {position}; the file has {file_bytes} bytes")
+    return Header(tensors, metadata)
+
+
+def _entry(code: bytes, shape: bytes, begin: bytes, end: bytes) -> dict[str, Any]:
+    """The value of an entry in the spelling of safetensors' own writer, of which a header may have very many."""
+    extents = list(map(int, shape.split(b","))) if shape else []
+    return {"dtype": code.decode(), "shape": extents, "data_offsets": [int(begin), int(end)]}
+
+
+def _tensor(name: str, entry: Any, start: int, file: str) -> StoredTensor:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise _damaged(file, f"the entry of tensor {name!r} is not dtype, shape and data_offsets")
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or code not in _ITEMSIZE:
+        raise _damaged(file, f"tensor {name!r} has the unknown element type {str(code)[:20]!r}")
+    if not _are_extents(shape) or len(shape) > _MAX_AXES:
+        raise _damaged(file, f"tensor {name!r} has a shape that is not a list of extents")
+    if not _are_extents(offsets) or len(offsets) != 2:
+        raise _damaged(file, f"tensor {name!r} has offsets that are not two positions")
+    expected = math.prod(shape) * _ITEMSIZE[code]
+    if offsets[1] - offsets[0] != expected:
+        got = offsets[1] - offsets[0]
+        raise _damaged(file, f"tensor {name!r} of shape {shape} and type {code} has {got} bytes; expected {expected}")
+    return StoredTensor(code, tuple(shape), start + offsets[0], start + offsets[1])
+
+
+def _are_extents(value: Any) -> bool:
+    return isinstance(value, list) and all(type(x) is int and 0 <= x < _MAX_EXTENT for x in value)
+
+
+def _damaged(file: str, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(f"{file} is damaged or not a safetensors file: {what}. Remedy: restore the file")

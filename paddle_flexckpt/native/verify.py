@@ -1,0 +1,327 @@
+"""Verification: every byte of a checkpoint's data files against its manifest; all that is wrong, not the first only.
+
+Each file is read once, block by block, in the order of its bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from paddle_flexckpt.catalog import CorruptCheckpointError, Problem
+from paddle_flexckpt.media.backend import InputFile, Location, fill, open_backend
+from paddle_flexckpt.native.checksums import hash_block
+from paddle_flexckpt.native.data_file import TOKEN_WINDOW
+from paddle_flexckpt.native.header import DataFileHeader, read_header
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.recovery import Concern, Damage, Recovery
+
+_OTHER_TOKEN = "the header has another save_token: another save's file"
+REMEDY = "restore the file from a copy, or load another checkpoint"
+
+
+@dataclass
+class Verification:
+    """What was found.
+
+    Attributes:
+        problems: All of them, in the order of the files.
+        bytes_read: Bytes read, headers included.
+        bytes_verified: Bytes of tensors that have their checksum.
+        missing: Names of the files that are missing.
+        tokens: Save tokens of files that seem to be of another save, by name.
+        damage: What of the files cannot be read.
+        recoverable: Whether a load can read everything nonetheless: with ``verify="full"``, and from replicas.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    bytes_read: int = 0
+    bytes_verified: int = 0
+    missing: list[str] = field(default_factory=list)
+    tokens: dict[str, str] = field(default_factory=dict)
+    damage: Damage = field(default_factory=Damage)
+    recoverable: bool = True
+
+
+def verify_files(directory: Location, manifest: Manifest) -> Verification:
+    """Reads all data files of a checkpoint once and compares them with its manifest.
+
+    Compared are sizes, save tokens, headers (with the bytes that the manifest says they have), the checksum of every
+    block, and whether items follow each other without gaps. One block is in memory at a time.
+
+    Args:
+        directory: Where the files are.
+        manifest: What they hold.
+    """
+    found = Verification()
+    concerns: dict[int, Concern] = {}  # by the number of the problem
+    catalog = manifest.catalog
+    # Rows in the order of files and bytes; the sort is stable, so empty items stay where they were written.
+    order = np.lexsort((catalog.byte_offset, catalog.file))
+    edges = np.searchsorted(catalog.file[order], np.arange(len(catalog.files) + 1))
+    for file in range(len(catalog.files)):
+        _FileVerifier(directory, manifest, file, order[edges[file] : edges[file + 1]], found, concerns).verify()
+    recovery = Recovery(manifest, found.damage)
+    for number, concern in concerns.items():
+        annotated = recovery.annotate(found.problems[number], concern)
+        if annotated is None:
+            found.recoverable = False
+        else:
+            found.problems[number] = annotated
+    return found
+
+
+@dataclass
+class _Stretch:
+    """Blocks of one item that follow each other and have the same fault.
+
+    Attributes:
+        what: The fault.
+        first: First byte, counted from the item's start.
+        last: First byte beyond.
+        expected: What the first block should be.
+        got: What the first block is.
+    """
+
+    what: str
+    first: int
+    last: int
+    expected: str | None
+    got: str | None
+
+
+class _FileVerifier:
+    """Compares one data file with the manifest."""
+
+    def __init__(
+        self,
+        directory: Location,
+        manifest: Manifest,
+        file: int,
+        rows: np.ndarray,
+        found: Verification,
+        concerns: dict[int, Concern],
+    ) -> None:
+        self._manifest = manifest
+        self._block_bytes = manifest.checksums.block_bytes
+        self._file = file
+        self._rows = rows
+        self._found = found
+        self._concerns = concerns
+        # Row and blocks of each of this file's problems.
+        self._about: list[tuple[int | None, range | None]] = []
+        self._backend = open_backend(directory)
+        self._name = manifest.catalog.files[file]
+        self._path = self._backend.where(self._name)
+        self._rank = int(manifest.catalog.rank[rows[0]]) if len(rows) else None
+
+    def _problem(
+        self,
+        what: str,
+        row: int | None = None,
+        stretch: tuple[int | None, int | None] = (None, None),
+        expected: object = None,
+        got: object = None,
+        blocks: range | None = None,
+    ) -> None:
+        """Notes a problem.
+
+        Args:
+            what: The problem.
+            row: The item that it is about; None: the file.
+            stretch: The first byte of the file that it is about, and the first one beyond.
+            expected: What should have been there.
+            got: What was there.
+            blocks: Blocks of the item that are damaged.
+        """
+        self._about.append((row, blocks))
+        catalog = self._manifest.catalog
+        self._found.problems.append(
+            Problem(
+                what,
+                key=None if row is None else catalog.key_name(row),
+                rank=self._rank if row is None else int(catalog.rank[row]),
+                file=self._path,
+                expected=expected,
+                got=got,
+                remedy=REMEDY,
+                offset=stretch[0],
+                end=stretch[1],
+            )
+        )
+
+    def _forget(self, first: int) -> None:
+        """Takes back this file's problems from the given one on."""
+        count = len(self._about) - first
+        del self._found.problems[len(self._found.problems) - count :]
+        del self._about[first:]
+
+    def verify(self) -> None:
+        """Finds all that is wrong with the file."""
+        first = len(self._found.problems)
+        usable = self._verify()
+        if not usable:
+            self._found.damage.files.add(self._file)
+        for number, (row, blocks) in enumerate(self._about, first):
+            rows = self._rows.tolist() if row is None else [row]
+            if not usable:
+                self._concerns[number] = Concern(rows)
+            elif blocks is not None:
+                self._concerns[number] = Concern(rows, blocks)
+
+    def _verify(self) -> bool:
+        """Finds all that is wrong; returns whether a load takes the file for the one that was written."""
+        try:
+            opened = self._backend.open(self._name)
+        except FileNotFoundError:
+            nodes = self._manifest.nodes_of(self._name)
+            got = f"nothing here; it was saved on node {' and '.join(nodes)}" if nodes else None
+            self._problem(
+                "a file that the manifest names is missing", None, expected=f"{len(self._rows)} shards", got=got
+            )
+            self._found.missing.append(self._name)
+            return False
+        except OSError as error:
+            self._problem("a file cannot be opened", got=error.strerror)
+            return False
+        except CorruptCheckpointError as error:
+            self._problem("what has the name of a file is not that file", got=str(error))
+            return False
+        with opened:
+            size, expected = opened.size, int(self._manifest.file_bytes[self._file])
+            if size != expected:
+                what = "a file is shorter than it was" if size < expected else "a file is longer than it was"
+                stretch = (min(size, expected), max(size, expected))
+                self._problem(what, None, stretch, f"{expected} bytes", f"{size} bytes")
+            self._check_layout(expected)
+            before = len(self._about)
+            other = self._check_header(opened)
+            verified = self._found.bytes_verified
+            self._check_items(opened)
+            if other is not None and verified == self._found.bytes_verified:
+                # That it has another step, and that none of its blocks fits, is one problem.
+                self._forget(before)
+                self._problem(_OTHER_TOKEN, None, (0, max(size, expected)), self._manifest.save_token, other)
+                self._found.tokens[self._name] = other
+            return size == expected and self._has_token(opened)
+
+    def _has_token(self, file: InputFile) -> bool:
+        with contextlib.suppress(OSError):  # it has been told that the header cannot be read
+            return self._manifest.save_token.encode() in file.read(0, TOKEN_WINDOW)
+        return False
+
+    def _check_layout(self, file_bytes: int) -> None:
+        """Items have to follow each other, from the header to the end: other bytes have no checksum."""
+        catalog = self._manifest.catalog
+        lengths = catalog.byte_length[self._rows]
+        begins = catalog.byte_offset[self._rows]
+        ends = begins + lengths
+        for i in np.flatnonzero(begins[1:] != ends[:-1]).tolist():
+            what = "bytes between two shards that belong to none" if begins[i + 1] > ends[i] else "shards overlap"
+            stretch = (int(ends[i]), max(int(begins[i + 1]), int(ends[i])))
+            self._problem(what, int(self._rows[i + 1]), stretch, f"byte {ends[i]}", f"byte {begins[i + 1]}")
+        if len(ends) and ends[-1] != file_bytes:
+            self._problem(
+                "the last shard does not end where its file ends",
+                int(self._rows[-1]),
+                (int(ends[-1]), max(file_bytes, int(ends[-1]))),
+                f"byte {file_bytes}",
+                f"byte {ends[-1]}",
+            )
+
+    def _check_header(self, file: InputFile) -> str | None:
+        """Compares the header with the manifest; returns its save token if that is another."""
+        manifest = self._manifest
+        items = manifest.catalog.take(self._rows)
+        begin = int(items.byte_offset.min(initial=manifest.file_bytes[self._file]))
+        wanted = DataFileHeader.of_items(
+            replace(items, byte_offset=items.byte_offset - begin),
+            save_token=manifest.save_token,
+            unique_id=manifest.unique_id,
+            world_size=manifest.world_size,
+            step=manifest.step,
+        )
+        expected = wanted.encode()
+        try:
+            # The header's length may be what is damaged: compare where it should stand.
+            start = file.read(0, len(expected))
+            self._found.bytes_read += len(start)
+            if start == expected and len(start) == begin:
+                return None
+            data = read_header(file)
+            header = DataFileHeader.decode(data)
+        except ValueError as error:
+            self._problem("the header is damaged", None, (_first_difference(start, expected), begin), None, str(error))
+            return None
+        except OSError as error:
+            self._problem("the header cannot be read", None, (0, begin), None, error.strerror)
+            return None
+        where = (_first_difference(data, expected), max(begin, len(data)))
+        before = len(self._found.problems)
+        if len(data) != begin:
+            self._problem("the header has another length", None, (0, where[1]), f"{begin} bytes", f"{len(data)} bytes")
+        for name in sorted(wanted.info.keys() | header.info.keys()):
+            if wanted.info.get(name) != header.info.get(name):
+                what = _OTHER_TOKEN if name == "save_token" else f"the header has another {name}"
+                self._problem(what, None, where, wanted.info.get(name), header.info.get(name, "nothing"))
+        rows = dict(zip(wanted.entries, self._rows.tolist()))
+        for name in [*rows, *sorted((header.entries.keys() | header.shards.keys()) - rows.keys())]:
+            for fields, theirs in ((wanted.entries, header.entries), (wanted.shards, header.shards)):
+                if fields.get(name) != theirs.get(name):
+                    what = f"the header describes {name!r} otherwise than the manifest"
+                    self._problem(what, rows.get(name), where, fields.get(name, "nothing"), theirs.get(name, "nothing"))
+        if len(self._found.problems) == before:
+            self._problem("the header says the same in other bytes", None, where)
+        token = header.info.get("save_token", "")
+        return None if token == manifest.save_token else token
+
+    def _check_items(self, file: InputFile) -> None:
+        buffer = np.empty(self._block_bytes, dtype=np.uint8)
+        lengths = self._manifest.catalog.byte_length[self._rows]
+        for row, length in zip(self._rows.tolist(), lengths.tolist()):
+            begin = int(self._manifest.catalog.byte_offset[row])
+            for fault in self._faults(file, row, begin, length, buffer):
+                what = f"bytes {fault.first} to {fault.last} of the shard {fault.what}"
+                stretch = (begin + fault.first, begin + fault.last)
+                blocks = range(fault.first // self._block_bytes, -(-fault.last // self._block_bytes))
+                self._problem(what, row, stretch, fault.expected, fault.got, blocks)
+                self._found.damage.blocks.setdefault(row, set()).update(blocks)
+
+    def _faults(self, file: InputFile, row: int, begin: int, length: int, buffer: np.ndarray) -> list[_Stretch]:
+        checksums = self._manifest.checksums
+        faults: list[_Stretch] = []
+
+        def note(what: str, first: int, last: int, expected: str | None = None, got: str | None = None) -> None:
+            if faults and (faults[-1].what, faults[-1].last) == (what, first):
+                faults[-1].last = last
+            else:
+                faults.append(_Stretch(what, first, last, expected, got))
+
+        for block, first in enumerate(range(0, length, checksums.block_bytes)):
+            last = min(first + checksums.block_bytes, length)
+            view = buffer[: last - first]
+            try:
+                count = fill(file, memoryview(view), begin + first)
+            except OSError as error:
+                note("cannot be read", first, last, got=error.strerror)
+                continue
+            self._found.bytes_read += count
+            if count < len(view):
+                note("are not there: the file ends before", first + count, length)
+                break
+            expected, got = checksums.of_block(row, block), hash_block(view)
+            if expected == got:
+                self._found.bytes_verified += len(view)
+            else:
+                note("are damaged", first, last, f"xxh3 {expected:016x}", f"xxh3 {got:016x}")
+        return faults
+
+
+def _first_difference(data: bytes, expected: bytes) -> int:
+    """Index of the first byte that is not as expected."""
+    length = min(len(data), len(expected))
+    a, b = np.frombuffer(data, np.uint8, length), np.frombuffer(expected, np.uint8, length)
+    differs = np.flatnonzero(a != b)
+    return int(differs[0]) if len(differs) else length

@@ -1,0 +1,306 @@
+"""Extra state: what a run needs besides tensors to go on where it was, saved like tensors.
+
+A checkpoint's extra state is a few tensors among the others, all under the prefix ``extra_state.``:
+
+- ``extra_state.common``: what is the same on every rank (layout, step, LR scheduler, GradScaler, whatever else the
+  caller adds), as one uint8 tensor of JSON text; tensors that the caller adds are ``extra_state.common.more.{name}``.
+- ``extra_state.rng.rank{r}``: the random number generators of rank r, likewise.
+- ``extra_state.dataloader.rank{r}``: its position in the data, likewise.
+
+::
+
+    fc.save_state_dict({**model, **optimizer, **fc.collect_extra_state(scheduler, scaler, step=step)}, path)
+    ...
+    fc.load_state_dict({**model, **optimizer}, path)
+    report = fc.restore_extra_state(fc.load_extra_state(path), scheduler, scaler)
+    step = report.step
+
+Under another layout than that of the save, what belongs to ranks has no meaning: generators stay as they are, lest
+ranks that have to draw alike draw differently, and positions are handed out for the caller to divide anew. Both are in
+the report, by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
+from paddle_flexckpt.catalog.wire import join
+from paddle_flexckpt.foreign.formats import shown
+from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.live.loader import check_heads, load_state_dict, quiet_loads
+from paddle_flexckpt.live.merged import empty_tensors
+from paddle_flexckpt.live.options import GROUP, PATH, same_on_all_ranks
+from paddle_flexckpt.media.backend import Location, reading
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.run_state.portable import decode, encode
+from paddle_flexckpt.run_state.random_state import collect_random_state, restore_random_state
+from paddle_flexckpt.run_state.scheduler_state import restore_scaler, restore_scheduler, scheduler_state
+
+_PREFIX = EXTRA_STATE
+_COMMON = f"{_PREFIX}common"
+_OF_RANK = re.compile(re.escape(_PREFIX) + r"(rng|dataloader)\.rank(\d+)(\.|$)")
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ExtraStateReport:
+    """What :func:`restore_extra_state` found and did.
+
+    Attributes:
+        step: Training step, if one was saved.
+        dataloader: This rank's position in the data; None if there is none, or the layout is another.
+        dataloaders: Positions by the rank that saved them: this rank's, or under another layout all of them.
+        more: What else the caller had saved.
+        restored: Names of what is as it was.
+        not_restored: Names of what is not, and why.
+    """
+
+    step: int | None
+    dataloader: Any
+    dataloaders: dict[int, Any]
+    more: dict[str, Any]
+    restored: list[str]
+    not_restored: dict[str, str]
+
+
+def collect_extra_state(
+    lr_scheduler: Any = None,
+    scaler: Any = None,
+    step: int | None = None,
+    rng: bool = True,
+    dataloader: Any = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """The extra state of a run, to be saved with the rest by ``save_state_dict``.
+
+    Args:
+        lr_scheduler: A ``paddle.optimizer.lr.LRScheduler``; schedulers inside it are saved as well.
+        scaler: A ``paddle.amp.GradScaler``, also one of fleet.
+        step: Training step.
+        rng: Whether to save the random number generators of Python, numpy, Paddle and fleet's model-parallel tracker.
+        dataloader: This rank's position in the data: a portable value, or an object with ``state_dict()``.
+        **more: Portable values and tensors that are the same on every rank.
+
+    Returns:
+        Names to CPU tensors (those in ``more`` as they are).
+
+    Raises:
+        ValidationError: A value is not portable (see :mod:`~paddle_flexckpt.run_state.portable`).
+    """
+    tensors: dict[str, Any] = {}
+    rank = _rank()
+    common = {
+        "version": _VERSION,
+        "layout": _layout(),
+        "step": step,
+        "lr_scheduler": None if lr_scheduler is None else scheduler_state(lr_scheduler),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "more": more,
+    }
+    state = {_COMMON: encode(common, _COMMON, tensors)}
+    if rng:
+        state[f"{_PREFIX}rng.rank{rank}"] = encode(collect_random_state(), "extra_state.rng")
+    if dataloader is not None:
+        name = f"{_PREFIX}dataloader.rank{rank}"
+        position = dataloader.state_dict() if callable(getattr(dataloader, "state_dict", None)) else dataloader
+        state[name] = encode(position, name, tensors)
+    return {**{name: _as_tensor(text) for name, text in state.items()}, **tensors}
+
+
+@same_on_all_ranks(path=PATH, process_group=GROUP, unique_id="what is compared is the checkpoint that it stands for")
+def load_extra_state(path: Location, unique_id: int | None = None, process_group: Any = None) -> dict[str, Any]:
+    """Reads the extra state that concerns this rank. Every rank of the group calls this.
+
+    Args:
+        path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
+        unique_id: The checkpoint's id; None takes the highest.
+        process_group: The ranks that take part; all ranks of the job by default.
+
+    Returns:
+        As of :func:`collect_extra_state`; under another layout than that of the save without generators, and with the
+        positions of all ranks.
+
+    Raises:
+        ValidationError: There is no such checkpoint, or it has no extra state.
+        CorruptCheckpointError: It is damaged.
+    """
+    comm = communicator_for(process_group)
+    context = f"cannot load extra state from {shown(path)}"
+
+    def look() -> tuple[tuple[int, Catalog], bytes]:
+        directory = CheckpointDirectory(path)
+        with reading(directory.path), HeldManifest(directory, unique_id) as manifest:
+            pass
+        if _COMMON not in manifest.catalog.keys:
+            raise ValidationError(
+                [f"id {manifest.unique_id} has no extra state. Remedy: save {{**state, **collect_extra_state()}}"]
+            )
+        checkpoint = f"id {manifest.unique_id} ({manifest.save_token})"
+        head = json.dumps({"call": "load_extra_state", "checkpoint": checkpoint}).encode()
+        return (manifest.unique_id, manifest.catalog), join((head,))
+
+    (chosen, catalog), answers = comm.together(look, context)
+    check_heads(answers, context, comm.ranks)
+    state: dict[str, Any] = {}
+
+    def read(names: list[str]) -> None:
+        tensors = empty_tensors(catalog, names)
+        with quiet_loads():
+            load_state_dict(tensors, path, comm, unique_id=chosen)
+        state.update(tensors)
+
+    # What is common says whether the layout is the same, and so what else is needed.
+    read([key for key in catalog.keys if key == _COMMON or key.startswith(f"{_COMMON}.")])
+    same = _common(state)["layout"] == _layout()
+    mine = []
+    for key in catalog.keys:
+        match = _OF_RANK.match(key)
+        if match and (int(match[2]) == _rank() if same else match[1] == "dataloader"):
+            mine.append(key)
+    read(mine)
+    return state
+
+
+def saved_world_size(state: Mapping[str, Any]) -> int:
+    """Return the number of ranks that saved; errors of :func:`restore_extra_state`.
+
+    Args:
+        state: Of :func:`load_extra_state`.
+    """
+    return int(_common(state)["layout"]["world_size"])
+
+
+def restore_extra_state(
+    state: Mapping[str, Any], lr_scheduler: Any = None, scaler: Any = None, rng: bool = True
+) -> ExtraStateReport:
+    """Puts scheduler, scaler and generators back in place.
+
+    Args:
+        state: Of :func:`load_extra_state` or :func:`collect_extra_state`.
+        lr_scheduler: A scheduler built like the saved one.
+        scaler: A scaler; its settings become the saved ones.
+        rng: Whether to restore the random number generators.
+
+    Returns:
+        Step, positions, the caller's own values, and what could be restored and what not.
+
+    Raises:
+        ValidationError: This is no extra state.
+        CorruptCheckpointError: It is damaged.
+    """
+    common = _common(state)
+    restored: list[str] = []
+    not_restored: dict[str, str] = {}
+    for name, target, restore in (
+        ("lr_scheduler", lr_scheduler, restore_scheduler),
+        ("scaler", scaler, restore_scaler),
+    ):
+        problem = None
+        if common[name] is None and target is None:
+            continue
+        if target is None:
+            problem = "none was passed to restore_extra_state()"
+        elif common[name] is None:
+            problem = "the checkpoint has none"
+        else:
+            problem = restore(target, common[name])
+        if problem is None:
+            restored.append(name)
+        else:
+            not_restored[name] = problem
+    layout = _layout()
+    same = common["layout"] == layout
+    other = f"saved under {_describe(common['layout'])}, this run has {_describe(layout)}"
+    if rng:
+        why = _restore_generators(state, restored, not_restored) if same else other
+        if why is not None:
+            not_restored["rng"] = why
+    positions = _positions(state)
+    if same and _rank() in positions:
+        restored.append("dataloader")
+    elif positions and not same:
+        not_restored["dataloader"] = f"{other}; the positions of all ranks are in dataloaders"
+    return ExtraStateReport(
+        step=common["step"],
+        dataloader=positions.get(_rank()) if same else None,
+        dataloaders=positions,
+        more=common["more"],
+        restored=restored,
+        not_restored=not_restored,
+    )
+
+
+def _restore_generators(state: Mapping[str, Any], restored: list[str], not_restored: dict[str, str]) -> str | None:
+    """Restores this rank's generators and notes which; or says why there are none."""
+    name = f"{_PREFIX}rng.rank{_rank()}"
+    if name not in state:
+        return "the checkpoint has none of this rank"
+    generators = decode(_text(state[name]), name)
+    failed = restore_random_state(generators)
+    of_paddle = [f"{kind}.{each}" for kind in ("paddle", "tracker") for each in generators[kind]]
+    restored.extend(f"rng.{each}" for each in ("python", "numpy", *of_paddle) if each not in failed)
+    not_restored.update({f"rng.{each}": why for each, why in failed.items()})
+    return None
+
+
+def _positions(state: Mapping[str, Any]) -> dict[int, Any]:
+    """Positions in the data by the rank that saved them."""
+    found = {}
+    for name in state:
+        match = _OF_RANK.fullmatch(name)
+        if match and match[1] == "dataloader":
+            found[int(match[2])] = decode(_text(state[name]), name, state)
+    return found
+
+
+def _layout() -> dict[str, int]:
+    """World size and, if fleet is initialised, the degrees of parallelism."""
+    import paddle.distributed as dist
+    from paddle.distributed.fleet.base import topology
+
+    layout = {"world_size": int(dist.get_world_size())}
+    hcg = topology._HYBRID_PARALLEL_GROUP
+    if hcg is not None:
+        for name in ("data", "model", "pipe", "sharding", "sep"):
+            degree = getattr(hcg, f"get_{name}_parallel_world_size", None)
+            layout[name] = int(degree()) if degree else 1
+    return layout
+
+
+def _describe(layout: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {degree}" for name, degree in layout.items() if name == "world_size" or degree > 1)
+
+
+def _common(state: Mapping[str, Any]) -> dict[str, Any]:
+    if _COMMON not in state:
+        raise ValidationError([f"there is no {_COMMON!r} in the state. Remedy: pass what load_extra_state() returned"])
+    common = decode(_text(state[_COMMON]), _COMMON, state)
+    if common.get("version") != _VERSION:
+        raise ValidationError(
+            [f"extra state of version {common.get('version')!r}; this library reads {_VERSION}. Remedy: update it"]
+        )
+    return common
+
+
+def _rank() -> int:
+    import paddle.distributed as dist
+
+    return int(dist.get_rank())
+
+
+def _as_tensor(text: bytes) -> Any:
+    import paddle
+
+    return paddle.to_tensor(np.frombuffer(text, dtype=np.uint8).copy(), place=paddle.CPUPlace())
+
+
+def _text(tensor: Any) -> bytes:
+    return np.asarray(tensor.numpy(), dtype=np.uint8).tobytes()

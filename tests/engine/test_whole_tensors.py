@@ -1,0 +1,115 @@
+"""iterate_tensors: one tensor at a time, exactly its bytes."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.aoa import compile_program
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.engine import whole_tensors, work
+from paddle_flexckpt.engine.whole_tensors import WholeTensors, iterate_tensors
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.reader import FileReader
+from tests.engine.samples import SHAPES, save, values_of
+
+KINDS = {f"of.{name}": (name, SHAPES[i % 4]) for i, name in enumerate(DTYPES)}
+KINDS.update({"empty": ("float32", (0, 3)), "extra_state.common": ("uint8", (4,))})
+
+
+@pytest.fixture(scope="module")
+def values():
+    return values_of(KINDS)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(values, tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole") / "checkpoint"
+    save(path, values)
+    return str(path), CheckpointDirectory(str(path)).read_manifest()
+
+
+def statements(manifest, *texts):
+    return compile_program({"aoa_statements": list(texts)}, manifest.catalog, None)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 256])
+def test_every_tensor_by_default(checkpoint, values, monkeypatch, at_once):
+    monkeypatch.setattr(whole_tensors, "PLANNED_AT_ONCE", at_once)
+    found = dict(iterate_tensors(*checkpoint))
+    assert list(found) == sorted(set(KINDS) - {"extra_state.common"})
+    for key, array in found.items():
+        assert (array.dtype, array.shape) == (values[key].dtype, values[key].shape)
+        assert array.tobytes() == values[key].tobytes()
+
+
+def test_names_and_their_order(checkpoint, values):
+    names = ["of.int8", "extra_state.common", "of.bool"]
+    assert [name for name, _ in iterate_tensors(*checkpoint, names=names)] == names
+    assert list(iterate_tensors(*checkpoint, names=[])) == []
+    with pytest.raises(ValidationError, match="no such key .key 'of'.; got 19 keys, such as"):
+        next(iterate_tensors(*checkpoint, names=["of.int8", "of"]))
+
+
+@pytest.mark.parametrize("tile", [1, 5, 1 << 22])
+def test_what_statements_make(tmp_path, monkeypatch, tile):
+    monkeypatch.setattr(work, "TILE_ELEMENTS", tile)
+    rng = np.random.default_rng(0)
+    values = {key: rng.standard_normal((6, 4)).astype(np.float32) for key in ("a", "b", "rest")}
+    save(tmp_path, values)
+    manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
+    mapping = statements(
+        manifest, 'a, b -> s, sum, weights="[0.25, 4.0]"', "s -> t, scale=3.0", "_ -> c, fill=2", "a, b -> ab, axis=1"
+    )
+    with pytest.raises(ValidationError, match="no such key .key 'a'"):
+        next(iterate_tensors(str(tmp_path), manifest, mapping, ["a"]))
+    mapping = statements(manifest, 'a, b -> t, sum, weights="[0.25, 4.0]"', "a^T, b^T -> ab, axis=1")
+    found = dict(iterate_tensors(str(tmp_path), manifest, mapping))
+    assert list(found) == ["ab", "rest", "t"]
+    a, b = values["a"], values["b"]
+    assert found["t"].tobytes() == (a * np.float32(0.25) + b * np.float32(4)).tobytes()
+    assert found["ab"].tobytes() == np.concatenate([a.T, b.T], 1).tobytes()
+    assert found["rest"].tobytes() == values["rest"].tobytes()
+
+
+def test_exactly_the_bytes_that_are_needed_are_read(checkpoint, values):
+    path, manifest = checkpoint
+    names = ["of.float32", "of.complex128", "empty"]
+    tensors = WholeTensors(manifest)
+    with FileReader(path, manifest) as reader:
+        tensors.check(names, reader)
+        assert reader.count.bytes_read == 0
+        for name, array in tensors.iterate(names, reader):
+            assert array.tobytes() == values[name].tobytes()
+        assert reader.count.bytes_read == sum(values[name].nbytes for name in names)
+        assert reader.count.bytes_verified > 0
+
+
+def test_one_tensor_and_a_tile_are_in_memory(tmp_path, monkeypatch):
+    """Each tensor is 4 MB; there are 16 of them, every other one computed."""
+    monkeypatch.setattr(work, "TILE_ELEMENTS", 1 << 14)
+    size = 4 << 20
+    save(tmp_path, {f"t{i}": np.full(size // 4, i, np.float32) for i in range(16)}, world=1)
+    manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
+    mapping = statements(manifest, *(f"t{i} -> u{i}, scale=2.0" for i in range(0, 16, 2)))
+    tracemalloc.start()
+    try:
+        for _, array in iterate_tensors(str(tmp_path), manifest, mapping):
+            assert array[-1] >= 0
+            del array
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # The reader's staging block and the plans come on top.
+    assert size < peak < 2 * size
+
+
+def test_a_missing_file_is_found_before_anything_is_read(tmp_path):
+    save(tmp_path, values_of({"a": ("float32", (5, 6)), "b": ("float32", (3, 3))}))
+    manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
+    (tmp_path / "2_0.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match="2_0.safetensors is missing"):
+        next(iterate_tensors(str(tmp_path), manifest))

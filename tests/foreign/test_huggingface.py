@@ -1,0 +1,262 @@
+"""Hugging Face directories: one file, an index, a path to either; and what does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import numpy as safetensors_numpy
+
+from paddle_flexckpt.algebra import StridedCopy
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.cli.main import main
+from paddle_flexckpt.engine.export import export_safetensors
+from paddle_flexckpt.engine.verification import verify_checkpoint
+from paddle_flexckpt.media.backend import open_storage
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.listing import detect_format
+from paddle_flexckpt.native.reader import FileReader
+from tests.native.samples import store, whole
+
+W = np.arange(24, dtype=np.float32).reshape(6, 4)
+B = np.arange(6).astype(ml_dtypes.bfloat16)
+S = np.asarray(7, dtype=np.int64)
+TENSORS = {"model.w": W, "model.b": B, "s": S}
+FILES = {"model-00001-of-00002.safetensors": ["model.w"], "model-00002-of-00002.safetensors": ["model.b", "s"]}
+INDEX = "model.safetensors.index.json"
+
+
+def write_file(path, names=tuple(TENSORS), **info):
+    path.write_bytes(safetensors_numpy.save({name: TENSORS[name] for name in names}, {"format": "pt", **info}))
+
+
+def write_index(path, index=INDEX, **changes):
+    for file, names in FILES.items():
+        write_file(path / file, names)
+    weight_map = {name: file for file, names in FILES.items() for name in names}
+    (path / index).write_text(json.dumps({"metadata": {"total_size": 116.0}, "weight_map": weight_map, **changes}))
+    return path
+
+
+def native(path):
+    manifest = store(path, [whole("w", "float32", (4, 4))]).manifest
+    (path / f"{manifest.unique_id}.manifest").write_bytes(manifest.encode())
+
+
+def contents(path):
+    """All tensors, read whole."""
+    directory = CheckpointDirectory(path)
+    manifest = directory.read_manifest()
+    catalog = manifest.catalog
+    found = {}
+    with FileReader(directory.backend, manifest) as reader:
+        for row in range(len(catalog)):
+            array = TENSORS.get(catalog.key_name(row), W)
+            size = int(catalog.size[row])
+            target = np.empty(size, dtype=array.dtype)
+            reader.read(row, StridedCopy((size,), 0, (1,), 0, (1,)), target)
+            assert catalog.dtype_name(row) == str(array.dtype)
+            found[catalog.key_name(row)] = target.reshape(catalog.unpadded(row, catalog.shape)).tobytes()
+    assert reader.count.bytes_verified == 0
+    return found
+
+
+EXPECTED = {name: array.tobytes() for name, array in TENSORS.items()}
+
+
+def test_a_single_file(tmp_path):
+    write_file(tmp_path / "model.safetensors")
+    write_file(tmp_path / "consolidated.safetensors")  # as beside some models; it is the same in other names
+    (tmp_path / "flex-ckpt.auto_generated.metadata").write_bytes(b"what Paddle leaves in such directories")
+    assert detect_format(tmp_path) == "huggingface"
+    assert contents(tmp_path) == EXPECTED
+
+
+def test_the_only_file_under_any_name(tmp_path):
+    write_file(tmp_path / "adapter_model.safetensors")
+    assert contents(tmp_path) == EXPECTED
+
+
+@pytest.mark.parametrize("index", [INDEX, "diffusion_pytorch_model.safetensors.index.json"])
+def test_files_under_an_index(tmp_path, index):
+    write_index(tmp_path, index)
+    write_file(tmp_path / "consolidated.safetensors")
+    assert detect_format(tmp_path) == "huggingface"
+    assert contents(tmp_path) == EXPECTED
+    catalog = CheckpointDirectory(tmp_path).read_manifest().catalog
+    assert {catalog.key_name(row): catalog.file_name(row) for row in range(3)} == {
+        "model.w": "model-00001-of-00002.safetensors",
+        "model.b": "model-00002-of-00002.safetensors",
+        "s": "model-00002-of-00002.safetensors",
+    }
+    assert catalog.unpadded(0, catalog.global_shape) == (6, 4)
+
+
+def test_the_path_of_a_file_or_index_chooses_it(tmp_path):
+    write_index(tmp_path)
+    write_file(tmp_path / "model.safetensors", ["s"])
+    with pytest.raises(ValidationError, match=rf"several sets.*{INDEX}, model\.safetensors\. Remedy: give the path"):
+        detect_format(tmp_path)
+    assert contents(tmp_path / INDEX) == EXPECTED
+    assert contents(str(tmp_path / "model.safetensors")) == {"s": S.tobytes()}
+    with pytest.raises(CorruptCheckpointError, match=r"other\.safetensors is missing"):
+        contents(tmp_path / "other.safetensors")
+    assert verify_checkpoint(tmp_path / INDEX).path == str(tmp_path / INDEX)
+
+
+def test_the_path_of_a_file_in_the_working_directory(tmp_path, monkeypatch):
+    write_file(tmp_path / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    assert contents("model.safetensors") == EXPECTED
+
+
+@pytest.mark.parametrize("names", [["a.safetensors", "b.safetensors"], ["x.safetensors.index.json", INDEX]])
+def test_several_sets_are_refused(tmp_path, names):
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValidationError, match="has several sets of safetensors files: .*Remedy"):
+        CheckpointDirectory(tmp_path).read_manifest()
+
+
+def test_numbered_files_need_their_index(tmp_path):
+    write_index(tmp_path)
+    (tmp_path / INDEX).unlink()
+    with pytest.raises(CorruptCheckpointError, match="without their index"):
+        CheckpointDirectory(tmp_path).read_manifest()
+
+
+def test_there_is_no_id(tmp_path):
+    write_file(tmp_path / "model.safetensors")
+    assert CheckpointDirectory(tmp_path).read_manifest(0).unique_id == 0
+    with pytest.raises(ValidationError, match="is a Hugging Face directory, which has no ids"):
+        CheckpointDirectory(tmp_path).read_manifest(1)
+
+
+def test_a_manifest_comes_first(tmp_path):
+    native(tmp_path)
+    write_file(tmp_path / "model.safetensors")
+    assert detect_format(tmp_path) == "native"
+    assert CheckpointDirectory(tmp_path).read_manifest().origin == "native"
+    assert contents(tmp_path / "model.safetensors") == EXPECTED
+
+
+def test_a_save_without_a_manifest_is_not_taken_for_one(tmp_path):
+    write_file(tmp_path / "0_0.safetensors")
+    with pytest.raises(ValidationError, match="has an unfinished save"):
+        detect_format(tmp_path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    write_index(tmp_path)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(
+        CorruptCheckpointError, match=rf"model-00002-of-00002\.safetensors is missing; .*{INDEX} names it"
+    ):
+        detect_format(tmp_path)
+    report = verify_checkpoint(tmp_path)
+    assert not report.ok
+    assert "model-00002-of-00002.safetensors is missing" in str(report.problems[0])
+
+
+def test_files_of_another_save_are_found(tmp_path):
+    write_index(tmp_path)
+    write_file(tmp_path / "model-00001-of-00002.safetensors", ["model.w", "s"])
+    with pytest.raises(CorruptCheckpointError, match="the index has elsewhere.*key 's'"):
+        detect_format(tmp_path)
+    write_file(tmp_path / "model-00001-of-00002.safetensors", [])
+    with pytest.raises(CorruptCheckpointError, match="lacks a tensor that the index has in it.*'model.w'"):
+        detect_format(tmp_path)
+
+
+def test_a_truncated_file_is_found_when_it_is_opened(tmp_path):
+    write_file(tmp_path / "model.safetensors")
+    manifest = CheckpointDirectory(tmp_path).read_manifest()
+    with open(tmp_path / "model.safetensors", "r+b") as file:
+        file.truncate(100)
+    with (
+        FileReader(str(tmp_path), manifest) as reader,
+        pytest.raises(CorruptCheckpointError, match="truncated"),
+    ):
+        reader.check_files(np.arange(1))
+    with pytest.raises(CorruptCheckpointError, match="is damaged or not a safetensors file"):
+        detect_format(tmp_path)
+
+
+def test_sixteen_bits_without_a_sign(tmp_path):
+    """numpy has no bfloat16: Paddle's is uint16 there, and a file that came by way of numpy says so."""
+    array = np.arange(4, dtype=np.uint16)
+    for info, dtype in (({"format": "np"}, "bfloat16"), ({"format": "pt"}, "uint16"), (None, "uint16")):
+        (tmp_path / "model.safetensors").write_bytes(safetensors_numpy.save({"w": array}, info))
+        assert CheckpointDirectory(tmp_path).read_manifest().catalog.dtypes == (dtype,)
+    assert detect_format(tmp_path) == "huggingface"
+    (tmp_path / "model.safetensors").write_bytes(safetensors_numpy.save({"w": array}, {"format": "np"}))
+    assert detect_format(tmp_path) == "unified_checkpoint"
+
+
+def test_no_checksums_are_compared(tmp_path):
+    write_index(tmp_path)
+    report = verify_checkpoint(tmp_path)
+    assert (report.ok, report.bytes_verified, report.has_checksums, report.keys) == (True, 0, False, 3)
+    directory = CheckpointDirectory(tmp_path)
+    with pytest.raises(ValidationError, match="is a Hugging Face directory, without checksums"):
+        FileReader(directory.backend, directory.read_manifest(), "full")
+
+
+def test_export_reads_them(tmp_path):
+    (tmp_path / "source").mkdir()
+    write_index(tmp_path / "source")
+    report = export_safetensors(tmp_path / "source", tmp_path / "out", ["model.w^T -> w"])
+    assert (report.keys, report.bytes_verified) == (3, 0)
+    got = safetensors_numpy.load_file(tmp_path / "out" / "model.safetensors")
+    np.testing.assert_array_equal(got["w"], W.T)
+    # And what it has written is such a directory.
+    assert detect_format(tmp_path / "out") == "huggingface"
+
+
+def test_commands(tmp_path, capsys):
+    write_index(tmp_path)
+    assert main(["inspect", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "a Hugging Face directory, without checksums" in out
+    assert "model-00002-of-00002" not in out
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "have no checksums and were not read" in capsys.readouterr().out
+    assert main(["explain", str(tmp_path), "--aoa", json.dumps({"aoa_statements": ["model.w^T -> w"]})]) == 0
+    assert "model.w" in capsys.readouterr().out
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "model-00001-of-00002.safetensors is missing" in capsys.readouterr().out
+
+
+def test_from_a_url(tmp_path):
+    fsspec = pytest.importorskip("fsspec")
+    write_index(tmp_path)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path) + "/", "/huggingface/", recursive=True)
+    try:
+        assert contents("memory://huggingface") == EXPECTED
+        assert contents(open_storage("memory://huggingface")) == EXPECTED
+        assert contents(f"memory://huggingface/{INDEX}") == EXPECTED
+        assert detect_format("memory://huggingface") == "huggingface"
+    finally:
+        memory.rm("/huggingface", recursive=True)
+
+
+@pytest.mark.parametrize("name", ["model_state.pdparams", "pytorch_model.bin"])
+def test_pickles_of_tensors_are_not_read(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(ValidationError, match=rf"but {name}\. Remedy: have their writer save safetensors files"):
+        detect_format(tmp_path)
+
+
+def test_a_directory_above_a_checkpoint(tmp_path):
+    (tmp_path / "flex_checkpoint").mkdir()
+    native(tmp_path / "flex_checkpoint")
+    with pytest.raises(ValidationError, match=r"but in flex_checkpoint\. Remedy: give the path of that directory"):
+        detect_format(tmp_path)
+    shutil.rmtree(tmp_path / "flex_checkpoint")
+    with pytest.raises(ValidationError, match="Remedy: correct the path"):
+        detect_format(tmp_path)

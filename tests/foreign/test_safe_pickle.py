@@ -1,0 +1,83 @@
+"""The reader of foreign pickles: plain data comes back as it was."""
+
+from __future__ import annotations
+
+import pickle
+import pickletools
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError
+from paddle_flexckpt.foreign.pickle_values import ELEMENT_TYPES, Limits
+from paddle_flexckpt.foreign.safe_pickle import load_pickle
+
+PROTOCOLS = [2, 3, 4, 5]
+ATOMS = st.none() | st.booleans() | st.integers(-(1 << 100), 1 << 100) | st.floats(allow_nan=False) | st.text()
+DATA = st.recursive(
+    ATOMS | st.lists(ATOMS, max_size=5).map(tuple),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(-9, 9), inner),
+    max_leaves=40,
+)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@given(value=DATA)
+@settings(deadline=None, max_examples=60)
+def test_plain_data_comes_back(protocol, value):
+    data = pickle.dumps(value, protocol)
+    got = load_pickle(data)
+    assert (got, repr(got)) == (value, repr(value))
+    assert repr(load_pickle(pickletools.optimize(data))) == repr(value)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("code", sorted(ELEMENT_TYPES))
+@pytest.mark.parametrize("shape", [(), (1,), (3, 4), (0, 3)], ids=str)
+def test_arrays_and_numbers_of_numpy(protocol, code, shape):
+    size = int(np.prod(shape, dtype=int))
+    array = np.arange(size).astype(code).reshape(shape)
+    array = np.asarray(array)
+    value = {"c": array, "again": array.copy(), "fortran": array.copy(order="F"), "number": array.dtype.type(1)}
+    got = load_pickle(pickle.dumps(value, protocol))
+    for name in ("c", "again", "fortran"):
+        assert (got[name].dtype, got[name].shape) == (value[name].dtype, shape)
+        assert got[name].tobytes() == value[name].tobytes()
+        assert size == 0 or not got[name].flags.writeable
+    assert got["number"] == 1
+    assert type(got["number"]) in (bool, int, float, complex)
+
+
+def test_arrays_are_views_of_the_file():
+    data = pickle.dumps({"w": np.zeros(1 << 20, dtype=np.float32)}, 4)
+    tracemalloc.start()
+    try:
+        array = load_pickle(data)["w"]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert array.shape == (1 << 20,)
+    assert peak < 1 << 16
+
+
+def test_truncation_is_damage():
+    data = pickle.dumps({"w": np.arange(5.0), "t": (1, "a"), "l": [2.5, None, True]}, 4)
+    for length in range(len(data)):
+        with pytest.raises(CorruptCheckpointError, match="the file"):
+            load_pickle(data[:length], "the file")
+
+
+def test_limits_are_limits():
+    assert load_pickle(pickle.dumps(list(range(100)), 4), limits=Limits(operations=300))[99] == 99
+    with pytest.raises(UnsafePickleError, match="more than 50 operations"):
+        load_pickle(pickle.dumps(list(range(100)), 4), limits=Limits(operations=50))
+    with pytest.raises(UnsafePickleError, match="integer of 19 bytes"):
+        load_pickle(pickle.dumps(1 << 150, 4))
+    nested = []
+    for _ in range(80):
+        nested = [nested]
+    with pytest.raises(UnsafePickleError, match="nested deeper than 64"):
+        load_pickle(pickle.dumps(nested, 4))

@@ -1,0 +1,96 @@
+"""load_merged_state_dict: a distributed checkpoint as whole tensors in one process."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog.dtypes import dtype_of
+from paddle_flexckpt.live.merged import load_merged_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.live.tensors import HostTensor
+from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.foreign.writers import metadata_pickle
+from tests.ramdisk import memory_directory
+
+paddle = pytest.importorskip("paddle")
+pytestmark = pytest.mark.paddle
+
+TENSORS = {
+    "model.w": ("bfloat16", (6, 4)), "model.b": ("float32", (4,)), "model.none": ("float32", (0, 3)),
+    "opt.step": ("int64", ()), "modelling": ("float8_e4m3fn", (6,)),
+}  # fmt: skip
+
+
+def values(key: str) -> np.ndarray:
+    dtype, shape = TENSORS[key]
+    dtype = dtype_of(dtype).numpy
+    raw = np.random.default_rng(len(key)).integers(0, 256, int(np.prod(shape)) * dtype.itemsize, dtype=np.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+@pytest.fixture
+def path():
+    def job(comm):
+        state = {}
+        for key in TENSORS:
+            full = values(key)
+            if full.ndim and len(full) == 6:
+                part = full[3 * comm.position : 3 * comm.position + 3].copy()
+                offset = (3 * comm.position,) + (0,) * (full.ndim - 1)
+                state[key] = ShardedWeight(key, part, part.shape, full.shape, offset)
+            else:
+                state[key] = full
+        save_state_dict(state, directory, comm)
+
+    with memory_directory() as directory:
+        SimulatedWorld(2).run(job)
+        yield directory
+
+
+def test_whole_tensors_on_the_cpu_sorted_by_name(path):
+    merged = load_merged_state_dict(path)
+    assert list(merged) == sorted(TENSORS)
+    for key, tensor in merged.items():
+        dtype, shape = TENSORS[key]
+        assert (str(tensor.dtype), tuple(tensor.shape)) == (f"paddle.{dtype}", shape)
+        assert tensor.place.is_cpu_place()
+        assert HostTensor(tensor).array.tobytes() == values(key).tobytes()
+
+
+def test_a_prefix_chooses_keys_and_is_taken_off(path):
+    assert list(load_merged_state_dict(path, prefix="model")) == ["b", "none", "w"]
+    assert load_merged_state_dict(path, prefix="nothing") == {}
+
+
+def test_an_id_is_chosen(path):
+    SimulatedWorld(1).run(lambda comm: save_state_dict({"x": np.ones(2, dtype=np.float32)}, path, comm))
+    assert list(load_merged_state_dict(path)) == ["x"]
+    assert list(load_merged_state_dict(path, unique_id=0)) == sorted(TENSORS)
+
+
+def test_what_is_wrong_is_an_error(path):
+    with pytest.raises(ValidationError, match="does not exist"):
+        load_merged_state_dict(path / "nowhere")
+    (path / "1_0.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match="1_0.safetensors is missing"):
+        load_merged_state_dict(path)
+
+
+@pytest.mark.parametrize("aoa", [None, {"aoa_statements": ["w -> v"]}], ids=["plain", "aoa"])
+def test_no_memory_is_taken_for_a_shape_that_is_only_declared(tmp_path, aoa):
+    row = {"key": "w", "dtype": "float32", "shape": (1 << 44,), "offset": (0,), "local": (2,)}
+    (tmp_path / "0.metadata").write_bytes(metadata_pickle({"0_0.distcp": [row, {**row, "key": "b", "shape": (2,)}]}))
+    (tmp_path / "0_0.distcp").write_bytes(pickle.dumps({"w": np.ones(2, np.float32), "b": np.ones(2, np.float32)}))
+    with pytest.raises(ValidationError) as caught:
+        load_merged_state_dict(tmp_path, aoa_config=aoa)
+    assert "the checkpoint does not hold all of a tensor (key 'w'); expected 17592186044416 elements; got 2" in str(
+        caught.value
+    )
+    # What is there can be had.
+    tensors = load_merged_state_dict(tmp_path, aoa_config={"aoa_statements": ["w -> _"]})
+    assert {name: tensor.numpy().tolist() for name, tensor in tensors.items()} == {"b": [1, 1]}

@@ -1,0 +1,338 @@
+"""Saves to the directories of nodes that share no storage, and loads where each rank sees some of the files."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, ValidationError
+from paddle_flexckpt.engine.verification import verify_checkpoint
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.merged import load_merged_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.native.listing import list_checkpoints
+from paddle_flexckpt.native.node_directory import NodeDirectory
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.background.helpers import shards
+from tests.live.test_fused_degrees import layout
+from tests.live.test_orders import KEYS, natural, targets
+
+ROWS = 16
+
+
+def save(paths, version, **options):
+    """Each rank's report, or its error; ``paths`` says which directory each rank sees."""
+    return SimulatedWorld(len(paths)).run_all(
+        lambda comm: save_state_dict(
+            shards(comm.position, len(paths), version, ROWS // len(paths)),
+            paths[comm.position],
+            comm,
+            **{"storage": "per_node", **options},
+        )
+    )
+
+
+def load(paths, **options):
+    """Reports of the ranks and the version that all of them were given, or their errors."""
+    size = len(paths)
+
+    def job(comm):
+        found = shards(comm.position, size, -77, ROWS // size)
+        report = load_state_dict(found, paths[comm.position], comm, **{"storage": "per_node", **options})
+        version = int(found["b"].local_tensor[0])
+        for key, shard in shards(comm.position, size, version, ROWS // size).items():
+            assert (found[key].local_tensor == shard.local_tensor).all()
+        return report, version
+
+    outcomes = SimulatedWorld(size).run_all(job)
+    if isinstance(outcomes[0], BaseException):
+        return outcomes
+    reports, versions = zip(*outcomes)
+    assert len(set(versions)) == 1
+    return reports, versions[0]
+
+
+def one_error(outcomes, kind=CheckpointError):
+    """The text of the error that all ranks have."""
+    assert {type(outcome) for outcome in outcomes} == {kind}, outcomes
+    (text,) = {str(outcome) for outcome in outcomes}
+    return text
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """The directories of two nodes, and one where nothing is."""
+    return str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "empty")
+
+
+@pytest.fixture
+def saved(nodes):
+    """The same, with version 1 as id 0 of two ranks on each node."""
+    a, b, _ = nodes
+    assert [report.unique_id for report in save([a, a, b, b], 1)] == [0] * 4
+    return nodes
+
+
+def test_ranks_that_share_no_directory_are_refused_before_data_is_written(nodes, monkeypatch):
+    a, b, _ = nodes
+    monkeypatch.setattr(NodeDirectory, "write_data", lambda *args, **kwargs: pytest.fail("data was written"))
+    text = one_error(save([a, a, b, b], 1, storage="shared"), ValidationError)
+    assert f"[rank 2, 3] {b}/0.saving is not there" in text
+    assert "storage='per_node'" in text
+    assert os.listdir(a) == []
+    assert not os.path.exists(b)
+
+
+def test_each_node_has_its_part_and_a_manifest_of_all(saved):
+    a, b, _ = saved
+    assert sorted(os.listdir(a)) == ["0.manifest", "0_0.safetensors", "1_0.safetensors", PADDLE_METADATA]
+    assert sorted(os.listdir(b)) == ["0.manifest", "2_0.safetensors", "3_0.safetensors", PADDLE_METADATA]
+    for path in (a, b):
+        with open(os.path.join(path, PADDLE_METADATA), "rb") as file:
+            assert b"Paddle cannot, because its files are on several nodes" in file.read()
+    first, second = (NodeDirectory(path).read_manifest() for path in (a, b))
+    assert (first.save_token, first.nodes, len(first.catalog)) == (second.save_token, second.nodes, len(second.catalog))
+    assert list(first.nodes.values()) == [
+        ("0_0.safetensors", "1_0.safetensors"),
+        ("2_0.safetensors", "3_0.safetensors"),
+    ]
+
+
+@pytest.mark.parametrize("placement", ["aabb", "ab", "baba", "abee", "aaab", "ba"])
+def test_what_a_rank_does_not_see_it_receives(saved, placement):
+    paths = [saved["abe".index(letter)] for letter in placement]
+    reports, version = load(paths)
+    assert version == 1
+    # w is 16 x 5 float32, b 7 int64: what arrives was sent by others, and comes out of their files.
+    assert sum(report.bytes_received for report in reports) == sum(report.bytes_sent for report in reports) > 0
+    assert all(report.bytes_copied + report.bytes_received == report.bytes_needed for report in reports)
+    assert sum(report.bytes_read for report in reports) == sum(report.bytes_needed for report in reports)
+    for letter, report in zip(placement, reports):
+        if letter == "e":
+            assert report.bytes_read == 0
+
+
+def test_a_directory_with_all_parts_is_loaded_as_shared(saved, tmp_path):
+    a, b, _ = saved
+    whole = str(tmp_path / "whole")
+    shutil.copytree(a, whole)
+    shutil.copytree(b, whole, dirs_exist_ok=True)
+    reports, version = load([whole] * 2)
+    assert version == 1
+    assert [report.bytes_received for report in reports] == [0, 0]
+    assert load([whole], storage="shared")[1] == 1
+
+
+def test_the_directory_of_one_node_alone_says_what_is_missing_and_where_it_is(saved):
+    a, b, _ = saved
+    texts = [one_error(load([a], storage="shared"), CorruptCheckpointError)]
+    with pytest.raises(CorruptCheckpointError) as merged:
+        load_merged_state_dict(a)
+    (info,) = list_checkpoints(a)
+    assert not info.complete
+    for text in (*texts, str(merged.value), info.problem):
+        assert f"{a}/2_0.safetensors is missing" in text
+        assert f":{b})" in text
+        assert "storage='per_node'" in text
+
+
+def test_a_lost_node_is_an_error_that_names_it_or_survived_by_copies(saved):
+    a, b, empty = saved
+    shutil.rmtree(b)
+    text = one_error(load([a, a, empty, empty]), CorruptCheckpointError)
+    assert "'2_0.safetensors' of id 0 with shards of 'w'" in text
+    assert f":{b})" in text
+    assert "node_copies=2" in text
+    save([a, a, b, b], 2, node_copies=2)
+    for lost, left in ((a, b), (b, a)):
+        kept = f"{lost}.kept"
+        os.rename(lost, kept)
+        reports, version = load([left, left, empty, empty])
+        assert version == 2
+        assert reports[0].unique_id == 1
+        assert load([left], storage="shared")[1] == 2
+        os.rename(kept, lost)
+
+
+def test_copies_of_uneven_nodes(nodes):
+    a, b, c = nodes
+    assert not any(isinstance(each, Exception) for each in save([a, b, b, c], 1, node_copies=2))
+    held = {path: {name for name in os.listdir(path) if name.endswith("safetensors")} for path in nodes}
+    assert held[a] == {"0_0.safetensors", "3_0.safetensors"}
+    assert held[b] == {"0_0.safetensors", "1_0.safetensors", "2_0.safetensors"}
+    assert held[c] == {"1_0.safetensors", "2_0.safetensors", "3_0.safetensors"}
+
+
+def test_a_file_that_is_not_as_it_was_is_read_on_another_node(nodes):
+    a, b, _ = nodes
+    save([a, b], 1, node_copies=2)
+    os.truncate(f"{a}/0_0.safetensors", 100)
+    reports, version = load([a, b])
+    assert version == 1
+    assert reports[0].bytes_received > 0
+    os.truncate(f"{b}/0_0.safetensors", 90)
+    text = one_error(load([a, b]), CorruptCheckpointError)
+    assert "0_0.safetensors has 90 bytes" in text or "0_0.safetensors has 100 bytes" in text
+    os.truncate(f"{b}/0.manifest", 50)
+    save([a, b], 2, node_copies=2)
+    assert load([a, b])[1] == 2
+
+
+def test_the_highest_id_of_all_nodes_is_the_next_and_is_loaded(nodes):
+    a, b, empty = nodes
+    save([b, b], 1, unique_id=6)
+    assert save([a, a, b, b], 2)[0].unique_id == 7
+    assert load([a, b])[0][0].unique_id == 7
+    assert load([empty, b], unique_id=6)[1] == 1
+    text = one_error(load([a, b], unique_id=5), ValidationError)
+    assert "has no checkpoint with id 5" in text
+
+
+def test_an_id_is_replaced_on_all_nodes(saved):
+    a, b, _ = saved
+    save([a, b, b, a], 2, unique_id=0)
+    assert sorted(os.listdir(a)) == ["0.manifest", "0_0.1.safetensors", "3_0.1.safetensors", PADDLE_METADATA]
+    assert sorted(os.listdir(b)) == ["0.manifest", "1_0.1.safetensors", "2_0.1.safetensors", PADDLE_METADATA]
+    assert load([a, b])[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"node_copies": 3}, "node_copies has to be 1 to 2"),
+        ({"node_copies": True}, "node_copies has to be 1 to 2"),
+        ({"async_save": True}, "async_save does not work with storage='per_node'"),
+        ({"storage": "nodes"}, "storage has to be 'shared' or 'per_node'"),
+        ({"storage": "shared", "node_copies": 2}, "node_copies=2 needs storage='per_node'"),
+        ({"unique_id": -1}, "unique_id must be"),
+    ],
+)
+def test_options_that_cannot_be_kept_are_refused(nodes, options, text):
+    a, b, _ = nodes
+    assert text in str(save([a, b], 1, **options)[1])
+    assert not any(name for path in (a, b) if os.path.exists(path) for name in os.listdir(path))
+
+
+def test_ranks_have_to_agree_about_storage(nodes):
+    a, _, _ = nodes
+    save([a], 1)
+
+    def job(comm):
+        storage = "per_node" if comm.position else "shared"
+        return save_state_dict(shards(comm.position, 2, 2), a, comm, storage=storage)
+
+    for outcome in SimulatedWorld(2).run_all(job):
+        assert '"storage": "per_node"' in str(outcome)
+        assert '"storage": "shared"' in str(outcome)
+
+    def loading(comm):
+        storage = "per_node" if comm.position else "shared"
+        return load_state_dict(shards(comm.position, 2, 2, ROWS // 2), a, comm, storage=storage)
+
+    assert all('"storage": "per_node"' in str(outcome) for outcome in SimulatedWorld(2).run_all(loading))
+
+
+def test_nothing_is_there(nodes):
+    assert "does not exist" in one_error(load([nodes[2]] * 2), ValidationError)
+
+
+def stop_publishing(monkeypatch, *paths):
+    """Saves that cannot put the manifest in place in some directories."""
+    publish = NodeDirectory.publish_save
+
+    def refuse(self, ticket, rank):
+        if self.path in paths:
+            raise OSError(28, "No space left on device")
+        return publish(self, ticket, rank)
+
+    monkeypatch.setattr(NodeDirectory, "publish_save", refuse)
+
+
+def test_a_save_that_one_node_has_published_is_the_new_one_and_is_finished_by_the_next(saved, monkeypatch, caplog):
+    a, b, empty = saved
+    with monkeypatch.context() as context:
+        stop_publishing(context, b)
+        text = one_error(save([a, a, b, b], 2, unique_id=0))
+    assert "some nodes have published the checkpoint, others could not" in text
+    assert load([a, a, b, b])[1] == 2
+    # Without the other node nobody knows: the old and the new stay.
+    before = set(os.listdir(b))
+    assert save([b], 3)[0].unique_id == 1
+    assert before < set(os.listdir(b))
+    assert "stay until all of the nodes that took part save here again" in caplog.text
+    assert load([a, a, b, b], unique_id=0)[1] == 2
+    save([a, a, b, b], 4)
+    assert NodeDirectory(a).tokens()[0] == NodeDirectory(b).tokens()[0]
+    kinds = {name.rpartition(".")[2] for path in (a, b) for name in os.listdir(path)}
+    assert kinds == {"manifest", "safetensors", "metadata"}
+    assert not {"2_0.safetensors", "3_0.safetensors"} & set(os.listdir(b))
+    assert [load([empty, b, a, a], unique_id=unique_id)[1] for unique_id in (0, 1, 2)] == [2, 3, 4]
+
+
+def test_a_save_that_no_node_has_published_is_removed_by_a_save_of_all_its_nodes(saved, monkeypatch):
+    a, b, _ = saved
+    with monkeypatch.context() as context:
+        stop_publishing(context, a, b)
+        one_error(save([a, a, b, b], 2, unique_id=0))
+    assert load([a, a, b, b])[1] == 1
+    prepared = {name for name in os.listdir(b) if ".1." in name}
+    assert prepared == {"2_0.1.safetensors", "3_0.1.safetensors", "2_0.1.prepared", "0.1.saving"}
+    save([b], 3)
+    assert prepared < set(os.listdir(b))
+    save([a, b], 4)
+    assert not prepared & set(os.listdir(b))
+    assert not [name for path in (a, b) for name in os.listdir(path) if ".1." in name]
+    assert [load([a, b], unique_id=unique_id)[1] for unique_id in (0, 2)] == [1, 4]
+
+
+def test_a_node_that_cannot_prepare_leaves_all_as_it_was(saved, monkeypatch):
+    a, b, _ = saved
+    before = sorted(os.listdir(a)), sorted(os.listdir(b))
+
+    def refuse(self, *args):
+        raise OSError(28, "No space left on device")
+
+    prepare = NodeDirectory.prepare_save
+    monkeypatch.setattr(
+        NodeDirectory, "prepare_save", lambda self, *args: (refuse if self.path == b else prepare)(self, *args)
+    )
+    assert "[rank 2]" in one_error(save([a, a, b, b], 2, unique_id=0, node_copies=2))
+    assert (sorted(os.listdir(a)), sorted(os.listdir(b))) == before
+
+
+def test_what_a_rank_prepared_stays_if_another_is_lost_meanwhile(saved, monkeypatch):
+    """The others may not have noticed, and publish."""
+    a, b, _ = saved
+
+    def lost(self, *args):
+        raise LostRankError("rank 3 has gone")
+
+    monkeypatch.setattr(NodeDirectory, "publish_save", lost)
+    save([a, b], 2, unique_id=0)
+    assert {"0.1.saving", "0_0.1.prepared", "0_0.1.safetensors"} < set(os.listdir(a))
+
+
+def test_verify_names_the_node_of_a_missing_file(saved):
+    a, b, _ = saved
+    report = verify_checkpoint(a)
+    assert any("2_0.safetensors" in str(problem) and f":{b})" in str(problem) for problem in report.problems)
+
+
+def test_recorded_orders_of_fused_parameters_count_here_too(nodes):
+    def saving(comm):
+        state = {key: weight for key, weight in layout(2, "", comm.rank).items() if key in KEYS}
+        save_state_dict(state, nodes[comm.rank], comm, storage="per_node")
+
+    SimulatedWorld(2).run(saving)
+
+    def job(comm):
+        found = targets(1, 0, dist=True)
+        report = load_state_dict(found, nodes[comm.rank], comm, storage="per_node")
+        assert report.bytes_received
+        return all(np.array_equal(found[key].local_tensor, natural(key)) for key in found)
+
+    assert SimulatedWorld(2).run(job) == [True, True]

@@ -1,0 +1,181 @@
+"""Ranks agree on every option of every public call, or the call says why they need not."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+
+import paddle_flexckpt as fc
+import paddle_flexckpt.manager.manager as manager_module
+from paddle_flexckpt.live.options import OWN, shared_options
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+
+# gen_aoa_statements() collects what differs between ranks: that is what its group is for.
+FUNCTIONS = [
+    name
+    for name in fc.__all__
+    if inspect.isfunction(getattr(fc, name))
+    and "process_group" in inspect.signature(getattr(fc, name)).parameters
+    and name != "gen_aoa_statements"
+]
+METHODS = [
+    name
+    for name, method in vars(fc.CheckpointManager).items()
+    if inspect.isfunction(method)
+    and (name == "__init__" or not name.startswith("_"))
+    and len(inspect.signature(method).parameters) > 1
+]
+CALLS = {name: getattr(fc, name) for name in FUNCTIONS} | {
+    name: getattr(fc.CheckpointManager, name) for name in METHODS
+}
+STATEMENTS = {"aoa_statements": ["w -> w"]}
+# By option: what rank 0 and rank 1 say. A new option needs a line here, or a reason in its call's declaration.
+VALUES = {
+    "aoa_config": (None, STATEMENTS),
+    "async_save": (False, True),
+    "blocking": (True, False),
+    "check_replicas": (True, False),
+    "coordinator_rank": (0, 1),
+    "dtype": ("raise", "cast"),
+    "fallback": (False, True),
+    "fused": ("convert", "exact"),
+    "keep": (fc.KeepLatest(1), fc.KeepLatest(2)),
+    "lr_scheduler": (None, "a schedule"),
+    "master_weights": ("exact", "convert"),
+    "metric": ("loss", "accuracy"),
+    "mode": ("min", "max"),
+    "mw_name_compatibility": (True, False),
+    "node_copies": (1, 2),
+    "offload": (False, True),
+    "optimizer_states": ("raise", "ignore"),
+    "overwrite": (False, True),
+    "preemption_signals": ((), (10,)),
+    "rng": (False, True),
+    "root": ("a", "b"),
+    "save_replicas": (False, True),
+    "save_when": (fc.SaveEvery(1), fc.SaveEvery(2)),
+    "scaler": (None, "a scaler"),
+    "step": (1, 2),
+    "storage": ("shared", "per_node"),
+    "strict": ("missing", False),
+    "tied_names": (True, False),
+    "unique_id": (0, 1),
+    "use_replicas": (True, False),
+    "verify": ("read", "full"),
+}
+
+
+def shards():
+    return {"w": np.arange(8, dtype=np.float32)}
+
+
+def manager_of(tmp_path, comm, **options):
+    options = {"root": tmp_path, "preemption_signals": (), "save_when": fc.SaveInterval(1), **options}
+    return fc.CheckpointManager(process_group=comm, **options)
+
+
+def call(name, tmp_path, comm, **options):
+    """Makes a call that would go well, but for the options."""
+    if name == "save_state_dict":
+        if "node_copies" in options:
+            options["storage"] = "per_node"
+        return fc.save_state_dict(shards(), tmp_path / "new", comm, **options)
+    if name == "load_state_dict":
+        return fc.load_state_dict(shards(), tmp_path / "there", comm, **options)
+    if name == "load_extra_state":
+        return fc.load_extra_state(tmp_path / "there", process_group=comm, **options)
+    if name == "reshard_sharded_state_dict":
+        return fc.reshard_sharded_state_dict(shards(), shards(), comm, **options)
+    if name == "_load_state_dict":
+        source = fc.Metadata({"w": [fc.LocalTensorMetadata((0,), (8,), "float32", (8,))]}, {}, None)
+        index = fc.LocalTensorIndex("w", (0,))
+        source.storage_metadata = {index: "file"}
+        held = {"file": shards()} if comm.rank == 0 else {}
+        return fc._load_state_dict(shards(), held, [source], comm, **options)
+    if name == "__init__":
+        if "root" in options:
+            options["root"] = tmp_path / options["root"]
+        return manager_of(tmp_path, comm, **options).close()
+    manager = manager_of(tmp_path / "managed", comm, keep=fc.KeepBest(1, metric="loss"))
+    if name == "save":
+        options = {"rng": False, **options, "step": 10 + options.get("step", 0)}
+        for key in ("lr_scheduler", "scaler"):  # every rank has one of its own
+            if options.get(key) is not None:
+                options[key] = Stateful()
+        return manager.save(state=shards(), metrics={"loss": 1.0}, **options)
+    if name == "restore":
+        return manager.restore(state=shards(), **options)
+    return getattr(manager, name)(**options)
+
+
+class Signals:
+    """Stands for handlers of signals."""
+
+    received = watches = False
+
+    def close(self):
+        """Does nothing."""
+
+
+class Stateful:
+    """Stands for a schedule or a scaler."""
+
+    def state_dict(self):
+        return {"value": 1}
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory):
+    root = tmp_path_factory.mktemp("options")
+    (solo,) = SimulatedWorld(1).run(lambda comm: comm)
+    fc.save_state_dict({**shards(), **fc.collect_extra_state()}, root / "there", solo)
+    fc.save_state_dict({**shards(), **fc.collect_extra_state()}, root / "there", solo)
+    manager = manager_of(root / "managed", solo)
+    for step in (1, 2):
+        manager.save(step, state=shards(), metrics={"loss": 1.0, "accuracy": 2.0})
+    manager.close()
+    return root
+
+
+def test_every_public_call_declares_what_its_ranks_may_differ_in():
+    assert {"save_state_dict", "load_state_dict", "reshard_sharded_state_dict", "_load_state_dict"} <= set(FUNCTIONS)
+    assert {"__init__", "save", "restore", "should_save", "best_step"} <= set(METHODS)
+    for name, function in CALLS.items():
+        own = getattr(function, OWN)
+        assert set(own) <= set(inspect.signature(function).parameters), name
+        assert all(len(reason.split()) > 3 for reason in own.values()), name
+        assert "The same on every rank, and compared: " in function.__doc__
+        for option in shared_options(function):
+            assert option in VALUES, f"{name}: {option} is neither declared a rank's own nor tried here"
+            assert f"``{option}``" in function.__doc__
+
+
+@pytest.mark.parametrize(
+    ("name", "option"), [(name, option) for name, function in CALLS.items() for option in shared_options(function)]
+)
+def test_ranks_that_differ_in_an_option_are_told_which(there, monkeypatch, name, option):
+    # Handlers belong to the main thread, which no simulated rank is.
+    monkeypatch.setattr(manager_module, "PreemptionSignals", lambda signals: Signals())
+    values = VALUES[option]
+    outcomes = SimulatedWorld(2).run_all(lambda comm: call(name, there, comm, **{option: values[comm.rank]}))
+    # What comes before is the rank's own directory, or that of its node.
+    (text,) = {str(outcome).partition(": ")[2] for outcome in outcomes}
+    if (name, option) == ("save_state_dict", "coordinator_rank"):
+        # Both take themselves for it, and the second finds the directory locked before the ranks compare.
+        assert "another save is writing" in text or "ranks disagree: " in text
+        return
+    assert all(isinstance(outcome, fc.ValidationError) for outcome in outcomes), outcomes
+    assert "ranks disagree: " in text
+    assert f'"{option}"' in text or (option == "unique_id" and "checkpoint" in text)
+    assert "Remedy" in text
+
+
+def test_ranks_that_load_different_checkpoints_are_told_which(there):
+    for name in ("load_state_dict", "load_extra_state"):
+        outcomes = SimulatedWorld(2).run_all(lambda comm, name=name: call(name, there, comm, unique_id=comm.rank))
+        (text,) = {str(outcome) for outcome in outcomes}
+        assert "ranks disagree" in text
+        assert "id 0" in text
+        assert "id 1" in text

@@ -1,0 +1,338 @@
+"""What a load may do beyond copying: missing and unexpected keys, casts, other names, tied targets."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog.dtypes import DTYPES, dtype_of
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.live.targets import Policy
+from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.ramdisk import memory_directory
+
+
+def state(**tensors) -> dict[str, np.ndarray]:
+    return {key: np.asarray(value, dtype=np.float32) for key, value in tensors.items()}
+
+
+@pytest.mark.parametrize(("strict", "missing", "unexpected"), [
+    (True, True, True), (False, False, False), ("missing", True, False), ("unexpected", False, True),
+])  # fmt: skip
+def test_strict(move, strict, missing, unexpected):
+    source = state(a=[1, 2], b=[3])
+    for target, is_error, key in ((state(a=[0, 0], b=[0], c=[9]), missing, "c"), (state(a=[0, 0]), unexpected, "b")):
+        if is_error:
+            with pytest.raises(ValidationError, match=f"'{key}'") as caught:
+                move(source, target, strict=strict)
+            assert "Remedy" in str(caught.value)
+            assert target["a"].tolist() == [0, 0], "nothing is touched before the error"
+        else:
+            report = move(source, target, strict=strict)
+            assert target["a"].tolist() == [1, 2]
+            assert [report.missing, report.unexpected][key == "b"] == [key]
+            assert target.get("c", np.float32(9)).item() == 9
+
+
+def test_the_default_is_that_missing_keys_are_errors_and_unexpected_ones_are_reported(move):
+    with pytest.raises(ValidationError, match="the source has no such key"):
+        move(state(a=[1]), state(a=[0], b=[0]))
+    assert move(state(a=[1], b=[2]), state(a=[0])).unexpected == ["b"]
+
+
+def test_saved_states_of_what_is_loaded_are_asked_for_or_ignored_explicitly(move):
+    source = {"a.weight": np.ones(2), "a.weight.moment1_0": np.ones(2), "a.weight.beta1_pow_acc_0": np.ones(1)}
+    source.update({"b": np.ones(1), "b.moment1_0": np.ones(1)})
+    for strict in ("missing", False, True):
+        target = {"a.weight": np.zeros(2)}
+        with pytest.raises(ValidationError) as caught:
+            move(source, target, strict=strict)
+        for words in ("2 optimizer states", "'a.weight.moment1_0'", "install()", "optimizer_states='ignore'"):
+            assert words in str(caught.value)
+        assert "'b.moment1_0'" not in str(caught.value), "b is not loaded"
+        assert not target["a.weight"].any(), "nothing is touched before the error"
+    report = move(source, target, optimizer_states="ignore")
+    assert target["a.weight"].tolist() == [1, 1]
+    assert sorted(report.unexpected) == sorted(set(source) - {"a.weight"})
+    weights = {"a.weight": np.zeros(2), "b": np.zeros(1)}
+    assert move(source, weights, optimizer_states="ignore", strict=True).keys == 2
+    with pytest.raises(ValidationError, match="no rank asks for key 'b'"):
+        move(source, target, optimizer_states="ignore", strict=True)
+
+
+def test_an_optimizer_that_is_loaded_by_itself_leaves_no_states_behind(move):
+    source = {"a": np.ones(2), "a.moment1_0": np.ones(2), "b": np.ones(1), "b.moment1_0": np.ones(1)}
+    assert move(source, {"a.moment1_0": np.zeros(2)}).unexpected == ["a", "b", "b.moment1_0"]
+    # Names with numbers alone are no states.
+    assert move({"a": np.ones(2), "a_0": np.ones(1), "layers.0": np.ones(1)}, {"a": np.zeros(2)}).keys == 1
+
+
+def test_saved_states_under_raw_names_count_too(move):
+    source = {"model.a.weight": np.ones(2), "optimizer.linear_0.w_0_moment1_0": np.ones(2)}
+    source["optimizer.master_weights.linear_0.w_0"] = np.ones(2)
+    with pytest.raises(ValidationError, match=r"2 optimizer states.*'optimizer\.linear_0\.w_0_moment1_0'"):
+        move(source, {"model.a.weight": np.zeros(2)})
+    assert move(source, {"model.a.weight": np.zeros(2)}, optimizer_states="ignore").keys == 1
+    assert move(source, {"optimizer.linear_0.w_0_moment1_0": np.zeros(2)}).keys == 1
+
+
+def test_master_weights_that_nobody_asks_for(move):
+    source = {"a": np.ones(2, dtype=ml_dtypes.bfloat16), "a.w_0": np.full(2, 1.001, np.float32)}
+    target = state(a=[0, 0])
+    with pytest.raises(ValidationError, match="master_weights='convert'"):
+        move(source, target, dtype="cast")
+    move(source, target, dtype="cast", master_weights="convert")
+    assert target["a"].tolist() == source["a.w_0"].tolist()
+
+
+def test_ranks_have_to_agree_about_states_that_nobody_asks_for(tmp_path):
+    source = {"a": np.ones(2), "a.moment1_0": np.ones(2)}
+
+    def job(comm):
+        options = {"optimizer_states": ("raise", "ignore")[comm.rank]}
+        with pytest.raises(ValidationError, match="optimizer_states") as in_memory:
+            reshard_sharded_state_dict(source, {"a": np.zeros(2)}, comm, **options)
+        save_state_dict(source, tmp_path, comm)
+        with pytest.raises(ValidationError, match="optimizer_states") as caught:
+            load_state_dict({"a": np.zeros(2)}, tmp_path, comm, **options)
+        # One rank may ask for what another does not.
+        load_state_dict({"a": np.zeros(2)} if comm.rank else {"a.moment1_0": np.zeros(2)}, tmp_path, comm)
+        return str(in_memory.value), str(caught.value)
+
+    first, second = SimulatedWorld(2).run(job)
+    assert first == second
+
+
+def test_a_similar_name_is_suggested(move):
+    with pytest.raises(ValidationError, match=r"net\.layers\.0\.attn\.weight"):
+        move({"net.layers.0.attn.weight": np.zeros(1)}, {"layers.0.attn.weight": np.zeros(1)})
+
+
+@pytest.mark.parametrize("options", [
+    {"strict": "all"}, {"strict": None}, {"dtype": "force"}, {"mw_name_compatibility": "yes"},
+    {"optimizer_states": "drop"},
+])  # fmt: skip
+def test_an_unknown_policy_is_refused(options):
+    with pytest.raises(ValidationError, match=next(iter(options))):
+        Policy(**options)
+
+
+def test_another_dtype_is_an_error_by_default(move):
+    target = {"w": np.zeros(3, dtype=ml_dtypes.bfloat16)}
+    with pytest.raises(ValidationError) as caught:
+        move({"w": np.ones(3, dtype=np.float32)}, target)
+    for words in ("dtypes differ", "'w'", "bfloat16 (target)", "float32 (source)", 'dtype="cast"'):
+        assert words in str(caught.value)
+    assert not target["w"].any()
+
+
+FLOATS = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
+
+
+def numbers(name: str) -> np.ndarray:
+    """Finite values of a dtype that do not round trivially."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal(5000) * np.exp2(rng.integers(-9, 9, 5000))
+    return np.clip(values, -400, 400).astype(np.float32).astype(dtype_of(name).numpy)
+
+
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(FLOATS, 2)))
+def test_casts_between_floats_round_like_ml_dtypes(move, source, target):
+    values = numbers(source)
+    into = np.zeros(5000, dtype=dtype_of(target).numpy)
+    report = move({"w": values}, {"w": into}, dtype="cast")
+    assert into.tobytes() == values.astype(into.dtype).tobytes()
+    assert report.cast == {"w": f"{source} -> {target}"}
+
+
+def test_a_cast_where_no_dtype_differs_is_reported_as_none(move):
+    assert move(state(a=[1]), state(a=[0]), dtype="cast").cast == {}
+
+
+KINDS = {name: dtype_of(name).numpy.kind for name in DTYPES}
+INTEGERS = [name for name, kind in KINDS.items() if kind in "iu"]
+
+
+@pytest.mark.parametrize(("source", "target", "allowed"), [
+    ("float32", "int32", False), ("float32", "bool", False), ("float64", "uint8", False),
+    ("complex64", "float32", False), ("complex128", "float64", False), ("complex64", "complex128", True),
+    ("float32", "complex64", True), ("bfloat16", "complex128", True), ("int32", "bool", False),
+    ("bool", "int8", True), ("bool", "float16", True), ("int32", "int64", True), ("int64", "int32", False),
+    ("uint8", "int16", True), ("uint8", "int8", False), ("int8", "uint8", False), ("uint64", "int64", False),
+    ("int64", "float32", True), ("int32", "bfloat16", True), ("int16", "complex64", True),
+    ("complex64", "int64", False),
+])  # fmt: skip
+def test_which_casts_are_allowed(move, source, target, allowed):
+    values = np.asarray([0, 1, 2, 100, 1]).astype(dtype_of(source).numpy)
+    into = np.zeros(5, dtype=dtype_of(target).numpy)
+    if allowed:
+        move({"w": values}, {"w": into}, dtype="cast")
+        assert into.tobytes() == values.astype(into.dtype).tobytes()
+    else:
+        with pytest.raises(ValidationError, match=f"lose what the values mean.*{target}.*{source}"):
+            move({"w": values}, {"w": into}, dtype="cast")
+        assert not into.any()
+
+
+def test_another_global_shape_is_an_error_under_every_policy(move):
+    with pytest.raises(ValidationError, match=r"global shapes differ.*'w'.*\[4\] \(target\).*\[3\] \(source\)"):
+        move(state(w=[1, 2, 3]), state(w=[0, 0, 0, 0]), strict=False, dtype="cast")
+
+
+@pytest.mark.parametrize("rows", [3, 6])
+def test_another_vocabulary_is_mended_by_the_statement_that_the_error_names(move, rows):
+    """The states follow their parameter; where the target is larger, the rest keeps what it has."""
+    names = ("embed.weight", "embed.weight.moment1_0", "embed.weight.w_0")
+    source = {name: np.arange(8, dtype=np.float32).reshape(4, 2) + 100 * i for i, name in enumerate(names)}
+    target = {name: np.full((rows, 2), -1, dtype=np.float32) for name in names}
+    with pytest.raises(ValidationError, match="global shapes differ") as caught:
+        move(source, target)
+    statements = set(re.findall("AOA statement '(.*?)'", str(caught.value)))
+    fill = ', fill="keep"' if rows > 4 else ""
+    assert statements == {f'embed.weight -> embed.weight, resize="auto"{fill}'}
+    move(source, target, aoa_config={"aoa_statements": sorted(statements)})
+    for name in names:
+        assert (target[name][:4] == source[name][:rows]).all()
+        assert (target[name][4:] == -1).all()
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_a_tied_head_that_is_no_longer_tied_is_mended_by_the_statement_that_the_error_names(move, shape):
+    states = ("", ".moment1_0", ".w_0")
+    source = {f"llama.embed_tokens.weight{s}": np.random.default_rng(i).random((6, 4)) for i, s in enumerate(states)}
+    target = {f"{name}.weight{s}": np.zeros(extents) for name, extents in
+              (("llama.embed_tokens", (6, 4)), ("lm_head", shape)) for s in states}  # fmt: skip
+    with pytest.raises(ValidationError, match="no such key") as caught:
+        move(source, target)
+    statements = set(re.findall("AOA statement '(.*?)'", str(caught.value)))
+    assert statements == {f"llama.embed_tokens.weight{'' if shape == (6, 4) else '^T'} -> lm_head.weight"}
+    move(source, target, aoa_config={"aoa_statements": sorted(statements)})
+    for s in states:
+        saved = source[f"llama.embed_tokens.weight{s}"]
+        assert (target[f"llama.embed_tokens.weight{s}"] == saved).all()
+        assert (target[f"lm_head.weight{s}"] == (saved if shape == (6, 4) else saved.T)).all()
+
+
+def test_shards_of_no_extent(move_between):
+    """Uneven rows: of 5, ranks 0 to 2 hold two, two and one, and rank 3 none."""
+    whole = np.arange(20, dtype=np.float32).reshape(5, 4)
+
+    def rows(rank: int, filled: bool) -> dict[str, ShardedWeight]:
+        start, stop = min(2 * rank, 5), min(2 * rank + 2, 5)
+        part = whole[start:stop].copy() if filled else np.full((stop - start, 4), -1, dtype=np.float32)
+        return {"w": ShardedWeight("w", part, part.shape, (5, 4), (start, 0))}
+
+    def columns(rank: int, filled: bool) -> dict[str, ShardedWeight]:
+        start, stop = (0, 0) if rank == 0 else ((rank - 1) * 4 // 3, rank * 4 // 3)
+        part = whole[:, start:stop].copy() if filled else np.full((5, stop - start), -1, dtype=np.float32)
+        return {"w": ShardedWeight("w", part, part.shape, (5, 4), (0, start))}
+
+    for source, target in ((rows, columns), (columns, rows), (rows, rows)):
+        for rank, got in enumerate(move_between(4, source, target)):
+            assert got["w"].local_tensor.tobytes() == target(rank, True)["w"].local_tensor.tobytes()
+
+
+def aliased(key: str, array: np.ndarray, *aliases: str) -> ShardedWeight:
+    zero = (0,) * array.ndim
+    return ShardedWeight(key, array, array.shape, array.shape, zero, aliases=aliases)
+
+
+def test_a_tied_parameter_is_found_under_any_of_its_names(move):
+    target = np.zeros(2, dtype=np.float32)
+    report = move(state(embed=[1, 2]), {"head": aliased("head", target, "other", "embed")})
+    assert target.tolist() == [1, 2]
+    assert report.aliases == {"head": "embed"}
+    assert (report.missing, report.unexpected) == ([], [])
+
+
+def test_the_own_name_comes_before_the_others(move):
+    target = np.zeros(2, dtype=np.float32)
+    report = move(state(head=[3, 4], embed=[1, 2]), {"head": aliased("head", target, "embed")})
+    assert target.tolist() == [3, 4]
+    assert (report.aliases, report.unexpected) == ({}, ["embed"])
+
+
+def test_other_names_can_be_forbidden(move):
+    target = {"head": aliased("head", np.zeros(2, dtype=np.float32), "embed")}
+    with pytest.raises(ValidationError, match="no such key.*'head'"):
+        move(state(embed=[1, 2]), target, tied_names=False)
+
+
+def test_tied_targets_that_agree_are_both_filled(move):
+    memory = np.zeros(3, dtype=np.float32)
+    report = move(state(a=[1, 2, 3], b=[1, 2, 3]), {"a": memory, "b": memory}, strict=True)
+    assert memory.tolist() == [1, 2, 3]
+    assert report.keys == 2
+
+
+def test_tied_targets_that_get_different_values_are_an_error(move):
+    memory = np.zeros(3, dtype=np.float32)
+    with pytest.raises(CheckpointError, match="'a' and 'b' are one tied parameter.*different values.*those of 'a'"):
+        move(state(a=[1, 2, 3], b=[1, 2, 4]), {"a": memory, "b": memory})
+    assert memory.tolist() == [1, 2, 3]
+
+
+def test_tied_targets_of_one_source_are_filled_once(move):
+    memory = np.zeros(3, dtype=np.float32)
+    report = move(state(a=[1, 2, 3]), {"a": memory, "b": aliased("b", memory, "a")}, strict=True)
+    assert memory.tolist() == [1, 2, 3]
+    assert report.bytes_needed == memory.nbytes
+
+
+def test_nested_targets_are_filled(move):
+    target = {"model": {"w": np.zeros(2, dtype=np.float32)}, "step": np.zeros((), dtype=np.int64)}
+    move({"model": state(w=[1, 2]), "step": np.asarray(7)}, target, strict=True)
+    assert target["model"]["w"].tolist() == [1, 2]
+    assert target["step"].item() == 7
+
+
+def test_verify_says_which_bytes_are_compared():
+    rows, columns = 300, 1000
+    values = np.arange(rows * columns, dtype=np.float32).reshape(rows, columns)  # 1.2 MB: two blocks
+
+    def job(comm):
+        with memory_directory() as path:
+            save_state_dict({"w": values}, path, comm)
+            file = path / "0_0.safetensors"
+            reports = {}
+            for mode in ("read", True, "full", "off", False):
+                target = ShardedWeight("w", np.zeros((rows, 3), np.float32), (rows, 3), (rows, columns), (0, 500))
+                reports[mode] = load_state_dict({"w": target}, path, comm, verify=mode)
+                assert (target.local_tensor == values[:, 500:503]).all()
+            with pytest.raises(ValidationError, match="verify has to be 'read', 'full' or 'off'.*got 'some'"):
+                load_state_dict({"w": target}, path, comm, verify="some")
+            with file.open("r+b") as stream:
+                stream.seek(-1, 2)  # of no column that is loaded
+                stream.write(b"\x7f")
+            load_state_dict({"w": target}, path, comm, verify="read")
+            with pytest.raises(CorruptCheckpointError, match="'w'.*bytes 1048576 to 1200000 of the shard"):
+                load_state_dict({"w": target}, path, comm, verify="full")
+            return reports
+
+    (reports,) = SimulatedWorld(1).run(job)
+    for mode, report in reports.items():
+        everything = mode == "full"
+        assert report.bytes_needed == rows * 3 * 4
+        assert report.bytes_read == (values.nbytes if everything else rows * 3 * 4)
+        assert report.bytes_verified == (values.nbytes if everything else 0)
+        assert report.bytes_extra == (values.nbytes - rows * 3 * 4 if everything else 0)
+        assert ("1.1 MiB more than needed read on this rank to verify it" in report.summary()) == everything
+
+
+def test_a_coordinator_outside_the_group_is_refused(move):
+    with pytest.raises(ValidationError, match="coordinator_rank"):
+        move(state(a=[1]), state(a=[0]), coordinator_rank=1)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_async_save_is_a_bool_or_a_writer(value):
+    with memory_directory() as path, pytest.raises(ValidationError, match="async_save has to be a bool or a Backg"):
+        SimulatedWorld(1).run(lambda comm: save_state_dict(state(a=[1]), path, comm, async_save=value))

@@ -1,0 +1,252 @@
+"""Replicas have to be equal, or the caller has to say that any of them will do."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import paddle_flexckpt as fc
+import paddle_flexckpt.live.replicas as replicas_module
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+
+
+def replicated(values):
+    return {"experts.0.w": fc.ShardedWeight("experts.0.w", values, values.shape, values.shape, (0,) * values.ndim)}
+
+
+def held_by(comm, odd):
+    values = np.arange(600_000, dtype=np.float32)
+    if comm.rank == odd:
+        values[123_456] += 1
+    return values
+
+
+@pytest.mark.parametrize("save_replicas", [False, True])
+def test_one_element_that_differs_on_one_of_four_ranks_stops_the_save(tmp_path, save_replicas):
+    def save(comm):
+        return fc.save_state_dict(replicated(held_by(comm, odd=2)), tmp_path, comm, save_replicas=save_replicas)
+
+    outcomes = SimulatedWorld(4).run_all(save)
+    assert all(isinstance(outcome, fc.ValidationError) for outcome in outcomes)
+    (text,) = {str(outcome) for outcome in outcomes}
+    for part in ("replicas of one shard differ", "key 'experts.0.w'", "rank 2", "on rank 0", "Remedy"):
+        assert part in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def load(path, shapes):
+    """What one process loads, by key."""
+    targets = {key: np.zeros(shape, dtype=np.float32) for key, shape in shapes.items()}
+    fc.load_state_dict(targets, path, SimulatedWorld(1).run(lambda comm: comm)[0])
+    return targets
+
+
+LAYER = {"bn._mean": (300,), "bn._variance": (7,), "bn.weight": (2, 700_000), "bn.weight.moment1_0": (2, 700_000)}
+
+
+def of_rank(comm, **policies):
+    """A layer whose every value is the rank's number, and what it says of its replicas, by name."""
+    state = {
+        key: fc.ShardedWeight(key, np.full(shape, comm.rank, np.float32), shape, shape, (0,) * len(shape))
+        for key, shape in LAYER.items()
+    }
+    for key, policy in policies.items():
+        state[f"bn.{key}"].replicas = policy
+    return state
+
+
+@pytest.mark.parametrize("save_replicas", [False, True])
+@pytest.mark.parametrize("check_replicas", [False, "first", {"bn.*": "first"}, "close"])
+def test_of_a_whole_layer_the_values_of_one_rank_are_saved(tmp_path, check_replicas, save_replicas):
+    def save(comm):
+        options = {"check_replicas": check_replicas, "save_replicas": save_replicas}
+        return fc.save_state_dict(of_rank(comm), tmp_path, comm, **options)
+
+    reports = SimulatedWorld(3).run(save)
+    assert all((array == 0).all() for array in load(tmp_path, LAYER).values())
+    for report in reports:
+        assert report.replicas == reports[0].replicas
+        if check_replicas is False and not save_replicas:
+            assert report.replicas == {}
+        else:
+            assert sorted(report.replicas) == sorted(LAYER)
+            size = "differ by at most 2; " if check_replicas == "close" else "differ; "
+            assert set(report.replicas.values()) == {f"{size}rank 0's values count"}
+            assert "replicas of 4 tensors differ, such as 'bn._mean'" in report.summary()
+
+
+def test_a_layer_that_no_rank_holds_alone_is_saved_by_as_few_as_can_be(tmp_path):
+    """Tensor-parallel parts of a layer that two replicas hold: both parts, and what is whole, come from one replica."""
+
+    def save(comm):
+        part = comm.rank % 2
+        values = np.full((2, 4), comm.rank, np.float32)
+        whole = np.full(3, comm.rank, np.float32)
+        state = {
+            "fc.w": fc.ShardedWeight("fc.w", values, (2, 4), (4, 4), (2 * part, 0)),
+            "fc.w.moment1_0": fc.ShardedWeight("fc.w.moment1_0", values, (2, 4), (4, 4), (2 * part, 0)),
+        }
+        if comm.rank != 0:
+            state["fc.b"] = fc.ShardedWeight("fc.b", whole, (3,), (3,), (0,))
+        fc.save_state_dict(state, tmp_path, comm, check_replicas="first")
+
+    SimulatedWorld(4).run(save)
+    found = load(tmp_path, {"fc.w": (4, 4), "fc.w.moment1_0": (4, 4), "fc.b": (3,)})
+    # Rank 1 holds the most; of what it does not hold, the lowest rank's values count.
+    assert found["fc.w"][:, 0].tolist() == found["fc.w.moment1_0"][:, 0].tolist() == [0, 0, 1, 1]
+    assert set(found["fc.b"].tolist()) == {1}
+
+
+def test_what_a_layer_says_counts_unless_a_pattern_does(tmp_path):
+    def save(comm):
+        state = of_rank(comm, _mean="first", _variance="first")
+        for key in ("bn.weight", "bn.weight.moment1_0"):
+            state[key].local_tensor[...] = 5
+        if comm.rank == 2:
+            state["bn._variance"].local_tensor[...] = 0
+        before = comm.collectives
+        report = fc.save_state_dict(state, tmp_path, comm)
+        assert comm.collectives - before == 3
+        with pytest.raises(fc.ValidationError, match=r"key 'bn\._mean'.*'first'"):
+            fc.save_state_dict(state, tmp_path, comm, check_replicas={re.compile(r".*\._mean"): "equal"})
+        return report
+
+    reports = SimulatedWorld(3).run(save)
+    differ = "differ; rank 0's values count"
+    assert reports[0].replicas == {"bn._mean": differ, "bn._variance": differ}
+    found = load(tmp_path, LAYER)
+    assert (found["bn._mean"] == 0).all()
+    assert (found["bn._variance"] == 0).all()
+    # What has to be equal is still shared among the ranks.
+    assert all(report.bytes_written > 2_700_000 for report in reports)
+    assert reports[0].imbalance < 1.6  # four rows of 2.8 MB for three ranks
+
+
+def test_one_ulp_is_measured_and_said_once(tmp_path, caplog):
+    def save(comm):
+        values = np.ones(600_000, np.float32)
+        if comm.rank == 1:
+            values[1234] = np.nextafter(np.float32(1), np.float32(2))
+        state = {**replicated(np.arange(5, dtype=np.float32)), "ulp.w": values}
+        options = {"check_replicas": {"ulp.*": "close"}}
+        first, second = (fc.save_state_dict(state, tmp_path, comm, **options) for _ in range(2))
+        return first.replicas, second.replicas
+
+    with caplog.at_level("WARNING", logger="paddle_flexckpt"):
+        outcomes = SimulatedWorld(2).run(save)
+    assert outcomes == [({"ulp.w": "differ by at most 1.19e-07; rank 0's values count"},) * 2] * 2
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert "'ulp.w': differ by at most 1.19e-07" in warning
+    assert (load(tmp_path, {"ulp.w": (600_000,)})["ulp.w"] == 1).all()
+
+
+def test_close_replicas_that_are_equal_cost_one_collective_and_are_shared(tmp_path):
+    def save(comm):
+        report = fc.save_state_dict(replicated(held_by(comm, odd=None)), tmp_path, comm, check_replicas="close")
+        return comm.collectives, report.replicas, report.bytes_written
+
+    assert SimulatedWorld(2).run(save) == [(4, {}, 1_200_000)] * 2
+
+
+@pytest.mark.parametrize(
+    ("values", "others", "size"),
+    [
+        ([1.0, np.nan], [1.0, np.nan], None),
+        ([1.0, np.nan], [1.5, np.nan], "0.5"),
+        ([1.0, np.nan], [1.0, 2.0], "nan"),
+        ([np.inf, 1.0], [np.inf, 3.0], "2"),
+    ],
+)
+def test_numbers_that_are_none_are_no_small_difference(tmp_path, values, others, size):
+    def save(comm):
+        state = {"w": np.asarray(others if comm.rank else values, np.float32)}
+        return fc.save_state_dict(state, tmp_path, comm, check_replicas="close").replicas
+
+    expected = {} if size is None else {"w": f"differ by at most {size}; rank 0's values count"}
+    assert SimulatedWorld(2).run(save) == [expected] * 2
+
+
+def test_more_than_is_measured_is_said_to_be_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(replicas_module, "MEASURED_BYTES", 400)
+
+    def save(comm):
+        state = {"small": np.full(10, comm.rank, np.float32), "w": np.arange(1000, dtype=np.float32) * (comm.rank + 1)}
+        return fc.save_state_dict(state, tmp_path, comm, check_replicas="close").replicas
+
+    whose = "rank 0's values count"
+    expected = {"small": f"differ by at most 1; {whose}", "w": f"differ by at least 89; {whose}"}
+    assert SimulatedWorld(2).run(save) == [expected] * 2
+
+
+@pytest.mark.parametrize("bad", ["mean", 3, ["equal"], {"w": "any"}, {3: "equal"}, None])
+def test_what_is_no_policy_is_said(tmp_path, bad):
+    def save(comm):
+        fc.save_state_dict({"w": np.zeros(3, np.float32)}, tmp_path, comm, check_replicas=bad)
+
+    for outcome in SimulatedWorld(2).run_all(save):
+        assert isinstance(outcome, fc.ValidationError)
+        assert "check_replicas has " in str(outcome)
+        assert "Remedy: give 'equal', 'close' or 'first'" in str(outcome)
+
+
+def test_extra_state_is_never_only_close(tmp_path):
+    def save(comm):
+        state = {"w": np.zeros(3, np.float32), "extra_state.common": np.full(4, comm.rank, np.uint8)}
+        with pytest.raises(fc.ValidationError, match="replicas of one shard differ.*extra_state.common"):
+            fc.save_state_dict(state, tmp_path, comm, check_replicas="close")
+
+    SimulatedWorld(2).run(save)
+
+
+def test_a_reshard_from_replicas_that_differ_changes_nothing():
+    def move(comm):
+        target = np.full(600_000, -1, dtype=np.float32)
+        source = replicated(held_by(comm, odd=3))
+        with pytest.raises(fc.ValidationError, match="replicas of one shard differ"):
+            fc.reshard_sharded_state_dict(source, replicated(target), comm)
+        assert (target == -1).all()
+        for policy in (False, "first", "close"):
+            target[...] = -1
+            report = fc.reshard_sharded_state_dict(source, replicated(target), comm, check_replicas=policy)
+            assert np.array_equal(target, held_by(comm, odd=None))
+            assert [text[:9] for text in report.replicas.values()] == (
+                [] if policy is False else ["differ by" if policy == "close" else "differ; r"]
+            )
+        return True
+
+    assert SimulatedWorld(4).run(move) == [True] * 4
+
+
+def test_the_check_costs_no_collective_of_its_own(tmp_path):
+    def count(comm):
+        fc.save_state_dict(replicated(held_by(comm, odd=None)), tmp_path, comm)
+        saved = comm.collectives
+        fc.reshard_sharded_state_dict(
+            replicated(held_by(comm, odd=None)), replicated(np.zeros(600_000, np.float32)), comm
+        )
+        return saved, comm.collectives - saved
+
+    assert SimulatedWorld(3).run(count) == [(3, 4)] * 3
+
+
+def test_ranks_that_disagree_about_the_check_are_told_so(tmp_path):
+    def save(comm):
+        fc.save_state_dict(replicated(held_by(comm, odd=None)), tmp_path, comm, check_replicas=comm.rank == 0)
+
+    for outcome in SimulatedWorld(2).run_all(save):
+        assert isinstance(outcome, fc.ValidationError)
+        assert "ranks disagree" in str(outcome)
+
+
+def test_a_reshard_gives_one_ranks_statistics_to_all():
+    def move(comm):
+        source, target = of_rank(comm, _mean="first", _variance="first"), of_rank(comm)
+        for key in ("bn.weight", "bn.weight.moment1_0"):
+            source[key].local_tensor[...] = 5
+        report = fc.reshard_sharded_state_dict(source, target, comm)
+        assert report.replicas == dict.fromkeys(("bn._mean", "bn._variance"), "differ; rank 0's values count")
+        return [sorted(set(weight.local_tensor.reshape(-1).tolist())) for weight in target.values()]
+
+    assert SimulatedWorld(3).run(move) == [[[0], [0], [5], [5]]] * 3

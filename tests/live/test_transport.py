@@ -1,0 +1,285 @@
+"""Carriers: the right bytes, or an error on every rank, soon, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.live.transport import SocketCarrier
+
+STALL = 5.0
+# More than the sockets on both ends of a connection hold: a sender has to wait for its receiver.
+LARGE = 32 << 20
+
+
+def stream_data(source: int, target: int, size: int) -> np.ndarray:
+    return np.random.default_rng([source, target]).integers(0, 256, size, dtype=np.uint8)
+
+
+class Members:
+    """Threads that take part in one exchange, each with a carrier of its own."""
+
+    def __init__(self, ranks: tuple[int, ...], stall: float = STALL) -> None:
+        self.ranks = ranks
+        self.carriers = [SocketCarrier(ranks, position, stall) for position in range(len(ranks))]
+        self.addresses = [carrier.address() for carrier in self.carriers]
+        self.outcomes: dict[int, BaseException | None] = {}
+        self.seconds = 0.0
+
+    def run(self, work: Callable[[int, SocketCarrier], None], absent: tuple[int, ...] = ()) -> None:
+        """Runs ``work(rank, carrier)`` for all ranks but the absent ones; a carrier is closed after all have ended.
+
+        As in the library: what ended an exchange is agreed on by all ranks before carriers are closed.
+        """
+        threads_before = set(threading.enumerate())
+
+        def target(position: int) -> None:
+            rank = self.ranks[position]
+            try:
+                work(rank, self.carriers[position])
+                self.outcomes[rank] = None
+            except Exception as error:
+                self.outcomes[rank] = error
+
+        present = [p for p, rank in enumerate(self.ranks) if rank not in absent]
+        threads = [threading.Thread(target=target, args=(position,), daemon=True) for position in present]
+        begin = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        self.seconds = time.monotonic() - begin
+        alive = [thread for thread in threading.enumerate() if thread not in threads_before]
+        for carrier in self.carriers:
+            carrier.close()
+        assert alive == [], "threads are left behind"
+        assert len(self.outcomes) == len(present)
+
+    def assert_all_failed(self, within: float) -> None:
+        for rank, outcome in self.outcomes.items():
+            assert isinstance(outcome, CheckpointError), (rank, outcome)
+            assert f"rank {rank}: exchange of tensor data failed" in str(outcome)
+        assert self.seconds < within
+
+
+def chunks(data: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
+
+
+def all_to_all(members: Members, size_of: Callable[[int, int], int | None]) -> dict[tuple[int, int], np.ndarray]:
+    """Runs an exchange with a stream of ``size_of(source, target)`` bytes (None: no stream); what arrived."""
+    arrived: dict[tuple[int, int], np.ndarray] = {}
+
+    def work(rank: int, carrier: SocketCarrier) -> None:
+        outgoing, incoming = {}, {}
+        for other in members.ranks:
+            if other == rank:
+                continue
+            if (size := size_of(rank, other)) is not None:
+                outgoing[other] = chunks(stream_data(rank, other, size), 50_001)
+            if (size := size_of(other, rank)) is not None:
+                buffer = arrived[other, rank] = np.zeros(size, dtype=np.uint8)
+                incoming[other] = chunks(buffer, 33_333)
+        carrier.exchange(members.addresses, outgoing, incoming)
+
+    members.run(work)
+    return arrived
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (3, 1, 7, 2), tuple(range(8))], ids=["two", "out of order", "eight"])
+def test_everybody_gets_what_was_sent(ranks):
+    members = Members(ranks)
+
+    def size(source: int, target: int) -> int:
+        return (source * 31 + target * 17) % 5 * 70_000 + source
+
+    arrived = all_to_all(members, size)
+    assert set(members.outcomes.values()) == {None}
+    assert len(arrived) == len(ranks) * (len(ranks) - 1)
+    for (source, target), data in arrived.items():
+        assert (data == stream_data(source, target, size(source, target))).all()
+
+
+def test_only_some_pairs_have_a_stream():
+    members = Members((0, 1, 2, 3))
+    arrived = all_to_all(members, lambda source, target: 1000 if (source, target) in ((0, 2), (2, 1)) else None)
+    assert set(members.outcomes.values()) == {None}
+    assert sorted(arrived) == [(0, 2), (2, 1)]
+    assert all((data == stream_data(*pair, 1000)).all() for pair, data in arrived.items())
+
+
+def test_streams_larger_than_the_sockets_buffers_do_not_wait_for_each_other():
+    members = Members((0, 1, 2, 3))
+    arrived = all_to_all(members, lambda source, target: LARGE // 4)
+    assert set(members.outcomes.values()) == {None}
+    assert all((data == stream_data(*pair, LARGE // 4)).all() for pair, data in arrived.items())
+
+
+def test_a_member_without_any_stream_returns():
+    members = Members((0, 1))
+    members.run(lambda rank, carrier: carrier.exchange(members.addresses, {}, {}))
+    assert set(members.outcomes.values()) == {None}
+
+
+def connect(address: bytes) -> socket.socket:
+    port, host = struct.unpack("<H", address[16:18])[0], address[18:].decode()
+    return socket.create_connection((host, port), timeout=STALL)
+
+
+@pytest.mark.parametrize(
+    "hello",
+    [
+        struct.pack("<16si", b"wrong token 1234", 0),
+        b"GET / HTTP/1.1\r\n\r\n--",
+        b"short",
+        None,
+        "closed",
+    ],
+    ids=["wrong token", "http", "too short", "silent", "closed at once"],
+)
+def test_strangers_are_ignored(hello):
+    members = Members((0, 1, 2))
+    with contextlib.ExitStack() as stack:
+        for address in members.addresses:
+            stranger = stack.enter_context(connect(address))
+            if hello == "closed":
+                stranger.close()
+            elif hello is not None:
+                stranger.sendall(hello)
+        arrived = all_to_all(members, lambda source, target: 5000)
+    assert set(members.outcomes.values()) == {None}, members.outcomes
+    assert all((data == stream_data(*pair, 5000)).all() for pair, data in arrived.items())
+    assert members.seconds < STALL * 2
+
+
+def test_a_member_that_is_not_expected_is_turned_away():
+    members = Members((0, 1))
+    with connect(members.addresses[1]) as stranger:
+        stranger.sendall(struct.pack("<16si", members.addresses[1][:16], 5))
+        arrived = all_to_all(members, lambda source, target: 5000)
+        assert stranger.recv(1) == b""
+    assert set(members.outcomes.values()) == {None}
+    assert all((data == stream_data(*pair, 5000)).all() for pair, data in arrived.items())
+
+
+def failing(data: np.ndarray, after: int) -> Iterator[np.ndarray]:
+    yield data[:after]
+    raise OSError(5, "the disk is on fire")
+
+
+@pytest.mark.parametrize("size", [5000, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("count", [2, 4, 6])
+@pytest.mark.parametrize("side", ["sending", "receiving"])
+def test_a_member_that_fails_in_mid_stream_fails_all(size, count, side):
+    ranks = tuple(range(count))
+    members = Members(ranks, stall=120.0)
+    buffers = {rank: np.zeros(size, dtype=np.uint8) for rank in ranks}
+
+    def work(rank: int, carrier: SocketCarrier) -> None:
+        others = [other for other in ranks if other != rank]
+        data = np.zeros(size, dtype=np.uint8)
+        outgoing = {other: chunks(data, 1 << 20) for other in others}
+        incoming = {other: chunks(buffers[rank], 1 << 20) for other in others}
+        if rank == 1:
+            if side == "sending":
+                outgoing = {other: failing(data, size // 2) for other in others}
+            else:
+                incoming = {other: failing(buffers[rank], size // 2) for other in others}
+        carrier.exchange(members.addresses, outgoing, incoming)
+
+    members.run(work)
+    # A receiver of small streams may have sent all it had before it failed: then only it knows, and agree() tells.
+    if side == "receiving" and size < LARGE:
+        assert isinstance(members.outcomes[1], CheckpointError)
+        assert members.seconds < 30
+    else:
+        members.assert_all_failed(within=30)
+    assert "the disk is on fire" in str(members.outcomes[1])
+
+
+def test_the_cause_is_kept_before_the_connection_closes(monkeypatch):
+    members = Members((0, 1))
+    kept = []
+
+    class Connection(socket.socket):
+        def close(self) -> None:
+            kept.append(str(members.carriers[1]._failure))
+            super().close()
+
+    def work(rank: int, carrier: SocketCarrier) -> None:
+        data = np.zeros(1000, dtype=np.uint8)
+        outgoing = failing(data, 500) if rank == 1 else chunks(data, 100)
+        if rank == 1:
+            connect = carrier._connect
+            carrier._connect = lambda address: Connection(fileno=connect(address).detach())
+        carrier.exchange(members.addresses, {1 - rank: outgoing}, {1 - rank: chunks(data.copy(), 100)})
+
+    members.run(work)
+    members.assert_all_failed(within=30)
+    assert kept and "the disk is on fire" in kept[0]
+
+
+def test_an_error_that_is_none_of_the_sockets_is_raised_as_it_is():
+    members = Members((0, 1))
+
+    def wrong() -> Iterator[np.ndarray]:
+        yield np.zeros(10, dtype=np.uint8)
+        raise ZeroDivisionError("mine")
+
+    def work(rank: int, carrier: SocketCarrier) -> None:
+        other = 1 - rank
+        data = np.zeros(100, dtype=np.uint8)
+        carrier.exchange(members.addresses, {other: wrong() if rank else chunks(data, 10)}, {other: chunks(data, 10)})
+
+    members.run(work)
+    assert isinstance(members.outcomes[1], ZeroDivisionError)
+    assert isinstance(members.outcomes[0], CheckpointError)
+    assert "rank 0: exchange of tensor data failed" in str(members.outcomes[0])
+
+
+@pytest.mark.parametrize("size", [5000, LARGE], ids=["small", "large"])
+def test_a_member_that_never_comes_fails_all_after_the_patience(size):
+    members = Members((0, 1, 2), stall=0.5)
+
+    def work(rank: int, carrier: SocketCarrier) -> None:
+        data, others = np.zeros(size, dtype=np.uint8), [other for other in (0, 1, 2) if other != rank]
+        carrier.exchange(
+            members.addresses,
+            {other: chunks(data, 1 << 20) for other in others},
+            {other: chunks(np.zeros(size, dtype=np.uint8), 1 << 20) for other in others},
+        )
+
+    members.run(work, absent=(2,))
+    members.assert_all_failed(within=10)
+
+
+def test_a_member_that_is_gone_fails_all_at_once():
+    members = Members((0, 1, 2), stall=120.0)
+    members.carriers[2].close()
+
+    def work(rank: int, carrier: SocketCarrier) -> None:
+        data, others = np.zeros(LARGE, dtype=np.uint8), [other for other in (0, 1, 2) if other != rank]
+        carrier.exchange(
+            members.addresses,
+            {other: chunks(data, 1 << 20) for other in others},
+            {other: chunks(np.zeros(LARGE, dtype=np.uint8), 1 << 20) for other in others},
+        )
+
+    members.run(work, absent=(2,))
+    members.assert_all_failed(within=30)
+
+
+def test_exchange_before_address_is_an_error():
+    carrier = SocketCarrier((0, 1), 0, stall_seconds=1.0)
+    with pytest.raises(CheckpointError, match="address\\(\\) was not called"):
+        carrier.exchange([b"", b""], {}, {1: iter(())})
+    carrier.close()

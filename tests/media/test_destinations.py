@@ -1,0 +1,189 @@
+"""What a save is asked to write to: names that are files', and directories that change while it writes."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.background import BackgroundWriter
+from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.cli.main import main
+from paddle_flexckpt.engine.export import export_safetensors
+from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.manager import CheckpointManager
+from paddle_flexckpt.media.backend import open_storage
+from paddle_flexckpt.media.local import LocalOutputFile
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.native.two_ranks import load, save, shards, state
+
+NAMES_A_FILE = "names a file, and a checkpoint is a directory. Remedy: give the path of a directory"
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "model.safetensors.index.json", "other.index.json", "model.safetensors/", ".safetensors"],
+)
+@pytest.mark.parametrize("kind", ["text", "path", "relative", "file URL", "storage"])
+def test_a_path_that_names_a_file_is_not_saved_to(tmp_path, monkeypatch, name, kind):
+    """It used to be the file's directory that was saved to, and what was there was replaced."""
+    monkeypatch.chdir(tmp_path)
+    save("good", 1, 0)
+    before = tree(tmp_path)
+    path = f"{tmp_path}/good/{name}"
+    location = {
+        "text": path,
+        "path": Path(path),
+        "relative": f"good/{name}",
+        "file URL": f"file://{path}",
+        "storage": open_storage(path),
+    }[kind]
+    outcomes = save(location, 2, 0)
+    assert {type(outcome) for outcome in outcomes} == {ValidationError}
+    (text,) = map(str, {str(outcome) for outcome in outcomes})
+    assert NAMES_A_FILE in text
+    assert "[rank 0, 1]" in text
+    assert tree(tmp_path) == before
+    assert load("good") == 1
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.safetensors.index.json"])
+def test_nor_is_it_by_whatever_else_writes_checkpoints(tmp_path, capsys, name):
+    save(tmp_path / "good", 1, 0)
+    before = tree(tmp_path)
+    path = str(tmp_path / "good" / name)
+    with BackgroundWriter() as writer, pytest.raises(ValidationError, match=NAMES_A_FILE):
+        save_state_dict({"x": np.zeros(3)}, path, SoloCommunicator(), async_save=writer)
+    with pytest.raises(ValidationError, match=NAMES_A_FILE):
+        CheckpointManager(path, process_group=SoloCommunicator(), preemption_signals=())
+    with pytest.raises(ValidationError, match=NAMES_A_FILE):
+        export_safetensors(str(tmp_path / "good"), path)
+    assert main(["export", str(tmp_path / "good"), path]) == 1
+    assert NAMES_A_FILE in capsys.readouterr().err
+    pytest.importorskip("fsspec")
+    with pytest.raises(ValidationError, match=f"memory://run/{name} {NAMES_A_FILE}"):
+        save_state_dict({"x": np.zeros(3)}, f"memory://run/{name}", SoloCommunicator())
+    assert tree(tmp_path) == before
+
+
+def test_a_directory_of_such_a_name_that_is_there_is_one(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.mkdir()
+    assert not any(isinstance(outcome, Exception) for outcome in save(path, 1, None))
+    assert load(path) == 1
+
+
+@pytest.mark.parametrize("bad", [None, 5, b"bytes", ["list"]])
+def test_a_path_that_is_none_on_one_rank_is_told_on_all(tmp_path, bad):
+    """One rank raised before it met the others, and left them waiting."""
+
+    def both(work):
+        outcomes = SimulatedWorld(2).run_all(
+            lambda comm: work(comm, bad if comm.position == 1 else str(tmp_path / "c"))
+        )
+        (text,) = {str(outcome) for outcome in outcomes}
+        assert {type(outcome) for outcome in outcomes} == {ValidationError}
+        assert (
+            f"[rank 1] path has to be a path or URL as text or os.PathLike, or what open_storage() gives; got {bad!r}"
+            in text
+        )
+
+    both(lambda comm, path: save_state_dict(shards(comm.position, state(1)), path, comm))
+    assert not (tmp_path / "c").exists() or os.listdir(tmp_path / "c") == []
+    save(tmp_path / "c", 1, 0)
+    both(lambda comm, path: load_state_dict(shards(comm.position, state(0)), path, comm))
+    both(lambda comm, path: CheckpointManager(path, process_group=comm, preemption_signals=()))
+    assert load(tmp_path / "c") == 1
+
+
+def meanwhile(monkeypatch, work):
+    """Does something once, when the manifest is written, and not in its place yet."""
+    write = LocalOutputFile.write
+
+    def writes(self, data):
+        write(self, data)
+        if ".manifest." in self._path and not done:
+            done.append(self._path)
+            work()
+
+    done = []
+    monkeypatch.setattr(LocalOutputFile, "write", writes)
+    return done
+
+
+def remove(path: Path) -> None:
+    (path / "1_0.1.safetensors").unlink()
+
+
+def cut(path: Path) -> None:
+    os.truncate(path / "1_0.1.safetensors", 100)
+
+
+def replace(path: Path) -> None:
+    """By a file of the same size, of another save."""
+    old = (path / "1_0.1.safetensors").read_bytes()
+    (path / "1_0.1.safetensors").write_bytes(re.sub(rb"[0-9a-f]{32}", b"0" * 32, old, count=1))
+
+
+@pytest.mark.parametrize(
+    ("mischief", "said"),
+    [(remove, "is missing"), (cut, "has 100 bytes; expected"), (replace, "belongs to another save")],
+)
+def test_data_files_that_change_before_the_commit_fail_it(tmp_path, monkeypatch, mischief, said):
+    save(tmp_path, 1, 0)
+    done = meanwhile(monkeypatch, lambda: mischief(tmp_path))
+    outcomes = save(tmp_path, 2, 0)
+    assert done
+    assert {type(outcome) for outcome in outcomes} == {CheckpointError}, outcomes
+    (text,) = {str(outcome) for outcome in outcomes}
+    assert "[rank 0] nothing was committed, as somebody else has changed the files of this save" in text
+    assert said in text
+    assert f"{tmp_path}/1_0.1.safetensors" in text
+    assert load(tmp_path) == 1
+    # And what is left goes with the next save.
+    save(tmp_path, 3, 0)
+    assert load(tmp_path) == 3
+    files = ["0.manifest", "0_0.2.safetensors", "1_0.2.safetensors", "flex-ckpt.auto_generated.metadata"]
+    assert sorted(os.listdir(tmp_path)) == files
+
+
+def test_a_directory_that_is_replaced_before_the_commit_fails_it(tmp_path, monkeypatch):
+    """The new one has the same files even; but it is not the one that is locked."""
+    path, aside = tmp_path / "c", tmp_path / "aside"
+    save(path, 1, 0)
+
+    def swap() -> None:
+        path.rename(aside)
+        shutil.copytree(aside, path)
+
+    assert meanwhile(monkeypatch, swap) == []
+    outcomes = save(path, 2, 0)
+    assert {type(outcome) for outcome in outcomes} == {CheckpointError}, outcomes
+    (text,) = {str(outcome) for outcome in outcomes}
+    assert f"{path} is another directory than when the save began" in text
+    assert load(path) == 1
+    assert load(aside) == 1
+
+
+def test_an_empty_directory_in_its_place_is_no_success(tmp_path, monkeypatch):
+    path = tmp_path / "c"
+    save(path, 1, 0)
+
+    def swap() -> None:
+        path.rename(tmp_path / "aside")
+        path.mkdir()
+
+    meanwhile(monkeypatch, swap)
+    assert {type(outcome) for outcome in save(path, 2, 0)} == {CheckpointError}
+    assert os.listdir(path) == []
+    assert load(tmp_path / "aside") == 1

@@ -1,0 +1,253 @@
+"""Directories of checkpoints: ids, names, the order of a commit, and what is said about what is not there."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.native.data_file import DataFileWriter
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.save_names import data_file_name
+from tests.crash.file_system import FileSystem
+from tests.crash.job import Job
+from tests.native.samples import items_of, values_of, whole
+
+
+def save(path, unique_id=None, ranks=(0, 1), seed=0):
+    """A save of one small tensor per rank, rank after rank."""
+    directory = CheckpointDirectory(path)
+    ticket = directory.open_save(unique_id)
+    for rank in ranks:
+        shard = whole(f"w{rank}", "float32", (5,), rank)
+        writer = DataFileWriter(
+            directory.path,
+            items_of([shard], ticket.data_file(rank)),
+            save_token=ticket.token,
+            unique_id=ticket.unique_id,
+            world_size=len(ranks),
+        )
+        directory.write_part(ticket, rank, writer.write([values_of(shard, seed + rank).view(np.uint8)]))
+    return directory.commit(ticket, ranks)
+
+
+def names(path) -> list[str]:
+    """Names of the files but for that for Paddle's own loader, which is there whenever a data file is."""
+    return sorted(set(os.listdir(path)) - {PADDLE_METADATA})
+
+
+def test_a_save_leaves_data_files_and_a_manifest(tmp_path):
+    path = tmp_path / "deep" / "er"
+    manifest = save(path)
+    assert names(path) == ["0.manifest", "0_0.safetensors", "1_0.safetensors"]
+    again = CheckpointDirectory(path).read_manifest()
+    assert again.save_token == manifest.save_token
+    assert again.catalog.keys == ("w0", "w1")
+
+
+def test_ids(tmp_path):
+    directory = CheckpointDirectory(tmp_path)
+    assert directory.list_ids() == []
+    for unique_id in (None, None, 12, None, 4):
+        save(tmp_path, unique_id)
+    assert directory.list_ids() == [0, 1, 4, 12, 13]
+    assert directory.read_manifest().unique_id == 13
+    assert directory.read_manifest(4).unique_id == 4
+
+
+def test_the_next_id_is_above_every_file_that_is_there(tmp_path):
+    directory = CheckpointDirectory(tmp_path)
+    for name, expected in (
+        ("3_7.safetensors", 8), ("0_9.part", 10), ("1_11.2.safetensors", 12), ("20.manifest", 21),
+    ):  # fmt: skip
+        (tmp_path / name).write_bytes(b"")
+        ticket = directory.open_save(None)
+        assert ticket.unique_id == expected
+        (tmp_path / ticket.marker_file).unlink()
+    for name in ("x_99.safetensors", "99.manifest.tmp", "model-00099.safetensors", "99"):
+        (tmp_path / name).write_bytes(b"")
+    assert directory.open_save(None).unique_id == 21
+
+
+def test_a_replaced_id_gets_names_of_its_own(tmp_path):
+    assert data_file_name(3, 5, 0) == "3_5.safetensors"
+    assert data_file_name(3, 5, 2) == "3_5.2.safetensors"
+    for generation in range(3):
+        ticket = CheckpointDirectory(tmp_path).open_save(5)
+        assert ticket.generation == generation
+        (tmp_path / ticket.marker_file).unlink()
+        save(tmp_path, 5, seed=generation)
+        suffix = f".{generation}" if generation else ""
+        assert names(tmp_path) == ["5.manifest", f"0_5{suffix}.safetensors", f"1_5{suffix}.safetensors"] or names(
+            tmp_path
+        ) == sorted(["5.manifest", f"0_5{suffix}.safetensors", f"1_5{suffix}.safetensors"])
+
+
+def test_tokens_differ(tmp_path):
+    directory = CheckpointDirectory(tmp_path)
+    tokens = {directory.open_save(0).token for _ in range(20)}
+    assert len(tokens) == 20
+    assert all(re.fullmatch("[0-9a-f]{32}", token) for token in tokens)
+
+
+@pytest.mark.parametrize("unique_id", [-1, "0", 1.0, True])
+def test_an_id_that_is_no_id_is_refused(tmp_path, unique_id):
+    with pytest.raises(ValidationError, match="unique_id must be None or an integer >= 0"):
+        CheckpointDirectory(tmp_path / "d").open_save(unique_id)
+    assert names(tmp_path) == []
+
+
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
+    (tmp_path / "f").write_bytes(b"")
+    for path in (tmp_path / "f", tmp_path / "f" / "g"):
+        with pytest.raises(ValidationError, match="is not a directory, so nothing can be saved there"):
+            CheckpointDirectory(path).open_save(None)
+
+
+def test_the_order_of_a_commit(tmp_path):
+    save(tmp_path, 0, seed=5)
+    with FileSystem(str(tmp_path), Job(1)) as files:
+        save(tmp_path, 0)
+    changes = [call for call in files.calls if call.name not in ("close", "flock", "unlock") and not call.refused]
+    # What is there is opened to be read or locked.
+    changes = [call for call in changes if call.name != "open" or call.created or call.path == "."]
+    seen = [(call.name, re.sub(r"\.[0-9a-f]{32}\.tmp", ".tmp", call.target or call.path)) for call in changes]
+    home = "."
+    # each rank: its data file is durable before its part is begun
+    for rank in (0, 1):
+        data, part = f"{rank}_0.1.safetensors", f"{rank}_0.1.part"
+        # and the part is durable before it has its name
+        order = [("fsync", data), ("open", f"{part}.tmp"), ("fsync", f"{part}.tmp"), ("rename", part)]
+        assert list(map(seen.index, order)) == sorted(map(seen.index, order))
+    last = seen.index(("rename", "1_0.1.part"))
+    assert seen[last + 1 : last + 9] == [
+        ("open", home), ("fsync", home),  # the data files' names are durable
+        ("open", "0.manifest.tmp"), ("write", "0.manifest.tmp"), ("fsync", "0.manifest.tmp"),
+        ("rename", "0.manifest"),
+        ("open", home), ("fsync", home),  # and so is the manifest's
+    ]  # fmt: skip
+    # the marker is durable before the first data file
+    marker = [i for i, (_, name) in enumerate(seen) if name == "0.1.saving"]
+    first = seen.index(("open", "0_0.1.safetensors"))
+    assert [seen[i][0] for i in marker] == ["open", "write", "fsync", "unlink"]
+    assert seen[marker[2] + 1 : first] == [("open", home), ("fsync", home)]
+    # then Paddle's own loader is told, before the files go that it may have in mind
+    told = f"{PADDLE_METADATA}.tmp"
+    assert seen[last + 9 : last + 15] == [
+        ("open", told), ("write", told), ("fsync", told), ("rename", PADDLE_METADATA), ("open", home), ("fsync", home)
+    ]  # fmt: skip
+    # only then go the old files, and for good before the marker goes
+    rest = seen[last + 15 :]
+    assert rest[-3:] == [("open", home), ("fsync", home), ("unlink", "0.1.saving")]
+    assert sorted(call for call in rest[:-3] if call[0] == "unlink") == [
+        ("unlink", "0_0.1.part"), ("unlink", "0_0.safetensors"),
+        ("unlink", "1_0.1.part"), ("unlink", "1_0.safetensors"),
+    ]  # fmt: skip
+
+
+def test_nothing_is_removed_but_what_the_replaced_id_left(tmp_path):
+    save(tmp_path, 1)
+    others = ("notes.txt", "0_3.safetensors", "0_13.part", "model.safetensors", "0_1.bin", "config.json")
+    for name in others:
+        (tmp_path / name).write_bytes(b"mine")
+    save(tmp_path, 0)
+    save(tmp_path, 1)
+    assert set(others) < set(names(tmp_path))
+    assert names(tmp_path) == sorted(
+        [*others, "0.manifest", "0_0.safetensors", "1_0.safetensors", "1.manifest", "0_1.1.safetensors",
+         "1_1.1.safetensors"]
+    )  # fmt: skip
+
+
+def test_leftovers_of_a_dead_save_do_not_disturb(tmp_path):
+    save(tmp_path, 0)
+    for name in ("0_1.safetensors", "1_1.part", f"1.manifest.{7:032x}.tmp", "1_1.1.safetensors"):
+        (tmp_path / name).write_bytes(b"half")
+    directory = CheckpointDirectory(tmp_path)
+    assert directory.list_ids() == [0]
+    assert directory.read_manifest().unique_id == 0
+    assert save(tmp_path).unique_id == 2
+    assert save(tmp_path, 1).catalog.files == ("0_1.2.safetensors", "1_1.2.safetensors")
+    assert not {"0_1.safetensors", "1_1.part", "1_1.1.safetensors", f"1.manifest.{7:032x}.tmp"} & set(names(tmp_path))
+
+
+def test_a_part_that_is_not_visible_is_named(tmp_path):
+    directory = CheckpointDirectory(tmp_path)
+    ticket = directory.open_save(0)
+    with pytest.raises(CheckpointError, match=r"part of rank 3 is not visible at .*3_0\.part.*storage that all ranks"):
+        directory.commit(ticket, [3])
+    assert directory.list_ids() == []
+
+
+def test_a_part_of_an_earlier_save_is_refused(tmp_path):
+    directory = CheckpointDirectory(tmp_path)
+    old = directory.open_save(0)
+    (tmp_path / old.marker_file).unlink()
+    new = directory.open_save(0)
+    for rank, ticket in enumerate((old, new)):
+        items = items_of([whole("w", "uint8", (1,), rank)], ticket.data_file(rank))
+        writer = DataFileWriter(directory.path, items, save_token=ticket.token, unique_id=0, world_size=2)
+        directory.write_part(ticket, rank, writer.write([np.zeros(1, dtype=np.uint8)]))
+    with pytest.raises(ValidationError, match="different saves"):
+        directory.commit(new, [0, 1])
+    assert directory.list_ids() == []
+
+
+def test_discard_removes_a_ranks_files_and_keeps_a_committed_saves(tmp_path):
+    directory = CheckpointDirectory(tmp_path)
+    ticket = directory.open_save(0)
+    for name in (ticket.data_file(0), ticket.part_file(0), ticket.data_file(1)):
+        (tmp_path / name).write_bytes(b"")
+    directory.discard(ticket, 0)
+    directory.discard(ticket, 5)
+    # The marker goes with the last file.
+    assert names(tmp_path) == ["0.saving", "1_0.safetensors"]
+    assert PADDLE_METADATA in os.listdir(tmp_path)
+    directory.discard(ticket, 1)
+    assert os.listdir(tmp_path) == []
+
+    (tmp_path / "0_0.safetensors").write_bytes(b"data")
+    (tmp_path / "0.manifest").write_bytes(b"..." + ticket.token.encode())
+    directory.discard(ticket, 0)
+    assert names(tmp_path) == ["0.manifest", "0_0.safetensors"]
+
+
+def test_a_renamed_manifest_is_noticed(tmp_path):
+    save(tmp_path, 3)
+    (tmp_path / "3.manifest").rename(tmp_path / "8.manifest")
+    with pytest.raises(CorruptCheckpointError, match=r"8\.manifest is the manifest of id 3"):
+        CheckpointDirectory(tmp_path).read_manifest()
+
+
+def why(path, unique_id=None) -> str:
+    with pytest.raises(ValidationError) as caught:
+        CheckpointDirectory(path).read_manifest(unique_id)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_is_wrong_is_said(tmp_path):
+    assert "does not exist" in why(tmp_path / "nowhere")
+    (tmp_path / "file").write_bytes(b"")
+    assert "not a directory" in why(tmp_path / "file")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert why(empty)
+    (empty / "0_0.metadata").write_bytes(b"")
+    assert "Paddle" in why(empty) or "metadata" in why(empty)
+
+
+def test_an_unfinished_save_is_called_unfinished(tmp_path):
+    (tmp_path / "0_4.safetensors").write_bytes(b"")
+    for unique_id in (None, 4):
+        text = why(tmp_path, unique_id)
+        assert "unfinished save (id 4)" in text
+        assert "complete ids here: none" in text
+    save(tmp_path, 0)
+    assert CheckpointDirectory(tmp_path).read_manifest().unique_id == 0
+    assert "complete ids here: [0]" in why(tmp_path, 4)
+    assert "no checkpoint with id 9; complete ids here: [0]" in why(tmp_path, 9)

@@ -1,0 +1,225 @@
+"""Reading locks: what is being read is neither removed nor robbed of its files."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.engine import verification as verification_module
+from paddle_flexckpt.engine.export import export_safetensors
+from paddle_flexckpt.engine.verification import verify_checkpoint
+from paddle_flexckpt.live import loader as loader_module
+from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.media.backend import open_backend, open_storage
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.reader import FileReader
+from tests.native.test_directory import names, save
+
+MANIFEST = "0.manifest"
+
+
+@pytest.fixture
+def backend(tmp_path):
+    (tmp_path / MANIFEST).write_bytes(b"one")
+    return open_backend(tmp_path)
+
+
+def is_held(backend, name=MANIFEST) -> bool:
+    claim = backend.claim(name)
+    if claim is not None:
+        claim.release()
+    return claim is None
+
+
+def test_readers_share_and_keep_the_one_who_removes_out(backend):
+    first, second = backend.hold(MANIFEST), backend.hold(MANIFEST)
+    assert is_held(backend)
+    first.release()
+    first.release()
+    assert is_held(backend)
+    second.release()
+    assert not is_held(backend)
+
+
+def test_there_is_one_claim_at_a_time(backend):
+    with backend.claim(MANIFEST):
+        assert backend.claim(MANIFEST) is None
+    assert not is_held(backend)
+
+
+def test_a_file_that_is_not_there(backend):
+    assert not is_held(backend, "7.manifest")
+    with pytest.raises(FileNotFoundError):
+        backend.hold("7.manifest")
+
+
+def test_a_link_out_of_the_directory_is_not_held(tmp_path, backend):
+    inside = tmp_path / "inside"
+    inside.mkdir()
+    (inside / MANIFEST).symlink_to(tmp_path / MANIFEST)
+    with pytest.raises(CorruptCheckpointError, match="is a link out of the checkpoint's directory"):
+        open_backend(inside).hold(MANIFEST)
+
+
+def test_a_read_only_manifest_is_claimed_as_well(tmp_path, backend):
+    os.chmod(tmp_path / MANIFEST, 0o444)
+    with backend.hold(MANIFEST):
+        assert is_held(backend)
+    assert not is_held(backend)
+
+
+@pytest.mark.parametrize("fate", ["removed", "replaced", "left"])
+def test_a_reader_waits_for_a_claim_and_looks_again(tmp_path, backend, monkeypatch, fate):
+    waiting, real = threading.Event(), fcntl.flock
+
+    def flock(descriptor, operation):
+        if operation == fcntl.LOCK_SH:
+            waiting.set()
+        real(descriptor, operation)
+
+    outcome = []
+
+    def read():
+        try:
+            with backend.hold(MANIFEST):
+                outcome.append((backend.read(MANIFEST), is_held(backend)))
+        except FileNotFoundError as error:
+            outcome.append(type(error))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    claim = backend.claim(MANIFEST)
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    assert waiting.wait(30)  # it has opened the file
+    assert outcome == []
+    if fate == "removed":
+        backend.remove(MANIFEST)
+    elif fate == "replaced":
+        backend.publish(MANIFEST, b"two")
+    claim.release()
+    reader.join(30)
+    assert outcome == [{"removed": FileNotFoundError, "replaced": (b"two", True), "left": (b"one", True)}[fate]]
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_without_locks_reading_goes_on_and_removal_too(backend, monkeypatch, number):
+    def flock(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with backend.hold(MANIFEST):
+        assert not is_held(backend)
+
+
+def test_locks_that_are_switched_off(tmp_path, backend):
+    without = open_storage(tmp_path, lock=False)
+    with without.hold(MANIFEST):
+        assert not is_held(backend)
+    with backend.hold(MANIFEST):
+        assert not is_held(without)
+
+
+def test_an_error_of_the_medium_is_an_error(backend, monkeypatch):
+    before = len(os.listdir("/proc/self/fd"))
+
+    def flock(descriptor, operation):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    for lock in (backend.hold, backend.claim):
+        with pytest.raises(OSError, match="Input/output error"):
+            lock(MANIFEST)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_manifest_is_read_under_the_lock(tmp_path):
+    save(tmp_path, 3)
+    save(tmp_path, 5)
+    directory = CheckpointDirectory(tmp_path)
+    with HeldManifest(directory) as manifest:
+        assert manifest.unique_id == 5
+        assert is_held(directory.backend, "5.manifest")
+        assert not is_held(directory.backend, "3.manifest")
+    assert not is_held(directory.backend, "5.manifest")
+
+
+def test_a_manifest_that_cannot_be_read_is_not_kept(tmp_path):
+    save(tmp_path, 3)
+    (tmp_path / "3.manifest").write_bytes(b"rubbish")
+    directory = CheckpointDirectory(tmp_path)
+    with pytest.raises(CorruptCheckpointError):
+        HeldManifest(directory, 3)
+    assert not is_held(directory.backend, "3.manifest")
+    with pytest.raises(ValidationError, match="no checkpoint with id 4"):
+        HeldManifest(directory, 4)
+
+
+def test_when_the_highest_is_removed_meanwhile_the_next_is_taken(tmp_path, monkeypatch):
+    save(tmp_path, 3)
+    save(tmp_path, 5)
+    directory = CheckpointDirectory(tmp_path)
+    hold = directory.backend.hold
+
+    def late(name):
+        directory.backend.remove("5.manifest")
+        return hold(name)
+
+    monkeypatch.setattr(directory.backend, "hold", late)
+    with HeldManifest(directory) as manifest:
+        assert manifest.unique_id == 3
+    directory.backend.remove("3.manifest")
+    (tmp_path / "9.manifest").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CorruptCheckpointError, match=r"9\.manifest is listed in its directory, and is not there"):
+        HeldManifest(directory)
+
+
+def test_load_export_and_verify_hold_what_they_read(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint"
+    comm = SoloCommunicator()
+    save_state_dict({"w": np.arange(12.0)}, path, comm)
+    seen = []
+
+    def watched(function):
+        def call(*args, **kwargs):
+            seen.append(is_held(open_backend(path)))
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(loader_module, "read_pieces", watched(loader_module.read_pieces))
+    load_state_dict({"w": np.zeros(12)}, path, comm)
+    load_state_dict({"w": np.zeros(12)}, path, comm, aoa_config={"aoa_statements": ["w -> w"]})
+    assert seen == [True, True]
+    monkeypatch.setattr(verification_module, "verify_files", watched(verification_module.verify_files))
+    assert verify_checkpoint(path).ok
+    assert seen == [True] * 3
+    monkeypatch.setattr(FileReader, "read", watched(FileReader.read))
+    export_safetensors(path, tmp_path / "out")
+    assert seen == [True] * 4
+    assert not is_held(open_backend(path))
+
+
+def test_a_replacement_leaves_its_readers_their_files(tmp_path):
+    comm = SoloCommunicator()
+    values = [np.full(6, version, dtype=np.float32) for version in range(3)]
+    save_state_dict({"w": values[0]}, tmp_path, comm, unique_id=0)
+    directory = CheckpointDirectory(tmp_path)
+    with HeldManifest(directory, 0) as manifest:
+        save_state_dict({"w": values[1]}, tmp_path, comm, unique_id=0)
+        directory.check_complete(manifest)
+    assert names(tmp_path) == ["0.manifest", "0_0.1.safetensors", "0_0.safetensors"]
+    found = {"w": np.zeros(6, dtype=np.float32)}
+    load_state_dict(found, tmp_path, comm)
+    assert (found["w"] == values[1]).all()
+    # Nobody reads now.
+    save_state_dict({"w": values[2]}, tmp_path, comm, unique_id=0)
+    assert names(tmp_path) == ["0.manifest", "0_0.2.safetensors"]

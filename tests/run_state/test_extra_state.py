@@ -1,0 +1,336 @@
+"""Extra state: schedulers, scalers, generators and positions through a checkpoint and back."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+pytest.importorskip("paddle")
+import paddle
+from paddle.distributed.fleet.layers.mpu.random import get_rng_state_tracker
+from paddle.optimizer import lr
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.run_state.portable import decode, encode
+
+pytestmark = pytest.mark.compat
+
+SCHEDULERS = {
+    "Noam": lambda: lr.NoamDecay(d_model=8, warmup_steps=3),
+    "Piecewise": lambda: lr.PiecewiseDecay([2, 6], [0.1, 0.05, 0.01]),
+    "NaturalExp": lambda: lr.NaturalExpDecay(0.1, 0.3),
+    "InverseTime": lambda: lr.InverseTimeDecay(0.1, 0.3),
+    "Polynomial": lambda: lr.PolynomialDecay(0.1, 7, cycle=True),
+    "Exponential": lambda: lr.ExponentialDecay(0.1, 0.9),
+    "MultiStep": lambda: lr.MultiStepDecay(0.1, [2, 5, 7]),
+    "Step": lambda: lr.StepDecay(0.1, 3),
+    "Lambda": lambda: lr.LambdaDecay(0.1, lambda n: 0.9**n),
+    "Multiplicative": lambda: lr.MultiplicativeDecay(0.1, lambda n: 0.95),
+    "Cosine": lambda: lr.CosineAnnealingDecay(0.1, 5),
+    "CosineRestarts": lambda: lr.CosineAnnealingWarmRestarts(0.1, 2, 2),
+    "OneCycle": lambda: lr.OneCycleLR(0.1, 20),
+    "Cyclic": lambda: lr.CyclicLR(0.1, 0.5, 2, 3),
+    "Linear": lambda: lr.LinearLR(0.1, 8),
+    "Warmup": lambda: lr.LinearWarmup(0.1, 3, 0.0, 0.1),
+    "Warmup(Cosine)": lambda: lr.LinearWarmup(lr.CosineAnnealingDecay(0.1, 5), 3, 0.0, 0.1),
+    "Warmup(Warmup(Poly))": lambda: lr.LinearWarmup(
+        lr.LinearWarmup(lr.PolynomialDecay(0.1, 7), 2, 0.05, 0.1), 3, 0.0, 0.1
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_tracker():
+    get_rng_state_tracker().reset()
+    yield
+    get_rng_state_tracker().reset()
+
+
+def through_a_checkpoint(tmp_path, state):
+    fc.save_state_dict({"weight": paddle.ones([2]), **state}, tmp_path)
+    return fc.load_extra_state(tmp_path)
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers(tmp_path, name, steps):
+    saved, fresh = SCHEDULERS[name](), SCHEDULERS[name]()
+    for _ in range(steps):
+        saved.step()
+    state = through_a_checkpoint(tmp_path, fc.collect_extra_state(saved, rng=False))
+    report = fc.restore_extra_state(state, fresh, rng=False)
+    assert report.restored == ["lr_scheduler"]
+    assert report.not_restored == {}
+    for _ in range(8):
+        assert fresh.get_lr() == saved.get_lr()
+        assert fresh() == saved()
+        saved.step()
+        fresh.step()
+
+
+def test_a_scheduler_that_looks_at_the_loss(tmp_path):
+    saved, fresh = lr.ReduceOnPlateau(0.1, patience=1), lr.ReduceOnPlateau(0.1, patience=1)
+    losses = [3.0, np.float32(2.0), np.asarray([2.5], "float32"), paddle.to_tensor([2.25])]
+    for loss in losses[:2]:
+        saved.step(loss)
+    state = through_a_checkpoint(tmp_path, fc.collect_extra_state(saved, rng=False))
+    fc.restore_extra_state(state, fresh, rng=False)
+    for loss in losses:
+        saved.step(loss)
+        fresh.step(loss)
+        assert fresh() == saved()
+    assert fresh() < 0.1
+
+
+class Wrapping(lr.LRScheduler):
+    """A user's scheduler around another one: Paddle's state_dict() says nothing of what is inside."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(0.1)
+
+    def get_lr(self):
+        self.inner.step()
+        return self.inner() / 2
+
+
+def test_schedulers_inside_schedulers_of_any_kind(tmp_path):
+    saved, fresh = Wrapping(SCHEDULERS["Step"]()), Wrapping(SCHEDULERS["Step"]())
+    for _ in range(4):
+        saved.step()
+    state = through_a_checkpoint(tmp_path, fc.collect_extra_state(saved, rng=False))
+    fc.restore_extra_state(state, fresh, rng=False)
+    assert fresh.inner.last_epoch == saved.inner.last_epoch
+    assert fresh() == saved()
+
+
+def test_another_scheduler_is_reported():
+    state = fc.collect_extra_state(SCHEDULERS["Warmup(Cosine)"](), rng=False)
+    other = SCHEDULERS["Warmup(Warmup(Poly))"]()
+    before = other.state_dict()
+    report = fc.restore_extra_state(state, other, rng=False)
+    assert report.restored == []
+    assert report.not_restored == {
+        "lr_scheduler": "the checkpoint has a LinearWarmup(learning_rate=CosineAnnealingDecay), this run a "
+        "LinearWarmup(learning_rate=LinearWarmup(learning_rate=PolynomialDecay))"
+    }
+    assert other.state_dict() == before
+
+
+def scaler(scale=2.0, count=0):
+    """Of itself a scaler is disabled on a CPU, and then it has no state."""
+    made = paddle.amp.GradScaler(enable=False)
+    made._enable = True
+    made._init_loss_scaling, made._scale = scale, paddle.to_tensor([scale])
+    made._incr_ratio, made._decr_ratio = scale, 1 / scale
+    made._incr_every_n_steps, made._decr_every_n_nan_or_inf = count + 1, count + 2
+    made._incr_count, made._decr_count = count, count
+    made._use_dynamic_loss_scaling = True
+    return made
+
+
+def test_scaler(tmp_path):
+    saved, fresh = scaler(1024.0, 3), scaler()
+    state = through_a_checkpoint(tmp_path, fc.collect_extra_state(scaler=saved, rng=False))
+    assert fc.restore_extra_state(state, scaler=fresh, rng=False).restored == ["scaler"]
+    ours, theirs = fresh.state_dict(), saved.state_dict()
+    assert ours["scale"].dtype == theirs["scale"].dtype
+    assert ours == theirs
+
+
+def test_what_was_not_saved_or_not_passed_is_reported():
+    on, off = scaler(), paddle.amp.GradScaler(enable=False)
+    scheduler = SCHEDULERS["Step"]()
+    for state, arguments, wanted in (
+        (fc.collect_extra_state(scheduler, on), {}, {"lr_scheduler": "none was passed", "scaler": "none was passed"}),
+        (
+            fc.collect_extra_state(),
+            {"lr_scheduler": scheduler, "scaler": on},
+            {"lr_scheduler": "the checkpoint has none", "scaler": "the checkpoint has none"},
+        ),
+        (fc.collect_extra_state(scaler=off), {"scaler": on}, {"scaler": "it was disabled"}),
+        (fc.collect_extra_state(scaler=on), {"scaler": off}, {"scaler": "it is disabled"}),
+        (fc.collect_extra_state(rng=False), {}, {"rng": "the checkpoint has none of this rank"}),
+    ):
+        report = fc.restore_extra_state(state, **arguments)
+        assert set(report.not_restored) == set(wanted)
+        for name, text in wanted.items():
+            assert text in report.not_restored[name]
+
+
+def draw():
+    """Something of every generator."""
+    tracker = get_rng_state_tracker()
+    numbers = [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn())]
+    numbers += paddle.rand([3]).numpy().tolist() + paddle.nn.functional.dropout(paddle.ones([20])).numpy().tolist()
+    for name in sorted(tracker.states_):
+        with tracker.rng_state(name):
+            numbers += paddle.rand([2]).numpy().tolist()
+    return numbers
+
+
+def test_generators(tmp_path):
+    tracker = get_rng_state_tracker()
+    tracker.add("global_seed", 11)
+    tracker.add("local_seed", 12)
+    draw()
+    state = fc.collect_extra_state()
+    wanted = draw()
+    assert draw() != wanted
+    state = through_a_checkpoint(tmp_path, state)
+    random.seed(0)
+    np.random.seed(0)
+    paddle.seed(0)
+    report = fc.restore_extra_state(state)
+    assert report.not_restored == {}
+    assert report.restored == [
+        "rng.python",
+        "rng.numpy",
+        "rng.paddle.cpu",
+        "rng.tracker.global_seed",
+        "rng.tracker.local_seed",
+    ]
+    assert draw() == wanted
+    # Asking for the state draws nothing.
+    fc.restore_extra_state(state)
+    fc.collect_extra_state()
+    assert draw() == wanted
+    # And not restoring it changes nothing.
+    following = fc.collect_extra_state()
+    fc.restore_extra_state(state, rng=False)
+    assert fc.collect_extra_state()["extra_state.rng.rank0"].numpy().tobytes() == (
+        following["extra_state.rng.rank0"].numpy().tobytes()
+    )
+
+
+def test_tracker_states_that_only_one_side_has_are_reported():
+    get_rng_state_tracker().add("saved", 21)
+    state = fc.collect_extra_state()
+    get_rng_state_tracker().reset()
+    get_rng_state_tracker().add("here", 22)
+    report = fc.restore_extra_state(state)
+    assert "rng.python" in report.restored
+    assert sorted(report.not_restored) == ["rng.tracker.here", "rng.tracker.saved"]
+
+
+class Loader:
+    def state_dict(self):
+        return {"epoch": 2, "order": np.arange(5), "seen": (1, 2)}
+
+
+def test_positions_step_and_the_rest(tmp_path):
+    more = {
+        "best": float("-inf"),
+        "history": [1, 2.5, None, True, "text"],
+        "by_number": {1: "a", (2, 3): b"\x00\xff"},
+        "average": paddle.arange(6).reshape([2, 3]).astype("bfloat16"),
+        "nested": {"$": [paddle.ones([1])]},
+    }
+    state = through_a_checkpoint(tmp_path, fc.collect_extra_state(step=7, dataloader=Loader(), **more))
+    report = fc.restore_extra_state(state)
+    assert report.step == 7
+    assert report.dataloader["seen"] == (1, 2)
+    assert report.dataloader["order"].tolist() == list(range(5))
+    assert report.dataloaders == {0: report.dataloader}
+    assert {name: report.more[name] for name in ("best", "history", "by_number")} == {
+        name: more[name] for name in ("best", "history", "by_number")
+    }
+    assert str(report.more["average"].dtype) == "paddle.bfloat16"
+    assert (report.more["average"] == more["average"]).all()
+    assert report.more["nested"]["$"][0].item() == 1
+    assert "dataloader" in report.restored
+
+
+def test_everything_is_a_tensor_with_a_name_and_text_is_json():
+    state = fc.collect_extra_state(step=7, dataloader=[3], average=paddle.ones([2]))
+    assert sorted(state) == [
+        "extra_state.common",
+        "extra_state.common.more.average",
+        "extra_state.dataloader.rank0",
+        "extra_state.rng.rank0",
+    ]
+    assert json.loads(state["extra_state.common"].numpy().tobytes())["step"] == 7
+    assert json.loads(state["extra_state.dataloader.rank0"].numpy().tobytes()) == [3]
+    assert all(str(tensor.place) == "Place(cpu)" for tensor in state.values())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), lambda: 0, {1, 2}, np.asarray([object()]), np.datetime64("2020-01-01"), {"a": [{"b": object()}]}],
+)
+def test_what_is_not_portable_is_refused(value):
+    with pytest.raises(fc.ValidationError, match=r"extra_state\.common\.more\.mine.*cannot be part of.*Remedy"):
+        fc.collect_extra_state(mine=value)
+
+
+def test_two_tensors_of_one_name_are_refused():
+    tensor = paddle.ones([1])
+    with pytest.raises(fc.ValidationError, match=r"two tensors .* 'extra_state.common.more.a.b'"):
+        fc.collect_extra_state(a={"b": tensor}, **{"a.b": tensor})
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float64", "complex64", ">i4"])
+def test_arrays_and_scalars(dtype):
+    for value in (np.arange(6).astype(dtype).reshape(2, 3), np.zeros((0, 2), dtype), np.asarray(1, dtype)):
+        back = decode(encode(value, "x"), "x")
+        assert back.dtype == value.dtype.newbyteorder("<") or back.dtype == value.dtype
+        assert back.shape == value.shape
+        assert (back == value).all()
+    scalar = np.ones(1, dtype)[0]
+    assert type(decode(encode(scalar, "x"), "x")) is type(scalar)
+    assert decode(encode(float("nan"), "x"), "x") != 0
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[1",
+        '{"$": "os.system"}',
+        '{"$": "array"}',
+        '{"$": "array", "dtype": "|O", "shape": [1], "data": "AAAAAAAAAAA="}',
+        '{"$": "tensor", "name": "y"}',
+        '{"$": "float", "value": "x"}',
+        "[" * 100_000,
+    ],
+)
+def test_damaged_text(text):
+    with pytest.raises(fc.CorruptCheckpointError, match="x is damaged"):
+        decode(text.encode(), "x")
+
+
+def test_no_extra_state(tmp_path):
+    fc.save_state_dict({"weight": paddle.ones([2])}, tmp_path)
+    with pytest.raises(fc.ValidationError, match=r"cannot load extra state.*id 0 has no extra state. Remedy"):
+        fc.load_extra_state(tmp_path)
+    with pytest.raises(fc.ValidationError, match=r"there is no 'extra_state.common'.*Remedy"):
+        fc.restore_extra_state({})
+    with pytest.raises(fc.ValidationError, match="does not exist"):
+        fc.load_extra_state(tmp_path / "nowhere")
+
+
+def test_ids(tmp_path):
+    for step in (3, 4):
+        fc.save_state_dict(fc.collect_extra_state(step=step), tmp_path)
+    assert fc.restore_extra_state(fc.load_extra_state(tmp_path)).step == 4
+    assert fc.restore_extra_state(fc.load_extra_state(tmp_path, unique_id=0)).step == 3
+
+
+def test_a_newer_version_is_refused():
+    state = fc.collect_extra_state(rng=False)
+    text = state["extra_state.common"].numpy().tobytes().replace(b'"version": 1', b'"version": 2')
+    state["extra_state.common"] = paddle.to_tensor(np.frombuffer(text, "uint8").copy())
+    with pytest.raises(fc.ValidationError, match="extra state of version 2.*Remedy"):
+        fc.restore_extra_state(state)
+
+
+def test_extra_state_is_neither_unexpected_nor_a_weight(tmp_path):
+    model = {"w": paddle.ones([2])}
+    fc.save_state_dict({**model, **fc.collect_extra_state(step=7)}, tmp_path)
+    report = fc.load_state_dict({"w": paddle.zeros([2])}, tmp_path, strict=True)
+    assert report.unexpected == []
+    assert list(fc.load_merged_state_dict(tmp_path)) == ["w"]
+    assert fc.restore_extra_state(fc.load_extra_state(tmp_path)).step == 7
