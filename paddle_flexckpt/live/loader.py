@@ -35,7 +35,7 @@ from paddle_flexckpt.live.target_memory import TargetMemory
 from paddle_flexckpt.live.targets import MASTER, OptimizerStates, Policy, Strict, Wanted
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.native.reader import FileReader
@@ -186,7 +186,7 @@ def load_state_dict(
     @functools.cache
     def describe() -> _Described:
         with reading(directory().path):
-            manifest = stack.enter_context(HeldManifest(directory(), unique_id))
+            manifest = stack.enter_context(LockedManifest(directory(), unique_id))
         state = open_state(state_dict, comm.rank)
         return _Described(manifest, state, head(f"id {manifest.unique_id} ({manifest.save_token})"))
 

@@ -17,7 +17,7 @@ from paddle_flexckpt.live.tensors import empty_on_host
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.report import order_warning
 
@@ -59,7 +59,7 @@ def load_merged_state_dict(
         UnreadableCheckpointError: The storage does not let it be read.
     """
     directory = CheckpointDirectory(path)
-    with reading(directory.path), HeldManifest(directory, unique_id) as manifest:
+    with reading(directory.path), LockedManifest(directory, unique_id) as manifest:
         return _load_merged(path, prefix, manifest, aoa_config, verify, use_replicas)
 
 

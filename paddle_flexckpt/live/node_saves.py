@@ -23,7 +23,7 @@ from paddle_flexckpt.media.backend import Backend, FileLock
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.node_directory import NodeDirectory
-from paddle_flexckpt.native.save_names import SaveTicket
+from paddle_flexckpt.native.save_names import SaveNames
 
 Storage = Literal["shared", "per_node"]
 
@@ -52,7 +52,7 @@ class NodeSave:
     comm: Communicator
     directory: NodeDirectory
     context: str
-    ticket: SaveTicket
+    ticket: SaveNames
     nodes: list[list[int]]
     names: list[str]
     published: set[str]
@@ -218,7 +218,7 @@ def check_storage(storage: Storage, copies: int = 1, in_background: bool = False
         raise ValidationError([f"node_copies={copies!r} needs storage='per_node'"])
 
 
-def check_visible(directory: CheckpointDirectory, ticket: SaveTicket) -> tuple[None, bytes]:
+def check_visible(directory: CheckpointDirectory, ticket: SaveNames) -> tuple[None, bytes]:
     """Check that this rank sees the save that another has begun, as it has to with storage that all share.
 
     Raises:
@@ -313,7 +313,7 @@ def meet_nodes(
         comm,
         directory,
         context,
-        SaveTicket(chosen, generation, saves[0][2]),
+        SaveNames(chosen, generation, saves[0][2]),
         nodes,
         [f"{number} ({said[committer]['place']})" for number, committer in enumerate(committers)],
         published,

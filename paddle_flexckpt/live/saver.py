@@ -41,7 +41,7 @@ from paddle_flexckpt.live.tensors import open_storage
 from paddle_flexckpt.media.backend import Location, SaveLock
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.node_directory import NodeDirectory
-from paddle_flexckpt.native.save_names import SaveTicket
+from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.planning import WritePlan, plan_write
 from paddle_flexckpt.report import SaveReport
 
@@ -205,7 +205,7 @@ def save_state_dict(
             own, answers = comm.together(describe, context)
             said = check_heads(answers, context, comm.ranks)
             tickets, presences, places, addresses, wholes, policies, catalogs = said
-            ticket = SaveTicket(**json.loads(tickets[coordinator_rank]))
+            ticket = SaveNames(**json.loads(tickets[coordinator_rank]))
             directory = open_directory()
             if nodes is None and len(set(places)) > 1:
                 comm.together(lambda: check_visible(directory, ticket), "cannot save, and nothing was written")
@@ -334,7 +334,7 @@ class _Share:
     def __init__(
         self,
         directory: CheckpointDirectory,
-        ticket: SaveTicket,
+        ticket: SaveNames,
         comm: Communicator,
         coordinator: int,
         plan: WritePlan,

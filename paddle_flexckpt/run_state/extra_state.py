@@ -39,7 +39,7 @@ from paddle_flexckpt.live.merged import empty_tensors
 from paddle_flexckpt.live.options import GROUP, PATH, same_on_all_ranks
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from paddle_flexckpt.run_state.portable import decode, encode
 from paddle_flexckpt.run_state.random_state import collect_random_state, restore_random_state
 from paddle_flexckpt.run_state.scheduler_state import restore_scaler, restore_scheduler, scheduler_state
@@ -137,7 +137,7 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
 
     def look() -> tuple[tuple[int, Catalog], bytes]:
         directory = CheckpointDirectory(path)
-        with reading(directory.path), HeldManifest(directory, unique_id) as manifest:
+        with reading(directory.path), LockedManifest(directory, unique_id) as manifest:
             pass
         if _COMMON not in manifest.catalog.keys:
             raise ValidationError(

@@ -18,7 +18,7 @@ from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import manager as manager_module
 from paddle_flexckpt.manager.steps import StepDirectories
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from tests.manager.samples import (
     damage_manifest,
     directory_of,
@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_is_left_alone_and_does_not_count(tmp_path):
 
 def test_what_is_being_read_is_removed_later(tmp_path):
     manager = run_of(tmp_path, 1, keep=fc.KeepLatest(1))
-    with HeldManifest(CheckpointDirectory(directory_of(tmp_path, 1))):
+    with LockedManifest(CheckpointDirectory(directory_of(tmp_path, 1))):
         save(manager, 2)
         assert tree(tmp_path) == all_files_of(1, 2)
         assert restore(manager, 1)[:2] == (1, 1)
