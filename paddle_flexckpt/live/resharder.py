@@ -45,7 +45,7 @@ from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.live.target_memory import TargetMemory
 from paddle_flexckpt.live.targets import OptimizerStates, Policy, Strict, Wanted
 from paddle_flexckpt.live.tensors import open_storage
-from paddle_flexckpt.live.transport import Carrier
+from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.live.virtual_files import gather_virtual_files, held_tensors
 from paddle_flexckpt.planning import ExchangePlan, ShardMatcher, plan_exchange
 from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
@@ -361,7 +361,7 @@ def fill_targets(
 
     all_targets = None if aoa_config is None else gather_targets(comm, describe, context)
     statements: list[str] = []
-    with contextlib.closing(comm.open_carrier()) as carrier:
+    with contextlib.closing(comm.open_transport()) as transport:
 
         def prepare() -> tuple[_Prepared, bytes]:
             state, head = describe()
@@ -378,7 +378,7 @@ def fill_targets(
                 head,
                 json.dumps(needs).encode(),
                 *source.replicas(),
-                carrier.address(),
+                transport.address(),
                 np.packbits(used_keys(catalog, wanted, mapping)).tobytes(),
                 encode_catalog(work.catalog),
                 json.dumps(wanted.raw_meanings).encode(),
@@ -410,7 +410,7 @@ def fill_targets(
 
         exchange, sent = comm.together(planned, context)
         planned_at = time.perf_counter()
-        counts, answers = comm.together(lambda: exchange.run(carrier, list(addresses), sent), context)
+        counts, answers = comm.together(lambda: exchange.run(transport, list(addresses), sent), context)
     kept = ready.work.kept_keys(ready.state.catalog)
     renew_masters(ready.state, {*ready.wanted.missing, *kept}, comm.rank)
     end = time.perf_counter()
@@ -523,11 +523,11 @@ class _Exchange:
         self._on_device = DeviceExchange(comm.device_group, plan, self._source) if on_devices else None
         self.sent = b"" if self._on_device is None else self._on_device.sent
 
-    def run(self, carrier: Carrier, addresses: list[bytes], sent: list[bytes]) -> tuple[dict[str, int], bytes]:
+    def run(self, transport: Transport, addresses: list[bytes], sent: list[bytes]) -> tuple[dict[str, int], bytes]:
         """Carry it out; return the bytes copied, received and sent, and the peak of scratch.
 
         Args:
-            carrier: Carries data through host memory.
+            transport: Carries data through host memory.
             addresses: Its addresses on every rank.
             sent: Every rank's :attr:`sent`.
         """
@@ -549,7 +549,7 @@ class _Exchange:
         if self._on_device is not None:
             self._on_device.run(Traffic.of(sent), self._position, source_storage, target_storage)
         else:
-            carrier.exchange(
+            transport.exchange(
                 addresses,
                 {rank: pack(pieces, source_storage) for rank, pieces in plan.outgoing.items()},
                 {rank: unpack(pieces, target_storage, source_dtype) for rank, pieces in plan.incoming.items()},
