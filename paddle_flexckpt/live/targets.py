@@ -67,10 +67,6 @@ def resolve(
     policy: TransferOptions,
     mapping: TensorMapping | None = None,
     complete: bool = False,
-    source: Catalog,
-    policy: TransferOptions,
-    mapping: TensorMapping | None = None,
-    complete: bool = False,
 ) -> Wanted:
     """Finds what every target is made of and checks that it fits.
 
