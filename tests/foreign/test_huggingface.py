@@ -200,7 +200,7 @@ def test_no_checksums_are_compared(tmp_path):
     report = verify_checkpoint(tmp_path)
     assert (report.ok, report.bytes_verified, report.has_checksums, report.keys) == (True, 0, False, 3)
     directory = SourceDirectory(tmp_path)
-    with pytest.raises(ValidationError, match="is a Hugging Face directory, without checksums"):
+    with pytest.raises(ValidationError, match="another program.s checkpoint .huggingface., without checksums"):
         FileReader(directory.backend, directory.read_manifest(), "full")
 
 
