@@ -13,7 +13,7 @@ import paddle.distributed as dist
 import paddle_flexckpt as fc
 
 #: What may carry tensor data between devices. At the first of these a victim dies.
-CARRIERS = (
+TRANSPORTS = (
     *("alltoall_single", "alltoall", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
     *("all_gather", "broadcast", "scatter"),
 )
@@ -80,7 +80,7 @@ def killed(extent, victim, folder):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if rank == victim:
         for module in (dist, dist.stream, dist.communication.stream):
-            for name in CARRIERS:
+            for name in TRANSPORTS:
                 if hasattr(module, name):
                     setattr(module, name, _die)
     source = shards([extent], [[extent * rank // size, extent * (rank + 1) // size]], fill=True)

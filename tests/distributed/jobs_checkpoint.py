@@ -13,7 +13,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.live import device_exchange, resharder
-from paddle_flexckpt.live import transport as carrier
+from paddle_flexckpt.live import transport as transport
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from tests.distributed import jobs_common as common
 
@@ -323,8 +323,8 @@ class Permuted(Communicator):
         gathered = self._inner.all_gather(payload)
         return [gathered[rank] for rank in self.ranks]
 
-    def open_carrier(self):
-        return carrier.SocketCarrier(self.ranks, self.position)
+    def open_transport(self):
+        return transport.SocketTransport(self.ranks, self.position)
 
 
 def permuted(directory, order):
