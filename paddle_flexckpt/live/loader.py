@@ -19,7 +19,7 @@ from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError, concat, validate_shards
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
-from paddle_flexckpt.engine.agreement import check_coordinator
+from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
 from paddle_flexckpt.engine.names import check_across_ranks, split_raw
 from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, LoadOptions, TransferOptions, takes
 from paddle_flexckpt.engine.plan import Work, plan_work
