@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paddle_flexckpt.aoa import Mapping as AoaMapping
+from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
-from paddle_flexckpt.engine.mapping import config_digest, moved_keys
+from paddle_flexckpt.engine.mapping import config_digest
 from paddle_flexckpt.engine.transfer import AnyStorage, copy_pieces, pack, unpack
 from paddle_flexckpt.engine.work import Work, plan_work
 from paddle_flexckpt.live.communicator import Communicator, check_coordinator, communicator_for
@@ -444,19 +444,19 @@ class _Prepared:
 
     state: LocalState
     wanted: Wanted
-    mapping: AoaMapping | None
+    mapping: TensorMapping | None
     work: Work
     devices: list[str]
 
 
-def _in_place(state: LocalState, wanted: Wanted, mapping: AoaMapping | None) -> LocalState:
+def _in_place(state: LocalState, wanted: Wanted, mapping: TensorMapping | None) -> LocalState:
     """The targets, with such names that none of them looks like the source that it does not come from.
 
     A target may be the very source shard of its name, but not if statements make something else of that name.
     """
     if mapping is None:
         return state
-    moved = moved_keys(mapping, wanted.catalog.keys)
+    moved = mapping.moved_keys(wanted.catalog.keys)
     names = (
         f"{key} as AOA makes it" if key != name or name in moved else key
         for key, name in zip(state.catalog.keys, wanted.catalog.keys)

@@ -9,10 +9,10 @@ A checkpoint's extra state is a few tensors among the others, all under the pref
 
 ::
 
-    fc.save_state_dict({**model, **optimizer, **fc.collect_extra_state(scheduler, scaler, step=step)}, path)
+    fc.save_state_dict({**model, **optimizer, **collect_extra_state(scheduler, scaler, step=step)}, path)
     ...
     fc.load_state_dict({**model, **optimizer}, path)
-    report = fc.restore_extra_state(fc.load_extra_state(path), scheduler, scaler)
+    report = restore_extra_state(load_extra_state(path), scheduler, scaler)
     step = report.step
 
 Under another layout than that of the save, what belongs to ranks has no meaning: generators stay as they are, lest

@@ -10,6 +10,7 @@ import paddle.distributed as dist
 from paddle.distributed.fleet.layers.mpu.random import get_rng_state_tracker
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 from paddle_flexckpt.testing import cpu_world
 
 
@@ -34,17 +35,17 @@ def save(directory, tensor):
     for _ in range(4):
         scheduler.step()
     draw()
-    state = fc.collect_extra_state(scheduler, step=7, dataloader={"rank": dist.get_rank()})
+    state = collect_extra_state(scheduler, step=7, dataloader={"rank": dist.get_rank()})
     fc.save_state_dict({"weight": paddle.ones([3]), **state}, directory)
     return {"draws": draw()}
 
 
 def load(directory, tensor):
     scheduler = start(tensor, 200)
-    state = fc.load_extra_state(directory)
-    before = fc.collect_extra_state()
-    report = fc.restore_extra_state(state, scheduler)
-    after = fc.collect_extra_state()
+    state = load_extra_state(directory)
+    before = collect_extra_state()
+    report = restore_extra_state(state, scheduler)
+    after = collect_extra_state()
     mine = f"extra_state.rng.rank{dist.get_rank()}"
     return {
         "unchanged": before[mine].numpy().tobytes() == after[mine].numpy().tobytes(),
@@ -60,7 +61,7 @@ def load(directory, tensor):
 def disagree(directory):
     start(2, 1)
     try:
-        fc.save_state_dict(fc.collect_extra_state(step=4 + dist.get_rank()), directory)
+        fc.save_state_dict(collect_extra_state(step=4 + dist.get_rank()), directory)
     except fc.CheckpointError as error:
         return str(error)
     return None

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("paddle")
 import paddle
 
-import paddle_flexckpt as fc
+from paddle_flexckpt.run_state import load_extra_state, restore_extra_state
 from tests.distributed import jobs_extra_state as jobs
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
@@ -48,7 +48,7 @@ def test_under_another_layout_what_belongs_to_ranks_is_reported(world, saved, ra
 def test_one_process_reads_what_two_saved(saved):
     path, _ = saved
     scheduler = paddle.optimizer.lr.StepDecay(0.1, 3)
-    report = fc.restore_extra_state(fc.load_extra_state(path), scheduler)
+    report = restore_extra_state(load_extra_state(path), scheduler)
     assert (report.step, report.restored, scheduler.last_epoch) == (7, ["lr_scheduler"], 4)
     assert report.dataloaders == {0: {"rank": 0}, 1: {"rank": 1}}
     assert "this run has world_size 1" in report.not_restored["rng"]
