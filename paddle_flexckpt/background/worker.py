@@ -21,8 +21,10 @@ from paddle_flexckpt.background.presence import answer
 from paddle_flexckpt.background.protocol import Channel, WriteJob
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog.failures import Failure
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.backend import open_described
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
+from paddle_flexckpt.native.save_directory import SaveDirectory
 
 # ioprio_set has no function in libc; its number is the kernel's, by machine.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273, "s390x": 282, "loongarch64": 30, "riscv64": 30}
@@ -53,7 +55,7 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
         segment, data_bytes = segments[number], message["data_bytes"]
         segment.attach(data_bytes + message["job_bytes"])
         job = WriteJob.decode(segment.view(data_bytes, data_bytes + message["job_bytes"]).tobytes())
-        directory = CheckpointDirectory(open_described(job.storage))
+        directory = open_to_save(open_described(job.storage))
         lock = None if job.lock is None else directory.backend.adopt_lock(job.lock, given.get("lock"))
         _send(channel, {"save": message["save"], "begun": True})
         try:
@@ -72,7 +74,7 @@ def _send(channel: Channel, message: dict[str, Any]) -> None:
         channel.send(message)
 
 
-def carry_out(job: WriteJob, directory: CheckpointDirectory, data: np.ndarray) -> dict[str, Any]:
+def carry_out(job: WriteJob, directory: SaveDirectory, data: np.ndarray) -> dict[str, Any]:
     """Carry out one rank's share of one save.
 
     Args:
@@ -88,7 +90,7 @@ def carry_out(job: WriteJob, directory: CheckpointDirectory, data: np.ndarray) -
     outcome = SaveOutcome(job, directory)
     try:
         if job.is_coordinator:
-            directory.remove_dead_saves(job.names)
+            remove_dead_saves(directory, job.names)
         stops = job.items.byte_length.cumsum().tolist()
         items = (data[start:stop] for start, stop in zip([0, *stops], stops))
         directory.write_share(job.names, job.rank, job.items, items, world_size=len(job.ranks), step=job.step)
