@@ -138,7 +138,7 @@ class NameIndex:
 
 
 @dataclass(frozen=True)
-class Unfound:
+class Unresolved:
     """A target that the source does not have under its own name.
 
     Attributes:
@@ -176,7 +176,7 @@ class CompatibleNames:
 
 
 def find_compatible(
-    targets: Sequence[Unfound],
+    targets: Sequence[Unresolved],
     source: Iterable[str],
     claimed: Mapping[str, Sequence[tuple[str, object]]],
     structured: Mapping[str, Sequence[str]],
@@ -193,7 +193,7 @@ def find_compatible(
     index = NameIndex(keys, structured)
     source_is_raw = any(split_raw(key) for key in keys)
     result = CompatibleNames()
-    given: dict[str, list[Unfound]] = {}
+    given: dict[str, list[Unresolved]] = {}
     for target in targets:
         hits, by_raw_name = _hits(index, target, structured)
         if len(hits) > 1:
@@ -222,7 +222,7 @@ def find_compatible(
     return result
 
 
-def _hits(index: NameIndex, target: Unfound, structured: Mapping[str, Sequence[str]]) -> tuple[list[str], bool]:
+def _hits(index: NameIndex, target: Unresolved, structured: Mapping[str, Sequence[str]]) -> tuple[list[str], bool]:
     """Keys of the first of a target's names that lead to any, and whether that is a raw one of a structured target."""
     for name in (target.key, *target.aliases):
         hits = index.find([name])
@@ -299,7 +299,7 @@ def _bare(name: str) -> str:
     return without_prefix(name)[-1][1]
 
 
-def _ambiguous(target: Unfound, hits: list[str]) -> Problem:
+def _ambiguous(target: Unresolved, hits: list[str]) -> Problem:
     return Problem(
         "the source has no key of this name, and several that may be meant",
         key=target.key,
@@ -309,7 +309,7 @@ def _ambiguous(target: Unfound, hits: list[str]) -> Problem:
     )
 
 
-def _wanted_twice(key: str, takers: list[Unfound]) -> Problem:
+def _wanted_twice(key: str, takers: list[Unresolved]) -> Problem:
     return Problem(
         f"several targets would be filled from key {key!r} of the source, and none of them has its name",
         rank=takers[0].rank,
@@ -318,7 +318,7 @@ def _wanted_twice(key: str, takers: list[Unfound]) -> Problem:
     )
 
 
-def _half_believed(found: Mapping[str, str], lost: list[Unfound]) -> Problem:
+def _half_believed(found: Mapping[str, str], lost: list[Unresolved]) -> Problem:
     target, key = next(iter(found.items()))
     return Problem(
         "only some states are in the source under the raw names that they have here: raw names count layers, and the "

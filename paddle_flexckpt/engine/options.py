@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, Literal, TypeVar, Union
 
+from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.mapping import config_digest
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
@@ -133,7 +134,7 @@ class TransferOptions(Options):
 
     coordinator_rank: int = 0
     mw_name_compatibility: bool = field(default=True, metadata=rule(choices=(True, False)))
-    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = field(
+    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | TensorMapping | None = field(
         default=None, metadata=rule(compared=config_digest)
     )
     strict: Strict = field(default="missing", metadata=rule(choices=(True, False, "missing", "unexpected")))

@@ -16,7 +16,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live import device_exchange, saver, target_memory, tensors
+from paddle_flexckpt.live import device_exchange, saver, targets, tensors
 from paddle_flexckpt.live.device_memory import DeviceMemory
 from paddle_flexckpt.testing import rehearsal_device
 
@@ -357,7 +357,7 @@ def load_reads_its_targets():
         def __init__(self, tensor, stage=False, fresh=False):
             super().__init__(tensor, stage)
 
-    return replaced(target_memory, "HostTensor", Careful)
+    return replaced(targets, "HostTensor", Careful)
 
 
 def reshard_through_the_host():

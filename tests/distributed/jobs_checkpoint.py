@@ -12,7 +12,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live import device_exchange, resharder
+from paddle_flexckpt.live import device_exchange, peers
 from paddle_flexckpt.live import transport as transport
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from tests.distributed import jobs_common as common
@@ -433,7 +433,7 @@ def reshard_model(source_degree, target_degree, round_bytes=None):
 def failing_exchange(where, rank, round_bytes=None):
     """One rank fails in the middle of an exchange; then everybody reshards again."""
     here_rank, size = here()
-    native = getattr(resharder, where)
+    native = getattr(peers, where)
 
     def no_copy(*args):
         raise MemoryError("no room to copy_pieces")
@@ -455,12 +455,12 @@ def failing_exchange(where, rank, round_bytes=None):
         return common.zoo_wrong(goal, "columns", here_rank, size)
 
     if here_rank == rank:
-        setattr(resharder, where, no_copy if where == "copy_pieces" else broken)
+        setattr(peers, where, no_copy if where == "copy_pieces" else broken)
     begin = time.monotonic()
     try:
         error = common.outcome(attempt)
     finally:
-        setattr(resharder, where, native)
+        setattr(peers, where, native)
     return {"error": error, "seconds": time.monotonic() - begin, "again": attempt()}
 
 
