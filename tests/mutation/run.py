@@ -8,6 +8,7 @@ explanation fits no mutant that survives. Mutants of properties and of module co
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
@@ -24,8 +25,8 @@ from pathlib import Path
 from mutmut.mutation.data import SourceFileMutationData
 from mutmut.mutation.file_mutation import mutate_file_contents
 from mutmut.stats import status_by_exit_code
-from mutmut.utils.format_utils import get_mutant_name
 from mutmut.utils.file_utils import change_cwd
+from mutmut.utils.format_utils import get_mutant_name
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPLAINED = Path(__file__).with_name("explained.txt")
@@ -57,6 +58,7 @@ timeout_multiplier=2
 timeout_constant=2
 use_git_change_detection=false
 """
+KILLED = ("killed", "timeout", "segfault")
 Change = tuple[str, str]  # function, and "line => changed line"
 
 
@@ -116,6 +118,8 @@ def run(directory: Path, names: Sequence[str]) -> dict[str, str]:
     environment = {**os.environ, "HYPOTHESIS_PROFILE": "mutation", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
     command = [str(Path(sys.executable).with_name("mutmut")), "run", "--max-children", "1", *names]
     limit = (MEMORY, MEMORY)
+    if not names:
+        return {}
     with (directory / "log").open("w") as log:
         subprocess.run(
             command, cwd=directory, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False,
@@ -136,16 +140,21 @@ def run(directory: Path, names: Sequence[str]) -> dict[str, str]:
 def examine(room: str, arguments: argparse.Namespace) -> bool:
     """Run a room's mutants and print the result. True if every survivor is explained, and each explanation fits."""
     begin = time.perf_counter()
-    directory = arguments.output / room
+    directory, noted = arguments.output / room, arguments.output / f"{room}.json"
+    before = {(f, text): end for f, text, end in json.loads(noted.read_text())} if arguments.again else {}
     changes = prepare(room, directory)
     chosen = [name for name, (function, _) in changes.items() if re.search(arguments.only, function)]
     names = [name for name in chosen if not is_prose(changes[name][1])]
     prose = len(chosen) - len(names)
     if 0 < arguments.sample < len(names):
         names = random.Random(arguments.seed).sample(names, arguments.sample)
-    results = run(directory, names)
+    results = {name: before[changes[name]] for name in names if before.get(changes[name]) in KILLED}
+    results.update(run(directory, [name for name in names if name not in results]))
+    # Where two mutants of a function change equal lines, one that survives is noted.
+    ends = {changes[name]: end for name, end in sorted(results.items(), key=lambda item: item[1] not in KILLED)}
+    noted.write_text(json.dumps([[function, text, end] for (function, text), end in ends.items()], indent=0))
     known = explanations(room)
-    killed = [name for name in names if results[name] in ("killed", "timeout", "segfault")]
+    killed = [name for name in names if results[name] in KILLED]
     survivors = {name: changes[name] for name in names if name not in set(killed)}
     explained = [name for name, changed in survivors.items() if changed in known]
     for name, (function, changed) in survivors.items():
@@ -173,6 +182,7 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=0, help="how many mutants of each room; all by default")
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--only", default="", help="pattern of the functions to change, as module.Class.function")
+    parser.add_argument("--again", action="store_true", help="only mutants that no test noticed last time")
     parser.add_argument("--output", type=Path, default=ROOT / "mutation-output", help="where mutants are written")
     arguments = parser.parse_args()
     arguments.output = arguments.output.resolve()
