@@ -10,7 +10,7 @@ from paddle_flexckpt.background.flights import Flight
 from paddle_flexckpt.background.handle import SaveHandle
 from paddle_flexckpt.background.job import WriteJob
 from paddle_flexckpt.background.staging import Segment, StagingPool
-from paddle_flexckpt.media.backend import SaveLock
+from paddle_flexckpt.media.locks import SaveLock
 from paddle_flexckpt.report import SaveReport
 
 

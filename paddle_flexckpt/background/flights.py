@@ -11,7 +11,7 @@ from paddle_flexckpt.background.job import WriteJob
 from paddle_flexckpt.background.process import WriterProcess
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.media.backend import SaveLock
+from paddle_flexckpt.media.locks import SaveLock
 from paddle_flexckpt.report import SaveReport
 
 

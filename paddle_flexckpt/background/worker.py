@@ -20,7 +20,7 @@ from paddle_flexckpt.background.protocol import Channel
 from paddle_flexckpt.background.settlement import Settlement
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog.failures import Failure
-from paddle_flexckpt.media.backend import open_described
+from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.native.directory import CheckpointDirectory
 
 
@@ -46,8 +46,8 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
         segment, data_bytes = segments[number], message["data_bytes"]
         segment.attach(data_bytes + message["job_bytes"])
         job = WriteJob.decode(segment.view(data_bytes, data_bytes + message["job_bytes"]).tobytes())
-        directory = CheckpointDirectory(open_described(job.storage))
-        lock = None if job.lock is None else directory.backend.adopt_lock(job.lock, names.get("lock"))
+        directory = CheckpointDirectory(reopen(job.storage))
+        lock = None if job.lock is None else directory.backend.locks.adopt(job.lock, names.get("lock"))
         _tell(channel, {"save": message["save"], "begun": True})
         try:
             outcome = carry_out(job, directory, segment.view(0, data_bytes))

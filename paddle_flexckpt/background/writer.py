@@ -26,7 +26,7 @@ from paddle_flexckpt.background.settlement import Settlement
 from paddle_flexckpt.background.staging import StagingPool
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.failures import Failure
-from paddle_flexckpt.media.backend import open_described
+from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.native.directory import CheckpointDirectory
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -243,7 +243,7 @@ class BackgroundWriter:
             self._bury(number, how)
             return
         # Without a descriptor, a lock is known by its description, which is in the job.
-        descriptor = None if flight.lock is None else flight.lock.describe()[1]
+        descriptor = None if flight.lock is None else flight.lock.handover()[1]
         try:
             process.submit(number, flight.segment, flight.job, descriptor)
         except ConnectionError:
@@ -282,7 +282,7 @@ class BackgroundWriter:
         def settle() -> None:
             error = CheckpointError(how)
             try:
-                directory = CheckpointDirectory(open_described(job.storage))
+                directory = CheckpointDirectory(reopen(job.storage))
                 failure = Settlement(job, directory).abandon(error)
             except Exception as unknown:  # whatever the storage does, somebody waits for the outcome
                 failure = Failure.of(CheckpointError(f"{how}; it is not known what became of the save: {unknown!r}"))

@@ -25,7 +25,8 @@ from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointE
 from paddle_flexckpt.foreign.formats import find_foreign, open_destination, open_source
 from paddle_flexckpt.foreign.paddle_checkpoint import paddle_ids
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA, encode_metadata, is_ours, refusal
-from paddle_flexckpt.media.backend import FileLock, Location, SaveLock
+from paddle_flexckpt.media.backend import Location, map_files, publish, write_file
+from paddle_flexckpt.media.locks import Lock, SaveLock
 from paddle_flexckpt.native.data_file import DataFileWriter, check_data_file
 from paddle_flexckpt.native.manifest import Manifest, Origin, merge_parts
 from paddle_flexckpt.native.not_found import explain_missing
@@ -79,8 +80,8 @@ class CheckpointDirectory:
             CheckpointError: Another save has it.
             ValidationError: The path is not a directory.
         """
-        self.backend.prepare()
-        return self.backend.lock()
+        self.backend.make_directory()
+        return self.backend.locks.take()
 
     def open_save(self, unique_id: int | None, world_size: int = 1) -> SaveNames:
         """Chooses the id and names of a new save and marks it as begun. The caller has the lock.
@@ -100,7 +101,7 @@ class CheckpointDirectory:
         """Return the id and generation of a new save; arguments and errors as of :meth:`open_save`."""
         if unique_id is not None and (not isinstance(unique_id, int) or isinstance(unique_id, bool) or unique_id < 0):
             raise ValidationError([f"unique_id must be None or an integer >= 0; got {unique_id!r}"])
-        self.backend.prepare()
+        self.backend.make_directory()
         used: dict[int, int] = {}
         names = self.backend.names()
         for name in names:
@@ -132,9 +133,9 @@ class CheckpointDirectory:
         who = {**asdict(ticket), "host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size}
         who["nodes"] = nodes
         try:
-            self.backend.write(ticket.marker_file, json.dumps(who).encode())
+            write_file(self.backend, ticket.marker_file, json.dumps(who).encode())
             if self.backend.has_path and PADDLE_METADATA not in self.backend.names():
-                self.backend.write(PADDLE_METADATA, refusal("no save here has been completed"))
+                write_file(self.backend, PADDLE_METADATA, refusal("no save here has been completed"))
             # Before any file that they speak of.
             self.backend.sync()
         except OSError:
@@ -210,7 +211,7 @@ class CheckpointDirectory:
 
     def _remove(self, doomed: Sequence[str], marker: str) -> None:
         """Removes files of a save, and its marker once they are gone for good."""
-        self.backend.each(self.backend.remove, doomed)
+        map_files(self.backend, self.backend.remove, doomed)
         if doomed:
             self.backend.sync()
         self._remove_refusal(marker)
@@ -341,8 +342,7 @@ class CheckpointDirectory:
         self._write_whole(ticket.failure_file(rank), error)
 
     def _write_whole(self, name: str, data: bytes) -> None:
-        with self.backend.create(name, replace=True) as file:
-            file.write(data)
+        write_file(self.backend, name, data, "replace")
 
     def progress(self, ticket: SaveNames, ranks: Sequence[int]) -> tuple[set[int], dict[int, bytes]]:
         """The ranks whose parts are here, and what those say that failed."""
@@ -372,7 +372,7 @@ class CheckpointDirectory:
                     "that all ranks share"
                 ) from error
 
-        manifest = merge_parts(self.backend.each(part, ranks))
+        manifest = merge_parts(map_files(self.backend, part, ranks))
 
         def check() -> None:
             try:
@@ -392,7 +392,7 @@ class CheckpointDirectory:
                 replaced.release()
         return manifest
 
-    def publish(self, ticket: SaveNames, manifest: bytes, check: Callable[[], None] = lambda: None) -> FileLock | None:
+    def publish(self, ticket: SaveNames, manifest: bytes, check: Callable[[], None] = lambda: None) -> Lock | None:
         """Puts the manifest of a save in place: from then on the checkpoint exists.
 
         Args:
@@ -404,9 +404,9 @@ class CheckpointDirectory:
             The lock of the manifest that it has replaced; None if that is being read.
         """
         name = f"{ticket.unique_id}.manifest"
-        replaced = self.backend.claim(name)
+        replaced = self.backend.locks.claim(name)
         try:
-            self.backend.publish(name, manifest, check)
+            publish(self.backend, name, manifest, check)
         except BaseException:
             if replaced is not None:
                 replaced.release()
@@ -444,7 +444,7 @@ class CheckpointDirectory:
         """
         lock = self.lock()
         try:
-            self.backend.publish(f"{manifest.unique_id}.manifest", manifest.encode())
+            publish(self.backend, f"{manifest.unique_id}.manifest", manifest.encode())
             self.tell_paddle(manifest)
         finally:
             lock.release()
@@ -547,4 +547,4 @@ class CheckpointDirectory:
             CorruptCheckpointError: One is not.
         """
         sizes = dict(zip(manifest.catalog.files, manifest.file_bytes.tolist()))
-        self.backend.each(lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(), sizes)
+        map_files(self.backend, lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(), sizes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import TracebackType
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.media.backend import FileLock
+from paddle_flexckpt.media.locks import Lock
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 
@@ -39,7 +39,7 @@ class LockedManifest:
             try:
                 if chosen is None or chosen not in ids:
                     # Another program's checkpoint, or none.
-                    self._lock, self.manifest = FileLock(), directory.read_manifest(unique_id)
+                    self._lock, self.manifest = Lock(), directory.read_manifest(unique_id)
                 else:
                     self._lock, self.manifest = _hold(directory, chosen)
                 return
@@ -62,8 +62,8 @@ class LockedManifest:
         self._lock.release()
 
 
-def _hold(directory: CheckpointDirectory, unique_id: int) -> tuple[FileLock, Manifest]:
-    lock = directory.backend.hold(f"{unique_id}.manifest")
+def _hold(directory: CheckpointDirectory, unique_id: int) -> tuple[Lock, Manifest]:
+    lock = directory.backend.locks.share(f"{unique_id}.manifest")
     try:
         return lock, directory.read_native(unique_id)
     except BaseException:

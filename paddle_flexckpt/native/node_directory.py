@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.media.backend import FileLock
+from paddle_flexckpt.media.backend import map_files
+from paddle_flexckpt.media.locks import Lock
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest, read_save_token
@@ -88,14 +89,16 @@ class NodeDirectory(CheckpointDirectory):
             OSError: The file system refused.
         """
         sizes = dict(zip(manifest.catalog.files, manifest.file_bytes.tolist()))
-        self.backend.each(
-            lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(), manifest.nodes[node]
+        map_files(
+            self.backend,
+            lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(),
+            manifest.nodes[node],
         )
-        with self.backend.create(ticket.prepared_file(rank), replace=True) as file:
+        with self.backend.create(ticket.prepared_file(rank), "replace") as file:
             file.write(manifest.encode())
         self.backend.sync()
 
-    def publish_save(self, ticket: SaveNames, rank: int) -> FileLock | None:
+    def publish_save(self, ticket: SaveNames, rank: int) -> Lock | None:
         """Publishes what :meth:`prepare_save` made ready; returns as :meth:`publish` does."""
         return self.publish(ticket, self.backend.read(ticket.prepared_file(rank)))
 
@@ -116,5 +119,5 @@ class NodeDirectory(CheckpointDirectory):
             return True
 
         sizes = list(zip(manifest.catalog.files, manifest.file_bytes.tolist()))
-        good = iter(self.backend.each(usable, [item for item in sizes if item[0] in here]))
+        good = iter(map_files(self.backend, usable, [item for item in sizes if item[0] in here]))
         return [name in here and next(good) for name, _ in sizes], wrong

@@ -24,7 +24,8 @@ import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, dtype_of
-from paddle_flexckpt.media.backend import InputFile, Location, open_backend
+from paddle_flexckpt.media.backend import InputFile, Location, map_files
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.blocks import HashedBlocks, HashThread, KeptBlock, ReadCount
 from paddle_flexckpt.native.checksums import VerifyMode, hash_block, verify_mode
 from paddle_flexckpt.native.data_file import check_data_file
@@ -125,7 +126,7 @@ class FileReader:
                 return False
             return True
 
-        for file, usable in zip(files, self._backend.each(is_usable, files)):
+        for file, usable in zip(files, map_files(self._backend, is_usable, files)):
             if not usable:
                 for item in items[self._manifest.catalog.file[items] == file].tolist():
                     self._resolve(item)

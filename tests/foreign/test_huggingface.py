@@ -15,7 +15,7 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import verify_checkpoint
-from paddle_flexckpt.media.backend import open_storage
+from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import detect_format
 from paddle_flexckpt.native.reader import FileReader
