@@ -11,7 +11,7 @@ import pytest
 from paddle_flexckpt.background.settlement import Settlement
 from paddle_flexckpt.media import local
 from paddle_flexckpt.media.local import LocalBackend, LocalOutputFile
-from paddle_flexckpt.native import directory
+from paddle_flexckpt.native import save_directory
 from tests.crash import explore
 from tests.crash.explore import losses, power_losses
 from tests.crash.file_system import FileSystem
@@ -60,7 +60,7 @@ def _no_directory_above(monkeypatch):
 
 def _directory_once(monkeypatch):
     """Data files' names are made durable together with the manifest's."""
-    publish = directory.publish
+    publish = save_directory.publish
 
     def once(backend, name, data, check):
         with monkeypatch.context() as patch:
@@ -69,7 +69,7 @@ def _directory_once(monkeypatch):
             patch.setattr(backend, "sync", lambda: calls.append(0) if not calls else sync())
             publish(backend, name, data, check)
 
-    monkeypatch.setattr(directory, "publish", once)
+    monkeypatch.setattr(save_directory, "publish", once)
 
 
 def test_a_writer_that_takes_the_manifest_for_durable_is_found_out(bench, monkeypatch):
