@@ -75,7 +75,7 @@ def _in_place(monkeypatch):
     create = LocalBackend.create
 
     def in_place(self, name, mode="new", size=None):
-        if mode == "replace":
+        if mode != "overwrite":
             self.remove(name)
             mode = "new"
         return create(self, name, mode)
