@@ -62,17 +62,17 @@ def read_pieces(reader: FileReader, pieces: Pieces, memory: RowMemory, computes:
     arriving: deque[tuple[int, int]] = deque()
 
     def arrive() -> None:
-        while arriving and arriving[0][1] <= reader.settled:
+        while arriving and arriving[0][1] <= reader.hashing_done:
             memory.piece_done(arriving.popleft()[0])
 
     for piece, copy in enumerate(pieces.copies()):
         row = int(pieces.target[piece])
         if computes:
-            reader.settle()
+            reader.wait_for_hashes()
             arrive()
             memory.advance(row)
         reader.read(int(pieces.source[piece]), copy, memory.host_storage(row))
-        arriving.append((row, reader.begun))
+        arriving.append((row, reader.hashing_begun))
         arrive()
-    reader.settle()
+    reader.wait_for_hashes()
     arrive()

@@ -174,7 +174,7 @@ class _StoredItem:
         values = np.empty(copy.extents, dtype=self.dtype)
         strides = tuple(stride // self.dtype.itemsize for stride in values.strides)
         self.reader.read(self.item, replace(copy, target_base=0, target_strides=strides), values.reshape(-1))
-        self.reader.settle()
+        self.reader.wait_for_hashes()
         return values
 
 

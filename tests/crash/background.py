@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle, WriteJob
-from paddle_flexckpt.background.settlement import Settlement
+from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.background.worker import carry_out
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.catalog.failures import Failure
@@ -40,12 +40,12 @@ class InlineWriter(BackgroundWriter):
         self._comm = comm
 
     @contextlib.contextmanager
-    def admit(self) -> Iterator[_Admission]:
+    def open_slot(self) -> Iterator[_Slot]:
         """There is room always."""
-        yield _Admission(self._comm)
+        yield _Slot(self._comm)
 
 
-class _Admission:
+class _Slot:
     def __init__(self, comm: JobCommunicator) -> None:
         self.timeout, self.address = _TIMEOUT_SECONDS, ""
         self._comm = comm
@@ -72,8 +72,10 @@ class _Admission:
             except Stopped:
                 # If the rank is dead too it comes no further than to its first call.
                 directory = open_to_save(reopen(self._job.storage))
-                failure = Settlement(self._job, directory).abandon(CheckpointError("the background writer has died"))
-        handle.settle(report if failure is None else failure.error(self._job.context))
+                failure = SaveOutcome(self._job, directory).agree_after_death(
+                    CheckpointError("the background writer has died")
+                )
+        handle.finish(report if failure is None else failure.error(self._job.context))
         return handle
 
     def _carry_out(self, descriptor: int | None) -> Failure | None:

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from paddle_flexckpt.background.settlement import Settlement
+from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.media import local
 from paddle_flexckpt.media.local import LocalBackend, LocalOutputFile
 from paddle_flexckpt.native import save_directory
@@ -75,7 +75,7 @@ def _directory_once(monkeypatch):
 def test_a_writer_that_takes_the_manifest_for_durable_is_found_out(bench, monkeypatch):
     """A rank that sees the manifest of an asynchronous save says so at once: before the coordinator's fsync, maybe."""
     monkeypatch.setattr(explore, "ENOUGH", 1)
-    monkeypatch.setattr(Settlement, "_committed", lambda self: None)
+    monkeypatch.setattr(SaveOutcome, "_make_durable", lambda self: None)
     found = losses(bench(find("asynchronous: overwrite, 2 ranks")), seed=1, limit=8)
     assert "a reader finds {'runs/a/0': 1}; allowed are [{'runs/a/0': 2}]" in found.violations[0]
 
