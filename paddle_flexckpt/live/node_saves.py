@@ -16,8 +16,9 @@ import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.catalog.wire import join, split
-from paddle_flexckpt.engine.transfer import CHUNK_BYTES
-from paddle_flexckpt.live.communicator import Communicator, check_same
+from paddle_flexckpt.engine.agreement import check_same
+from paddle_flexckpt.engine.copies import CHUNK_BYTES
+from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.media.backend import Backend, write_file
 from paddle_flexckpt.media.locks import Lock
