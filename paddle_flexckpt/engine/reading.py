@@ -9,7 +9,7 @@ import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.engine.work import Work
+from paddle_flexckpt.engine.plan import Work
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning import Pieces, ReadPlan, ShardMatcher, plan_read
 from paddle_flexckpt.planning.matching import uncovered_targets

@@ -20,9 +20,9 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
 )
 from paddle_flexckpt.catalog.wire import join, split
+from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.loader import check_heads
 from paddle_flexckpt.live.resharder import Source, fill_targets
 from paddle_flexckpt.live.sources import CheckedSources
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.native.blocks import HashedBlocks, HashThread
 from paddle_flexckpt.native.checksums import VerifyMode, hash_block
 from paddle_flexckpt.native.manifest import Manifest
@@ -64,7 +64,7 @@ class BlockReader:
                 return False
             return True
 
-        for file, usable in zip(files, self._backend.each(is_usable, files)):
+        for file, usable in zip(files, map_files(self._backend, is_usable, files)):
             if not usable:
                 for item in items[self._manifest.catalog.file[items] == file].tolist():
                     self.resolve(item)

@@ -21,7 +21,8 @@ import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import ValidationError, dtype_of
-from paddle_flexckpt.media.backend import Location, open_backend
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.block_reader import HASHED_AT_ONCE, BlockReader
 from paddle_flexckpt.native.blocks import KeptBlock, ReadCount
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
