@@ -30,8 +30,6 @@ from paddle_flexckpt.live.loader import load_state_dict, quiet_loads
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager.pending import PendingSaves
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.parallel import install as install_parallel
-from paddle_flexckpt.parallel import is_installed as is_parallel_installed
 from paddle_flexckpt.parallel.state_creation import no_new_states
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
 from paddle_flexckpt.trainer.arguments import TrainerOptions, library_of, options_of
@@ -81,8 +79,6 @@ class TrainerCheckpointer:
     @functools.cached_property
     def _comm(self) -> Communicator:
         """All ranks; with the methods and the rules that describing the model takes."""
-        if not is_parallel_installed():
-            install_parallel()
         install_model_rules(library_of(self._trainer))
         return communicator_for(None)
 
