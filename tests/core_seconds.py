@@ -5,6 +5,7 @@ Unlike durations, core-seconds change little when the machine is busy, and a tes
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -19,16 +20,15 @@ _LISTED = int(os.environ.get("CORE_SECONDS_LISTED", "40"))
 
 def _spent(pid: int) -> float:
     """Return the core-seconds of a process, of its ended children and of all that live below it."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        below = [
-            int(child)
-            for each in Path(f"/proc/{pid}/task").iterdir()
-            for child in (each / "children").read_text().split()
-        ]
-    except OSError:
-        return 0.0  # it has just ended
-    return sum(map(int, fields[11:15])) / _TICK + sum(map(_spent, below))
+    process = Path(f"/proc/{pid}")
+    total = 0.0
+    with contextlib.suppress(OSError):  # it has just ended
+        fields = (process / "stat").read_text().rpartition(")")[2].split()
+        total = sum(map(int, fields[11:15])) / _TICK
+        for thread in (process / "task").iterdir():
+            with contextlib.suppress(OSError):
+                total += sum(_spent(int(child)) for child in (thread / "children").read_text().split())
+    return total
 
 
 class CoreSeconds:

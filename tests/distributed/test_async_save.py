@@ -19,8 +19,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.background import shared_writer
 from paddle_flexckpt.live.tensors import HostTensor
 from tests.distributed import jobs_common as common
-from tests.distributed.jobs_checkpoint import counted
-from tests.distributed.jobs_common import zoo_bytes
+from tests.distributed.jobs_common import counted, zoo_bytes
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 

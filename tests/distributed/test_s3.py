@@ -18,7 +18,7 @@ import paddle
 import paddle_flexckpt as fc
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_common import KINDS, Net
-from tests.distributed.jobs_tensor_parallel import adamw, wrong_names
+from tests.distributed.test_tensor_parallel import adamw, wrong_names
 from tests.s3_server import SECRET, running_server
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
