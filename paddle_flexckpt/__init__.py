@@ -19,8 +19,7 @@ if TYPE_CHECKING:
         ravel_index,
         unravel_index,
     )
-    from paddle_flexckpt.aoa import AoaError
-    from paddle_flexckpt.aoa.model_rules import model_rules, rule_names
+    from paddle_flexckpt.aoa.model_rules import model_rules
     from paddle_flexckpt.background import BackgroundWriter, SaveHandle
     from paddle_flexckpt.catalog import (
         CheckpointError,
@@ -44,34 +43,16 @@ if TYPE_CHECKING:
     from paddle_flexckpt.live.resharder import _load_state_dict, reshard_sharded_state_dict
     from paddle_flexckpt.live.saver import save_state_dict
     from paddle_flexckpt.live.state import flatten_state_dict, unflatten_state_dict
-    from paddle_flexckpt.manager import (
-        CheckpointManager,
-        KeepBest,
-        KeepEvery,
-        KeepInterval,
-        KeepLatest,
-        RestoreReport,
-        SaveEvery,
-        SaveInterval,
-        check,
-    )
+    from paddle_flexckpt.manager import CheckpointManager, check
     from paddle_flexckpt.media.backend import open_storage
-    from paddle_flexckpt.native.listing import CheckpointInfo, is_complete, latest, list_checkpoints
+    from paddle_flexckpt.native.listing import latest, list_checkpoints
     from paddle_flexckpt.parallel import (
         ExpertParallelMixin,
         gen_aoa_statements,
         init_optimizer_state,
         install,
-        is_installed,
         optimizer_sharded_state_dict,
         uninstall,
-    )
-    from paddle_flexckpt.report import ExportReport, LoadReport, RepairReport, SaveReport, VerifyReport
-    from paddle_flexckpt.run_state.extra_state import (
-        ExtraStateReport,
-        collect_extra_state,
-        load_extra_state,
-        restore_extra_state,
     )
     from paddle_flexckpt.sharded_weight import (
         FusedAxis,
@@ -100,8 +81,7 @@ _MODULES = {
         "ravel_index",
         "unravel_index",
     ),
-    "aoa": ("AoaError",),
-    "aoa.model_rules": ("model_rules", "rule_names"),
+    "aoa.model_rules": ("model_rules",),
     "background": ("BackgroundWriter", "SaveHandle"),
     "catalog": (
         "CheckpointError",
@@ -117,35 +97,17 @@ _MODULES = {
     "dist_tensor": ("compute_local_shape_and_global_offset",),
     "engine.export": ("export_safetensors",),
     "engine.verification": ("repair_manifest", "verify_checkpoint"),
-    "manager": (
-        "CheckpointManager",
-        "KeepBest",
-        "KeepEvery",
-        "KeepInterval",
-        "KeepLatest",
-        "RestoreReport",
-        "SaveEvery",
-        "SaveInterval",
-        "check",
-    ),
+    "manager": ("CheckpointManager", "check"),
     "parallel": (
         "ExpertParallelMixin",
         "gen_aoa_statements",
         "init_optimizer_state",
         "install",
-        "is_installed",
         "optimizer_sharded_state_dict",
         "uninstall",
     ),
-    "report": ("ExportReport", "LoadReport", "RepairReport", "SaveReport", "VerifyReport"),
     "live.assign": ("assign_sharded_slice",),
     "live.explain": ("explain", "invert"),
-    "run_state.extra_state": (
-        "ExtraStateReport",
-        "collect_extra_state",
-        "load_extra_state",
-        "restore_extra_state",
-    ),
     "live.loader": ("load_state_dict",),
     "live.merged": ("load_merged_state_dict",),
     "live.resharder": ("_load_state_dict", "reshard_sharded_state_dict"),
@@ -170,98 +132,27 @@ _MODULES = {
         "shard_weight",
     ),
     "media.backend": ("open_storage",),
-    "native.listing": ("CheckpointInfo", "is_complete", "latest", "list_checkpoints"),
+    "native.listing": ("latest", "list_checkpoints"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
+# Names that were public here once, and where they are now.
+_MOVED = {
+    "aoa": ("AoaError",),
+    "aoa.model_rules": ("rule_names",),
+    "manager": ("KeepBest", "KeepEvery", "KeepInterval", "KeepLatest", "RestoreReport", "SaveEvery", "SaveInterval"),
+    "native.listing": ("CheckpointInfo", "is_complete"),
+    "parallel": ("is_installed",),
+    "report": ("ExportReport", "LoadReport", "RepairReport", "SaveReport", "VerifyReport"),
+    "run_state": ("ExtraStateReport", "collect_extra_state", "load_extra_state", "restore_extra_state"),
+}
 
-__all__ = [
-    "AoaError",
-    "BackgroundWriter",
-    "CheckpointError",
-    "CheckpointInfo",
-    "CheckpointManager",
-    "CorruptCheckpointError",
-    "ExpertParallelMixin",
-    "ExportReport",
-    "ExtraStateReport",
-    "FusedAxis",
-    "KeepBest",
-    "KeepEvery",
-    "KeepInterval",
-    "KeepLatest",
-    "LoadReport",
-    "LocalTensorIndex",
-    "LocalTensorMetadata",
-    "LostRankError",
-    "Metadata",
-    "RepairReport",
-    "RestoreReport",
-    "SaveEvery",
-    "SaveHandle",
-    "SaveInterval",
-    "SaveReport",
-    "ShardedStateDict",
-    "ShardedTensor",
-    "ShardedWeight",
-    "ShardedWeightDesc",
-    "UnreadableCheckpointError",
-    "UnsafePickleError",
-    "ValidationError",
-    "VerifyReport",
-    "__version__",
-    "_load_state_dict",
-    "assign_sharded_slice",
-    "balanced_split",
-    "build_shard_desc",
-    "build_sharded_state_dict",
-    "check",
-    "collect_extra_state",
-    "compute_local_shape_and_global_offset",
-    "create_sharded_weight_with_new_local",
-    "explain",
-    "export_safetensors",
-    "flat_range_in_min_slice",
-    "flatten_state_dict",
-    "gen_aoa_statements",
-    "get_overlap_region",
-    "init_optimizer_state",
-    "install",
-    "invert",
-    "is_complete",
-    "is_installed",
-    "is_sharded_state_dict",
-    "latest",
-    "list_checkpoints",
-    "load_extra_state",
-    "load_merged_state_dict",
-    "load_state_dict",
-    "make_replicated_sharded_tensor",
-    "make_replicated_sharded_weight",
-    "make_tp_sharded_tensor_for_checkpoint",
-    "make_tp_sharded_weight_for_checkpoint",
-    "merge_shard_info_list",
-    "minimal_nd_slice",
-    "model_rules",
-    "open_storage",
-    "optimizer_sharded_state_dict",
-    "plain_state_statements",
-    "ravel_index",
-    "repair_manifest",
-    "reshard_sharded_state_dict",
-    "restore_extra_state",
-    "rule_names",
-    "save_state_dict",
-    "shard_weight",
-    "unflatten_state_dict",
-    "uninstall",
-    "unravel_index",
-    "verify_checkpoint",
-]
+__all__ = sorted(["__version__", *_HOME])
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        moved = [f"; it is in {__name__}.{module}" for module, names in _MOVED.items() if name in names]
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{''.join(moved)}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 

@@ -4,22 +4,23 @@ Pure numpy. ``docs/aoa.md`` describes the language.
 """
 
 from paddle_flexckpt.aoa.compile import compile_program
-from paddle_flexckpt.aoa.config import AoaConfig, read_config
+from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
 from paddle_flexckpt.aoa.errors import AoaError
 from paddle_flexckpt.aoa.explain import Expanded, expand_program, explain, unused_sources
 from paddle_flexckpt.aoa.fused import fused_statement
 from paddle_flexckpt.aoa.invert import invert
-from paddle_flexckpt.aoa.mapping import Mapping, Node, Region, Step, TensorInfo
+from paddle_flexckpt.aoa.mapping import Node, Region, Step, TensorInfo, TensorMapping
 
 __all__ = [
     "AoaConfig",
     "AoaError",
     "Expanded",
-    "Mapping",
     "Node",
     "Region",
+    "Statements",
     "Step",
     "TensorInfo",
+    "TensorMapping",
     "compile_program",
     "expand_program",
     "explain",

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
-from collections.abc import Mapping as MappingType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
-from paddle_flexckpt.aoa.config import AoaConfig, read_config
+from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
 from paddle_flexckpt.aoa.emit import Emitter
 from paddle_flexckpt.aoa.errors import AoaError
-from paddle_flexckpt.aoa.mapping import Mapping, TensorInfo
+from paddle_flexckpt.aoa.mapping import TensorInfo, TensorMapping
 from paddle_flexckpt.aoa.operations import Value
 from paddle_flexckpt.aoa.parser import parse_program
 from paddle_flexckpt.aoa.program import Program
@@ -28,13 +27,13 @@ _HALVES = frozenset({"float16", "bfloat16"})
 
 
 def compile_program(
-    aoa_config: AoaConfig,
+    aoa_config: AoaConfig | Statements,
     source: Catalog,
     target: Catalog | None,
     *,
     master_weights: Literal["exact", "convert"] = "exact",
     completion: Sequence[str] = (),
-) -> Mapping:
+) -> TensorMapping:
     """Compiles AOA statements for a source and a destination.
 
     Args:
@@ -73,7 +72,7 @@ def _without_collector() -> Iterator[None]:
 
 
 def run_program(
-    aoa_config: AoaConfig,
+    aoa_config: AoaConfig | Statements,
     source: Catalog,
     target: Catalog | None,
     keeps_history: bool = False,
@@ -106,7 +105,7 @@ def run_program(
     return program
 
 
-class _Provenance(MappingType[str, str]):
+class _Provenance(Mapping[str, str]):
     """Texts by key, written when they are asked for."""
 
     def __init__(self, origins: dict[str, Origin | str]) -> None:
@@ -132,7 +131,7 @@ class _Compilation:
         self._masters: dict[str, str] = {}
         self._origins: dict[str, Origin | str] = {}
 
-    def run(self) -> Mapping:
+    def run(self) -> TensorMapping:
         outputs: tuple[str, ...] = ()
         if self._program.target is None:
             outputs = self._derive()
@@ -148,7 +147,7 @@ class _Compilation:
             for name in self._program.removed
             for state in self._program.source.states.get(name, ())
         } | {name for name in self._program.removed if name in self._program.source.infos}
-        return Mapping(
+        return TensorMapping(
             emitter.maps(),
             emitter.regions,
             tuple(emitter.nodes),

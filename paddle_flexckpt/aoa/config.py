@@ -15,8 +15,8 @@ _KEYS = ("aoa_statements", "aoa_config_reverse", "enable_traceback")
 
 
 @dataclass(frozen=True)
-class Config:
-    """A checked configuration.
+class Statements:
+    """Hold what a user gave as ``aoa_config``, read and checked.
 
     Attributes:
         statements: The program's texts.
@@ -27,16 +27,18 @@ class Config:
     reverse: bool = False
 
 
-def read_config(aoa_config: AoaConfig) -> Config:
-    """Reads and checks a configuration.
+def read_config(aoa_config: AoaConfig | Statements) -> Statements:
+    """Read and check a configuration.
 
     Args:
         aoa_config: ``{"aoa_statements": [...]}``, the list alone, the same as a JSON text, or the path of
-            a ``.json``, ``.yaml`` or ``.yml`` file (or any other file with JSON in it).
+            a ``.json``, ``.yaml`` or ``.yml`` file (or any other file with JSON in it), or what this function returned.
 
     Raises:
         AoaError: It is none of these, or has unknown keys or values of other types.
     """
+    if isinstance(aoa_config, Statements):
+        return aoa_config
     value: Any = aoa_config
     if isinstance(aoa_config, (str, os.PathLike)):
         value = _from_text(os.fspath(aoa_config))
@@ -53,7 +55,7 @@ def read_config(aoa_config: AoaConfig) -> Config:
     for key in _KEYS[1:]:
         if not isinstance(value.get(key, False), bool):
             raise AoaError([f"{key} has to be true or false; got {value[key]!r}"])
-    return Config(tuple(statements), bool(value.get("aoa_config_reverse", False)))
+    return Statements(tuple(statements), bool(value.get("aoa_config_reverse", False)))
 
 
 def _from_text(text: str) -> Any:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from paddle_flexckpt.aoa.compile import compile_program, run_program
-from paddle_flexckpt.aoa.config import AoaConfig
+from paddle_flexckpt.aoa.config import AoaConfig, Statements
 from paddle_flexckpt.aoa.errors import AoaError
 from paddle_flexckpt.aoa.macros import expand, expand_arrays
-from paddle_flexckpt.aoa.mapping import Mapping, Region
+from paddle_flexckpt.aoa.mapping import Region, TensorMapping
 from paddle_flexckpt.aoa.parser import parse
 from paddle_flexckpt.aoa.rule import Rule, instantiate
 from paddle_flexckpt.catalog import Catalog
@@ -35,7 +35,9 @@ class Expanded:
     texts: tuple[str, ...]
 
 
-def expand_program(aoa_config: AoaConfig, source: Catalog, target: Catalog | None = None) -> list[Expanded]:
+def expand_program(
+    aoa_config: AoaConfig | Statements, source: Catalog, target: Catalog | None = None
+) -> list[Expanded]:
     """All statements with ids, stars, transposes and fused layouts written out, as the in-tree engine writes them.
 
     Args:
@@ -64,7 +66,9 @@ def _joined(rule: Rule) -> str:
     return expand_arrays(rule.statement)
 
 
-def explain(aoa_config: AoaConfig, source: Catalog, target: Catalog | None = None, keys: Iterable[str] = ()) -> str:
+def explain(
+    aoa_config: AoaConfig | Statements, source: Catalog, target: Catalog | None = None, keys: Iterable[str] = ()
+) -> str:
     """Tells where each target comes from.
 
     Args:
@@ -114,14 +118,14 @@ def _present(catalog: Catalog) -> list[str]:
     return [catalog.keys[key] for key in np.unique(catalog.key)]
 
 
-def unused_sources(mapping: Mapping, source_keys: Iterable[str], target_keys: Iterable[str]) -> list[str]:
+def unused_sources(mapping: TensorMapping, source_keys: Iterable[str], target_keys: Iterable[str]) -> list[str]:
     """Source keys that feed no target and that no statement removes."""
     used = {*mapping.maps.sources, *mapping.removed}
     used.update(name for name in target_keys if name not in mapping.tensors and name not in mapping.unfed)
     return [name for name in source_keys if name not in used]
 
 
-def _lines(mapping: Mapping, rows: dict[str, slice], name: str, indent: str) -> Iterator[str]:
+def _lines(mapping: TensorMapping, rows: dict[str, slice], name: str, indent: str) -> Iterator[str]:
     maps, rank = mapping.maps, len(mapping.tensors[name].shape)
     first = maps.width - rank
     span = rows.get(name, slice(0, 0))
@@ -142,7 +146,7 @@ def _lines(mapping: Mapping, rows: dict[str, slice], name: str, indent: str) -> 
         yield from _region_lines(mapping, rows, region, indent)
 
 
-def _region_lines(mapping: Mapping, rows: dict[str, slice], region: Region, indent: str) -> Iterator[str]:
+def _region_lines(mapping: TensorMapping, rows: dict[str, slice], region: Region, indent: str) -> Iterator[str]:
     box = _box(np.asarray(region.offset), np.asarray(region.shape))
     if region.node is None:
         yield f"{indent}{box} keeps what it has"

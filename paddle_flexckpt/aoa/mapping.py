@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping as MappingType
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.algebra.box_maps import BoxMaps
+from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
 
 
 class Step(Protocol):
@@ -79,7 +79,7 @@ class Region:
 
 
 @dataclass(frozen=True, eq=False)
-class Mapping:
+class TensorMapping:
     """A compiled program.
 
     Target keys that are not in ``tensors`` come from the source key of the same name. The elements of one that is are
@@ -99,11 +99,86 @@ class Mapping:
     """
 
     maps: BoxMaps
-    regions: MappingType[str, tuple[Region, ...]]
+    regions: Mapping[str, tuple[Region, ...]]
     nodes: tuple[Node, ...]
-    tensors: MappingType[str, TensorInfo]
+    tensors: Mapping[str, TensorInfo]
     removed: frozenset[str] = frozenset()
     unfed: frozenset[str] = frozenset()
-    masters: MappingType[str, str] = field(default_factory=dict)
+    masters: Mapping[str, str] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
-    provenance: MappingType[str, str] = field(default_factory=dict)
+    provenance: Mapping[str, str] = field(default_factory=dict)
+
+    def source_names(self, names: Iterable[str]) -> set[str]:
+        """Return the source keys that tensors are made of, directly or through what they are computed from."""
+        rows = self.maps.rows_by_target()
+        todo, seen, found = list(names), set(), set()
+        while todo:
+            name = todo.pop()
+            if name in seen:
+                continue
+            seen.add(name)
+            if name not in self.tensors:
+                found.add(name)
+                continue
+            sources = np.unique(self.maps.source[rows.get(name, slice(0, 0))])
+            found.update(self.maps.sources[source] for source in sources.tolist())
+            for region in self.regions.get(name, ()):
+                if region.node is not None:
+                    todo += self.nodes[region.node].operands
+        return found
+
+    def copied_keys(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the names that are one source key, element by element, with that key; values may be cast."""
+        maps, rows, copied = self.maps, self.maps.rows_by_target(), {}
+        for name in names:
+            if name not in self.tensors:
+                continue
+            shape = self.tensors[name].shape
+            row, first = rows.get(name, slice(0, 0)), maps.width - len(shape)
+            if row.stop - row.start != 1 or self.regions.get(name):
+                continue
+            # Along axes of extent 1, padding included, it makes no difference which axis runs.
+            long = np.flatnonzero(maps.target_shape[row.start] > 1)
+            whole = maps.target_shape[row.start, first:].tolist() == list(shape)
+            straight = (maps.target_axis[row.start, long] == long).all()
+            if whole and straight and not maps.source_offset[row.start].any():
+                copied[name] = maps.sources[maps.source[row.start]]
+        return copied
+
+    def moved_keys(self, names: Iterable[str]) -> set[str]:
+        """Return the names that are not, element by element, the source key of the same name.
+
+        Values may be cast; but a target of another dtype is not the shard that the source has.
+        """
+        names = list(names)
+        copied = self.copied_keys(names)
+        return {name for name in names if name in self.tensors and copied.get(name) != name}
+
+    def output_infos(self, extra_state: bool = False) -> dict[str, TensorInfo]:
+        """Return shape and dtype of everything that a program without a destination makes.
+
+        Args:
+            extra_state: Whether a run's extra state is wanted too.
+
+        Raises:
+            ValidationError: A statement keeps what a target has, and there is none.
+        """
+        names = [name for name in self.outputs if extra_state or not name.startswith(EXTRA_STATE)]
+        problems = [
+            Problem(
+                "statements keep what a target has, but here are no targets that have anything",
+                key=name,
+                got=self.provenance.get(name),
+                remedy="say what new elements hold, as with fill=0",
+            )
+            for name in names
+            if any(region.node is None for region in self.regions.get(name, ()))
+        ]
+        if problems:
+            raise ValidationError(problems)
+        return {name: self.tensors[name] for name in names}
+
+    def made_by(self, name: str) -> str:
+        """Return `` (AOA statement 1: ...)``, the statement that made a target; empty where none is known."""
+        text = self.provenance.get(name)
+        return f" ({text})" if text else ""

@@ -9,7 +9,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
-from paddle_flexckpt.native.save_names import SaveTicket
+from paddle_flexckpt.native.save_names import SaveNames
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class WriteJob:
     path: str
     storage: dict[str, Any]
     lock: dict[str, Any] | None
-    ticket: SaveTicket
+    ticket: SaveNames
     items: Catalog
     rank: int
     ranks: tuple[int, ...]
@@ -83,7 +83,7 @@ class WriteJob:
         """The job that :meth:`encode` made the bytes of."""
         text, items = split(data)
         head = json.loads(text)
-        head["ticket"] = SaveTicket(**head["ticket"])
+        head["ticket"] = SaveNames(**head["ticket"])
         head["ranks"] = tuple(head["ranks"])
         head["presences"] = tuple(map(tuple, head["presences"]))
         return cls(items=decode_catalog(items), **head)

@@ -18,7 +18,7 @@ from paddle_flexckpt.background.presence import DeathWatch
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.catalog.failures import Failure, combine
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.save_names import SaveTicket
+from paddle_flexckpt.native.save_names import SaveNames
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
 # The coordinator gives up at the timeout; the others see that a little later.
@@ -185,7 +185,7 @@ def _gone() -> Failure:
 
 
 def tell_writers(
-    directory: CheckpointDirectory, ticket: SaveTicket, rank: int, coordinator: int, error: CheckpointError
+    directory: CheckpointDirectory, ticket: SaveNames, rank: int, coordinator: int, error: CheckpointError
 ) -> None:
     """Tells the other ranks' writers that a rank has not handed its share over; failing that, they will miss it."""
     failure = Failure.of(error)

@@ -21,7 +21,7 @@ from paddle_flexckpt.foreign.formats import open_destination
 from paddle_flexckpt.media.backend import Backend, Location
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 from paddle_flexckpt.report import ExportReport, order_warning, replica_warning
@@ -79,7 +79,7 @@ def export_safetensors(
     verify_mode(verify)
     directory = CheckpointDirectory(path)
     with contextlib.ExitStack() as stack:
-        manifest = stack.enter_context(HeldManifest(directory, unique_id))
+        manifest = stack.enter_context(LockedManifest(directory, unique_id))
         _check_output(sink)
         mapping = whole_mapping(aoa_config, manifest.catalog)
         tensors = WholeTensors(manifest, mapping)

@@ -1,24 +1,24 @@
-"""Mappings at work: AOA statements compiled for a load, and what a load asks of the result."""
+"""Compile AOA statements for a load, and tell what the source says of fused parameters."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt import aoa
-from paddle_flexckpt.aoa import Mapping, TensorInfo, fused_statement
+from paddle_flexckpt.aoa import TensorInfo, TensorMapping, fused_statement
 from paddle_flexckpt.aoa.config import read_config
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Order, Problem, ValidationError, unordered
 
 
 def compile_mapping(
     aoa_config: Any, source: Catalog, target: Catalog | None, master_weights: Any, completion: Sequence[str] = ()
-) -> Mapping:
+) -> TensorMapping:
     """The statements as a mapping.
 
     Args:
@@ -33,7 +33,7 @@ def compile_mapping(
     Raises:
         ValidationError: The statements do not fit, or ranks want one key in different dtypes.
     """
-    if isinstance(aoa_config, Mapping):
+    if isinstance(aoa_config, TensorMapping):
         return aoa_config
     statements = [] if aoa_config is None else aoa_config
     mapping = aoa.compile_program(statements, source, target, master_weights=master_weights, completion=completion)
@@ -46,7 +46,7 @@ def compile_mapping(
     return aoa.compile_program(statements, source, None, master_weights=master_weights, completion=completion)
 
 
-def whole_mapping(aoa_config: Any, source: Catalog, names: Collection[str] | None = None) -> Mapping | None:
+def whole_mapping(aoa_config: Any, source: Catalog, names: Collection[str] | None = None) -> TensorMapping | None:
     """Return what whole tensors in natural order are made of; None: each of them is the source's as it is.
 
     Args:
@@ -70,14 +70,14 @@ def _permuted(source: Catalog) -> dict[str, Order]:
     return {key: order for key, order in orders if order is not None and order.is_permuted}
 
 
-def _to_natural_order(mapping: Mapping, source: Catalog) -> tuple[str, ...]:
+def _to_natural_order(mapping: TensorMapping, source: Catalog) -> tuple[str, ...]:
     """Return the statements that put right what those of a program without a destination leave as it is, or rename.
 
     Raises:
         ValidationError: No statement is known for a tensor.
     """
     permuted = _permuted(source)
-    copied = copied_keys(mapping, mapping.outputs) if permuted else {}
+    copied = mapping.copied_keys(mapping.outputs) if permuted else {}
     # A statement that makes a key of itself says that it is to be taken as it is.
     left = {
         key: permuted[own]
@@ -101,7 +101,7 @@ def _to_natural_order(mapping: Mapping, source: Catalog) -> tuple[str, ...]:
     return tuple(sorted({fused_statement(key, key, order.tags or "", keys) for key, order in left.items()}))
 
 
-def maybe_fused(source: Catalog, names: Collection[str], mapping: Mapping | None) -> list[str]:
+def maybe_fused(source: Catalog, names: Collection[str], mapping: TensorMapping | None) -> list[str]:
     """Return those of some keys that are the source's as they are, and may be fused, for all that the source says.
 
     Args:
@@ -114,7 +114,7 @@ def maybe_fused(source: Catalog, names: Collection[str], mapping: Mapping | None
     return sorted(key for key in keys if key in names and key not in made)
 
 
-def _check_dtypes(mapping: Mapping, target: Catalog) -> None:
+def _check_dtypes(mapping: TensorMapping, target: Catalog) -> None:
     """Checks that a key has one dtype on all ranks: it is to this that statements cast."""
     kinds = np.unique(np.stack([target.key.astype(np.int64), target.dtype.astype(np.int64)], axis=1), axis=0)
     found: dict[int, list[str]] = {}
@@ -138,59 +138,10 @@ def config_digest(aoa_config: Any, master_weights: str) -> str | None:
     """What tells one program from another, however it is given; None where there is none."""
     if aoa_config is None:
         return None
-    if isinstance(aoa_config, Mapping):
+    if isinstance(aoa_config, TensorMapping):
         return "compiled"
     text = json.dumps([asdict(read_config(aoa_config)), master_weights])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def source_names(mapping: Mapping, names: Iterable[str]) -> set[str]:
-    """The source keys that tensors are made of, directly or through what they are computed from."""
-    rows = mapping.maps.rows_by_target()
-    todo, seen, found = list(names), set(), set()
-    while todo:
-        name = todo.pop()
-        if name in seen:
-            continue
-        seen.add(name)
-        if name not in mapping.tensors:
-            found.add(name)
-            continue
-        sources = np.unique(mapping.maps.source[rows.get(name, slice(0, 0))])
-        found.update(mapping.maps.sources[source] for source in sources.tolist())
-        for region in mapping.regions.get(name, ()):
-            if region.node is not None:
-                todo += mapping.nodes[region.node].operands
-    return found
-
-
-def moved_keys(mapping: Mapping, names: Iterable[str]) -> set[str]:
-    """Names of which anything is computed or comes from elsewhere than the same element of the source key of that name.
-
-    Values may be cast; but a target of another dtype is not the shard that the source has.
-    """
-    names = list(names)
-    copied = copied_keys(mapping, names)
-    return {name for name in names if name in mapping.tensors and copied.get(name) != name}
-
-
-def copied_keys(mapping: Mapping, names: Iterable[str]) -> dict[str, str]:
-    """Return the names that are one source key, element by element, with that; values may be cast."""
-    maps, rows, copied = mapping.maps, mapping.maps.rows_by_target(), {}
-    for name in names:
-        if name not in mapping.tensors:
-            continue
-        shape = mapping.tensors[name].shape
-        row, first = rows.get(name, slice(0, 0)), maps.width - len(shape)
-        if row.stop - row.start != 1 or mapping.regions.get(name):
-            continue
-        # Along axes of extent 1, padding included, it makes no difference which axis runs.
-        long = np.flatnonzero(maps.target_shape[row.start] > 1)
-        whole = maps.target_shape[row.start, first:].tolist() == list(shape)
-        straight = (maps.target_axis[row.start, long] == long).all()
-        if whole and straight and not maps.source_offset[row.start].any():
-            copied[name] = maps.sources[maps.source[row.start]]
-    return copied
 
 
 def stored(source: Catalog, extra_state: bool = False) -> dict[str, TensorInfo]:
@@ -206,36 +157,3 @@ def stored(source: Catalog, extra_state: bool = False) -> dict[str, TensorInfo]:
         for key, row in zip(keys.tolist(), rows.tolist())
         if extra_state or not source.keys[key].startswith(EXTRA_STATE)
     }
-
-
-def outputs(mapping: Mapping, extra_state: bool = False) -> dict[str, TensorInfo]:
-    """Shape and dtype of everything that a program without a destination makes.
-
-    Args:
-        mapping: Compiled without a destination.
-        extra_state: Whether a run's extra state is wanted too.
-
-    Raises:
-        ValidationError: A statement keeps what a target has, and there is none.
-    """
-    names = [name for name in mapping.outputs if extra_state or not name.startswith(EXTRA_STATE)]
-    kept = [name for name in names if any(region.node is None for region in mapping.regions.get(name, ()))]
-    if kept:
-        raise ValidationError(
-            [
-                Problem(
-                    "statements keep what a target has, but here are no targets that have anything",
-                    key=name,
-                    got=mapping.provenance.get(name),
-                    remedy="say what new elements hold, as with fill=0",
-                )
-                for name in kept
-            ]
-        )
-    return {name: mapping.tensors[name] for name in names}
-
-
-def made_by(mapping: Mapping, name: str) -> str:
-    """`` (AOA statement 1: ...)`` that made a target, where it is known."""
-    text = mapping.provenance.get(name)
-    return f" ({text})" if text else ""

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from paddle_flexckpt.aoa import Mapping
+from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.work import Work
 from paddle_flexckpt.native.reader import FileReader
@@ -28,7 +28,7 @@ class RowMemory(Protocol):
         """Notes that a piece of a row has arrived."""
 
 
-def plan_reads(matcher: ShardMatcher, work: Work, mapping: Mapping | None) -> ReadPlan:
+def plan_reads(matcher: ShardMatcher, work: Work, mapping: TensorMapping | None) -> ReadPlan:
     """The reads that fill a rank's targets and scratch.
 
     Args:

@@ -15,7 +15,7 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.repair import rebuild_manifest
 from paddle_flexckpt.native.verify import Verification, verify_files
@@ -46,7 +46,7 @@ def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyRep
     begin = time.perf_counter()
     directory = CheckpointDirectory(path)
     try:
-        held = HeldManifest(directory, unique_id)
+        held = LockedManifest(directory, unique_id)
     except CorruptCheckpointError as error:
         ids = directory.list_ids()
         if not ids or (unique_id is not None and unique_id not in ids):

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from paddle_flexckpt.aoa import Mapping, TensorInfo
+from paddle_flexckpt.aoa import TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import CatalogBuilder, Problem, ValidationError, dtype_of
 from paddle_flexckpt.engine.computation import Computation
-from paddle_flexckpt.engine.mapping import outputs, stored, whole_mapping
+from paddle_flexckpt.engine.mapping import stored, whole_mapping
 from paddle_flexckpt.engine.reading import plan_reads, read_pieces
 from paddle_flexckpt.engine.work import Work, plan_work
 from paddle_flexckpt.media.backend import Location, open_backend
@@ -35,7 +35,7 @@ class WholeTensors:
         peak_scratch_bytes: The most memory that operands of computed values took so far.
     """
 
-    def __init__(self, manifest: Manifest, mapping: Mapping | None = None) -> None:
+    def __init__(self, manifest: Manifest, mapping: TensorMapping | None = None) -> None:
         """Reads nothing yet.
 
         Args:
@@ -47,7 +47,7 @@ class WholeTensors:
         """
         self._mapping = mapping
         self._matcher = ShardMatcher(manifest.catalog)
-        self.infos = stored(manifest.catalog, True) if mapping is None else outputs(mapping, True)
+        self.infos = stored(manifest.catalog, True) if mapping is None else mapping.output_infos(True)
         self.peak_scratch_bytes = 0
 
     def check(self, names: Iterable[str], reader: FileReader) -> None:
@@ -140,7 +140,7 @@ def _portions(names: list[str]) -> Iterator[list[str]]:
 def iterate_tensors(
     directory: Location,
     manifest: Manifest,
-    mapping: Mapping | None = None,
+    mapping: TensorMapping | None = None,
     names: Iterable[str] | None = None,
     *,
     verify: bool | VerifyMode = "read",
@@ -166,7 +166,7 @@ def iterate_tensors(
         ValidationError: There is no such key (before anything is read), or statements keep what targets have.
         CorruptCheckpointError: The checkpoint is damaged.
     """
-    chosen = sorted(outputs(mapping) if mapping else stored(manifest.catalog)) if names is None else list(names)
+    chosen = sorted(mapping.output_infos() if mapping else stored(manifest.catalog)) if names is None else list(names)
     tensors = WholeTensors(manifest, mapping or whole_mapping(None, manifest.catalog, chosen))
     with FileReader(directory, manifest, verify, use_replicas) as reader:
         tensors.check(chosen, reader)

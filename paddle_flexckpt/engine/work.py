@@ -13,10 +13,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from paddle_flexckpt.algebra import Box, StridedCopy, row_major_strides
-from paddle_flexckpt.aoa import Mapping, Region, Step
+from paddle_flexckpt.aoa import Region, Step, TensorMapping
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Problem, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.validate import row_boxes
-from paddle_flexckpt.engine.mapping import made_by
 from paddle_flexckpt.planning.requests import addresses
 
 # Elements of a result that are computed at once: bounds the memory of operands and result.
@@ -78,7 +77,7 @@ class Work:
         return sorted({state.key_name(row) for row in rows if row >= 0})
 
 
-def plan_work(catalog: Catalog, rows: np.ndarray, mapping: Mapping | None) -> Work:
+def plan_work(catalog: Catalog, rows: np.ndarray, mapping: TensorMapping | None) -> Work:
     """What has to be filled for some of a rank's targets.
 
     Args:
@@ -136,7 +135,7 @@ class _Regions:
 
 
 class _Builder:
-    def __init__(self, own: Catalog, rows: np.ndarray, mapping: Mapping) -> None:
+    def __init__(self, own: Catalog, rows: np.ndarray, mapping: TensorMapping) -> None:
         self._own, self._rows, self._mapping = own, rows, mapping
         self._scratch = CatalogBuilder(int(own.rank[0]) if len(own) else 0)
         self._scratches = 0
@@ -204,7 +203,7 @@ class _Builder:
                     [
                         Problem(
                             f"a value is computed from what a target has, which statements cannot do"
-                            f"{made_by(self._mapping, place.name)}",
+                            f"{self._mapping.made_by(place.name)}",
                             key=place.name,
                             remedy="say what new elements hold, as with fill=0",
                         )

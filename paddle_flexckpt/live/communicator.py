@@ -25,7 +25,7 @@ from paddle_flexckpt.live.lost_ranks import (
     describe_lost_ranks,
     find_missing_ranks,
 )
-from paddle_flexckpt.live.transport import Carrier, SocketCarrier
+from paddle_flexckpt.live.transport import SocketTransport, Transport
 
 Result = TypeVar("Result")
 # Backends of Paddle whose collectives work on device memory.
@@ -68,8 +68,8 @@ class Communicator(ABC):
     def _all_gather(self, payload: bytes) -> list[bytes]: ...
 
     @abstractmethod
-    def open_carrier(self) -> Carrier:
-        """Return a carrier for tensor data between the members through host memory."""
+    def open_transport(self) -> Transport:
+        """Return a transport for tensor data between the members through host memory."""
 
     @property
     def device_group(self) -> Any:
@@ -135,9 +135,9 @@ class SoloCommunicator(Communicator):
     def _all_gather(self, payload: bytes) -> list[bytes]:
         return [payload]
 
-    def open_carrier(self) -> Carrier:
-        """A carrier that never has anything to carry."""
-        return SocketCarrier(self.ranks, self.position)
+    def open_transport(self) -> Transport:
+        """A transport that never has anything to carry."""
+        return SocketTransport(self.ranks, self.position)
 
 
 class PaddleCommunicator(Communicator):
@@ -191,9 +191,9 @@ class PaddleCommunicator(Communicator):
         name = _name_of(int(self._group.id), self.ranks)
         return describe_lost_ranks(find_missing_ranks(store, name, self.ranks, self.rank), error)
 
-    def open_carrier(self) -> Carrier:
-        """See :meth:`Communicator.open_carrier`."""
-        return SocketCarrier(self.ranks, self.position)
+    def open_transport(self) -> Transport:
+        """See :meth:`Communicator.open_transport`."""
+        return SocketTransport(self.ranks, self.position)
 
     @property
     def device_group(self) -> Any:

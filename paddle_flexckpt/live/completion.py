@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from paddle_flexckpt.aoa import Mapping
+from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 from paddle_flexckpt.engine.mapping import compile_mapping
@@ -16,7 +16,7 @@ from paddle_flexckpt.live.targets import Policy, Wanted, resolve
 
 def match(
     state: LocalState, source: Catalog, policy: Policy, aoa_config: Any, all_targets: Catalog | None
-) -> tuple[Mapping | None, Wanted]:
+) -> tuple[TensorMapping | None, Wanted]:
     """What a rank's targets are made of, as the user says; what is left to be put right is in ``reordered``.
 
     Args:
@@ -29,7 +29,7 @@ def match(
     Raises:
         ValidationError: Statements or targets do not fit.
     """
-    compiled = isinstance(aoa_config, Mapping)
+    compiled = isinstance(aoa_config, TensorMapping)
     if compiled:
         policy = replace(policy, fused="exact")  # nothing can be added to it
     mapping = None
@@ -46,7 +46,7 @@ def complete(
     policy: Policy,
     aoa_config: Any,
     targets: Catalog,
-) -> tuple[Mapping, Wanted]:
+) -> tuple[TensorMapping, Wanted]:
     """What a rank's targets are made of, with statements of :meth:`Wanted.completion`.
 
     Each of these is about one parameter, and any part of that tells how it is cut. So those of one rank and its own

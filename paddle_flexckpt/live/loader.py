@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from paddle_flexckpt.aoa import Mapping as AoaMapping
+from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError, concat, validate_shards
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
-from paddle_flexckpt.engine.mapping import config_digest, source_names
+from paddle_flexckpt.engine.mapping import config_digest
 from paddle_flexckpt.engine.reading import plan_reads, read_pieces
 from paddle_flexckpt.engine.work import Work, plan_work
 from paddle_flexckpt.foreign.formats import shown
@@ -35,7 +35,7 @@ from paddle_flexckpt.live.target_memory import TargetMemory
 from paddle_flexckpt.live.targets import MASTER, OptimizerStates, Policy, Strict, Wanted
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.native.reader import FileReader
@@ -186,7 +186,7 @@ def load_state_dict(
     @functools.cache
     def describe() -> _Described:
         with reading(directory().path):
-            manifest = stack.enter_context(HeldManifest(directory(), unique_id))
+            manifest = stack.enter_context(LockedManifest(directory(), unique_id))
         state = open_state(state_dict, comm.rank)
         return _Described(manifest, state, head(f"id {manifest.unique_id} ({manifest.save_token})"))
 
@@ -284,7 +284,7 @@ class _Prepared:
     manifest: Manifest
     state: LocalState
     wanted: Wanted
-    mapping: AoaMapping | None
+    mapping: TensorMapping | None
     work: Work
     plan: ReadPlan
     reader: FileReader
@@ -339,14 +339,14 @@ def check_heads(answers: list[bytes], context: str, ranks: Sequence[int] | None 
     return list(zip(*(message[1:] for message in messages)))
 
 
-def used_keys(source: Catalog, wanted: Wanted, mapping: AoaMapping | None = None) -> np.ndarray:
+def used_keys(source: Catalog, wanted: Wanted, mapping: TensorMapping | None = None) -> np.ndarray:
     """Bool per key of the source: whether this rank fills something from it."""
     index = {name: i for i, name in enumerate(source.keys)}
     used = np.zeros(len(source.keys), dtype=bool)
     # All targets count, also those that share memory with one that is filled.
     names = {*wanted.catalog.keys, *wanted.masters}
     if mapping is not None:
-        names = source_names(mapping, wanted.catalog.keys)
+        names = mapping.source_names(wanted.catalog.keys)
         # A parameter and its master weight say the same: where one of them serves, the other is not left over.
         names |= {*wanted.masters, *(name[: -len(MASTER)] for name in wanted.masters.values() if name.endswith(MASTER))}
     used[[index[name] for name in names if name in index]] = True
@@ -354,7 +354,7 @@ def used_keys(source: Catalog, wanted: Wanted, mapping: AoaMapping | None = None
 
 
 def check_unexpected(
-    source: Catalog, bits: tuple[bytes, ...], mapping: AoaMapping | None, policy: Policy, context: str
+    source: Catalog, bits: tuple[bytes, ...], mapping: TensorMapping | None, policy: Policy, context: str
 ) -> list[str]:
     """Return the keys of the source that no rank uses. Extra state does not count, nor what AOA statements remove.
 

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
-from paddle_flexckpt.engine.mapping import maybe_fused, outputs, source_names, stored, whole_mapping
+from paddle_flexckpt.engine.mapping import maybe_fused, stored, whole_mapping
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.tensors import empty_on_host
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.report import order_warning
 
@@ -59,7 +59,7 @@ def load_merged_state_dict(
         UnreadableCheckpointError: The storage does not let it be read.
     """
     directory = CheckpointDirectory(path)
-    with reading(directory.path), HeldManifest(directory, unique_id) as manifest:
+    with reading(directory.path), LockedManifest(directory, unique_id) as manifest:
         return _load_merged(path, prefix, manifest, aoa_config, verify, use_replicas)
 
 
@@ -74,9 +74,9 @@ def _load_merged(
     start = f"{prefix}." if prefix else ""
     mapping = None if aoa_config is None else whole_mapping(aoa_config, manifest.catalog)
     # Extra state has to be asked for, by its prefix.
-    there = stored(manifest.catalog, bool(start)) if mapping is None else outputs(mapping)
+    there = stored(manifest.catalog, bool(start)) if mapping is None else mapping.output_infos()
     names = [key for key in sorted(there) if key.startswith(start)]
-    _check_held(manifest.catalog, names if mapping is None else source_names(mapping, names))
+    _check_held(manifest.catalog, names if mapping is None else mapping.source_names(names))
     _check_axes({key: len(there[key].shape) for key in names})
     tensors = {key: empty_on_host(there[key].shape, there[key].dtype) for key in names}
     if mapping is not None and mapping.unfed:

@@ -26,7 +26,7 @@ from paddle_flexckpt.live.resharder import Source, fill_targets
 from paddle_flexckpt.live.sources import CheckedSources
 from paddle_flexckpt.live.targets import Policy
 from paddle_flexckpt.native.checksums import VerifyMode
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.native.reader import FileReader
@@ -104,7 +104,7 @@ def find_checkpoint(
         if chosen not in ids:
             return None, b""
         try:
-            manifest = held.enter_context(HeldManifest(directory, chosen))
+            manifest = held.enter_context(LockedManifest(directory, chosen))
         except (CorruptCheckpointError, OSError) as error:
             return None, json.dumps({"problem": str(error)}).encode()
         generation = max((save[1] for save in map(save_of, manifest.catalog.files) if save), default=0)

@@ -18,12 +18,12 @@ from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationEr
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.transfer import CHUNK_BYTES
 from paddle_flexckpt.live.communicator import Communicator, check_same
-from paddle_flexckpt.live.transport import Carrier
+from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.media.backend import Backend, FileLock
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.node_directory import NodeDirectory
-from paddle_flexckpt.native.save_names import SaveTicket
+from paddle_flexckpt.native.save_names import SaveNames
 
 Storage = Literal["shared", "per_node"]
 
@@ -52,7 +52,7 @@ class NodeSave:
     comm: Communicator
     directory: NodeDirectory
     context: str
-    ticket: SaveTicket
+    ticket: SaveNames
     nodes: list[list[int]]
     names: list[str]
     published: set[str]
@@ -106,13 +106,13 @@ class NodeSave:
                 "until all of the nodes that took part save here again"
             )
 
-    def commit(self, parts: Sequence[bytes], carrier: Carrier | None, addresses: list[bytes]) -> None:
+    def commit(self, parts: Sequence[bytes], transport: Transport | None, addresses: list[bytes]) -> None:
         """Make the checkpoint exist, on all nodes.
 
         Args:
             parts: Of all ranks, encoded.
-            carrier: Carries copies of data files, if there are to be any.
-            addresses: Of all ranks' carriers.
+            transport: Carries copies of data files, if there are to be any.
+            addresses: Of all ranks' transports.
 
         Raises:
             CheckpointError: A node could not commit; :attr:`may_exist` tells whether another may have.
@@ -147,11 +147,11 @@ class NodeSave:
             return None, b""
 
         def copy_files() -> tuple[None, bytes]:
-            if carrier is not None:
-                self._copy_files(sizes, carrier, addresses)
+            if transport is not None:
+                self._copy_files(sizes, transport, addresses)
             return None, b""
 
-        if carrier is not None:
+        if transport is not None:
             comm.together(copy_files, context)
         self.may_exist = True
         try:
@@ -188,7 +188,7 @@ class NodeSave:
         index = self.nodes[own].index(position)
         return [self.nodes[node][index % len(self.nodes[node])] for node in others]
 
-    def _copy_files(self, sizes: dict[str, int], carrier: Carrier, addresses: list[bytes]) -> None:
+    def _copy_files(self, sizes: dict[str, int], transport: Transport, addresses: list[bytes]) -> None:
         """Send this rank's data file to other nodes, and write those of others here."""
         ranks, here, backend = self.comm.ranks, self.comm.position, self.directory.backend
         names = [self.ticket.data_file(rank) for rank in ranks]
@@ -200,7 +200,7 @@ class NodeSave:
             for other in range(self.comm.size)
             if names[other] in sizes and here in self._receivers(other)
         }
-        carrier.exchange(addresses, outgoing, incoming)
+        transport.exchange(addresses, outgoing, incoming)
 
 
 def check_storage(storage: Storage, copies: int = 1, in_background: bool = False) -> None:
@@ -218,7 +218,7 @@ def check_storage(storage: Storage, copies: int = 1, in_background: bool = False
         raise ValidationError([f"node_copies={copies!r} needs storage='per_node'"])
 
 
-def check_visible(directory: CheckpointDirectory, ticket: SaveTicket) -> tuple[None, bytes]:
+def check_visible(directory: CheckpointDirectory, ticket: SaveNames) -> tuple[None, bytes]:
     """Check that this rank sees the save that another has begun, as it has to with storage that all share.
 
     Raises:
@@ -313,7 +313,7 @@ def meet_nodes(
         comm,
         directory,
         context,
-        SaveTicket(chosen, generation, saves[0][2]),
+        SaveNames(chosen, generation, saves[0][2]),
         nodes,
         [f"{number} ({said[committer]['place']})" for number, committer in enumerate(committers)],
         published,

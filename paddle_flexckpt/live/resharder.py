@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paddle_flexckpt.aoa import Mapping as AoaMapping
+from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
-from paddle_flexckpt.engine.mapping import config_digest, moved_keys
+from paddle_flexckpt.engine.mapping import config_digest
 from paddle_flexckpt.engine.transfer import AnyStorage, copy_pieces, pack, unpack
 from paddle_flexckpt.engine.work import Work, plan_work
 from paddle_flexckpt.live.communicator import Communicator, check_coordinator, communicator_for
@@ -45,7 +45,7 @@ from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.live.target_memory import TargetMemory
 from paddle_flexckpt.live.targets import OptimizerStates, Policy, Strict, Wanted
 from paddle_flexckpt.live.tensors import open_storage
-from paddle_flexckpt.live.transport import Carrier
+from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.live.virtual_files import gather_virtual_files, held_tensors
 from paddle_flexckpt.planning import ExchangePlan, ShardMatcher, plan_exchange
 from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
@@ -361,7 +361,7 @@ def fill_targets(
 
     all_targets = None if aoa_config is None else gather_targets(comm, describe, context)
     statements: list[str] = []
-    with contextlib.closing(comm.open_carrier()) as carrier:
+    with contextlib.closing(comm.open_transport()) as transport:
 
         def prepare() -> tuple[_Prepared, bytes]:
             state, head = describe()
@@ -378,7 +378,7 @@ def fill_targets(
                 head,
                 json.dumps(needs).encode(),
                 *source.replicas(),
-                carrier.address(),
+                transport.address(),
                 np.packbits(used_keys(catalog, wanted, mapping)).tobytes(),
                 encode_catalog(work.catalog),
                 json.dumps(wanted.raw_meanings).encode(),
@@ -410,7 +410,7 @@ def fill_targets(
 
         exchange, sent = comm.together(planned, context)
         planned_at = time.perf_counter()
-        counts, answers = comm.together(lambda: exchange.run(carrier, list(addresses), sent), context)
+        counts, answers = comm.together(lambda: exchange.run(transport, list(addresses), sent), context)
     kept = ready.work.kept_keys(ready.state.catalog)
     renew_masters(ready.state, {*ready.wanted.missing, *kept}, comm.rank)
     end = time.perf_counter()
@@ -444,19 +444,19 @@ class _Prepared:
 
     state: LocalState
     wanted: Wanted
-    mapping: AoaMapping | None
+    mapping: TensorMapping | None
     work: Work
     devices: list[str]
 
 
-def _in_place(state: LocalState, wanted: Wanted, mapping: AoaMapping | None) -> LocalState:
+def _in_place(state: LocalState, wanted: Wanted, mapping: TensorMapping | None) -> LocalState:
     """The targets, with such names that none of them looks like the source that it does not come from.
 
     A target may be the very source shard of its name, but not if statements make something else of that name.
     """
     if mapping is None:
         return state
-    moved = moved_keys(mapping, wanted.catalog.keys)
+    moved = mapping.moved_keys(wanted.catalog.keys)
     names = (
         f"{key} as AOA makes it" if key != name or name in moved else key
         for key, name in zip(state.catalog.keys, wanted.catalog.keys)
@@ -523,11 +523,11 @@ class _Exchange:
         self._on_device = DeviceExchange(comm.device_group, plan, self._source) if on_devices else None
         self.sent = b"" if self._on_device is None else self._on_device.sent
 
-    def run(self, carrier: Carrier, addresses: list[bytes], sent: list[bytes]) -> tuple[dict[str, int], bytes]:
+    def run(self, transport: Transport, addresses: list[bytes], sent: list[bytes]) -> tuple[dict[str, int], bytes]:
         """Carry it out; return the bytes copied, received and sent, and the peak of scratch.
 
         Args:
-            carrier: Carries data through host memory.
+            transport: Carries data through host memory.
             addresses: Its addresses on every rank.
             sent: Every rank's :attr:`sent`.
         """
@@ -549,7 +549,7 @@ class _Exchange:
         if self._on_device is not None:
             self._on_device.run(Traffic.of(sent), self._position, source_storage, target_storage)
         else:
-            carrier.exchange(
+            transport.exchange(
                 addresses,
                 {rank: pack(pieces, source_storage) for rank, pieces in plan.outgoing.items()},
                 {rank: unpack(pieces, target_storage, source_dtype) for rank, pieces in plan.incoming.items()},

@@ -41,7 +41,7 @@ from paddle_flexckpt.live.tensors import open_storage
 from paddle_flexckpt.media.backend import Location, SaveLock
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.node_directory import NodeDirectory
-from paddle_flexckpt.native.save_names import SaveTicket
+from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.planning import WritePlan, plan_write
 from paddle_flexckpt.report import SaveReport
 
@@ -187,7 +187,7 @@ def save_state_dict(
         rules = ReplicaPolicies(check_replicas)
         whole = indivisible_rows(state.catalog, (getattr(weight, "fused", None) for weight in state.weights))
         policies = rules.of(state.catalog.keys, state.weights)
-        place, address = directory.backend.place().encode(), b"" if carrier is None else carrier.address()
+        place, address = directory.backend.place().encode(), b"" if transport is None else transport.address()
         encoded = (place, address, np.packbits(whole).tobytes(), policies.tobytes(), encode_catalog(state.catalog))
         # Where the other ranks' writers can look whether this rank's processes are alive.
         writer_address = "" if admission is None or comm.size == 1 else admission.address
@@ -197,15 +197,15 @@ def save_state_dict(
 
     locked, opened = contextlib.ExitStack(), contextlib.ExitStack()
     with contextlib.ExitStack() as stack:
-        nodes, carrier = None, None
+        nodes, transport = None, None
         if per_node:
             nodes = meet_nodes(comm, open_directory, unique_id, encoded_head, stack, context)
-            carrier = stack.enter_context(contextlib.closing(comm.open_carrier())) if node_copies > 1 else None
+            transport = stack.enter_context(contextlib.closing(comm.open_transport())) if node_copies > 1 else None
         try:
             own, answers = comm.together(describe, context)
             said = check_heads(answers, context, comm.ranks)
             tickets, presences, places, addresses, wholes, policies, catalogs = said
-            ticket = SaveTicket(**json.loads(tickets[coordinator_rank]))
+            ticket = SaveNames(**json.loads(tickets[coordinator_rank]))
             directory = open_directory()
             if nodes is None and len(set(places)) > 1:
                 comm.together(lambda: check_visible(directory, ticket), "cannot save, and nothing was written")
@@ -273,7 +273,7 @@ def save_state_dict(
                 # What goes wrong from here on is the outcome of the save: the ranks do not meet again.
                 return own.admission.hand_over(report, begin, own.lock)
             if nodes is not None:
-                nodes.commit(parts, carrier, list(addresses))
+                nodes.commit(parts, transport, list(addresses))
         except LostRankError as error:
             if own.admission is not None:
                 # Others may not have noticed, and have handed their shares over.
@@ -334,7 +334,7 @@ class _Share:
     def __init__(
         self,
         directory: CheckpointDirectory,
-        ticket: SaveTicket,
+        ticket: SaveNames,
         comm: Communicator,
         coordinator: int,
         plan: WritePlan,

@@ -8,9 +8,8 @@ from typing import Any, Literal, Union
 
 import numpy as np
 
-from paddle_flexckpt.aoa import Mapping
+from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of, unordered, validate_shards
-from paddle_flexckpt.engine.mapping import copied_keys, made_by
 from paddle_flexckpt.live.fused import OtherOrder, completion, other_order
 from paddle_flexckpt.live.name_compatibility import CompatibleNames, Unfound, find_compatible, raw_meanings
 from paddle_flexckpt.live.remedies import resized, untied
@@ -116,7 +115,7 @@ class Wanted:
 
 
 def resolve(
-    state: LocalState, source: Catalog, policy: Policy, mapping: Mapping | None = None, complete: bool = False
+    state: LocalState, source: Catalog, policy: Policy, mapping: TensorMapping | None = None, complete: bool = False
 ) -> Wanted:
     """Finds what every target is made of and checks that it fits.
 
@@ -147,7 +146,7 @@ def resolve(
     reordered: list[OtherOrder] = []
     unsaid, maybe_fused = unordered(source), set[str]()
     ruled = any(order.axis is not None for order in (*target.orders, *source.orders))
-    copied = copied_keys(mapping, mapping.tensors) if mapping is not None and ruled and not complete else {}
+    copied = mapping.copied_keys(mapping.tensors) if mapping is not None and ruled and not complete else {}
     problems = validate_shards(target)
     rows = []
     own_names = []
@@ -244,7 +243,7 @@ def _find(key: str, weight: Any, known: Iterable[Collection[str]], policy: Polic
 
 
 def _compatible(
-    state: LocalState, own_names: list[str | None], index: dict[str, int], policy: Policy, mapping: Mapping | None
+    state: LocalState, own_names: list[str | None], index: dict[str, int], policy: Policy, mapping: TensorMapping | None
 ) -> CompatibleNames:
     """The names under which the source has targets that it lacks under their own."""
     catalog = state.catalog
@@ -287,7 +286,7 @@ def _master(
 
 
 def _missing(
-    target: Catalog, row: int, source: Catalog, mapping: Mapping | None, compatible: CompatibleNames
+    target: Catalog, row: int, source: Catalog, mapping: TensorMapping | None, compatible: CompatibleNames
 ) -> Problem:
     """The problem of a target that nothing feeds: AOA statements say so, or else the name is wrong.
 
@@ -338,10 +337,10 @@ def _stored(source: Catalog, row: int, target: Catalog, target_row: int) -> _Giv
     return replace(given, remedy=given.remedy + resized(target, target_row, source, row))
 
 
-def _made(mapping: Mapping, name: str) -> _Given:
+def _made(mapping: TensorMapping, name: str) -> _Given:
     info = mapping.tensors[name]
     # Braces of the statement are its own.
-    origin = made_by(mapping, name).replace("{", "{{").replace("}", "}}")
+    origin = mapping.made_by(name).replace("{", "{{").replace("}", "}}")
     return _Given(info.shape, info.dtype, f"AOA gives {{}}{origin}", remedy="correct the statement, or the target")
 
 
@@ -393,7 +392,7 @@ def _castable(source: str, target: str) -> bool:
 
 
 def _share_memory(
-    state: LocalState, names: list[str], rows: list[int], mapping: Mapping | None
+    state: LocalState, names: list[str], rows: list[int], mapping: TensorMapping | None
 ) -> tuple[list[int], dict[int, int]]:
     """Sort out tied targets: which rows to fill, and which of these only to compare with an earlier one.
 

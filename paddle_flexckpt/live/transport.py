@@ -27,7 +27,7 @@ GREETING_SECONDS = 10.0
 _HELLO = struct.Struct("<16si")
 
 
-class Carrier(ABC):
+class Transport(ABC):
     """Moves byte streams between the members of a group.
 
     One exchange is: 1. every member calls :meth:`address` and they exchange the answers; 2. every member calls
@@ -58,10 +58,10 @@ class Carrier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Releases what the carrier holds."""
+        """Releases what the transport holds."""
 
 
-class SocketCarrier(Carrier):
+class SocketTransport(Transport):
     """Host sockets.
 
     In step k every rank sends to the rank k places after it and receives from the one k places before it; a thread
@@ -93,7 +93,7 @@ class SocketCarrier(Carrier):
         outgoing: Mapping[int, Iterator[np.ndarray]],
         incoming: Mapping[int, Iterator[np.ndarray]],
     ) -> None:
-        """See :meth:`Carrier.exchange`."""
+        """See :meth:`Transport.exchange`."""
         n, here = len(self._ranks), self._position
         receivers = [r for k in range(1, n) if (r := self._ranks[(here + k) % n]) in outgoing]
         senders = [r for k in range(1, n) if (r := self._ranks[(here - k) % n]) in incoming]

@@ -60,8 +60,8 @@ class CheckpointManager:
 
     ::
 
-        keep = (fc.KeepLatest(3), fc.KeepEvery(1000), fc.KeepBest(1, metric="loss"))
-        with fc.CheckpointManager("run", save_when=fc.SaveEvery(100), keep=keep) as manager:
+        keep = (KeepLatest(3), KeepEvery(1000), KeepBest(1, metric="loss"))
+        with CheckpointManager("run", save_when=SaveEvery(100), keep=keep) as manager:
             start = 0
             if manager.latest_step() is not None:
                 start = manager.restore(model=model, optimizer=optimizer, lr_scheduler=scheduler).step

@@ -15,7 +15,7 @@ from paddle_flexckpt.live.targets import Strict
 from paddle_flexckpt.manager.steps import UNIQUE_ID, save_token_in
 from paddle_flexckpt.media.backend import Backend, reading
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.run_state.extra_state import ExtraStateReport, load_extra_state, restore_extra_state
 
@@ -125,11 +125,11 @@ def restore_checkpoint(
     return RestoreReport(step, directory.path, load, extra)
 
 
-def _hold(directory: Backend) -> HeldManifest:
+def _hold(directory: Backend) -> LockedManifest:
     checkpoint = CheckpointDirectory(directory)
     with reading(directory.path):
         try:
-            return HeldManifest(checkpoint, UNIQUE_ID)
+            return LockedManifest(checkpoint, UNIQUE_ID)
         except ValidationError as error:
             if UNIQUE_ID in checkpoint.list_ids():
                 raise

@@ -26,7 +26,7 @@ from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from paddle_flexckpt.native.manifest import read_save_token
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -124,7 +124,7 @@ class StepDirectories:
         if known is not None and known.token == token:
             return known
         try:
-            with HeldManifest(CheckpointDirectory(directory), UNIQUE_ID) as manifest:
+            with LockedManifest(CheckpointDirectory(directory), UNIQUE_ID) as manifest:
                 record = None
                 if RECORD in manifest.catalog.keys:
                     ((_, array),) = iterate_tensors(directory, manifest, names=[RECORD])

@@ -28,8 +28,8 @@ from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA, encode_meta
 from paddle_flexckpt.media.backend import FileLock, Location, SaveLock
 from paddle_flexckpt.native.data_file import DataFileWriter, check_data_file
 from paddle_flexckpt.native.manifest import Manifest, Origin, merge_parts
-from paddle_flexckpt.native.not_found import what_is_wrong
-from paddle_flexckpt.native.save_names import MANIFEST, OF_RANK, SaveTicket, save_of
+from paddle_flexckpt.native.not_found import explain_missing
+from paddle_flexckpt.native.save_names import MANIFEST, OF_RANK, SaveNames, save_of
 
 logger = logging.getLogger("paddle_flexckpt")
 Self = TypeVar("Self", bound="CheckpointDirectory")
@@ -82,7 +82,7 @@ class CheckpointDirectory:
         self.backend.prepare()
         return self.backend.lock()
 
-    def open_save(self, unique_id: int | None, world_size: int = 1) -> SaveTicket:
+    def open_save(self, unique_id: int | None, world_size: int = 1) -> SaveNames:
         """Chooses the id and names of a new save and marks it as begun. The caller has the lock.
 
         Args:
@@ -92,7 +92,7 @@ class CheckpointDirectory:
         Raises:
             ValidationError: The id is not a non-negative integer, or the path is not a directory.
         """
-        ticket = SaveTicket(*self.choose_save(unique_id), os.urandom(16).hex())
+        ticket = SaveNames(*self.choose_save(unique_id), os.urandom(16).hex())
         self.mark_save(ticket, world_size)
         return ticket
 
@@ -121,7 +121,7 @@ class CheckpointDirectory:
             )
         return unique_id, used[unique_id] + 1 if unique_id in used else 0
 
-    def mark_save(self, ticket: SaveTicket, world_size: int = 1, nodes: int = 1) -> None:
+    def mark_save(self, ticket: SaveNames, world_size: int = 1, nodes: int = 1) -> None:
         """Mark a save as begun. The caller has the lock.
 
         Args:
@@ -142,14 +142,14 @@ class CheckpointDirectory:
                 self._remove([], ticket.marker_file)
             raise
 
-    def sees(self, ticket: SaveTicket) -> bool:
+    def sees(self, ticket: SaveNames) -> bool:
         """Return whether this is the directory in which a save has been marked as begun."""
         try:
             return ticket.token.encode() in self.backend.read(ticket.marker_file)
         except FileNotFoundError:
             return False
 
-    def remove_dead_saves(self, current: SaveTicket | None = None, aborted: Collection[str] = ()) -> list[str]:
+    def remove_dead_saves(self, current: SaveNames | None = None, aborted: Collection[str] = ()) -> list[str]:
         """Removes what saves left behind that died: those whose marker is here. The caller has the lock.
 
         Files that no marker speaks of are left alone, whether a manifest names them or not: it may be the manifest
@@ -189,12 +189,12 @@ class CheckpointDirectory:
         """Return the names of the files that say that a save has begun."""
         return sorted(filter(_MARKER.fullmatch, self.backend.names()))
 
-    def prepared(self, ticket: SaveTicket) -> list[str]:
+    def prepared(self, ticket: SaveNames) -> list[str]:
         """Files that say that a save is complete on this node, and on others perhaps published; none if it is here."""
         names = [name for name in self.backend.names() if ticket.owns(name) and name.endswith(".prepared")]
         return [] if not names or self.is_committed(ticket) else names
 
-    def _remove_unfinished(self, ticket: SaveTicket) -> None:
+    def _remove_unfinished(self, ticket: SaveNames) -> None:
         try:
             self.backend.remove_unfinished(ticket.owns)
         except OSError as error:
@@ -253,16 +253,16 @@ class CheckpointDirectory:
         if is_ours(self.backend.read(PADDLE_METADATA)):
             self.backend.remove(PADDLE_METADATA)
 
-    def ticket_of(self, marker: str) -> SaveTicket | None:
+    def ticket_of(self, marker: str) -> SaveNames | None:
         """The save that a marker speaks of; None if it died before the marker was whole, so before any other file."""
         try:
             said = json.loads(self.backend.read(marker))
-            ticket = SaveTicket(int(said["unique_id"]), int(said["generation"]), str(said["token"]))
+            ticket = SaveNames(int(said["unique_id"]), int(said["generation"]), str(said["token"]))
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
         return ticket if ticket.marker_file == marker else None
 
-    def _doomed(self, ticket: SaveTicket, names: Iterable[str], being_read: bool = False) -> list[str]:
+    def _doomed(self, ticket: SaveNames, names: Iterable[str], being_read: bool = False) -> list[str]:
         """Files that a finished or dead save leaves without a use; its marker is not among them.
 
         Args:
@@ -289,7 +289,7 @@ class CheckpointDirectory:
 
     def write_share(
         self,
-        ticket: SaveTicket,
+        ticket: SaveNames,
         rank: int,
         items: Catalog,
         data: Iterable[np.ndarray],
@@ -314,7 +314,7 @@ class CheckpointDirectory:
 
     def write_data(
         self,
-        ticket: SaveTicket,
+        ticket: SaveNames,
         items: Catalog,
         data: Iterable[np.ndarray],
         *,
@@ -332,11 +332,11 @@ class CheckpointDirectory:
         )
         return writer.write(data)
 
-    def write_part(self, ticket: SaveTicket, rank: int, part: Manifest) -> None:
+    def write_part(self, ticket: SaveNames, rank: int, part: Manifest) -> None:
         """Writes a rank's part; its data file is durable already. The part appears whole: it is looked for."""
         self._write_whole(ticket.part_file(rank), part.encode())
 
-    def write_failure(self, ticket: SaveTicket, rank: int, error: bytes) -> None:
+    def write_failure(self, ticket: SaveNames, rank: int, error: bytes) -> None:
         """Writes why a rank cannot write, for the others; it appears whole. It replaces what the rank said before."""
         self._write_whole(ticket.failure_file(rank), error)
 
@@ -344,14 +344,14 @@ class CheckpointDirectory:
         with self.backend.create(name, replace=True) as file:
             file.write(data)
 
-    def progress(self, ticket: SaveTicket, ranks: Sequence[int]) -> tuple[set[int], dict[int, bytes]]:
+    def progress(self, ticket: SaveNames, ranks: Sequence[int]) -> tuple[set[int], dict[int, bytes]]:
         """The ranks whose parts are here, and what those say that failed."""
         names = set(self.backend.names())
         written = {rank for rank in ranks if ticket.part_file(rank) in names}
         failed = {rank: ticket.failure_file(rank) for rank in ranks if ticket.failure_file(rank) in names}
         return written, {rank: self.backend.read(name) for rank, name in failed.items()}
 
-    def commit(self, ticket: SaveTicket, ranks: Sequence[int]) -> Manifest:
+    def commit(self, ticket: SaveNames, ranks: Sequence[int]) -> Manifest:
         """Merges the parts of all ranks into the manifest and makes the checkpoint exist.
 
         The data files are looked at once more right before: they have to be there, of their size and of this save.
@@ -392,7 +392,7 @@ class CheckpointDirectory:
                 replaced.release()
         return manifest
 
-    def publish(self, ticket: SaveTicket, manifest: bytes, check: Callable[[], None] = lambda: None) -> FileLock | None:
+    def publish(self, ticket: SaveNames, manifest: bytes, check: Callable[[], None] = lambda: None) -> FileLock | None:
         """Puts the manifest of a save in place: from then on the checkpoint exists.
 
         Args:
@@ -413,7 +413,7 @@ class CheckpointDirectory:
             raise
         return replaced
 
-    def finish(self, ticket: SaveTicket, being_read: bool = False, manifest: Manifest | None = None) -> None:
+    def finish(self, ticket: SaveNames, being_read: bool = False, manifest: Manifest | None = None) -> None:
         """Tells Paddle's own loader of a published save; removes what the save does not need, and its marker.
 
         Args:
@@ -468,14 +468,14 @@ class CheckpointDirectory:
         matches = map(OF_RANK.fullmatch, self.backend.names())
         return [match for match in matches if match and match[4] == "safetensors"]
 
-    def is_committed(self, ticket: SaveTicket) -> bool:
+    def is_committed(self, ticket: SaveNames) -> bool:
         """Whether the manifest in place is that of this save."""
         try:
             return ticket.token.encode() in self.backend.read(f"{ticket.unique_id}.manifest")
         except FileNotFoundError:
             return False
 
-    def discard(self, ticket: SaveTicket, rank: int) -> None:
+    def discard(self, ticket: SaveNames, rank: int) -> None:
         """Remove what a rank wrote in a save that cannot be committed any more; the caller knows that.
 
         The marker goes with the last file of the save.
@@ -507,7 +507,7 @@ class CheckpointDirectory:
             foreign = find_foreign(self.backend, self._file) if not ids or paddle_ids(self.backend) else None
             if foreign is not None and (unique_id is None or foreign.origin != "paddle" or unique_id in foreign.ids):
                 return foreign.read(self.backend, unique_id)
-            raise ValidationError([what_is_wrong(self.backend, ids, unique_id)])
+            raise ValidationError([explain_missing(self.backend, ids, unique_id)])
         return self.read_native(ids[-1] if unique_id is None else unique_id)
 
     def origin(self) -> Origin:
@@ -521,7 +521,7 @@ class CheckpointDirectory:
             return "native"
         foreign = find_foreign(self.backend, self._file)
         if foreign is None:
-            raise ValidationError([what_is_wrong(self.backend, [], None)])
+            raise ValidationError([explain_missing(self.backend, [], None)])
         return foreign.origin
 
     def read_native(self, unique_id: int) -> Manifest:

@@ -14,7 +14,7 @@ from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 
 
-class HeldManifest:
+class LockedManifest:
     """A manifest, and the lock that keeps its checkpoint; leaving its context releases the lock.
 
     Attributes:

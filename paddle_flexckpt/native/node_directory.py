@@ -21,7 +21,7 @@ from paddle_flexckpt.media.backend import FileLock
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest, read_save_token
-from paddle_flexckpt.native.save_names import SaveTicket
+from paddle_flexckpt.native.save_names import SaveNames
 
 
 class NodeSaves(NamedTuple):
@@ -59,7 +59,7 @@ class NodeDirectory(CheckpointDirectory):
                 prepared.append(ticket.token)
         return NodeSaves(list(self.tokens().values()), begun, prepared)
 
-    def _begun(self) -> Iterator[tuple[SaveTicket, int]]:
+    def _begun(self) -> Iterator[tuple[SaveNames, int]]:
         for marker in self.markers():
             ticket = self.ticket_of(marker)
             if ticket is not None:
@@ -74,7 +74,7 @@ class NodeDirectory(CheckpointDirectory):
                 if replaced is not None:
                     replaced.release()
 
-    def prepare_save(self, ticket: SaveTicket, rank: int, manifest: Manifest, node: str) -> None:
+    def prepare_save(self, ticket: SaveNames, rank: int, manifest: Manifest, node: str) -> None:
         """Make a save ready to be published.
 
         Args:
@@ -95,7 +95,7 @@ class NodeDirectory(CheckpointDirectory):
             file.write(manifest.encode())
         self.backend.sync()
 
-    def publish_save(self, ticket: SaveTicket, rank: int) -> FileLock | None:
+    def publish_save(self, ticket: SaveNames, rank: int) -> FileLock | None:
         """Publishes what :meth:`prepare_save` made ready; returns as :meth:`publish` does."""
         return self.publish(ticket, self.backend.read(ticket.prepared_file(rank)))
 

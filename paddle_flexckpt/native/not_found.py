@@ -16,7 +16,7 @@ _PICKLES = (".pdparams", ".pdopt", ".bin", ".pt", ".pth")
 _MOST_DIRECTORIES = 20
 
 
-def what_is_wrong(backend: Backend, ids: Sequence[int], unique_id: int | None) -> str:
+def explain_missing(backend: Backend, ids: Sequence[int], unique_id: int | None) -> str:
     """The problem and its remedy in a sentence.
 
     Args:

@@ -23,7 +23,7 @@ def _suffix(generation: int) -> str:
 
 
 @dataclass(frozen=True)
-class SaveTicket:
+class SaveNames:
     """What one save calls its files.
 
     Attributes:

@@ -9,10 +9,10 @@ A checkpoint's extra state is a few tensors among the others, all under the pref
 
 ::
 
-    fc.save_state_dict({**model, **optimizer, **fc.collect_extra_state(scheduler, scaler, step=step)}, path)
+    fc.save_state_dict({**model, **optimizer, **collect_extra_state(scheduler, scaler, step=step)}, path)
     ...
     fc.load_state_dict({**model, **optimizer}, path)
-    report = fc.restore_extra_state(fc.load_extra_state(path), scheduler, scaler)
+    report = restore_extra_state(load_extra_state(path), scheduler, scaler)
     step = report.step
 
 Under another layout than that of the save, what belongs to ranks has no meaning: generators stay as they are, lest
@@ -39,7 +39,7 @@ from paddle_flexckpt.live.merged import empty_tensors
 from paddle_flexckpt.live.options import GROUP, PATH, same_on_all_ranks
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from paddle_flexckpt.run_state.portable import decode, encode
 from paddle_flexckpt.run_state.random_state import collect_random_state, restore_random_state
 from paddle_flexckpt.run_state.scheduler_state import restore_scaler, restore_scheduler, scheduler_state
@@ -137,7 +137,7 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
 
     def look() -> tuple[tuple[int, Catalog], bytes]:
         directory = CheckpointDirectory(path)
-        with reading(directory.path), HeldManifest(directory, unique_id) as manifest:
+        with reading(directory.path), LockedManifest(directory, unique_id) as manifest:
             pass
         if _COMMON not in manifest.catalog.keys:
             raise ValidationError(

@@ -1,6 +1,6 @@
 """A world of simulated ranks: threads of one process, for property tests with many ranks and layouts.
 
-The ranks run the library's real code, files and messages included; only the collectives and the carrier are replaced
+The ranks run the library's real code, files and messages included; only the collectives and the transport are replaced
 by queues. State dicts may hold numpy arrays, so neither Paddle nor a launcher is needed.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.transport import Carrier
+from paddle_flexckpt.live.transport import Transport
 
 # A simulated rank that waits for so long waits for one that has gone another way.
 PATIENCE_SECONDS = 60.0
@@ -123,13 +123,13 @@ class SimulatedCommunicator(Communicator):
         self._gathers += 1
         return self._shared.gather(self._gathers, self.position, payload)
 
-    def open_carrier(self) -> Carrier:
-        """A carrier over queues."""
+    def open_transport(self) -> Transport:
+        """A transport over queues."""
         self._exchanges += 1
-        return _QueueCarrier(self._shared, self._exchanges, self.rank)
+        return _QueueTransport(self._shared, self._exchanges, self.rank)
 
 
-class _QueueCarrier(Carrier):
+class _QueueTransport(Transport):
     def __init__(self, shared: _Shared, exchange: int, rank: int) -> None:
         self._shared, self._exchange, self._rank = shared, exchange, rank
 

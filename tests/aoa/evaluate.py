@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paddle_flexckpt.algebra import Box, flat_range_to_boxes
-from paddle_flexckpt.aoa.mapping import Mapping
+from paddle_flexckpt.aoa.mapping import TensorMapping
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.planning import ShardMatcher
 from tests.property.layouts import Shard
@@ -30,7 +30,7 @@ def turned(array: np.ndarray, target_axis: Sequence[int], shape: Sequence[int]) 
 class Evaluator:
     """Evaluates any box of anything that a mapping defines, from the whole source arrays."""
 
-    def __init__(self, mapping: Mapping, source: dict[str, np.ndarray]) -> None:
+    def __init__(self, mapping: TensorMapping, source: dict[str, np.ndarray]) -> None:
         self.mapping, self.source = mapping, source
         maps = mapping.maps
         self.rows: dict[str, list[tuple]] = {}
@@ -99,7 +99,7 @@ class Evaluator:
 
 
 def carry_out(
-    mapping: Mapping,
+    mapping: TensorMapping,
     source: tuple[Catalog, Sequence[Shard]],
     target: tuple[Catalog, Sequence[Shard]],
     values: dict[str, np.ndarray],

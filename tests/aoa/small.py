@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from paddle_flexckpt.aoa import compile_program
-from paddle_flexckpt.aoa.mapping import Mapping as Compiled
+from paddle_flexckpt.aoa.mapping import TensorMapping
 from paddle_flexckpt.catalog import Catalog
 from tests.aoa.evaluate import carry_out
 from tests.aoa.layouts import catalog_of
@@ -49,7 +49,7 @@ def catalog(arrays: Arrays, cuts: Cuts | None = None) -> Catalog:
     return catalog_of(shards_of(arrays, cuts or {}))
 
 
-def compiled(texts: Sequence[str], source: Arrays, target: Arrays | None, **options) -> Compiled:
+def compiled(texts: Sequence[str], source: Arrays, target: Arrays | None, **options) -> TensorMapping:
     """The mapping for whole tensors."""
     return compile_program(
         {"aoa_statements": list(texts)}, catalog(source), None if target is None else catalog(target), **options

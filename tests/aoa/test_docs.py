@@ -13,8 +13,9 @@ import pytest
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.aoa.lexer import TAGS
-from paddle_flexckpt.aoa.model_rules import describe_model_rules
+from paddle_flexckpt.aoa.model_rules import describe_model_rules, rule_names
 from paddle_flexckpt.aoa.parser import ATTRIBUTES
+from paddle_flexckpt.parallel import is_installed
 from tests.aoa.doctest_world import apply, catalog, load, numbers
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "aoa.md"
@@ -48,9 +49,9 @@ SECTIONS = _sections()
 @pytest.fixture
 def installed_as_before() -> Iterator[None]:
     """An example may call ``fc.install()``."""
-    before = importlib.util.find_spec("paddle") is None or fc.is_installed()
+    before = importlib.util.find_spec("paddle") is None or is_installed()
     yield
-    if not before and fc.is_installed():
+    if not before and is_installed():
         fc.uninstall()
 
 
@@ -76,7 +77,7 @@ def test_every_tag_and_attribute_has_an_example(name: str) -> None:
     assert mark in sources
 
 
-@pytest.mark.parametrize("family", fc.rule_names())
+@pytest.mark.parametrize("family", rule_names())
 def test_every_family_of_rules_is_described(family: str) -> None:
     rules = describe_model_rules(family)
     (row,) = [line for line in TEXT.splitlines() if line.startswith("| `") and f"`{family}`" in line.split("|")[1]]

@@ -69,7 +69,7 @@ def test_what_a_target_may_not_do_is_a_failure(monkeypatch):
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
     """A reader with a fault four steps deep, of which only lines that are reached tell."""
-    source = tmp_path / "paddle_flexckpt" / "storage" / "toy.py"
+    source = tmp_path / "paddle_flexckpt" / "native" / "toy.py"
     source.parent.mkdir(parents=True)
     source.write_text(
         "def read(data, refuse):\n"

@@ -20,7 +20,7 @@ from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.live.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.live.transport import Carrier
+from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.sharded_weight import ShardedWeight
 
 PATIENCE_SECONDS = 60.0
@@ -89,7 +89,7 @@ class PairCommunicator(Communicator):
             data += more
         return data
 
-    def open_carrier(self) -> Carrier:
+    def open_transport(self) -> Transport:
         raise NotImplementedError
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.transport import Carrier
+from paddle_flexckpt.live.transport import Transport
 
 # A rank that waits for so long waits for one that is stuck in something else than this job.
 PATIENCE_SECONDS = 60.0
@@ -192,5 +192,5 @@ class JobCommunicator(Communicator):
     def _all_gather(self, payload: bytes) -> list[bytes]:
         return self.job.gather(self.collectives, self.position, payload)
 
-    def open_carrier(self) -> Carrier:
+    def open_transport(self) -> Transport:
         raise NotImplementedError("these jobs exchange no tensors")

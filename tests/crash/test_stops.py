@@ -9,7 +9,7 @@ import pytest
 
 from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.media.local import DirectoryLock, LocalBackend
-from paddle_flexckpt.native.directory import CheckpointDirectory, SaveTicket
+from paddle_flexckpt.native.directory import CheckpointDirectory, SaveNames
 from tests.crash import explore
 from tests.crash import scenario as scenarios
 from tests.crash.explore import SPREADS, stops
@@ -79,8 +79,8 @@ def _in_place(monkeypatch):
 
 
 def _one_generation(monkeypatch):
-    monkeypatch.setattr(SaveTicket, "_stem", property(lambda self: str(self.unique_id)))
-    monkeypatch.setattr(SaveTicket, "data_file", lambda self, rank: f"{rank}_{self.unique_id}.safetensors")
+    monkeypatch.setattr(SaveNames, "_stem", property(lambda self: str(self.unique_id)))
+    monkeypatch.setattr(SaveNames, "data_file", lambda self, rank: f"{rank}_{self.unique_id}.safetensors")
     _in_place(monkeypatch)
 
 

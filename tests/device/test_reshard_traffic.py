@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 
 #: What may carry tensor data between devices. At the first of these a victim dies.
-CARRIERS = (
+TRANSPORTS = (
     *("alltoall_single", "alltoall", "send", "recv", "isend", "irecv", "batch_isend_irecv"),
     *("all_gather", "broadcast", "scatter"),
 )
@@ -91,7 +91,7 @@ def killed(extent, victim, folder):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if rank == victim:
         for module in (dist, dist.stream, dist.communication.stream):
-            for name in CARRIERS:
+            for name in TRANSPORTS:
                 if hasattr(module, name):
                     setattr(module, name, _die)
     source = shards([extent], [[extent * rank // size, extent * (rank + 1) // size]], fill=True)

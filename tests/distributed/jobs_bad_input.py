@@ -18,6 +18,7 @@ import paddle.distributed as dist
 import paddle_flexckpt as fc
 from paddle_flexckpt.media import local
 from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.run_state import load_extra_state
 from tests.distributed import jobs_common as common
 
 W = np.arange(48, dtype="float32").reshape(8, 6)
@@ -472,7 +473,7 @@ def before_the_first_exchange(directory):
             "save": lambda: fc.save_state_dict(whole, place, **own),  # noqa: B023
             "asynchronous save": lambda: fc.save_state_dict(whole, place, async_save=True, **own),  # noqa: B023
             "load": lambda: fc.load_state_dict(whole, place, **own),  # noqa: B023
-            "extra state": lambda: fc.load_extra_state(place, **own),  # noqa: B023
+            "extra state": lambda: load_extra_state(place, **own),  # noqa: B023
             "manager": lambda: fc.CheckpointManager(place, preemption_signals=(), **own),  # noqa: B023
         }
         if what != "path":

@@ -16,6 +16,7 @@ import paddle.distributed as dist
 from paddle.distributed.fleet.layers.mpu.random import get_rng_state_tracker
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 from paddle_flexckpt.testing import cpu_world
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
@@ -44,17 +45,17 @@ def save(directory, tensor):
     for _ in range(4):
         scheduler.step()
     draw()
-    state = fc.collect_extra_state(scheduler, step=7, dataloader={"rank": dist.get_rank()})
+    state = collect_extra_state(scheduler, step=7, dataloader={"rank": dist.get_rank()})
     fc.save_state_dict({"weight": paddle.ones([3]), **state}, directory)
     return {"draws": draw()}
 
 
 def load(directory, tensor):
     scheduler = start(tensor, 200)
-    state = fc.load_extra_state(directory)
-    before = fc.collect_extra_state()
-    report = fc.restore_extra_state(state, scheduler)
-    after = fc.collect_extra_state()
+    state = load_extra_state(directory)
+    before = collect_extra_state()
+    report = restore_extra_state(state, scheduler)
+    after = collect_extra_state()
     mine = f"extra_state.rng.rank{dist.get_rank()}"
     return {
         "unchanged": before[mine].numpy().tobytes() == after[mine].numpy().tobytes(),
@@ -70,7 +71,7 @@ def load(directory, tensor):
 def disagree(directory):
     start(2, 1)
     try:
-        fc.save_state_dict(fc.collect_extra_state(step=4 + dist.get_rank()), directory)
+        fc.save_state_dict(collect_extra_state(step=4 + dist.get_rank()), directory)
     except fc.CheckpointError as error:
         return str(error)
     return None
@@ -114,7 +115,7 @@ def test_under_another_layout_what_belongs_to_ranks_is_reported(world, saved, ra
 def test_one_process_reads_what_two_saved(saved):
     path, _ = saved
     scheduler = paddle.optimizer.lr.StepDecay(0.1, 3)
-    report = fc.restore_extra_state(fc.load_extra_state(path), scheduler)
+    report = restore_extra_state(load_extra_state(path), scheduler)
     assert (report.step, report.restored, scheduler.last_epoch) == (7, ["lr_scheduler"], 4)
     assert report.dataloaders == {0: {"rank": 0}, 1: {"rank": 1}}
     assert "this run has world_size 1" in report.not_restored["rng"]

@@ -16,6 +16,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.manager import KeepBest, KeepLatest, SaveEvery
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_common import Net
 from tests.manager.samples import directory_of
@@ -42,8 +43,8 @@ def train(directory, degree, steps, seed, preempted=None):
     run = {"model": net, "optimizer": optimizer, "lr_scheduler": scheduler, "scaler": amp}
     handler = signal.getsignal(signal.SIGTERM)
     losses, saved, collectives, start, extra = {}, [], set(), 0, None
-    keep = (fc.KeepLatest(2), fc.KeepBest(1))
-    with fc.CheckpointManager(directory, save_when=fc.SaveEvery(4), keep=keep) as manager:
+    keep = (KeepLatest(2), KeepBest(1))
+    with fc.CheckpointManager(directory, save_when=SaveEvery(4), keep=keep) as manager:
         if manager.latest_step() is not None:
             report = manager.restore(**run)
             start = report.step

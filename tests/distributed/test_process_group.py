@@ -15,7 +15,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.live import transport as carrier
+from paddle_flexckpt.live import transport
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from tests.distributed import jobs_common as common
 
@@ -74,8 +74,8 @@ class Permuted(Communicator):
         gathered = self._inner.all_gather(payload)
         return [gathered[rank] for rank in self.ranks]
 
-    def open_carrier(self):
-        return carrier.SocketCarrier(self.ranks, self.position)
+    def open_transport(self):
+        return transport.SocketTransport(self.ranks, self.position)
 
 
 def permuted(directory, order):

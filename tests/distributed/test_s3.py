@@ -16,6 +16,7 @@ pytest.importorskip("flask_cors")
 import paddle
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_common import KINDS, Net
 from tests.distributed.test_tensor_parallel import adamw, wrong_names
@@ -32,7 +33,7 @@ def save(url, options, degree):
     place, _ = common.place_in(common.init_tensor_parallel(degree))
     net = Net(KINDS, True, degree, place=place)
     model = net.sharded_state_dict()
-    state = {**model, **adamw(net).sharded_state_dict(model), **fc.collect_extra_state(step=7)}
+    state = {**model, **adamw(net).sharded_state_dict(model), **collect_extra_state(step=7)}
     report = fc.save_state_dict(state, fc.open_storage(url, **options), step=7)
     return {"path": report.path, "written": report.bytes_written, "total": report.total_bytes}
 
@@ -46,7 +47,7 @@ def load(url, environment, degree):
     before = wrong_names(net, place, degree)
     model = net.sharded_state_dict()
     report = fc.load_state_dict({**model, **adamw(net).sharded_state_dict(model)}, url, strict=True)
-    extra = fc.restore_extra_state(fc.load_extra_state(url))
+    extra = restore_extra_state(load_extra_state(url))
     return {
         "before": len(before),
         "wrong": wrong_names(net, place, degree),

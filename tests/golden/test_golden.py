@@ -92,7 +92,7 @@ def test_a_lost_manifest_is_rebuilt(version, tmp_path):
 @pytest.mark.parametrize("version", VERSIONS)
 def test_extra_state(version):
     paddle = pytest.importorskip("paddle")
-    from paddle_flexckpt import load_extra_state, restore_extra_state
+    from paddle_flexckpt.run_state import load_extra_state, restore_extra_state
 
     scheduler = paddle.optimizer.lr.StepDecay(0.5, step_size=2, gamma=0.25)
     state = load_extra_state(HERE / version / "extra_state")

@@ -1,1 +1,1 @@
-"""Tests of the runtime: tensors, states, policies, carriers and communicators."""
+"""Tests of the runtime: tensors, states, policies, transports and communicators."""

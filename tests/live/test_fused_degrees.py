@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.sharded_weight import create_sharded_weight_with_new_local
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.ramdisk import memory_directory
@@ -106,7 +107,7 @@ def check(got: dict[str, fc.ShardedWeight], degree: int, sharding: str, rank: in
         np.testing.assert_array_equal(got[key].local_tensor, wanted.local_tensor, err_msg=f"{key} on rank {rank}")
 
 
-def move(source: tuple[int, str], target: tuple[int, str], path, **options) -> list[fc.LoadReport]:
+def move(source: tuple[int, str], target: tuple[int, str], path, **options) -> list[LoadReport]:
     SimulatedWorld(ranks_of(*source)).run(lambda comm: fc.save_state_dict(layout(*source, comm.rank), path, comm))
 
     def load(comm):

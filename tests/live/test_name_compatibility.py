@@ -17,8 +17,10 @@ from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.live import name_compatibility
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.name_compatibility import ACCUMULATORS, NameIndex, canonical, split_raw
+from paddle_flexckpt.live.plain_states import plain_state_statements
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.ramdisk import memory_directory
@@ -509,14 +511,14 @@ def test_statements_for_raw_names_that_count_other_layers(installed, move, direc
     there, here = build(3, first=2), build(suffix=".dist")
     if direction == "from_plain":
         source, target = plain(*there), sharded(*here)
-        statements = fc.plain_state_statements(there[0].sharded_state_dict(), source)
+        statements = plain_state_statements(there[0].sharded_state_dict(), source)
         assert "optimizer.linear_2.w_0_fp32_master_0_moment1_0 -> a.weight.moment1_0" in statements
         assert "optimizer.master_weights.linear_2.w_0 -> a.weight.w_0" in statements
         with pytest.raises(ValidationError, match="raw names count layers|plain_state_statements"):
             move(source, target)  # linear_2.b_0 and others are there, but not what they are here
     else:
         source, target = sharded(*there), plain(*here)
-        statements = fc.plain_state_statements(here[0].sharded_state_dict(), target, "to_plain")
+        statements = plain_state_statements(here[0].sharded_state_dict(), target, "to_plain")
         assert "a.weight.moment1_0 -> optimizer.linear_0.w_0.dist_fp32_master_0_moment1_0" in statements
     report = move(source, target, aoa_config={"aoa_statements": statements})
     check_equal(values(*here), values(*there))
@@ -527,8 +529,8 @@ def test_statements_of_both_sides_make_one_program(installed, move):
     there, here = build(3, first=2), build(suffix=".dist")
     source, target = plain(*there), plain(*here)
     statements = [
-        *fc.plain_state_statements(there[0].sharded_state_dict(), source),
-        *fc.plain_state_statements(here[0].sharded_state_dict(), target, "to_plain"),
+        *plain_state_statements(there[0].sharded_state_dict(), source),
+        *plain_state_statements(here[0].sharded_state_dict(), target, "to_plain"),
     ]
     move(source, target, aoa_config={"aoa_statements": statements})
     check_equal(values(*here), values(*there))
@@ -538,14 +540,14 @@ def test_what_statements_cannot_be_made_for(installed):
     model, _ = build(half=False)
     shards = model.sharded_state_dict()
     scheduled = {"optimizer": {"LR_Scheduler": {"last_epoch": 3}}}
-    assert fc.plain_state_statements(shards, scheduled) == []
-    assert fc.plain_state_statements(shards, model.state_dict()) == []
+    assert plain_state_statements(shards, scheduled) == []
+    assert plain_state_statements(shards, model.state_dict()) == []
     with pytest.raises(ValidationError, match=r"belongs to no parameter of the model .*'optimizer.linear_9.w_0_d_0'"):
-        fc.plain_state_statements(shards, {"optimizer.linear_9.w_0_d_0": np.zeros(1)})
+        plain_state_statements(shards, {"optimizer.linear_9.w_0_d_0": np.zeros(1)})
     with pytest.raises(ValidationError, match="has the structured name 'b.bias.moment1_0' as well"):
-        fc.plain_state_statements(shards, numbers("linear_1.b_0_moment1_0", "linear_1.b_0_moment1_1"))
+        plain_state_statements(shards, numbers("linear_1.b_0_moment1_0", "linear_1.b_0_moment1_1"))
     with pytest.raises(ValidationError, match="'from_plain' or 'to_plain'; got 'from_hf'"):
-        fc.plain_state_statements(shards, {}, "from_hf")
+        plain_state_statements(shards, {}, "from_hf")
 
 
 # -- what else is in a plain state dict --------------------------------------------------------------------------------
@@ -575,9 +577,9 @@ def test_a_scheduler_in_a_plain_state_is_refused_alike_and_the_remedy_works(inst
     assert texts[0].count("LR_Scheduler") == 2, "one problem, not one for each of its values; and the remedy"
     for state_dict in (source, target):
         state_dict["optimizer"].pop("LR_Scheduler")
-    fc.save_state_dict({**source, **fc.collect_extra_state(there)}, tmp_path / "all")
+    fc.save_state_dict({**source, **collect_extra_state(there)}, tmp_path / "all")
     fc.load_state_dict(target, tmp_path / "all")
-    fc.restore_extra_state(fc.load_extra_state(tmp_path / "all"), here)
+    restore_extra_state(load_extra_state(tmp_path / "all"), here)
     assert here.state_dict() == there.state_dict() != make(0)[1].state_dict()
     assert all((target["model"][k].numpy() == v.numpy()).all() for k, v in source["model"].items())
 

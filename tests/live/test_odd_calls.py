@@ -15,6 +15,7 @@ from paddle_flexckpt.live.merged import load_merged_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager import CheckpointManager, KeepLatest
 from paddle_flexckpt.media.local import LocalBackend, LocalOutputFile
+from paddle_flexckpt.run_state import load_extra_state
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 
 SOLO = SoloCommunicator()
@@ -87,7 +88,7 @@ def test_ranks_that_do_not_make_the_same_call(tmp_path):
 
     def other(comm):
         if comm.rank:
-            return fc.load_extra_state(tmp_path, process_group=comm)
+            return load_extra_state(tmp_path, process_group=comm)
         return save_state_dict(state(), tmp_path, comm)
 
     save_state_dict({**state(), "extra_state.common": np.zeros(2, np.uint8)}, tmp_path, SOLO)
@@ -145,7 +146,7 @@ def test_a_refusal_of_the_storage_is_an_error_of_the_library(tmp_path, monkeypat
     for load in (
         lambda: load_merged_state_dict(str(tmp_path)),
         lambda: load_state_dict(state(), tmp_path, SOLO),
-        lambda: fc.load_extra_state(tmp_path, process_group=SOLO),
+        lambda: load_extra_state(tmp_path, process_group=SOLO),
     ):
         with pytest.raises(fc.UnreadableCheckpointError, match="cannot be read: PermissionError: .*Forbidden"):
             load()

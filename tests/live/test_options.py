@@ -9,15 +9,19 @@ import pytest
 
 import paddle_flexckpt as fc
 import paddle_flexckpt.manager.manager as manager_module
+from paddle_flexckpt import run_state
 from paddle_flexckpt.live.options import OWN, shared_options
+from paddle_flexckpt.manager import KeepBest, KeepLatest, SaveEvery, SaveInterval
+from paddle_flexckpt.run_state import collect_extra_state, load_extra_state
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 
 # gen_aoa_statements() collects what differs between ranks: that is what its group is for.
+PUBLIC = {name: getattr(room, name) for room in (fc, run_state) for name in room.__all__}
 FUNCTIONS = [
     name
-    for name in fc.__all__
-    if inspect.isfunction(getattr(fc, name))
-    and "process_group" in inspect.signature(getattr(fc, name)).parameters
+    for name, function in PUBLIC.items()
+    if inspect.isfunction(function)
+    and "process_group" in inspect.signature(function).parameters
     and name != "gen_aoa_statements"
 ]
 METHODS = [
@@ -27,9 +31,7 @@ METHODS = [
     and (name == "__init__" or not name.startswith("_"))
     and len(inspect.signature(method).parameters) > 1
 ]
-CALLS = {name: getattr(fc, name) for name in FUNCTIONS} | {
-    name: getattr(fc.CheckpointManager, name) for name in METHODS
-}
+CALLS = {name: PUBLIC[name] for name in FUNCTIONS} | {name: getattr(fc.CheckpointManager, name) for name in METHODS}
 STATEMENTS = {"aoa_statements": ["w -> w"]}
 # By option: what rank 0 and rank 1 say. A new option needs a line here, or a reason in its call's declaration.
 VALUES = {
@@ -41,7 +43,7 @@ VALUES = {
     "dtype": ("raise", "cast"),
     "fallback": (False, True),
     "fused": ("convert", "exact"),
-    "keep": (fc.KeepLatest(1), fc.KeepLatest(2)),
+    "keep": (KeepLatest(1), KeepLatest(2)),
     "lr_scheduler": (None, "a schedule"),
     "master_weights": ("exact", "convert"),
     "metric": ("loss", "accuracy"),
@@ -55,7 +57,7 @@ VALUES = {
     "rng": (False, True),
     "root": ("a", "b"),
     "save_replicas": (False, True),
-    "save_when": (fc.SaveEvery(1), fc.SaveEvery(2)),
+    "save_when": (SaveEvery(1), SaveEvery(2)),
     "scaler": (None, "a scaler"),
     "step": (1, 2),
     "storage": ("shared", "per_node"),
@@ -72,7 +74,7 @@ def shards():
 
 
 def manager_of(tmp_path, comm, **options):
-    options = {"root": tmp_path, "preemption_signals": (), "save_when": fc.SaveInterval(1), **options}
+    options = {"root": tmp_path, "preemption_signals": (), "save_when": SaveInterval(1), **options}
     return fc.CheckpointManager(process_group=comm, **options)
 
 
@@ -85,7 +87,7 @@ def call(name, tmp_path, comm, **options):
     if name == "load_state_dict":
         return fc.load_state_dict(shards(), tmp_path / "there", comm, **options)
     if name == "load_extra_state":
-        return fc.load_extra_state(tmp_path / "there", process_group=comm, **options)
+        return load_extra_state(tmp_path / "there", process_group=comm, **options)
     if name == "reshard_sharded_state_dict":
         return fc.reshard_sharded_state_dict(shards(), shards(), comm, **options)
     if name == "_load_state_dict":
@@ -98,7 +100,7 @@ def call(name, tmp_path, comm, **options):
         if "root" in options:
             options["root"] = tmp_path / options["root"]
         return manager_of(tmp_path, comm, **options).close()
-    manager = manager_of(tmp_path / "managed", comm, keep=fc.KeepBest(1, metric="loss"))
+    manager = manager_of(tmp_path / "managed", comm, keep=KeepBest(1, metric="loss"))
     if name == "save":
         options = {"rng": False, **options, "step": 10 + options.get("step", 0)}
         for key in ("lr_scheduler", "scaler"):  # every rank has one of its own
@@ -130,8 +132,8 @@ class Stateful:
 def there(tmp_path_factory):
     root = tmp_path_factory.mktemp("options")
     (solo,) = SimulatedWorld(1).run(lambda comm: comm)
-    fc.save_state_dict({**shards(), **fc.collect_extra_state()}, root / "there", solo)
-    fc.save_state_dict({**shards(), **fc.collect_extra_state()}, root / "there", solo)
+    fc.save_state_dict({**shards(), **collect_extra_state()}, root / "there", solo)
+    fc.save_state_dict({**shards(), **collect_extra_state()}, root / "there", solo)
     manager = manager_of(root / "managed", solo)
     for step in (1, 2):
         manager.save(step, state=shards(), metrics={"loss": 1.0, "accuracy": 2.0})

@@ -1,4 +1,4 @@
-"""Carriers: the right bytes, or an error on every rank, soon, and nothing left behind."""
+"""Transports: the right bytes, or an error on every rank, soon, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.live.transport import SocketCarrier
+from paddle_flexckpt.live.transport import SocketTransport
 
 STALL = 5.0
 # More than the sockets on both ends of a connection hold: a sender has to wait for its receiver.
@@ -25,26 +25,26 @@ def stream_data(source: int, target: int, size: int) -> np.ndarray:
 
 
 class Members:
-    """Threads that take part in one exchange, each with a carrier of its own."""
+    """Threads that take part in one exchange, each with a transport of its own."""
 
     def __init__(self, ranks: tuple[int, ...], stall: float = STALL) -> None:
         self.ranks = ranks
-        self.carriers = [SocketCarrier(ranks, position, stall) for position in range(len(ranks))]
-        self.addresses = [carrier.address() for carrier in self.carriers]
+        self.transports = [SocketTransport(ranks, position, stall) for position in range(len(ranks))]
+        self.addresses = [transport.address() for transport in self.transports]
         self.outcomes: dict[int, BaseException | None] = {}
         self.seconds = 0.0
 
-    def run(self, work: Callable[[int, SocketCarrier], None], absent: tuple[int, ...] = ()) -> None:
-        """Runs ``work(rank, carrier)`` for all ranks but the absent ones; a carrier is closed after all have ended.
+    def run(self, work: Callable[[int, SocketTransport], None], absent: tuple[int, ...] = ()) -> None:
+        """Runs ``work(rank, transport)`` for all ranks but the absent ones; a transport is closed after all have ended.
 
-        As in the library: what ended an exchange is agreed on by all ranks before carriers are closed.
+        As in the library: what ended an exchange is agreed on by all ranks before transports are closed.
         """
         threads_before = set(threading.enumerate())
 
         def target(position: int) -> None:
             rank = self.ranks[position]
             try:
-                work(rank, self.carriers[position])
+                work(rank, self.transports[position])
                 self.outcomes[rank] = None
             except Exception as error:
                 self.outcomes[rank] = error
@@ -58,8 +58,8 @@ class Members:
             thread.join(60)
         self.seconds = time.monotonic() - begin
         alive = [thread for thread in threading.enumerate() if thread not in threads_before]
-        for carrier in self.carriers:
-            carrier.close()
+        for transport in self.transports:
+            transport.close()
         assert alive == [], "threads are left behind"
         assert len(self.outcomes) == len(present)
 
@@ -79,7 +79,7 @@ def all_to_all(members: Members, size_of: Callable[[int, int], int | None]) -> d
     """Runs an exchange with a stream of ``size_of(source, target)`` bytes (None: no stream); what arrived."""
     arrived: dict[tuple[int, int], np.ndarray] = {}
 
-    def work(rank: int, carrier: SocketCarrier) -> None:
+    def work(rank: int, transport: SocketTransport) -> None:
         outgoing, incoming = {}, {}
         for other in members.ranks:
             if other == rank:
@@ -89,7 +89,7 @@ def all_to_all(members: Members, size_of: Callable[[int, int], int | None]) -> d
             if (size := size_of(other, rank)) is not None:
                 buffer = arrived[other, rank] = np.zeros(size, dtype=np.uint8)
                 incoming[other] = chunks(buffer, 33_333)
-        carrier.exchange(members.addresses, outgoing, incoming)
+        transport.exchange(members.addresses, outgoing, incoming)
 
     members.run(work)
     return arrived
@@ -126,7 +126,7 @@ def test_streams_larger_than_the_sockets_buffers_do_not_wait_for_each_other():
 
 def test_a_member_without_any_stream_returns():
     members = Members((0, 1))
-    members.run(lambda rank, carrier: carrier.exchange(members.addresses, {}, {}))
+    members.run(lambda rank, transport: transport.exchange(members.addresses, {}, {}))
     assert set(members.outcomes.values()) == {None}
 
 
@@ -184,7 +184,7 @@ def test_a_member_that_fails_in_mid_stream_fails_all(size, count, side):
     members = Members(ranks, stall=120.0)
     buffers = {rank: np.zeros(size, dtype=np.uint8) for rank in ranks}
 
-    def work(rank: int, carrier: SocketCarrier) -> None:
+    def work(rank: int, transport: SocketTransport) -> None:
         others = [other for other in ranks if other != rank]
         data = np.zeros(size, dtype=np.uint8)
         outgoing = {other: chunks(data, 1 << 20) for other in others}
@@ -194,7 +194,7 @@ def test_a_member_that_fails_in_mid_stream_fails_all(size, count, side):
                 outgoing = {other: failing(data, size // 2) for other in others}
             else:
                 incoming = {other: failing(buffers[rank], size // 2) for other in others}
-        carrier.exchange(members.addresses, outgoing, incoming)
+        transport.exchange(members.addresses, outgoing, incoming)
 
     members.run(work)
     # A receiver of small streams may have sent all it had before it failed: then only it knows, and agree() tells.
@@ -212,16 +212,16 @@ def test_the_cause_is_kept_before_the_connection_closes(monkeypatch):
 
     class Connection(socket.socket):
         def close(self) -> None:
-            kept.append(str(members.carriers[1]._failure))
+            kept.append(str(members.transports[1]._failure))
             super().close()
 
-    def work(rank: int, carrier: SocketCarrier) -> None:
+    def work(rank: int, transport: SocketTransport) -> None:
         data = np.zeros(1000, dtype=np.uint8)
         outgoing = failing(data, 500) if rank == 1 else chunks(data, 100)
         if rank == 1:
-            connect = carrier._connect
-            carrier._connect = lambda address: Connection(fileno=connect(address).detach())
-        carrier.exchange(members.addresses, {1 - rank: outgoing}, {1 - rank: chunks(data.copy(), 100)})
+            connect = transport._connect
+            transport._connect = lambda address: Connection(fileno=connect(address).detach())
+        transport.exchange(members.addresses, {1 - rank: outgoing}, {1 - rank: chunks(data.copy(), 100)})
 
     members.run(work)
     members.assert_all_failed(within=30)
@@ -235,10 +235,10 @@ def test_an_error_that_is_none_of_the_sockets_is_raised_as_it_is():
         yield np.zeros(10, dtype=np.uint8)
         raise ZeroDivisionError("mine")
 
-    def work(rank: int, carrier: SocketCarrier) -> None:
+    def work(rank: int, transport: SocketTransport) -> None:
         other = 1 - rank
         data = np.zeros(100, dtype=np.uint8)
-        carrier.exchange(members.addresses, {other: wrong() if rank else chunks(data, 10)}, {other: chunks(data, 10)})
+        transport.exchange(members.addresses, {other: wrong() if rank else chunks(data, 10)}, {other: chunks(data, 10)})
 
     members.run(work)
     assert isinstance(members.outcomes[1], ZeroDivisionError)
@@ -250,9 +250,9 @@ def test_an_error_that_is_none_of_the_sockets_is_raised_as_it_is():
 def test_a_member_that_never_comes_fails_all_after_the_patience(size):
     members = Members((0, 1, 2), stall=0.5)
 
-    def work(rank: int, carrier: SocketCarrier) -> None:
+    def work(rank: int, transport: SocketTransport) -> None:
         data, others = np.zeros(size, dtype=np.uint8), [other for other in (0, 1, 2) if other != rank]
-        carrier.exchange(
+        transport.exchange(
             members.addresses,
             {other: chunks(data, 1 << 20) for other in others},
             {other: chunks(np.zeros(size, dtype=np.uint8), 1 << 20) for other in others},
@@ -264,11 +264,11 @@ def test_a_member_that_never_comes_fails_all_after_the_patience(size):
 
 def test_a_member_that_is_gone_fails_all_at_once():
     members = Members((0, 1, 2), stall=120.0)
-    members.carriers[2].close()
+    members.transports[2].close()
 
-    def work(rank: int, carrier: SocketCarrier) -> None:
+    def work(rank: int, transport: SocketTransport) -> None:
         data, others = np.zeros(LARGE, dtype=np.uint8), [other for other in (0, 1, 2) if other != rank]
-        carrier.exchange(
+        transport.exchange(
             members.addresses,
             {other: chunks(data, 1 << 20) for other in others},
             {other: chunks(np.zeros(LARGE, dtype=np.uint8), 1 << 20) for other in others},
@@ -279,7 +279,7 @@ def test_a_member_that_is_gone_fails_all_at_once():
 
 
 def test_exchange_before_address_is_an_error():
-    carrier = SocketCarrier((0, 1), 0, stall_seconds=1.0)
+    transport = SocketTransport((0, 1), 0, stall_seconds=1.0)
     with pytest.raises(CheckpointError, match="address\\(\\) was not called"):
-        carrier.exchange([b"", b""], {}, {1: iter(())})
-    carrier.close()
+        transport.exchange([b"", b""], {}, {1: iter(())})
+    transport.close()

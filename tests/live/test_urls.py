@@ -13,7 +13,10 @@ import fsspec
 import paddle
 
 import paddle_flexckpt as fc
+from paddle_flexckpt import run_state
 from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.native.listing import is_complete
+from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 
 
 @pytest.fixture
@@ -24,7 +27,7 @@ def url():
 
 def test_plain_tensors_and_extra_state(url, tmp_path):
     weight = paddle.rand([4, 6])
-    state = {"model": {"w": weight}, **fc.collect_extra_state(step=3, rng=False, note="x")}
+    state = {"model": {"w": weight}, **collect_extra_state(step=3, rng=False, note="x")}
     report = fc.save_state_dict(state, url)
     assert report.path == url
     merged = fc.load_merged_state_dict(url)
@@ -32,9 +35,9 @@ def test_plain_tensors_and_extra_state(url, tmp_path):
     target = {"model": {"w": paddle.zeros([4, 6])}}
     assert fc.load_state_dict(target, url).source == url
     assert (target["model"]["w"].numpy() == weight.numpy()).all()
-    extra = fc.restore_extra_state(fc.load_extra_state(url), rng=False)
+    extra = restore_extra_state(load_extra_state(url), rng=False)
     assert (extra.step, extra.more) == (3, {"note": "x"})
-    assert fc.is_complete(url)
+    assert is_complete(url)
     assert [info.path for info in fc.list_checkpoints("memory://flexckpt-urls")] == [url]
     assert fc.verify_checkpoint(url).ok
     statements = ["model.w^T -> t"]
@@ -71,12 +74,12 @@ def test_columns_and_rows(url):
 
 def test_every_public_function_that_takes_a_path_takes_any_location():
     found = 0
-    for name in fc.__all__:
-        function = getattr(fc, name)
+    for function in (getattr(room, name) for room in (fc, run_state) for name in room.__all__):
         if inspect.isfunction(function):
             for parameter in inspect.signature(function).parameters.values():
-                if parameter.name in ("path", "output") and name != "open_storage":
+                if parameter.name in ("path", "output") and function is not fc.open_storage:
                     found += 1
-                    assert parameter.annotation == "Location", name
-    assert found >= 9
+                    assert parameter.annotation == "Location", function
+    assert inspect.signature(is_complete).parameters["path"].annotation == "Location"
+    assert found >= 8
     assert Location is not None

@@ -9,6 +9,7 @@ import numpy as np
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.manager import RestoreReport
 from tests.native.samples import flip
 
 SHAPES = {"w": (4, 3), "b": (5,)}
@@ -41,7 +42,7 @@ def version_of(state: dict[str, np.ndarray]) -> int:
     return version
 
 
-def restore(manager: fc.CheckpointManager, step="latest", **options) -> tuple[int, int, fc.RestoreReport]:
+def restore(manager: fc.CheckpointManager, step="latest", **options) -> tuple[int, int, RestoreReport]:
     """The step that was restored, the version of its values, and the report."""
     state = empty()
     report = manager.restore(step, state=state, **options)

@@ -17,6 +17,8 @@ pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.manager import KeepLatest
+from paddle_flexckpt.report import SaveReport
 from tests.manager.samples import directory_of, empty, files_of, manager_of, restore, save, tree
 
 
@@ -54,7 +56,7 @@ def fail(root, stopped, manager, step: int) -> fc.SaveHandle:
 
 
 def test_a_checkpoint_is_there_when_its_save_is_complete(tmp_path, writer, stopped):
-    manager = manager_of(tmp_path, async_save=writer, keep=fc.KeepLatest(1))
+    manager = manager_of(tmp_path, async_save=writer, keep=KeepLatest(1))
     save(manager, 1, blocking=True)
     with stopped():
         handle = save(manager, 2)
@@ -70,7 +72,7 @@ def test_a_checkpoint_is_there_when_its_save_is_complete(tmp_path, writer, stopp
 
 
 def test_what_was_kept_for_a_save_goes_at_the_next_save(tmp_path, writer):
-    manager = manager_of(tmp_path, async_save=writer, keep=fc.KeepLatest(1))
+    manager = manager_of(tmp_path, async_save=writer, keep=KeepLatest(1))
     for step in (1, 2, 3):
         save(manager, step).wait(60)
     assert manager.all_steps()[-2:] == [2, 3]
@@ -80,13 +82,13 @@ def test_what_was_kept_for_a_save_goes_at_the_next_save(tmp_path, writer):
 
 def test_blocking_is_a_matter_of_each_save(tmp_path, writer):
     manager = manager_of(tmp_path)
-    assert isinstance(save(manager, 1), fc.SaveReport)
+    assert isinstance(save(manager, 1), SaveReport)
     handle = save(manager, 2, blocking=False)
     assert isinstance(handle, fc.SaveHandle)
     manager.close()
     assert handle.done()
     manager = manager_of(tmp_path, async_save=writer)
-    assert isinstance(save(manager, 3, blocking=True), fc.SaveReport)
+    assert isinstance(save(manager, 3, blocking=True), SaveReport)
     assert manager.all_steps() == [1, 2, 3]
 
 

@@ -8,6 +8,7 @@ pytest.importorskip("paddle")
 import paddle
 
 import paddle_flexckpt as fc
+from paddle_flexckpt import manager
 from tests.documents import code_block
 
 
@@ -36,7 +37,7 @@ class Run:
             scheduler.step()
             return 1.0 / step  # the newest is the best
 
-        names = {"fc": fc, "model": self.model, "optimizer": optimizer, "scheduler": scheduler, "steps": steps}
+        names = {**vars(manager), "model": self.model, "optimizer": optimizer, "scheduler": scheduler, "steps": steps}
         exec(code, {**names, "train": train})
 
 

@@ -13,7 +13,7 @@ import paddle
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.live.communicator import SoloCommunicator
-from paddle_flexckpt.manager import KeepPolicy, SavePolicy
+from paddle_flexckpt.manager import KeepBest, KeepLatest, KeepPolicy, SaveEvery, SaveInterval, SavePolicy
 from tests.manager.samples import (
     DAMAGES,
     directory_of,
@@ -124,7 +124,7 @@ def test_model_and_state_together(tmp_path, installed):
 
 
 def test_a_backend_as_root(tmp_path):
-    manager = manager_of(fc.open_storage(tmp_path, lock=False), keep=fc.KeepLatest(1))
+    manager = manager_of(fc.open_storage(tmp_path, lock=False), keep=KeepLatest(1))
     save(manager, 1)
     save(manager, 2)
     assert tree(tmp_path) == files_of(2)
@@ -170,8 +170,8 @@ def test_steps_are_numbers(tmp_path, step):
     ("options", "text"),
     [
         ({"keep": [3]}, "keep has to be a KeepPolicy or several; got 3"),
-        ({"keep": fc.SaveEvery(3)}, "keep has to be a KeepPolicy or several; got SaveEvery"),
-        ({"save_when": [fc.SaveEvery(1), fc.KeepLatest(1)]}, "save_when has to be a SavePolicy or several; got KeepL"),
+        ({"keep": SaveEvery(3)}, "keep has to be a KeepPolicy or several; got SaveEvery"),
+        ({"save_when": [SaveEvery(1), KeepLatest(1)]}, "save_when has to be a SavePolicy or several; got KeepL"),
         ({"preemption_signals": [signal.SIGKILL]}, "cannot be handled"),
         ({"async_save": "yes"}, "async_save has to be a bool or a BackgroundWriter; got 'yes'"),
     ],
@@ -185,7 +185,7 @@ def test_options_that_are_none(tmp_path, options, text):
 
 
 def test_should_save(tmp_path):
-    manager = manager_of(tmp_path, save_when=[fc.SaveEvery(4), fc.SaveEvery(6)])
+    manager = manager_of(tmp_path, save_when=[SaveEvery(4), SaveEvery(6)])
     assert [step for step in range(1, 14) if manager.should_save(step)] == [4, 6, 8, 12]
     assert manager_of(tmp_path).should_save(3)
     assert not manager_of(tmp_path, save_when=()).should_save(3)
@@ -206,7 +206,7 @@ def test_a_step_that_is_there_already_is_not_saved_again(tmp_path):
 def test_save_interval(tmp_path, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    manager = manager_of(tmp_path, save_when=fc.SaveInterval(60))
+    manager = manager_of(tmp_path, save_when=SaveInterval(60))
     assert not manager.should_save(1)
     now[0] = 160.0
     assert manager.should_save(2)
@@ -222,7 +222,7 @@ def test_save_interval(tmp_path, monkeypatch):
 def test_after_a_preemption_signal_the_loop_saves_once_and_stops(tmp_path):
     before = signal.getsignal(SIGNAL)
     done, saved = [], []
-    with fc.CheckpointManager(tmp_path, save_when=fc.SaveEvery(10), preemption_signals=[SIGNAL]) as manager:
+    with fc.CheckpointManager(tmp_path, save_when=SaveEvery(10), preemption_signals=[SIGNAL]) as manager:
         for step in range(1, 100):
             done.append(step)
             if step == 13:
@@ -242,7 +242,7 @@ def test_after_a_preemption_signal_the_loop_saves_once_and_stops(tmp_path):
 
 
 def test_a_signal_in_a_step_that_has_just_been_saved(tmp_path):
-    manager = fc.CheckpointManager(tmp_path, save_when=fc.SaveEvery(10), preemption_signals=[SIGNAL])
+    manager = fc.CheckpointManager(tmp_path, save_when=SaveEvery(10), preemption_signals=[SIGNAL])
     save(manager, 10)
     signal.raise_signal(SIGNAL)
     assert not manager.should_save(10)
@@ -267,8 +267,8 @@ def test_a_save_that_fails_after_the_signal_is_asked_for_again(tmp_path, monkeyp
     [
         ({"preemption_signals": ()}, 0),
         ({"preemption_signals": (SIGNAL,)}, 1),
-        ({"preemption_signals": (), "save_when": fc.SaveInterval(5)}, 1),
-        ({"preemption_signals": (SIGNAL,), "save_when": [fc.SaveInterval(5), fc.SaveEvery(3)]}, 1),
+        ({"preemption_signals": (), "save_when": SaveInterval(5)}, 1),
+        ({"preemption_signals": (SIGNAL,), "save_when": [SaveInterval(5), SaveEvery(3)]}, 1),
     ],
 )
 def test_should_save_needs_at_most_one_collective(tmp_path, options, expected):
@@ -309,7 +309,7 @@ def test_an_overwriting_save_that_fails_leaves_the_old_one(tmp_path, monkeypatch
 
 
 def test_without_a_checkpoint(tmp_path):
-    manager = manager_of(tmp_path / "nothing", keep=fc.KeepBest(1))
+    manager = manager_of(tmp_path / "nothing", keep=KeepBest(1))
     assert manager.all_steps() == []
     assert manager.latest_step() is None
     assert manager.best_step() is None
@@ -332,7 +332,7 @@ def test_what_is_no_step_of_the_run_is_not_listed(tmp_path):
 
 
 def test_best_step(tmp_path):
-    manager = manager_of(tmp_path, keep=[fc.KeepLatest(9), fc.KeepBest(1, "loss"), fc.KeepBest(1, "score", "max")])
+    manager = manager_of(tmp_path, keep=[KeepLatest(9), KeepBest(1, "loss"), KeepBest(1, "score", "max")])
     for step, metrics in enumerate([{"loss": 3}, {"loss": 1, "score": 2}, {"loss": 2}, {"score": 2}, None]):
         save(manager, step, metrics=metrics)
     assert manager.best_step() == 1
@@ -347,7 +347,7 @@ def test_best_step(tmp_path):
     for call in (other.best_step, lambda: other.restore("best", state=empty())):
         with pytest.raises(fc.ValidationError, match="Remedy: give the manager a KeepBest, or name the metric"):
             call()
-    none = manager_of(tmp_path, keep=fc.KeepBest(1, "accuracy"))
+    none = manager_of(tmp_path, keep=KeepBest(1, "accuracy"))
     with pytest.raises(fc.ValidationError, match="no checkpoint in .* has what KeepBest.*there are the steps"):
         none.restore("best", state=empty())
 
@@ -376,7 +376,7 @@ def test_metrics_of_a_step_that_was_saved_again_by_another_manager(tmp_path):
 @pytest.fixture
 def three(tmp_path):
     """Steps 1 to 3, the best of which is 2."""
-    manager = manager_of(tmp_path, keep=[fc.KeepLatest(9), fc.KeepBest(1)])
+    manager = manager_of(tmp_path, keep=[KeepLatest(9), KeepBest(1)])
     for step, loss in ((1, 5.0), (2, 4.0), (3, 6.0)):
         save(manager, step, metrics={"loss": loss})
     return tmp_path
@@ -420,7 +420,7 @@ def test_a_fallback_goes_down_step_by_step_and_never_up(three):
 
 
 def test_the_best_falls_back_to_the_next_best(three):
-    manager = manager_of(three, keep=fc.KeepBest(1))
+    manager = manager_of(three, keep=KeepBest(1))
     DAMAGES["flipped"](three, 2)
     assert manager.best_step() == 2  # its metrics are whole
     with pytest.raises(fc.CorruptCheckpointError):
@@ -430,7 +430,7 @@ def test_the_best_falls_back_to_the_next_best(three):
 
 
 def test_the_best_cannot_be_told_where_metrics_cannot_be_read(three):
-    manager = manager_of(three, keep=fc.KeepBest(1))
+    manager = manager_of(three, keep=KeepBest(1))
     DAMAGES["manifest"](three, 3)
     for call in (manager.best_step, lambda: restore(manager, "best")):
         with pytest.raises(fc.CorruptCheckpointError, match="the best checkpoint cannot be told, .*step 3: .*Remedy"):
@@ -478,7 +478,7 @@ def test_options_of_the_load_are_passed_on(three):
 
 def test_a_renamed_directory_is_not_taken_for_another_step(three):
     directory_of(three, 3).rename(directory_of(three, 4))
-    manager = manager_of(three, keep=fc.KeepBest(1))
+    manager = manager_of(three, keep=KeepBest(1))
     with pytest.raises(fc.ValidationError, match="is of step 3: the directory has been renamed. Remedy"):
         restore(manager, fallback=True)
     with pytest.raises(fc.CorruptCheckpointError, match="is the checkpoint of step 3"):

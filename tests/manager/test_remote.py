@@ -10,6 +10,7 @@ pytest.importorskip("paddle")
 pytest.importorskip("fsspec")
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.manager import KeepBest, KeepLatest
 from paddle_flexckpt.manager.steps import StepDirectories
 from tests.manager.samples import files_of, manager_of, restore, save
 from tests.media.test_remote import clock, disk_of, kind, location
@@ -27,7 +28,7 @@ def all_files_of(*steps: int) -> list[str]:
 
 def test_a_run(kind, clock):
     backend = location(kind)
-    keep = [fc.KeepLatest(1), fc.KeepBest(1)]
+    keep = [KeepLatest(1), KeepBest(1)]
     with manager_of(backend, keep=keep) as manager:
         for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0)):
             save(manager, step, metrics={"loss": loss})
@@ -50,7 +51,7 @@ def test_a_removal_that_is_interrupted_anywhere_is_carried_through(kind, clock):
     disk = disk_of(backend)
     kept = copy.deepcopy(disk.files)
     before = len(disk.calls)
-    StepDirectories(location(kind)).retain([fc.KeepLatest(2)], None, ())
+    StepDirectories(location(kind)).retain([KeepLatest(2)], None, ())
     count = len(disk.calls) - before
     assert tree(backend) == all_files_of(2, 3)
     seen = set()
@@ -62,7 +63,7 @@ def test_a_removal_that_is_interrupted_anywhere_is_carried_through(kind, clock):
             number >= first
         ) else None  # fmt: skip
         with pytest.raises((fc.CheckpointError, OSError), match="injected"):
-            StepDirectories(location(kind, retries=0)).retain([fc.KeepLatest(2)], None, ())
+            StepDirectories(location(kind, retries=0)).retain([KeepLatest(2)], None, ())
         where = disk.calls[start + at]
         disk.fate = None
         manager = manager_of(location(kind))
@@ -72,6 +73,6 @@ def test_a_removal_that_is_interrupted_anywhere_is_carried_through(kind, clock):
         if 1 in steps:
             assert restore(manager, 1)[:2] == (1, 1), where
         assert all(info.complete for info in manager.checkpoints()), where
-        StepDirectories(location(kind)).retain([fc.KeepLatest(2)], None, ())
+        StepDirectories(location(kind)).retain([KeepLatest(2)], None, ())
         assert tree(backend) == all_files_of(2, 3), where
     assert seen == {(1, 2, 3), (2, 3)}

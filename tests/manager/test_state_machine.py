@@ -42,7 +42,7 @@ from paddle_flexckpt.manager.policies import (
 )
 from paddle_flexckpt.manager.steps import StepDirectories
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from tests.manager.samples import directory_of, empty, values
 from tests.media.faults import FaultyFiles
 from tests.native.samples import flip
@@ -92,7 +92,7 @@ class Managed(RuleBasedStateMachine):
         self.versions = 0
         self.stored: dict[int, Stored] = {}
         self.pending: tuple[int, Stored, fc.SaveHandle] | None = None
-        self.held: dict[int, tuple[Stored, HeldManifest]] = {}
+        self.held: dict[int, tuple[Stored, LockedManifest]] = {}
         self.patch = pytest.MonkeyPatch()
         # Thousands of lines about damage would hide the one that fails.
         self.patch.setattr(logging.getLogger("paddle_flexckpt"), "disabled", True)
@@ -290,7 +290,7 @@ class Managed(RuleBasedStateMachine):
     def begin_to_read(self, data) -> None:
         step = data.draw(st.sampled_from(sorted(s for s, each in self.stored.items() if each.damage != "manifest")))
         if step not in self.held:
-            held = HeldManifest(CheckpointDirectory(directory_of(self.root, step)), 0)
+            held = LockedManifest(CheckpointDirectory(directory_of(self.root, step)), 0)
             self.held[step] = self.stored[step], held
 
     @precondition(lambda self: self.held)

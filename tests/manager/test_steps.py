@@ -15,10 +15,11 @@ pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.manager import KeepBest, KeepEvery, KeepLatest
 from paddle_flexckpt.manager import manager as manager_module
 from paddle_flexckpt.manager.steps import StepDirectories
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from tests.manager.samples import (
     damage_manifest,
     directory_of,
@@ -47,7 +48,7 @@ def run_of(root, *steps: int, **options) -> fc.CheckpointManager:
 
 
 def test_what_need_not_be_kept_is_gone_with_its_directory(tmp_path):
-    manager = manager_of(tmp_path, keep=[fc.KeepLatest(2), fc.KeepEvery(10)])
+    manager = manager_of(tmp_path, keep=[KeepLatest(2), KeepEvery(10)])
     for step in (5, 10, 15, 20, 25):
         save(manager, step)
     assert tree(tmp_path) == all_files_of(10, 20, 25)
@@ -55,7 +56,7 @@ def test_what_need_not_be_kept_is_gone_with_its_directory(tmp_path):
 
 
 def test_a_clock_that_goes_back(tmp_path, monkeypatch):
-    manager = manager_of(tmp_path, keep=fc.KeepLatest(1))
+    manager = manager_of(tmp_path, keep=KeepLatest(1))
     for step, now in ((5, 100.0), (3, 50.0)):
         monkeypatch.setattr(manager_module, "time", SimpleNamespace(time=lambda now=now: now))
         save(manager, step)
@@ -64,7 +65,7 @@ def test_a_clock_that_goes_back(tmp_path, monkeypatch):
 
 
 def test_what_earlier_runs_left_is_subject_to_the_policies_of_this_one(tmp_path):
-    manager = run_of(tmp_path, 1, 2, 3, keep=fc.KeepLatest(1))
+    manager = run_of(tmp_path, 1, 2, 3, keep=KeepLatest(1))
     assert manager.all_steps() == [1, 2, 3]
     save(manager, 4)
     assert tree(tmp_path) == files_of(4)
@@ -75,7 +76,7 @@ def test_what_no_manager_saved_is_never_removed(tmp_path):
     fc.save_state_dict({"w": np.zeros(2)}, tmp_path / "step_2", SoloCommunicator())
     (tmp_path / "notes").write_text("mine")
     before = tree(tmp_path)
-    manager = manager_of(tmp_path, keep=fc.KeepLatest(1))
+    manager = manager_of(tmp_path, keep=KeepLatest(1))
     for step in (5, 6):
         save(manager, step)
     assert tree(tmp_path) == sorted(before + files_of(6))
@@ -83,7 +84,7 @@ def test_what_no_manager_saved_is_never_removed(tmp_path):
 
 
 def test_other_files_in_a_step_s_directory_stay(tmp_path):
-    manager = run_of(tmp_path, 1, keep=fc.KeepLatest(1))
+    manager = run_of(tmp_path, 1, keep=KeepLatest(1))
     directory = directory_of(tmp_path, 1)
     (directory / "notes").write_text("mine")
     (directory / "3_0.safetensors").write_bytes(b"another's, or what a lost manifest named")
@@ -95,7 +96,7 @@ def test_other_files_in_a_step_s_directory_stay(tmp_path):
 
 
 def test_a_damaged_checkpoint_is_left_alone_and_does_not_count(tmp_path):
-    manager = run_of(tmp_path, 1, 2, 3, keep=fc.KeepLatest(2))
+    manager = run_of(tmp_path, 1, 2, 3, keep=KeepLatest(2))
     damage_manifest(tmp_path, 2)
     save(manager, 4)
     assert tree(tmp_path) == all_files_of(2, 3, 4)
@@ -106,8 +107,8 @@ def test_a_damaged_checkpoint_is_left_alone_and_does_not_count(tmp_path):
 
 
 def test_what_is_being_read_is_removed_later(tmp_path):
-    manager = run_of(tmp_path, 1, keep=fc.KeepLatest(1))
-    with HeldManifest(CheckpointDirectory(directory_of(tmp_path, 1))):
+    manager = run_of(tmp_path, 1, keep=KeepLatest(1))
+    with LockedManifest(CheckpointDirectory(directory_of(tmp_path, 1))):
         save(manager, 2)
         assert tree(tmp_path) == all_files_of(1, 2)
         assert restore(manager, 1)[:2] == (1, 1)
@@ -116,7 +117,7 @@ def test_what_is_being_read_is_removed_later(tmp_path):
 
 
 def test_what_is_being_saved_is_not_removed(tmp_path):
-    manager = run_of(tmp_path, 1, keep=fc.KeepLatest(1))
+    manager = run_of(tmp_path, 1, keep=KeepLatest(1))
     lock = CheckpointDirectory(directory_of(tmp_path, 1)).lock()
     save(manager, 2)
     assert tree(tmp_path) == all_files_of(1, 2)
@@ -126,7 +127,7 @@ def test_what_is_being_saved_is_not_removed(tmp_path):
 
 
 def test_a_step_that_another_process_has_saved_again_is_looked_at_again(tmp_path, monkeypatch):
-    manager = run_of(tmp_path, 1, 2, keep=[fc.KeepBest(1)])
+    manager = run_of(tmp_path, 1, 2, keep=[KeepBest(1)])
     other = manager_of(tmp_path)
     real = StepDirectories.records
 
@@ -146,7 +147,7 @@ def test_a_step_that_another_process_has_saved_again_is_looked_at_again(tmp_path
 
 
 def test_what_cannot_be_removed_is_an_error_and_the_new_checkpoint_is_complete(tmp_path, monkeypatch):
-    manager = run_of(tmp_path, 1, 2, 3, keep=fc.KeepLatest(1))
+    manager = run_of(tmp_path, 1, 2, 3, keep=KeepLatest(1))
     real = os.unlink
 
     def unlink(path, **kwargs):
@@ -173,7 +174,7 @@ def test_what_cannot_be_removed_is_an_error_and_the_new_checkpoint_is_complete(t
 
 def remove_first(root) -> None:
     """One retention, which removes step 1 of 3."""
-    StepDirectories(root).retain([fc.KeepLatest(2)], None, ())
+    StepDirectories(root).retain([KeepLatest(2)], None, ())
 
 
 @pytest.mark.parametrize("fault", ["one call fails", "killed", "power loss"])

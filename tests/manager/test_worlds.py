@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.manager import KeepBest, KeepLatest, SaveEvery, SaveInterval
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.manager.samples import directory_of
 from tests.native.samples import flip
@@ -75,7 +76,7 @@ def three(tmp_path):
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_saved_by_three_and_restored_by_any_number(three, size):
     def job(comm):
-        manager = manager_of(comm, three, keep=fc.KeepBest(1))
+        manager = manager_of(comm, three, keep=KeepBest(1))
         found = [manager.all_steps(), manager.latest_step(), manager.best_step(), len(manager.checkpoints())]
         return [*found, restore(manager, comm), restore(manager, comm, "best"), restore(manager, comm, 1)]
 
@@ -110,14 +111,14 @@ def test_ranks_that_disagree_are_told_so(three):
         restore(manager_of(comm, three), comm, fallback=comm.rank == 0)
 
     def ask_for_another(comm):
-        manager_of(comm, three, save_when=fc.SaveInterval(1)).should_save(4 + comm.rank)
+        manager_of(comm, three, save_when=SaveInterval(1)).should_save(4 + comm.rank)
 
     def keep_otherwise(comm):
-        manager_of(comm, three, keep=fc.KeepLatest(1 + comm.rank))
+        manager_of(comm, three, keep=KeepLatest(1 + comm.rank))
 
     def watch_alone(comm):
         # The others would not take part in the collective of should_save.
-        manager_of(comm, three, save_when=fc.SaveInterval(1) if comm.rank else fc.SaveEvery(1))
+        manager_of(comm, three, save_when=SaveInterval(1) if comm.rank else SaveEvery(1))
 
     for job in (save_another, restore_another, fall_back_alone, ask_for_another, keep_otherwise, watch_alone):
         assert "ranks disagree: " in errors(2, job), job
@@ -155,7 +156,7 @@ def test_a_removal_that_fails_is_an_error_on_all_ranks(three, monkeypatch):
         raise OSError(5, "Input/output error", str(step))
 
     monkeypatch.setattr("paddle_flexckpt.manager.steps.StepDirectories._remove", remove)
-    text = errors(2, lambda comm: save(manager_of(comm, three, keep=fc.KeepLatest(1)), comm, 4), fc.CheckpointError)
+    text = errors(2, lambda comm: save(manager_of(comm, three, keep=KeepLatest(1)), comm, 4), fc.CheckpointError)
     assert "the checkpoint of step 4 is complete, but " in text
     assert "[rank 0] OSError: [Errno 5] Input/output error: '1'; OSError" in text
     monkeypatch.undo()
@@ -168,7 +169,7 @@ def test_the_coordinators_clock_decides(tmp_path, monkeypatch):
 
     def job(comm):
         clock.now = 100.0
-        manager = manager_of(comm, tmp_path, save_when=fc.SaveInterval(10))
+        manager = manager_of(comm, tmp_path, save_when=SaveInterval(10))
         answers = []
         for step, (first, others) in enumerate([(105.0, 150.0), (110.0, 101.0)]):
             clock.now = others if comm.rank else first
@@ -194,7 +195,7 @@ def test_a_signal_on_one_rank_stops_all_after_the_same_step(tmp_path, monkeypatc
     def job(comm):
         seen = []
         with fc.CheckpointManager(
-            tmp_path, process_group=comm, save_when=fc.SaveEvery(10), preemption_signals=(15,)
+            tmp_path, process_group=comm, save_when=SaveEvery(10), preemption_signals=(15,)
         ) as manager:
             for step in range(1, 9):
                 if (comm.rank, step) == (1, 2):

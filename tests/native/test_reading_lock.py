@@ -20,7 +20,7 @@ from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media.backend import open_backend, open_storage
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from paddle_flexckpt.native.reader import FileReader
 from tests.native.test_directory import names, save
 
@@ -145,7 +145,7 @@ def test_the_manifest_is_read_under_the_lock(tmp_path):
     save(tmp_path, 3)
     save(tmp_path, 5)
     directory = CheckpointDirectory(tmp_path)
-    with HeldManifest(directory) as manifest:
+    with LockedManifest(directory) as manifest:
         assert manifest.unique_id == 5
         assert is_held(directory.backend, "5.manifest")
         assert not is_held(directory.backend, "3.manifest")
@@ -157,10 +157,10 @@ def test_a_manifest_that_cannot_be_read_is_not_kept(tmp_path):
     (tmp_path / "3.manifest").write_bytes(b"rubbish")
     directory = CheckpointDirectory(tmp_path)
     with pytest.raises(CorruptCheckpointError):
-        HeldManifest(directory, 3)
+        LockedManifest(directory, 3)
     assert not is_held(directory.backend, "3.manifest")
     with pytest.raises(ValidationError, match="no checkpoint with id 4"):
-        HeldManifest(directory, 4)
+        LockedManifest(directory, 4)
 
 
 def test_when_the_highest_is_removed_meanwhile_the_next_is_taken(tmp_path, monkeypatch):
@@ -174,12 +174,12 @@ def test_when_the_highest_is_removed_meanwhile_the_next_is_taken(tmp_path, monke
         return hold(name)
 
     monkeypatch.setattr(directory.backend, "hold", late)
-    with HeldManifest(directory) as manifest:
+    with LockedManifest(directory) as manifest:
         assert manifest.unique_id == 3
     directory.backend.remove("3.manifest")
     (tmp_path / "9.manifest").symlink_to(tmp_path / "nowhere")
     with pytest.raises(CorruptCheckpointError, match=r"9\.manifest is listed in its directory, and is not there"):
-        HeldManifest(directory)
+        LockedManifest(directory)
 
 
 def test_load_export_and_verify_hold_what_they_read(tmp_path, monkeypatch):
@@ -213,7 +213,7 @@ def test_a_replacement_leaves_its_readers_their_files(tmp_path):
     values = [np.full(6, version, dtype=np.float32) for version in range(3)]
     save_state_dict({"w": values[0]}, tmp_path, comm, unique_id=0)
     directory = CheckpointDirectory(tmp_path)
-    with HeldManifest(directory, 0) as manifest:
+    with LockedManifest(directory, 0) as manifest:
         save_state_dict({"w": values[1]}, tmp_path, comm, unique_id=0)
         directory.check_complete(manifest)
     assert names(tmp_path) == ["0.manifest", "0_0.1.safetensors", "0_0.safetensors"]

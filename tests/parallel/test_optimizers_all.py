@@ -8,6 +8,7 @@ import pytest
 from paddle import nn
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 
 from .test_optimizers import raw, states_of, step
 
@@ -259,13 +260,13 @@ def test_lbfgs_goes_on_to_the_bit_from_extra_state(tmp_path, module):
         optimizer.sharded_state_dict(model.sharded_state_dict())
     train(model, optimizer, range(3))
     assert len(optimizer.state["old_yk"]) > 1
-    extra = fc.collect_extra_state(lbfgs=optimizer.state_dict())
+    extra = collect_extra_state(lbfgs=optimizer.state_dict())
     fc.save_state_dict({**model.sharded_state_dict(), **extra}, tmp_path)
     expected = train(model, optimizer, range(3, 6))
     fresh, resumed = run()
     train(fresh, resumed, range(4))
     fc.load_state_dict(fresh.sharded_state_dict(), tmp_path)
-    resumed.set_state_dict(fc.restore_extra_state(fc.load_extra_state(tmp_path)).more["lbfgs"])
+    resumed.set_state_dict(restore_extra_state(load_extra_state(tmp_path)).more["lbfgs"])
     assert train(fresh, resumed, range(3, 6)) == expected
     with pytest.raises(ValueError, match=r"expected the one key 'state'; got \['moment'\]. Remedy"):
         resumed.set_state_dict({"moment": 0})

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paddle_flexckpt.algebra import Box, BoxMaps
-from paddle_flexckpt.aoa import Mapping, Node, Region, TensorInfo
+from paddle_flexckpt.aoa import Node, Region, TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import dtype_of
 from tests.property.layouts import Pick, grid
 
@@ -57,8 +57,8 @@ class Program:
     regions: dict[str, list[Region]] = field(default_factory=dict)
     nodes: list[Node] = field(default_factory=list)
 
-    def mapping(self, **extra) -> Mapping:
-        return Mapping(
+    def mapping(self, **extra) -> TensorMapping:
+        return TensorMapping(
             box_maps(self.tensors, self.moves),
             {name: tuple(regions) for name, regions in self.regions.items()},
             tuple(self.nodes),

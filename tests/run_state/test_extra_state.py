@@ -14,6 +14,7 @@ from paddle.distributed.fleet.layers.mpu.random import get_rng_state_tracker
 from paddle.optimizer import lr
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 from paddle_flexckpt.run_state.portable import decode, encode
 
 pytestmark = pytest.mark.compat
@@ -51,7 +52,7 @@ def own_tracker():
 
 def through_a_checkpoint(tmp_path, state):
     fc.save_state_dict({"weight": paddle.ones([2]), **state}, tmp_path)
-    return fc.load_extra_state(tmp_path)
+    return load_extra_state(tmp_path)
 
 
 @pytest.mark.parametrize("steps", [2, 5])
@@ -60,8 +61,8 @@ def test_schedulers(tmp_path, name, steps):
     saved, fresh = SCHEDULERS[name](), SCHEDULERS[name]()
     for _ in range(steps):
         saved.step()
-    state = through_a_checkpoint(tmp_path, fc.collect_extra_state(saved, rng=False))
-    report = fc.restore_extra_state(state, fresh, rng=False)
+    state = through_a_checkpoint(tmp_path, collect_extra_state(saved, rng=False))
+    report = restore_extra_state(state, fresh, rng=False)
     assert report.restored == ["lr_scheduler"]
     assert report.not_restored == {}
     for _ in range(8):
@@ -76,8 +77,8 @@ def test_a_scheduler_that_looks_at_the_loss(tmp_path):
     losses = [3.0, np.float32(2.0), np.asarray([2.5], "float32"), paddle.to_tensor([2.25])]
     for loss in losses[:2]:
         saved.step(loss)
-    state = through_a_checkpoint(tmp_path, fc.collect_extra_state(saved, rng=False))
-    fc.restore_extra_state(state, fresh, rng=False)
+    state = through_a_checkpoint(tmp_path, collect_extra_state(saved, rng=False))
+    restore_extra_state(state, fresh, rng=False)
     for loss in losses:
         saved.step(loss)
         fresh.step(loss)
@@ -101,17 +102,17 @@ def test_schedulers_inside_schedulers_of_any_kind(tmp_path):
     saved, fresh = Wrapping(SCHEDULERS["Step"]()), Wrapping(SCHEDULERS["Step"]())
     for _ in range(4):
         saved.step()
-    state = through_a_checkpoint(tmp_path, fc.collect_extra_state(saved, rng=False))
-    fc.restore_extra_state(state, fresh, rng=False)
+    state = through_a_checkpoint(tmp_path, collect_extra_state(saved, rng=False))
+    restore_extra_state(state, fresh, rng=False)
     assert fresh.inner.last_epoch == saved.inner.last_epoch
     assert fresh() == saved()
 
 
 def test_another_scheduler_is_reported():
-    state = fc.collect_extra_state(SCHEDULERS["Warmup(Cosine)"](), rng=False)
+    state = collect_extra_state(SCHEDULERS["Warmup(Cosine)"](), rng=False)
     other = SCHEDULERS["Warmup(Warmup(Poly))"]()
     before = other.state_dict()
-    report = fc.restore_extra_state(state, other, rng=False)
+    report = restore_extra_state(state, other, rng=False)
     assert report.restored == []
     assert report.not_restored == {
         "lr_scheduler": "the checkpoint has a LinearWarmup(learning_rate=CosineAnnealingDecay), this run a "
@@ -134,8 +135,8 @@ def scaler(scale=2.0, count=0):
 
 def test_scaler(tmp_path):
     saved, fresh = scaler(1024.0, 3), scaler()
-    state = through_a_checkpoint(tmp_path, fc.collect_extra_state(scaler=saved, rng=False))
-    assert fc.restore_extra_state(state, scaler=fresh, rng=False).restored == ["scaler"]
+    state = through_a_checkpoint(tmp_path, collect_extra_state(scaler=saved, rng=False))
+    assert restore_extra_state(state, scaler=fresh, rng=False).restored == ["scaler"]
     ours, theirs = fresh.state_dict(), saved.state_dict()
     assert ours["scale"].dtype == theirs["scale"].dtype
     assert ours == theirs
@@ -145,17 +146,17 @@ def test_what_was_not_saved_or_not_passed_is_reported():
     on, off = scaler(), paddle.amp.GradScaler(enable=False)
     scheduler = SCHEDULERS["Step"]()
     for state, arguments, wanted in (
-        (fc.collect_extra_state(scheduler, on), {}, {"lr_scheduler": "none was passed", "scaler": "none was passed"}),
+        (collect_extra_state(scheduler, on), {}, {"lr_scheduler": "none was passed", "scaler": "none was passed"}),
         (
-            fc.collect_extra_state(),
+            collect_extra_state(),
             {"lr_scheduler": scheduler, "scaler": on},
             {"lr_scheduler": "the checkpoint has none", "scaler": "the checkpoint has none"},
         ),
-        (fc.collect_extra_state(scaler=off), {"scaler": on}, {"scaler": "it was disabled"}),
-        (fc.collect_extra_state(scaler=on), {"scaler": off}, {"scaler": "it is disabled"}),
-        (fc.collect_extra_state(rng=False), {}, {"rng": "the checkpoint has none of this rank"}),
+        (collect_extra_state(scaler=off), {"scaler": on}, {"scaler": "it was disabled"}),
+        (collect_extra_state(scaler=on), {"scaler": off}, {"scaler": "it is disabled"}),
+        (collect_extra_state(rng=False), {}, {"rng": "the checkpoint has none of this rank"}),
     ):
-        report = fc.restore_extra_state(state, **arguments)
+        report = restore_extra_state(state, **arguments)
         assert set(report.not_restored) == set(wanted)
         for name, text in wanted.items():
             assert text in report.not_restored[name]
@@ -177,14 +178,14 @@ def test_generators(tmp_path):
     tracker.add("global_seed", 11)
     tracker.add("local_seed", 12)
     draw()
-    state = fc.collect_extra_state()
+    state = collect_extra_state()
     wanted = draw()
     assert draw() != wanted
     state = through_a_checkpoint(tmp_path, state)
     random.seed(0)
     np.random.seed(0)
     paddle.seed(0)
-    report = fc.restore_extra_state(state)
+    report = restore_extra_state(state)
     assert report.not_restored == {}
     assert report.restored == [
         "rng.python",
@@ -195,23 +196,23 @@ def test_generators(tmp_path):
     ]
     assert draw() == wanted
     # Asking for the state draws nothing.
-    fc.restore_extra_state(state)
-    fc.collect_extra_state()
+    restore_extra_state(state)
+    collect_extra_state()
     assert draw() == wanted
     # And not restoring it changes nothing.
-    following = fc.collect_extra_state()
-    fc.restore_extra_state(state, rng=False)
-    assert fc.collect_extra_state()["extra_state.rng.rank0"].numpy().tobytes() == (
+    following = collect_extra_state()
+    restore_extra_state(state, rng=False)
+    assert collect_extra_state()["extra_state.rng.rank0"].numpy().tobytes() == (
         following["extra_state.rng.rank0"].numpy().tobytes()
     )
 
 
 def test_tracker_states_that_only_one_side_has_are_reported():
     get_rng_state_tracker().add("saved", 21)
-    state = fc.collect_extra_state()
+    state = collect_extra_state()
     get_rng_state_tracker().reset()
     get_rng_state_tracker().add("here", 22)
-    report = fc.restore_extra_state(state)
+    report = restore_extra_state(state)
     assert "rng.python" in report.restored
     assert sorted(report.not_restored) == ["rng.tracker.here", "rng.tracker.saved"]
 
@@ -229,8 +230,8 @@ def test_positions_step_and_the_rest(tmp_path):
         "average": paddle.arange(6).reshape([2, 3]).astype("bfloat16"),
         "nested": {"$": [paddle.ones([1])]},
     }
-    state = through_a_checkpoint(tmp_path, fc.collect_extra_state(step=7, dataloader=Loader(), **more))
-    report = fc.restore_extra_state(state)
+    state = through_a_checkpoint(tmp_path, collect_extra_state(step=7, dataloader=Loader(), **more))
+    report = restore_extra_state(state)
     assert report.step == 7
     assert report.dataloader["seen"] == (1, 2)
     assert report.dataloader["order"].tolist() == list(range(5))
@@ -245,7 +246,7 @@ def test_positions_step_and_the_rest(tmp_path):
 
 
 def test_everything_is_a_tensor_with_a_name_and_text_is_json():
-    state = fc.collect_extra_state(step=7, dataloader=[3], average=paddle.ones([2]))
+    state = collect_extra_state(step=7, dataloader=[3], average=paddle.ones([2]))
     assert sorted(state) == [
         "extra_state.common",
         "extra_state.common.more.average",
@@ -263,13 +264,13 @@ def test_everything_is_a_tensor_with_a_name_and_text_is_json():
 )
 def test_what_is_not_portable_is_refused(value):
     with pytest.raises(fc.ValidationError, match=r"extra_state\.common\.more\.mine.*cannot be part of.*Remedy"):
-        fc.collect_extra_state(mine=value)
+        collect_extra_state(mine=value)
 
 
 def test_two_tensors_of_one_name_are_refused():
     tensor = paddle.ones([1])
     with pytest.raises(fc.ValidationError, match=r"two tensors .* 'extra_state.common.more.a.b'"):
-        fc.collect_extra_state(a={"b": tensor}, **{"a.b": tensor})
+        collect_extra_state(a={"b": tensor}, **{"a.b": tensor})
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "uint64", "float16", "float64", "complex64", ">i4"])
@@ -305,32 +306,32 @@ def test_damaged_text(text):
 def test_no_extra_state(tmp_path):
     fc.save_state_dict({"weight": paddle.ones([2])}, tmp_path)
     with pytest.raises(fc.ValidationError, match=r"cannot load extra state.*id 0 has no extra state. Remedy"):
-        fc.load_extra_state(tmp_path)
+        load_extra_state(tmp_path)
     with pytest.raises(fc.ValidationError, match=r"there is no 'extra_state.common'.*Remedy"):
-        fc.restore_extra_state({})
+        restore_extra_state({})
     with pytest.raises(fc.ValidationError, match="does not exist"):
-        fc.load_extra_state(tmp_path / "nowhere")
+        load_extra_state(tmp_path / "nowhere")
 
 
 def test_ids(tmp_path):
     for step in (3, 4):
-        fc.save_state_dict(fc.collect_extra_state(step=step), tmp_path)
-    assert fc.restore_extra_state(fc.load_extra_state(tmp_path)).step == 4
-    assert fc.restore_extra_state(fc.load_extra_state(tmp_path, unique_id=0)).step == 3
+        fc.save_state_dict(collect_extra_state(step=step), tmp_path)
+    assert restore_extra_state(load_extra_state(tmp_path)).step == 4
+    assert restore_extra_state(load_extra_state(tmp_path, unique_id=0)).step == 3
 
 
 def test_a_newer_version_is_refused():
-    state = fc.collect_extra_state(rng=False)
+    state = collect_extra_state(rng=False)
     text = state["extra_state.common"].numpy().tobytes().replace(b'"version": 1', b'"version": 2')
     state["extra_state.common"] = paddle.to_tensor(np.frombuffer(text, "uint8").copy())
     with pytest.raises(fc.ValidationError, match="extra state of version 2.*Remedy"):
-        fc.restore_extra_state(state)
+        restore_extra_state(state)
 
 
 def test_extra_state_is_neither_unexpected_nor_a_weight(tmp_path):
     model = {"w": paddle.ones([2])}
-    fc.save_state_dict({**model, **fc.collect_extra_state(step=7)}, tmp_path)
+    fc.save_state_dict({**model, **collect_extra_state(step=7)}, tmp_path)
     report = fc.load_state_dict({"w": paddle.zeros([2])}, tmp_path, strict=True)
     assert report.unexpected == []
     assert list(fc.load_merged_state_dict(tmp_path)) == ["w"]
-    assert fc.restore_extra_state(fc.load_extra_state(tmp_path)).step == 7
+    assert restore_extra_state(load_extra_state(tmp_path)).step == 7

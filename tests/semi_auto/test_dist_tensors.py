@@ -17,6 +17,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.live.tensors import HostTensor
+from paddle_flexckpt.manager import SaveEvery
 from tests.semi_auto import training
 from tests.semi_auto.matrix import LOSS  # measured here too: 2.4e-7
 from tests.semi_auto.strategies import BY_NAME
@@ -352,7 +353,7 @@ def managed(directory, strategy, steps, last):
     built = training.build(strategy)
     wanted_file = f"{directory}/wanted.npz"
     restored, differs, losses = None, [], {}
-    with fc.CheckpointManager(f"{directory}/run", save_when=fc.SaveEvery(2), async_save=True) as manager:
+    with fc.CheckpointManager(f"{directory}/run", save_when=SaveEvery(2), async_save=True) as manager:
         if manager.latest_step() is not None:
             restored = manager.restore(model=built.model, optimizer=built.optimizer).step
             wanted, got = dict(np.load(wanted_file)), training.gather(built)

@@ -11,7 +11,7 @@ from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import HeldManifest
+from paddle_flexckpt.native.locked_manifest import LockedManifest
 from paddle_flexckpt.trainer.directories import TrainerDirectories, is_usable, latest_checkpoint, step_of, to_rotate
 
 
@@ -52,7 +52,7 @@ def test_steps_are_numbers_and_the_last_is_the_highest(directories, tmp_path):
 
 def test_what_is_being_read_stays(directories):
     inside = CheckpointDirectory(directories.directory(10) / "flex_checkpoint")
-    with HeldManifest(inside, 0):
+    with LockedManifest(inside, 0):
         assert directories.rotate(1, None) == [20]
         assert directories.usable() == [10, 100]
     assert directories.rotate(1, None) == [10]
@@ -84,7 +84,7 @@ def test_an_interrupted_removal_is_carried_through(directories, monkeypatch):
 def test_a_half_removed_step_is_saved_anew(directories):
     (directories.directory(20) / "flex_checkpoint.removing").touch()
     with (
-        HeldManifest(CheckpointDirectory(directories.directory(20) / "flex_checkpoint"), 0),
+        LockedManifest(CheckpointDirectory(directories.directory(20) / "flex_checkpoint"), 0),
         pytest.raises(CheckpointError, match="being removed while it is read"),
     ):
         directories.begin(20)
