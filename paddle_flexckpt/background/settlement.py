@@ -17,7 +17,7 @@ from paddle_flexckpt.background.job import WriteJob
 from paddle_flexckpt.background.presence import DeathWatch
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.catalog.failures import Failure, combine
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import SaveNames
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
@@ -36,7 +36,7 @@ class Settlement:
     """
 
     job: WriteJob
-    directory: CheckpointDirectory
+    directory: SaveDirectory
     warnings: list[str] = field(default_factory=list)
 
     def settle(self, own: Failure | None) -> Failure | None:
@@ -185,7 +185,7 @@ def _gone() -> Failure:
 
 
 def tell_writers(
-    directory: CheckpointDirectory, ticket: SaveNames, rank: int, coordinator: int, error: CheckpointError
+    directory: SaveDirectory, ticket: SaveNames, rank: int, coordinator: int, error: CheckpointError
 ) -> None:
     """Tells the other ranks' writers that a rank has not handed its share over; failing that, they will miss it."""
     failure = Failure.of(error)

@@ -20,8 +20,10 @@ from paddle_flexckpt.background.protocol import Channel
 from paddle_flexckpt.background.settlement import Settlement
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog.failures import Failure
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.backend import open_described
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
+from paddle_flexckpt.native.save_directory import SaveDirectory
 
 
 def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
@@ -46,7 +48,7 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
         segment, data_bytes = segments[number], message["data_bytes"]
         segment.attach(data_bytes + message["job_bytes"])
         job = WriteJob.decode(segment.view(data_bytes, data_bytes + message["job_bytes"]).tobytes())
-        directory = CheckpointDirectory(open_described(job.storage))
+        directory = open_to_save(open_described(job.storage))
         lock = None if job.lock is None else directory.backend.adopt_lock(job.lock, names.get("lock"))
         _tell(channel, {"save": message["save"], "begun": True})
         try:
@@ -65,7 +67,7 @@ def _tell(channel: Channel, message: dict[str, Any]) -> None:
         channel.send(message)
 
 
-def carry_out(job: WriteJob, directory: CheckpointDirectory, data: np.ndarray) -> dict[str, Any]:
+def carry_out(job: WriteJob, directory: SaveDirectory, data: np.ndarray) -> dict[str, Any]:
     """Carries out one rank's part of one save.
 
     Args:
@@ -81,7 +83,7 @@ def carry_out(job: WriteJob, directory: CheckpointDirectory, data: np.ndarray) -
     settlement = Settlement(job, directory)
     try:
         if job.is_coordinator:
-            directory.remove_dead_saves(job.ticket)
+            remove_dead_saves(directory, job.ticket)
         stops = job.items.byte_length.cumsum().tolist()
         items = (data[start:stop] for start, stop in zip([0, *stops], stops))
         directory.write_share(job.ticket, job.rank, job.items, items, world_size=len(job.ranks), step=job.step)

@@ -26,8 +26,8 @@ from paddle_flexckpt.background.settlement import Settlement
 from paddle_flexckpt.background.staging import StagingPool
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.failures import Failure
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.backend import open_described
-from paddle_flexckpt.native.directory import CheckpointDirectory
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -282,7 +282,7 @@ class BackgroundWriter:
         def settle() -> None:
             error = CheckpointError(how)
             try:
-                directory = CheckpointDirectory(open_described(job.storage))
+                directory = open_to_save(open_described(job.storage))
                 failure = Settlement(job, directory).abandon(error)
             except Exception as unknown:  # whatever the storage does, somebody waits for the outcome
                 failure = Failure.of(CheckpointError(f"{how}; it is not known what became of the save: {unknown!r}"))

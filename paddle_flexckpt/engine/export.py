@@ -17,11 +17,10 @@ from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype_of
 from paddle_flexckpt.engine.mapping import maybe_fused, whole_mapping
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
-from paddle_flexckpt.foreign.formats import open_destination
+from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination
 from paddle_flexckpt.media.backend import Backend, Location
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import LockedManifest
+from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 from paddle_flexckpt.report import ExportReport, order_warning, replica_warning
@@ -77,7 +76,7 @@ def export_safetensors(
     if not isinstance(max_file_bytes, int) or isinstance(max_file_bytes, bool) or max_file_bytes < 1:
         raise ValidationError([f"max_file_bytes has to be a positive integer; got {max_file_bytes!r}"])
     verify_mode(verify)
-    directory = CheckpointDirectory(path)
+    directory = SourceDirectory(path)
     with contextlib.ExitStack() as stack:
         manifest = stack.enter_context(LockedManifest(directory, unique_id))
         _check_output(sink)

@@ -67,9 +67,7 @@ def read_paddleformers_manifest(backend: Backend, directories: Sequence[str], un
     if problems:
         raise CorruptCheckpointError(str(ValidationError(problems, backend.path)))
     catalog = concat([manifest.catalog for manifest in manifests])
-    sizes = {
-        file: int(size) for manifest in manifests for file, size in zip(manifest.catalog.files, manifest.file_bytes)
-    }
+    sizes = {file: size for manifest in manifests for file, size in manifest.sizes.items()}
     tokens = " ".join(manifest.save_token for manifest in manifests)
     return Manifest(
         catalog=catalog,

@@ -28,7 +28,7 @@ from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.json_cursor import JsonCursor
-from paddle_flexckpt.native.manifest import Manifest, Origin
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.safetensors_header import StoredTensor, header_bytes, parse_header
 
 TENSOR_FILE, INDEX_FILE = ".safetensors", ".safetensors.index.json"
@@ -246,7 +246,7 @@ def manifest_of_files(
     shards: Iterable[StoredShard],
     files: Iterable[TensorFile],
     digests: Iterable[bytes],
-    origin: Origin,
+    origin: str,
     world_size: int = 1,
 ) -> Manifest:
     """The manifest of what another program has written into safetensors files, without checksums.

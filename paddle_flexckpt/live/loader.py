@@ -22,7 +22,7 @@ from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, s
 from paddle_flexckpt.engine.mapping import config_digest
 from paddle_flexckpt.engine.reading import plan_reads, read_pieces
 from paddle_flexckpt.engine.work import Work, plan_work
-from paddle_flexckpt.foreign.formats import shown
+from paddle_flexckpt.foreign.formats import SourceDirectory, shown
 from paddle_flexckpt.live.communicator import Communicator, check_coordinator, check_same, communicator_for
 from paddle_flexckpt.live.completion import complete, match
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
@@ -35,9 +35,8 @@ from paddle_flexckpt.live.target_memory import TargetMemory
 from paddle_flexckpt.live.targets import MASTER, OptimizerStates, Policy, Strict, Wanted
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
-from paddle_flexckpt.native.locked_manifest import LockedManifest
+from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning import ReadPlan, ShardMatcher
 from paddle_flexckpt.report import LoadReport, order_warning, replica_warning
@@ -147,8 +146,8 @@ def load_state_dict(
     context = "cannot load from the nodes' directories" if per_node else f"cannot load from {shown(path)}"
 
     @functools.cache
-    def directory() -> NodeDirectory:
-        return NodeDirectory(path)
+    def directory() -> SourceDirectory:
+        return SourceDirectory(path)
 
     def head(checkpoint: str) -> bytes:
         check_coordinator(comm, coordinator_rank)

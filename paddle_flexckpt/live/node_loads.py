@@ -26,9 +26,8 @@ from paddle_flexckpt.live.resharder import Source, fill_targets
 from paddle_flexckpt.live.sources import CheckedSources
 from paddle_flexckpt.live.targets import Policy
 from paddle_flexckpt.native.checksums import VerifyMode
-from paddle_flexckpt.native.locked_manifest import LockedManifest
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.save_names import save_of
 from paddle_flexckpt.planning import ExchangePlan
@@ -67,7 +66,7 @@ class Found(NamedTuple):
 
 def find_checkpoint(
     comm: Communicator,
-    open_directory: Callable[[], NodeDirectory],
+    open_directory: Callable[[], CheckpointDirectory],
     unique_id: int | None,
     head: Callable[[], bytes],
     held: contextlib.ExitStack,
@@ -136,7 +135,7 @@ def find_checkpoint(
 
 
 def _look(
-    comm: Communicator, directory: NodeDirectory, own: Manifest | None, token: str, owner: int, context: str
+    comm: Communicator, directory: CheckpointDirectory, own: Manifest | None, token: str, owner: int, context: str
 ) -> Found:
     """Give every rank the manifest of one save, and find out who can read which of its files."""
     has = own is not None and own.save_token == token
@@ -244,7 +243,7 @@ class _NodeFiles(Source):
 def load_from_nodes(
     comm: Communicator,
     state_dict: Mapping[str, Any],
-    directory: NodeDirectory,
+    directory: CheckpointDirectory,
     found: Found,
     head: Callable[[], bytes],
     make_policy: Callable[[], Policy],

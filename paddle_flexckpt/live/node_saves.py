@@ -20,9 +20,10 @@ from paddle_flexckpt.engine.transfer import CHUNK_BYTES
 from paddle_flexckpt.live.communicator import Communicator, check_same
 from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.media.backend import Backend, FileLock
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.node_directory import NodeDirectory
+from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import SaveNames
 
 Storage = Literal["shared", "per_node"]
@@ -98,7 +99,7 @@ class NodeSave:
         for name in filter(_TOKEN.fullmatch, backend.names()):
             backend.remove(name)
         self.directory.publish_prepared(self.published)
-        self.directory.remove_dead_saves(self.ticket, self.aborted)
+        remove_dead_saves(self.directory, self.ticket, self.aborted)
         left = sorted(set(self.directory.known_saves().prepared))
         if left:
             logger.warning(
@@ -218,7 +219,7 @@ def check_storage(storage: Storage, copies: int = 1, in_background: bool = False
         raise ValidationError([f"node_copies={copies!r} needs storage='per_node'"])
 
 
-def check_visible(directory: CheckpointDirectory, ticket: SaveNames) -> tuple[None, bytes]:
+def check_visible(directory: SaveDirectory, ticket: SaveNames) -> tuple[None, bytes]:
     """Check that this rank sees the save that another has begun, as it has to with storage that all share.
 
     Raises:

@@ -25,7 +25,7 @@ from paddle_flexckpt.background import (
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError, check_extra_names, concat
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
 from paddle_flexckpt.engine.transfer import DEVICE_CHUNK_BYTES
-from paddle_flexckpt.foreign.formats import shown
+from paddle_flexckpt.foreign.formats import open_to_save, shown
 from paddle_flexckpt.live.communicator import Communicator, check_coordinator, communicator_for
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.live.fused import indivisible_rows
@@ -39,8 +39,9 @@ from paddle_flexckpt.live.sources import check_sources
 from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.live.tensors import open_storage
 from paddle_flexckpt.media.backend import Location, SaveLock
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.node_directory import NodeDirectory
+from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.planning import WritePlan, plan_write
 from paddle_flexckpt.report import SaveReport
@@ -154,7 +155,7 @@ def save_state_dict(
 
     @functools.cache
     def open_directory() -> NodeDirectory:
-        return NodeDirectory.to_save_in(path)
+        return open_to_save(path)
 
     def encoded_head() -> bytes:
         check_storage(storage, node_copies, async_save is not False)
@@ -309,7 +310,7 @@ def _unpacked(bits: bytes, count: int) -> np.ndarray:
     return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=count).astype(bool)
 
 
-def _background_writer(async_save: bool | BackgroundWriter, directory: CheckpointDirectory) -> BackgroundWriter | None:
+def _background_writer(async_save: bool | BackgroundWriter, directory: SaveDirectory) -> BackgroundWriter | None:
     """The writer of an asynchronous save.
 
     Raises:
@@ -333,7 +334,7 @@ class _Share:
 
     def __init__(
         self,
-        directory: CheckpointDirectory,
+        directory: SaveDirectory,
         ticket: SaveNames,
         comm: Communicator,
         coordinator: int,
@@ -373,7 +374,7 @@ class _Share:
                 self._ticket, self.items, self._data(), world_size=self._comm.size, step=self._step
             ).encode()
         if self.is_coordinator:
-            self._directory.remove_dead_saves(self._ticket)
+            remove_dead_saves(self._directory, self._ticket)
         self._directory.write_share(
             self._ticket, self._comm.rank, self.items, self._data(), world_size=self._comm.size, step=self._step
         )

@@ -18,15 +18,15 @@ from typing import Literal, Union
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError, ValidationError
 from paddle_flexckpt.engine.whole_tensors import iterate_tensors
-from paddle_flexckpt.foreign.formats import open_destination
+from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination, open_to_save
 from paddle_flexckpt.manager.contents import RECORD, decode_record
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, StepRecord, best_first, steps_to_remove
 from paddle_flexckpt.media.backend import Backend, Location, open_described
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.media.local import LocalBackend
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
+from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
-from paddle_flexckpt.native.locked_manifest import LockedManifest
 from paddle_flexckpt.native.manifest import read_save_token
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -124,7 +124,7 @@ class StepDirectories:
         if known is not None and known.token == token:
             return known
         try:
-            with LockedManifest(CheckpointDirectory(directory), UNIQUE_ID) as manifest:
+            with LockedManifest(SourceDirectory(directory), UNIQUE_ID) as manifest:
                 record = None
                 if RECORD in manifest.catalog.keys:
                     ((_, array),) = iterate_tensors(directory, manifest, names=[RECORD])
@@ -251,7 +251,7 @@ class StepDirectories:
     def _remove(self, step: int) -> bool:
         """Removes a checkpoint; returns whether that could be done now."""
         backend = self.directory(step)
-        directory = CheckpointDirectory(backend)
+        directory = open_to_save(backend)
         with contextlib.ExitStack() as stack:
             if not try_lock(backend, stack):
                 return False
@@ -266,7 +266,7 @@ class StepDirectories:
                 return False
             if manifest.save_token != self._known[step].token:
                 return False  # another process has saved this step again
-            directory.remove_dead_saves()
+            remove_dead_saves(directory)
             files = directory.files_of(manifest)
             self._root.write(_marker_of(step), json.dumps({"files": files}).encode())
             self._root.sync()
@@ -315,7 +315,7 @@ class StepDirectories:
         with contextlib.ExitStack() as stack:
             if not try_lock(backend, stack):
                 return False
-            removed = CheckpointDirectory(backend).remove_dead_saves()
+            removed = remove_dead_saves(open_to_save(backend))
         backend.remove_directory()
         return bool(removed)
 
@@ -339,7 +339,7 @@ def _remove_files(directory: Backend, files: Sequence[str]) -> None:
     """Removes data files; they are gone for good when this returns."""
     directory.each(directory.remove, files)
     directory.sync()
-    CheckpointDirectory(directory).tell_paddle()
+    open_to_save(directory).update_companion()
 
 
 def try_lock(directory: Backend, stack: contextlib.ExitStack) -> bool:

@@ -28,7 +28,7 @@ from paddle_flexckpt.media.backend import InputFile, Location, open_backend
 from paddle_flexckpt.native.blocks import HashedBlocks, HashThread, KeptBlock, ReadCount
 from paddle_flexckpt.native.checksums import VerifyMode, hash_block, verify_mode
 from paddle_flexckpt.native.data_file import check_data_file
-from paddle_flexckpt.native.manifest import ORIGINS, Manifest
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.mapped import copy_mapped
 from paddle_flexckpt.native.replicas import DamagedCopy, ReplicaChoice
 
@@ -70,8 +70,8 @@ class FileReader:
             if self._verify == "full":
                 raise ValidationError(
                     [
-                        f"{self._backend.path} is {ORIGINS[manifest.origin]}, without checksums: verify='full' "
-                        "cannot be kept. Remedy: load it with another mode, and save it again"
+                        f"{self._backend.path} is another program's checkpoint ({manifest.origin}), without checksums: "
+                        "verify='full' cannot be kept. Remedy: load it with another mode, and save it again"
                     ]
                 )
             self._verify = "off"

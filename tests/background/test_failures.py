@@ -7,6 +7,7 @@ import pytest
 from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.background.job import WriteJob
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.background.helpers import kill, limit_file_size, load, save, stopped
 from tests.background.test_writer import names
@@ -132,7 +133,7 @@ def test_a_save_committed_by_a_writer_that_then_dies_is_committed(tmp_path, writ
         handle = save(tmp_path, 1, writer)
         # What the writer would have done, up to the moment after the commit.
         (flight,) = writer._flights._flights.values()
-        directory = CheckpointDirectory(tmp_path)
+        directory = open_to_save(tmp_path)
         from paddle_flexckpt.background.worker import carry_out
 
         carry_out(flight.job, directory, flight.segment.view(0, flight.job.data_bytes))

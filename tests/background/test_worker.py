@@ -18,8 +18,8 @@ from paddle_flexckpt.background.settlement import Settlement
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.background.worker import carry_out
 from paddle_flexckpt.catalog.failures import Failure
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.local import LocalBackend
-from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.background.helpers import PATIENCE_SECONDS, load, state
 from tests.native.samples import items_of, whole
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def job_of(path, version=1, rank=0, ranks=(0,), timeout=5.0, backend=None):
     """A rank's job, its directory, and its data."""
-    directory = CheckpointDirectory(backend or str(path))
+    directory = open_to_save(backend or str(path))
     ticket = directory.open_save(None, len(ranks))
     arrays = state(version)
     items = items_of([whole(key, str(a.dtype), a.shape, rank) for key, a in arrays.items()], ticket.data_file(rank))
@@ -126,7 +126,7 @@ def test_a_commit_that_fails_is_the_outcome_on_every_rank(tmp_path):
     failure = Failure.from_dict(carry_out(job, directory, np.frombuffer(data, dtype=np.uint8))["failure"])
     assert failure.problems == ("[rank 0] OSError: [Errno 5] injected: '0.manifest'",)
     # And that is what another rank would find.
-    other = Settlement(WriteJob(**{**vars(job), "rank": 1, "ranks": (0, 1)}), CheckpointDirectory(str(tmp_path)))
+    other = Settlement(WriteJob(**{**vars(job), "rank": 1, "ranks": (0, 1)}), open_to_save(str(tmp_path)))
     assert other.settle(None) == failure
     assert directory.list_ids() == []
 
@@ -137,7 +137,7 @@ def test_storage_that_cannot_be_looked_at_is_an_outcome_too(tmp_path):
             raise OSError(errno.ESTALE, "Stale file handle")
 
     job, directory, _ = job_of(tmp_path)
-    blind = CheckpointDirectory(Blind(str(tmp_path)))
+    blind = open_to_save(Blind(str(tmp_path)))
     for rank, coordinator in ((0, 0), (1, 0)):
         mine = WriteJob(**{**vars(job), "rank": rank, "ranks": (0, 1), "coordinator": coordinator})
         failure = Settlement(mine, blind).settle(None)

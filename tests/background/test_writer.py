@@ -12,6 +12,7 @@ import pytest
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
@@ -182,7 +183,7 @@ def test_a_replaced_id_leaves_nothing_behind(tmp_path, writers):
 
 
 def test_dead_saves_are_cleaned_up(tmp_path, writers):
-    directory = CheckpointDirectory(tmp_path)
+    directory = open_to_save(tmp_path)
     save(tmp_path, 1)
     dead = directory.open_save(None)
     (tmp_path / dead.data_file(0)).write_bytes(b"half")

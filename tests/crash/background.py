@@ -18,9 +18,9 @@ from paddle_flexckpt.background.settlement import Settlement
 from paddle_flexckpt.background.worker import carry_out
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.catalog.failures import Failure
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media.backend import SaveLock, open_described
-from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.report import SaveReport
 from tests.crash.job import JobCommunicator, Stopped
 from tests.crash.saves import again_with
@@ -70,13 +70,13 @@ class _Admission:
                     failure = self._carry_out(sent)
             except Stopped:
                 # If the rank is dead too it comes no further than to its first call.
-                directory = CheckpointDirectory(open_described(self._job.storage))
+                directory = open_to_save(open_described(self._job.storage))
                 failure = Settlement(self._job, directory).abandon(CheckpointError("the background writer has died"))
         handle.settle(report if failure is None else failure.error(self._job.context))
         return handle
 
     def _carry_out(self, descriptor: int | None) -> Failure | None:
-        directory = CheckpointDirectory(open_described(self._job.storage))
+        directory = open_to_save(open_described(self._job.storage))
         held = None if self._job.lock is None else directory.backend.adopt_lock(self._job.lock, descriptor)
         try:
             outcome = carry_out(self._job, directory, self._data)

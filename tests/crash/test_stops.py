@@ -9,7 +9,8 @@ import pytest
 
 from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.media.local import DirectoryLock, LocalBackend
-from paddle_flexckpt.native.directory import CheckpointDirectory, SaveNames
+from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.native.save_names import SaveNames
 from tests.crash import explore
 from tests.crash import scenario as scenarios
 from tests.crash.explore import SPREADS, stops
@@ -85,13 +86,13 @@ def _one_generation(monkeypatch):
 
 
 def _remove_first(monkeypatch):
-    commit = CheckpointDirectory.commit
+    commit = SaveDirectory.commit
 
     def early(self, ticket, ranks):
         self.backend.remove(f"{ticket.unique_id}.manifest")
         return commit(self, ticket, ranks)
 
-    monkeypatch.setattr(CheckpointDirectory, "commit", early)
+    monkeypatch.setattr(SaveDirectory, "commit", early)
 
 
 def _no_marker(monkeypatch):
@@ -111,7 +112,7 @@ def _marker_last(monkeypatch):
         for name in [marker, *doomed]:
             self.backend.remove(name)
 
-    monkeypatch.setattr(CheckpointDirectory, "_remove", remove)
+    monkeypatch.setattr(SaveDirectory, "remove_save_files", remove)
 
 
 def _lock_by_file(monkeypatch):
@@ -130,7 +131,7 @@ def _careless(monkeypatch):
     """A rank whose collective fails removes what it wrote, wherever the coordinator is."""
     save = scenarios.save_state_dict
     tickets = {}
-    write_share = CheckpointDirectory.write_share
+    write_share = SaveDirectory.write_share
 
     def note(self, ticket, rank, *args, **kwargs):
         tickets[rank] = self, ticket
@@ -144,7 +145,7 @@ def _careless(monkeypatch):
             directory.discard(ticket, comm.rank)
             raise
 
-    monkeypatch.setattr(CheckpointDirectory, "write_share", note)
+    monkeypatch.setattr(SaveDirectory, "write_share", note)
     monkeypatch.setattr(scenarios, "save_state_dict", careless)
 
 

@@ -16,6 +16,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.native.samples import flip
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
@@ -115,7 +116,7 @@ def checkpoint(saved, tmp_path):
 
 def place_of(checkpoint, key, rank):
     """File and first byte of a rank's copy of a tensor."""
-    catalog = fc.storage.CheckpointDirectory(str(checkpoint)).read_manifest().catalog
+    catalog = CheckpointDirectory(str(checkpoint)).read_manifest().catalog
     (row,) = [r for r in range(len(catalog)) if (catalog.key_name(r), catalog.rank[r]) == (key, rank)]
     return checkpoint / catalog.file_name(row), int(catalog.byte_offset[row])
 

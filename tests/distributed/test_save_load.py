@@ -194,9 +194,9 @@ def test_a_save_writes_each_byte_once_with_three_collectives(saved, layout):
         assert report["keys"] == len(ZOO)
 
 
-@pytest.mark.parametrize("target", LAYOUTS)
-@pytest.mark.parametrize("source", LAYOUTS)
-def test_every_layout_loads_into_every_layout(world2, saved, source, target):
+# Every pair, in simulated worlds of 1 to 64 ranks: tests/property. Here each layout is saved and loaded once.
+@pytest.mark.parametrize(("source", "target"), list(zip(LAYOUTS, (*LAYOUTS[1:], LAYOUTS[0]))))
+def test_each_layout_loads_into_another(world2, saved, source, target):
     reports = world2.run(load_zoo, directory=saved(source)[0], layout=target)
     for report in reports:
         assert report["unequal_before"]

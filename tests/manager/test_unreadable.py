@@ -118,7 +118,7 @@ def between(monkeypatch, method: str, act) -> None:
     monkeypatch.setattr(CheckpointDirectory, method, late)
 
 
-@pytest.mark.parametrize("method", ["read_native", "check_complete"])
+@pytest.mark.parametrize("method", ["read_committed", "check_complete"])
 def test_a_listing_during_an_overwrite_finds_the_new_checkpoint_whole(tmp_path, monkeypatch, method):
     save(tmp_path, 1)
     between(monkeypatch, method, lambda: save(tmp_path, 2))
@@ -131,7 +131,7 @@ def remove(path) -> None:
         os.unlink(path / name)
 
 
-@pytest.mark.parametrize("method", ["read_native", "check_complete"])
+@pytest.mark.parametrize("method", ["read_committed", "check_complete"])
 def test_a_listing_during_a_removal_finds_nothing(tmp_path, monkeypatch, method):
     save(tmp_path, 1)
     between(monkeypatch, method, lambda: remove(tmp_path))

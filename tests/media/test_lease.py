@@ -12,12 +12,13 @@ from dataclasses import asdict
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.media import lease
 from paddle_flexckpt.media.lease import Claim, LeaseLock
 from paddle_flexckpt.media.local import DirectoryLock, LocalBackend
-from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import is_complete
+from paddle_flexckpt.native.save_directory import SaveDirectory
 from tests.native.two_ranks import load, save
 
 PATIENCE = 30
@@ -100,7 +101,7 @@ def said(path) -> dict:
 def test_a_directory_without_locks_gets_a_lease(tmp_path, monkeypatch, number):
     """NFS refuses locks of directories with EBADF."""
     refuse_locks(monkeypatch, number)
-    lock = CheckpointDirectory(tmp_path).lock()
+    lock = open_to_save(tmp_path).lock()
     assert isinstance(lock, LeaseLock)
     assert said(tmp_path)["seconds"] == 30
     # Nobody who looks at the files of the directory sees it.
@@ -236,14 +237,14 @@ def test_who_was_stopped_for_long_does_not_commit(tmp_path, clock):
 
 def test_a_save_whose_lease_is_taken_fails_on_every_rank(tmp_path, monkeypatch):
     save(tmp_path, 1, 0)
-    real = CheckpointDirectory.write_part
+    real = SaveDirectory.write_part
 
     def write_part(self, ticket, rank, part):
         real(self, ticket, rank, part)
         if rank == 0:
             put(tmp_path, token="other")
 
-    monkeypatch.setattr(CheckpointDirectory, "write_part", write_part)
+    monkeypatch.setattr(SaveDirectory, "write_part", write_part)
     outcomes = save(tmp_path, 2, 0)
     assert all("has taken over the right to save" in str(outcome) for outcome in outcomes)
     assert load(tmp_path) == 1

@@ -22,13 +22,13 @@ import fsspec
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media import lease, retrying
 from paddle_flexckpt.media.backend import fill, open_backend, open_described, open_storage
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.remote import FsspecBackend
 from paddle_flexckpt.media.remote_files import RemoteInputFile, Windows
 from paddle_flexckpt.media.urls import redacted
-from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
 from tests.media.stores import KINDS, Disk
 from tests.native.test_directory import save as save_native
@@ -91,10 +91,10 @@ def test_paths_never_need_fsspec(tmp_path):
     program = f"""
 import sys
 import numpy as np
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.cli.main import main
-CheckpointDirectory({str(tmp_path / "d")!r}).lock().release()
+open_to_save({str(tmp_path / "d")!r}).lock().release()
 assert list_checkpoints({str(tmp_path)!r}) == []
 main(["inspect", {str(tmp_path)!r}])
 assert not {{"fsspec", "s3fs"}} & set(sys.modules), sorted(sys.modules)
@@ -204,7 +204,7 @@ def test_secrets_show_up_nowhere(monkeypatch, caplog):
         backend.write("x", b"")
     told = "".join(traceback.format_exception(caught.type, caught.value, caught.tb))
     disk.fate = None
-    ticket = CheckpointDirectory(backend).open_save(None)
+    ticket = open_to_save(backend).open_save(None)
     held = backend.lock()
     files = b"".join(disk.files.values())
     with pytest.raises(CheckpointError) as busy:
@@ -500,7 +500,7 @@ def test_what_cannot_be_replaced_at_once_is_refused(monkeypatch):
     save_native(backend, 0)
     before = dict(disk_of(backend).files)
     with pytest.raises(ValidationError, match="id 0, and its file system cannot replace.*Remedy: save under a new id"):
-        CheckpointDirectory(backend).open_save(0)
+        open_to_save(backend).open_save(0)
     with pytest.raises(FileExistsError, match="cannot replace a file at once"):
         backend.publish("0.manifest", b"other")
     assert disk_of(backend).files == before
@@ -515,7 +515,7 @@ def test_nothing_is_saved_where_files_are_not_known_to_appear_at_once(monkeypatc
     unknown = open_storage("teststore://d/run")
     assert verify_checkpoint(unknown).ok
     with pytest.raises(ValidationError, match=r"not known how 'teststore' replaces a file.*commit='put'"):
-        CheckpointDirectory(unknown).lock()
+        open_to_save(unknown).lock()
     with pytest.raises(ValidationError, match="not known how"):
         unknown.publish("0.manifest", b"")
     # A renaming of its own is trusted to be atomic, not to replace.

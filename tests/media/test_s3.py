@@ -19,11 +19,11 @@ from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media import lease, remote, retrying
 from paddle_flexckpt.media.backend import open_described, open_storage
-from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import latest, list_checkpoints
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -441,7 +441,7 @@ def test_old_or_new_wherever_the_network_ends(server, small_parts, monkeypatch):
 def test_a_dead_save_leaves_no_upload_behind(server, small_parts, monkeypatch):
     """What a process that was killed had begun to send is not in any listing of files."""
     storage = server.storage(server.new_url(), part_bytes=LEAST_PART_BYTES)
-    directory = CheckpointDirectory(storage)
+    directory = open_to_save(storage)
     ticket = directory.open_save(None, 2)
     upload = storage.create(ticket.data_file(1))
     upload.write(bytes(3 * LEAST_PART_BYTES))
@@ -458,7 +458,7 @@ def test_a_dead_save_leaves_no_upload_behind(server, small_parts, monkeypatch):
 
 def test_a_store_that_does_not_list_uploads_is_saved_to(server, monkeypatch, caplog):
     storage = server.storage(server.new_url())
-    CheckpointDirectory(storage).open_save(None, 2)
+    open_to_save(storage).open_save(None, 2)
     Requests(monkeypatch, lambda number, method, name: 403 if "uploads" in name else None)
     succeeded(save(storage, 1, None))
     assert "could not be looked for" in caplog.text
@@ -466,7 +466,7 @@ def test_a_store_that_does_not_list_uploads_is_saved_to(server, monkeypatch, cap
 
 def test_two_savers(server):
     storage = server.storage(server.new_url(), lease_seconds=0.3)
-    lock = CheckpointDirectory(storage).lock()
+    lock = open_to_save(storage).lock()
     outcomes = save(storage, 1, None)
     assert all(f"another save is writing to {storage.path}" in str(outcome) for outcome in outcomes)
     lock.release()

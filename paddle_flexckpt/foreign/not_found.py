@@ -1,4 +1,4 @@
-"""Why a directory has not the checkpoint that somebody asks for: what is there instead."""
+"""Explain a missing checkpoint: what the directory holds instead."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_DIRECTORIES = 20
 
 
 def explain_missing(backend: Backend, ids: Sequence[int], unique_id: int | None) -> str:
-    """The problem and its remedy in a sentence.
+    """Return the problem and its remedy in a sentence.
 
     Args:
         backend: The directory.
