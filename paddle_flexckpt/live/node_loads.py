@@ -20,12 +20,11 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
 )
 from paddle_flexckpt.catalog.wire import join, split
+from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.loader import check_heads
 from paddle_flexckpt.live.resharder import Source, fill_targets
 from paddle_flexckpt.live.sources import CheckedSources
-from paddle_flexckpt.live.targets import Policy
-from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
@@ -246,12 +245,8 @@ def load_from_nodes(
     directory: CheckpointDirectory,
     found: Found,
     head: Callable[[], bytes],
-    make_policy: Callable[[], Policy],
+    options: LoadOptions,
     context: str,
-    *,
-    verify: bool | VerifyMode,
-    use_replicas: bool,
-    aoa_config: Any,
 ) -> LoadReport:
     """Fill targets from the files that the ranks see: a rank reads those that it sees, and receives the rest.
 
@@ -261,26 +256,23 @@ def load_from_nodes(
         directory: This rank's.
         found: The checkpoint.
         head: Gives what ranks have to agree about, or raises.
-        make_policy: Says what is allowed, or raises.
+        options: Of the load.
         context: What is being done, for errors.
-        verify: As of :func:`load_state_dict`; so are the arguments that follow.
 
     Raises:
         ValidationError: The checkpoint does not fit; no target was changed.
         CorruptCheckpointError: No rank can read something that a target needs; likewise. Damage that only reading can
             find may leave targets partly overwritten.
     """
-    with FileReader(directory.backend, found.manifest, verify, use_replicas) as reader:
+    with FileReader(directory.backend, found.manifest, options.verify, options.use_replicas) as reader:
         report = fill_targets(
             comm,
             state_dict,
             _NodeFiles.open(comm.ranks, found, reader),
             head,
-            make_policy,
+            options,
             context,
-            coordinator_rank=0,
             offload=True,  # files are read into host memory
-            aoa_config=aoa_config,
         )
         return replace(
             report,

@@ -24,6 +24,7 @@ from paddle_flexckpt.background import (
 )
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError, check_extra_names, concat
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
+from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
 from paddle_flexckpt.engine.transfer import DEVICE_CHUNK_BYTES
 from paddle_flexckpt.foreign.formats import open_to_save, shown
 from paddle_flexckpt.live.communicator import Communicator, check_coordinator, communicator_for
@@ -32,7 +33,6 @@ from paddle_flexckpt.live.fused import indivisible_rows
 from paddle_flexckpt.live.loader import check_heads
 from paddle_flexckpt.live.lost_ranks import own_presence
 from paddle_flexckpt.live.node_saves import NodeSave, Storage, check_storage, check_visible, meet_nodes
-from paddle_flexckpt.live.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
 from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.replicas import Replicas, replica_digests
 from paddle_flexckpt.live.sources import check_sources

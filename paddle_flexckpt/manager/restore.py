@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError, ValidationError
+from paddle_flexckpt.engine.options import Strict
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.live.targets import Strict
 from paddle_flexckpt.manager.steps import UNIQUE_ID, save_token_in
 from paddle_flexckpt.media.backend import Backend, reading
 from paddle_flexckpt.native.directory import LockedManifest
