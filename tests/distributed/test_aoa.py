@@ -271,7 +271,7 @@ def check_moved(reports, folder, source, target, computed=()):
 def saved(world, tmp_path_factory):
     done = {}
 
-    def save(layout):
+    def once(layout):
         if layout not in done:
             done[layout] = tmp_path_factory.mktemp("aoa") / layout.replace(" ", "-")
             for report in world(ranks_of(layout)).run(save, layout=layout, folder=str(done[layout])):
@@ -280,7 +280,7 @@ def saved(world, tmp_path_factory):
                 assert len(report["keys"]) == KEYS or flattened
         return done[layout]
 
-    return save
+    return once
 
 
 def test_the_oracle_moves_something():

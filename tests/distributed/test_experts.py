@@ -510,7 +510,7 @@ def saved(run, tmp_path_factory):
     root = tmp_path_factory.mktemp("experts")
     results = {}
 
-    def save(name):
+    def once(name):
         if name not in results:
             ranks, experts, tensor = LAYOUTS[name]
             path = root / name.replace(" ", "")
@@ -519,7 +519,7 @@ def saved(run, tmp_path_factory):
             results[name] = str(path), job
         return results[name]
 
-    return save
+    return once
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

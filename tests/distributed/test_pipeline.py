@@ -403,14 +403,14 @@ def with_states(names):
 def saved(world4, tmp_path_factory):
     root, done = tmp_path_factory.mktemp("pipelines"), {}
 
-    def save(layout, kind="tied"):
+    def once(layout, kind="tied"):
         if (layout, kind) not in done:
             path = root / f"{layout}_{kind}"
             path.mkdir()
             done[layout, kind] = str(path), world4.run(save, directory=str(path), layout=layout, kind=kind)
         return done[layout, kind]
 
-    return save
+    return once
 
 
 @pytest.mark.parametrize("layout", SOURCES)
