@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,16 +18,17 @@ import numpy as np
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError, concat, validate_shards
-from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
+from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
+from paddle_flexckpt.engine.names import check_across_ranks, split_raw
 from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, LoadOptions, TransferOptions, takes
+from paddle_flexckpt.engine.plan import Work, plan_work
 from paddle_flexckpt.engine.reading import plan_reads, read_pieces
-from paddle_flexckpt.engine.work import Work, plan_work
 from paddle_flexckpt.foreign.formats import SourceDirectory, shown
-from paddle_flexckpt.live.communicator import Communicator, check_coordinator, check_same, communicator_for
+from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.completion import complete, match
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.live.live_masters import renew_masters
-from paddle_flexckpt.live.name_compatibility import check_across_ranks, split_raw
 from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.live.target_memory import TargetMemory
 from paddle_flexckpt.live.targets import MASTER, Wanted
@@ -271,23 +272,6 @@ def gather_targets(comm: Communicator, describe: Callable[[], tuple[LocalState, 
 
     _, answers = comm.together(checked, context)
     return concat([decode_catalog(catalog) for catalog in check_heads(answers, context, comm.ranks)[0]])
-
-
-def check_heads(answers: list[bytes], context: str, ranks: Sequence[int] | None = None) -> list[tuple[bytes, ...]]:
-    """Checks that the first parts of all ranks' messages are the same, and gives the others, part by part.
-
-    Args:
-        answers: The messages.
-        context: What is being done, for the error.
-        ranks: Numbers of the ranks; by default they are counted.
-
-    Raises:
-        ValidationError: Ranks disagree about what is to be done; the same on every rank.
-    """
-    messages = [split(answer) for answer in answers]
-    # First of all: ranks that disagree may not even be in the same step.
-    check_same([message[0] if message else b"" for message in messages], context, ranks)
-    return list(zip(*(message[1:] for message in messages)))
 
 
 def used_keys(source: Catalog, wanted: Wanted, mapping: TensorMapping | None = None) -> np.ndarray:

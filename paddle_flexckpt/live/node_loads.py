@@ -20,9 +20,9 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
 )
 from paddle_flexckpt.catalog.wire import join, split
+from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.loader import check_heads
 from paddle_flexckpt.live.resharder import Source, fill_targets
 from paddle_flexckpt.live.sources import CheckedSources
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
@@ -174,7 +174,7 @@ class _StoredItem:
         values = np.empty(copy.extents, dtype=self.dtype)
         strides = tuple(stride // self.dtype.itemsize for stride in values.strides)
         self.reader.read(self.item, replace(copy, target_base=0, target_strides=strides), values.reshape(-1))
-        self.reader.settle()
+        self.reader.wait_for_hashes()
         return values
 
 

@@ -21,21 +21,17 @@ import numpy as np
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
+from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
+from paddle_flexckpt.engine.copies import AnyStorage, copy_pieces, pack, unpack
+from paddle_flexckpt.engine.names import check_across_ranks
 from paddle_flexckpt.engine.options import GROUP, SHARDS, UNUSED, TransferOptions, rule, takes
-from paddle_flexckpt.engine.transfer import AnyStorage, copy_pieces, pack, unpack
-from paddle_flexckpt.engine.work import Work, plan_work
-from paddle_flexckpt.live.communicator import Communicator, check_coordinator, communicator_for
+from paddle_flexckpt.engine.plan import Work, plan_work
+from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.completion import complete, match
 from paddle_flexckpt.live.device_exchange import DeviceExchange, Traffic
 from paddle_flexckpt.live.device_memory import devices_of, has_views, wait_for_devices
 from paddle_flexckpt.live.live_masters import renew_masters
-from paddle_flexckpt.live.loader import (
-    check_heads,
-    check_unexpected,
-    gather_targets,
-    used_keys,
-)
-from paddle_flexckpt.live.name_compatibility import check_across_ranks
+from paddle_flexckpt.live.loader import check_unexpected, gather_targets, used_keys
 from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.replicas import Replicas, replica_digests
 from paddle_flexckpt.live.shared_memory import refuse_shared_memory

@@ -10,10 +10,10 @@ import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of, unordered, validate_shards
+from paddle_flexckpt.engine.names import CompatibleNames, Unfound, find_compatible, raw_meanings
 from paddle_flexckpt.engine.options import TransferOptions
+from paddle_flexckpt.engine.remedies import resized, untied
 from paddle_flexckpt.live.fused import OtherOrder, completion, other_order
-from paddle_flexckpt.live.name_compatibility import CompatibleNames, Unfound, find_compatible, raw_meanings
-from paddle_flexckpt.live.remedies import resized, untied
 from paddle_flexckpt.live.shared_memory import refuse_targets_in_one_memory
 from paddle_flexckpt.live.state import LocalState
 

@@ -24,9 +24,10 @@ from typing import Any
 
 from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.checking import check_state
-from paddle_flexckpt.live.communicator import Communicator, check_same, communicator_for
+from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.loader import load_state_dict, quiet_loads
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager.pending import PendingSaves

@@ -149,7 +149,7 @@ def test_state_of_a_scheduler(tmp_path):
 def test_nothing_can_be_verified(tmp_path, verify):
     path = huggingface.write_index(tmp_path)
     load(path, huggingface.TENSORS, verify=verify)
-    with pytest.raises(ValidationError, match="a Hugging Face directory, without checksums: verify='full'"):
+    with pytest.raises(ValidationError, match="checkpoint .huggingface., without checksums: verify='full'"):
         load(path, huggingface.TENSORS, verify="full")
 
 

@@ -166,8 +166,8 @@ def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path):
 def test_a_lock_that_is_handed_over_outlives_its_first_holder(tmp_path):
     directory = open_to_save(tmp_path)
     lock = directory.lock()
-    description, descriptor = lock.describe()
-    adopted = directory.backend.adopt_lock(description, os.dup(descriptor))
+    description, descriptor = lock.handover()
+    adopted = directory.backend.locks.adopt(description, os.dup(descriptor))
     lock.detach()
     with pytest.raises(CheckpointError, match="another save"):
         directory.lock()
