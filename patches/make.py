@@ -1,4 +1,4 @@
-"""Makes patches and their index. For the maintainers: nothing of the package needs it.
+"""Make patches and their index. For the maintainers: nothing of the package needs it.
 
 A patch is ``patches/NAME.patch``: a head of ``Key: text`` lines (a line that begins with a space goes on), an empty
 line, and a unified diff against the released files. The index is made from the heads and the released files.
@@ -21,19 +21,20 @@ other Pythons) may be given to ``index``: a patch is for all releases that have 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
-from paddle_flexckpt.patching.diff import compose, format_diff, parse_diff  # noqa: E402
-from paddle_flexckpt.patching.errors import PatchError  # noqa: E402
-from paddle_flexckpt.patching.index import FORMAT, Patch, PatchedFile, sha256  # noqa: E402
+from paddle_flexckpt.patching import PatchError, read_diff, replace_lines, sha256, split_lines  # noqa: E402
 
+FORMAT = 1
 DISTRIBUTIONS = {
     "paddle": ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu", "paddlepaddle-dcu"),
     "paddlenlp": ("paddlenlp",),
@@ -43,7 +44,7 @@ KEYS = ("Title", "Symptom", "Mends", "Test")
 
 
 def read_head(text: bytes) -> dict[str, str]:
-    """The head of a patch."""
+    """Return the head of a patch."""
     head: dict[str, str] = {}
     key = ""
     for line in text.decode().split("\n"):
@@ -63,7 +64,7 @@ def read_head(text: bytes) -> dict[str, str]:
 
 
 def format_head(head: dict[str, str]) -> bytes:
-    """The head as it stands in a patch."""
+    """Return the head as it stands in a patch."""
     lines = []
     for key in KEYS:
         words, line = head[key].split(), f"{key}:"
@@ -76,7 +77,7 @@ def format_head(head: dict[str, str]) -> bytes:
 
 
 def releases(trees: Sequence[Path]) -> dict[str, list[tuple[str, Path]]]:
-    """Package -> version and tree of each release that is at hand."""
+    """Return the version and tree of each release that is at hand, by package."""
     found: dict[str, list[tuple[str, Path]]] = {}
     for package, names in DISTRIBUTIONS.items():
         for tree in trees:
@@ -86,62 +87,72 @@ def releases(trees: Sequence[Path]) -> dict[str, list[tuple[str, Path]]]:
     return found
 
 
-def make_entry(name: str, text: bytes, available: dict[str, list[tuple[str, Path]]]) -> Patch:
-    """The patch with what the index says of it."""
-    head, diffs = read_head(text), parse_diff(text, name)
-    package = diffs[0].path.split("/")[0]
-    versions, files = set(), None
-    problems = []
-    for version, tree in available.get(package, []):
+def make_entry(name: str, text: bytes, available: dict[str, list[tuple[str, Path]]]) -> dict[str, Any]:
+    """Return what the index says of a patch.
+
+    A patch is for the release that it is named after, and for those with the same files. Another release in which every
+    hunk happens to fit is another patch: its other lines have not been looked at.
+    """
+    diffs = read_diff(text)
+    package = next(iter(diffs)).split("/")[0]
+    files = None
+    versions = set()
+    for version, tree in sorted(
+        available.get(package, []), key=lambda release: not name.startswith(f"{package}-{release[0]}-")
+    ):
         try:
-            here = []
-            for diff in diffs:
-                before = (tree / diff.path).read_bytes()
-                here.append(PatchedFile(diff.path, sha256(before), sha256(compose(before, [(name, diff)]))))
-        except (PatchError, FileNotFoundError) as error:
-            problems.append(f"{tree}: {error}")
+            released = {path: (tree / path).read_bytes() for path in diffs}
+        except FileNotFoundError:
             continue
-        # Another release in which every hunk happens to fit is another patch: its other lines have not been looked at.
-        if name.startswith(f"{package}-{version}-") or files == here:
-            files = here if files is None else files
+        if files is None and name.startswith(f"{package}-{version}-"):
+            for path, edits in diffs.items():
+                for edit in edits:
+                    got = split_lines(released[path])[edit.start : edit.start + len(edit.old)]
+                    if got != edit.old:
+                        raise PatchError(f"{name!r} does not fit ({tree / path}, line {edit.start + 1}); got {got}")
+            files = {
+                path: {"before": sha256(released[path]), "after": sha256(replace_lines(released[path], edits))}
+                for path, edits in diffs.items()
+            }
+        if files is not None and all(sha256(released[path]) == file["before"] for path, file in files.items()):
             versions.add(version)
     if files is None:
-        raise PatchError(f"no tree of the release that {name!r} is named after, or it does not fit there", problems)
-    return Patch(
-        name,
-        package,
-        DISTRIBUTIONS[package],
-        tuple(sorted(versions)),
-        files=tuple(files),
-        text=text,
-        **{key.lower(): value for key, value in head.items()},
-    )
+        raise PatchError(f"no tree of the release that {name!r} is named after")
+    head = {key.lower(): value for key, value in read_head(text).items()}
+    known = {"name": name, "package": package, "distributions": list(DISTRIBUTIONS[package])}
+    return {**known, "versions": sorted(versions), **head, "files": files}
 
 
-def make_index(trees: Sequence[Path], keep: bool) -> bytes:
-    """The index; with ``keep``, entries of packages that no tree is of stay as they are."""
+def make_index(trees: Sequence[Path]) -> bytes:
+    """Return the index. Entries of packages that no tree is of stay as they are."""
     available = releases(trees)
-    index = json.loads((HERE / "index.json").read_text(encoding="utf-8")) if keep else {"patches": []}
-    old = {entry["name"]: Patch.from_dict(entry, b"") for entry in index["patches"]}
+    index = json.loads((HERE / "index.json").read_text(encoding="utf-8"))
+    old = {entry["name"]: entry for entry in index["patches"]}
     entries = []
     for path in sorted(HERE.glob("*.patch")):
         name, text = path.stem, path.read_bytes()
-        package = parse_diff(text, name)[0].path.split("/")[0]
+        package = name.split("-")[0]
         at_hand = any(name.startswith(f"{package}-{version}-") for version, _ in available.get(package, []))
         if at_hand or name not in old:
             entry = make_entry(name, text, available)
-            if name in old and old[name].files == entry.files:
-                versions = tuple(sorted({*entry.versions, *old[name].versions}))
-                entry = Patch.from_dict({**entry.as_dict(), "versions": versions}, text)
+            if name in old and old[name]["files"] == entry["files"]:
+                entry["versions"] = sorted({*entry["versions"], *old[name]["versions"]})
         else:
-            head = {key.lower(): value for key, value in read_head(text).items()}
-            entry = Patch.from_dict({**old[name].as_dict(), **head}, text)
-        entries.append(entry.as_dict())
+            entry = {**old[name], **{key.lower(): value for key, value in read_head(text).items()}}
+        entries.append(entry)
     return (json.dumps({"format": FORMAT, "patches": entries}, indent=2) + "\n").encode()
 
 
+def format_diff(path: str, before: bytes, after: bytes) -> bytes:
+    """Return the unified diff of one file, with three lines of context."""
+    if not before.endswith(b"\n") or not after.endswith(b"\n"):
+        raise PatchError(f"{path}: a line feed at the end of the file is expected, before and after")
+    names = f"a/{path}".encode(), f"b/{path}".encode()
+    return b"".join(difflib.diff_bytes(difflib.unified_diff, split_lines(before), split_lines(after), *names))
+
+
 def diff_trees(released: Path, edited: Path) -> bytes:
-    """The differences of all Python files that both trees have."""
+    """Return the differences of all Python files that both trees have."""
     parts = []
     for path in sorted(edited.rglob("*.py")):
         name = path.relative_to(edited)
@@ -153,7 +164,7 @@ def diff_trees(released: Path, edited: Path) -> bytes:
 
 
 def carry_out(script: Path, released: Path) -> tuple[dict[str, str], bytes]:
-    """The head and the diff of a script of replacements, each of which has to have one place."""
+    """Return the head and the diff of a script of replacements, each of which has to have one place."""
     import tomllib
 
     data = tomllib.loads(script.read_text(encoding="utf-8"))
@@ -176,7 +187,7 @@ def carry_out(script: Path, released: Path) -> tuple[dict[str, str], bytes]:
 
 
 def main() -> int:
-    """Makes what the command line asks for."""
+    """Make what the command line asks for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for command in ("diff", "edit", "index", "check"):
@@ -199,7 +210,7 @@ def main() -> int:
         elif options.command == "edit":
             head, text = carry_out(options.script, options.released[0])
             (HERE / f"{options.script.stem}.patch").write_bytes(format_head(head) + text)
-        index = make_index(options.released, keep=True)
+        index = make_index(options.released)
         if options.command == "check":
             if index != (HERE / "index.json").read_bytes():
                 raise PatchError("index.json is not what the patches and these trees give")

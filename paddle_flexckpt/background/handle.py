@@ -1,4 +1,4 @@
-"""Handles: one asynchronous save, as the one who asked for it sees it."""
+"""Handles: an asynchronous save as its caller sees it, and the errors of failed saves that nobody has seen."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import os
 import threading
 
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.catalog.failures import Failure
 from paddle_flexckpt.report import SaveReport
 
 
 class SaveHandle:
-    """An asynchronous save: under way, committed, or failed. The outcome is the same on every rank.
+    """Follow an asynchronous save: under way, committed, or failed. The outcome is the same on every rank.
+
+    A failure that nobody has seen is raised by the next save. Without one it is printed when the interpreter exits, and
+    the exit status is 1.
 
     Attributes:
         path: The checkpoint's directory.
         unique_id: Its id there.
-        seen: Whether somebody has been told how it ended. A failure that nobody has seen is raised by the next save.
+        seen: Whether somebody knows how the save ended.
     """
 
     def __init__(self, path: str, unique_id: int) -> None:
@@ -28,7 +32,7 @@ class SaveHandle:
         self.seen = False
 
     def done(self) -> bool:
-        """Whether the save is over, committed or failed. Returns at once.
+        """Return at once whether the save is over, committed or failed.
 
         Raises:
             CheckpointError: The handle came here by a fork.
@@ -36,13 +40,10 @@ class SaveHandle:
         return self.wait(0)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until the save is over, committed or failed.
+        """Wait until the save is over, committed or failed; return whether it is.
 
         Args:
             timeout: Seconds to wait at most; None: as long as it takes.
-
-        Returns:
-            Whether it is over.
 
         Raises:
             CheckpointError: The handle came here by a fork.
@@ -55,7 +56,7 @@ class SaveHandle:
         return self._finished.wait(timeout)
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Waits until the save is over and says what it did.
+        """Wait until the save is over and return what it did.
 
         Args:
             timeout: Seconds to wait at most; None: as long as it takes.
@@ -76,7 +77,25 @@ class SaveHandle:
         """Why the save failed; None while it is under way and when it is committed."""
         return self._outcome if isinstance(self._outcome, CheckpointError) else None
 
-    def settle(self, outcome: SaveReport | CheckpointError) -> None:
-        """Called once, by the writer: how the save ended."""
+    def finish(self, outcome: SaveReport | CheckpointError) -> None:
+        """Set how the save ended. The writer calls this, once."""
         self._outcome = outcome
         self._finished.set()
+
+
+def describe_failure(handle: SaveHandle) -> str:
+    """Return the text about a save that failed."""
+    return f"the asynchronous save of id {handle.unique_id} to {handle.path!r} failed: {handle.error}"
+
+
+def raise_failures(handles: list[SaveHandle]) -> None:
+    """Raise the errors of failed saves as one, of their class if they have one in common; if there are any.
+
+    Raises:
+        CheckpointError: There are.
+    """
+    errors = [handle.error for handle in handles if handle.error is not None]
+    if errors:
+        kinds = {Failure.of(error).kind for error in errors}
+        kind = kinds.pop() if len(kinds) == 1 else CheckpointError.__name__
+        raise Failure(kind, tuple(map(describe_failure, handles))).error()

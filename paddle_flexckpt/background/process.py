@@ -1,4 +1,4 @@
-"""The writer process, seen from the training process: starting it, handing over, what it says, and its end."""
+"""The writer process, seen from the training process: its start, the saves handed over, its answers, and its end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from paddle_flexckpt.background.job import WriteJob
 from paddle_flexckpt.background.presence import address_of, open_presence
-from paddle_flexckpt.background.protocol import Channel
+from paddle_flexckpt.background.protocol import Channel, WriteJob
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog import CheckpointError
 
@@ -37,7 +36,7 @@ _MAX_WORDS_BYTES = 4000
 
 
 class WriterProcess:
-    """One writer process. It outlives this process if it has something to write, and ends by itself.
+    """Start a writer process and listen to it. It outlives this one while it has saves to write, and ends itself.
 
     Attributes:
         pid: Its process id.
@@ -53,10 +52,10 @@ class WriterProcess:
         on_outcome: Callable[[int, dict[str, Any]], None],
         on_end: Callable[[WriterProcess, str], None],
     ) -> None:
-        """Starts the process; its imports go on in the background.
+        """Start the process; its imports go on in the background.
 
         Args:
-            nice: See :func:`~paddle_flexckpt.background.priority.lower_priority`.
+            nice: See :func:`~paddle_flexckpt.background.worker.lower_priority`.
             io_class: Likewise.
             on_begun: Called with the number of a save that the process has taken up, in a thread of this object.
             on_outcome: Called with the number of a save and what became of it, likewise.
@@ -97,7 +96,7 @@ class WriterProcess:
         self._listener.start()
 
     def submit(self, number: int, segment: Segment, job: WriteJob, lock: int | None) -> None:
-        """Hands a save over. When this returns, the save no longer depends on this process.
+        """Hand a save over. When this returns, the save no longer depends on this process.
 
         Args:
             number: What the process is to call the save.
@@ -129,24 +128,24 @@ class WriterProcess:
         return self._process.poll() is not None
 
     def finish(self) -> None:
-        """Lets the process end when it has done all that was handed over, and waits for that; not from a callback."""
+        """Let the process end when it has done all that was handed over, and wait for that; not from a callback."""
         self.is_finishing = True
         self._channel.end()
         self._listener.join()
 
     def forget(self) -> None:
-        """After a fork, in the child: closes what would keep the process waiting for this one."""
+        """Close what would keep the process waiting for this one: after a fork, in the child."""
         self._channel.close()
 
     def _listen(self) -> None:
         try:
             while (received := self._channel.receive()) is not None:
-                said = received[0]
-                number = int(said.pop("save"))
-                if "begun" in said:
+                message = received[0]
+                number = int(message.pop("save"))
+                if "begun" in message:
                     self._on_begun(number)
                 else:
-                    self._on_outcome(number, said)
+                    self._on_outcome(number, message)
             how = self._end()
         except Exception as error:  # whoever waits for this process has to be told, whatever it was
             how = f"cannot be understood ({type(error).__name__}: {error})"
@@ -157,15 +156,15 @@ class WriterProcess:
         os.close(self._words)
 
     def _end(self) -> str:
-        """Waits for the process to end; says how it did."""
+        """Wait for the process to end; return how it did."""
         try:
             status = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait()
         words = os.pread(self._words, _MAX_WORDS_BYTES, max(0, os.fstat(self._words).st_size - _MAX_WORDS_BYTES))
-        said = words.decode(errors="replace").strip()
+        text = words.decode(errors="replace").strip()
         how = f"ended with status {status}"
         if status < 0:
             how = f"was killed by signal {-status} ({signal.strsignal(-status)})"
-        return f"{how}: {said}" if said else how
+        return f"{how}: {text}" if text else how

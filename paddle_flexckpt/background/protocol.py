@@ -1,7 +1,8 @@
-"""Messages between the training process and its writer: JSON and descriptors over a Unix socket.
+"""Protocol: what the training process and its writer say to each other.
 
-What is large, the data and its description, lies in shared memory. So messages have a few hundred bytes, a save is
-handed over in one piece, and handing it over never waits for the writer.
+Messages are JSON and descriptors over a Unix socket. What is large lies in shared memory: the data, and behind it the
+job that describes it. So a message has a few hundred bytes, a save is handed over in one piece, and handing it over
+never waits for the writer.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ import json
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+
+from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
+from paddle_flexckpt.native.save_names import SaveNames
 
 _HEAD_BYTES = 8
 # A message's descriptors: a segment and a lock.
@@ -18,15 +24,77 @@ _MAX_DESCRIPTORS = 2
 _MAX_MESSAGE_BYTES = 16 << 20
 
 
+@dataclass(frozen=True, eq=False)
+class WriteJob:
+    """Describe one rank's share of one save, for its writer.
+
+    Attributes:
+        path: The checkpoint's directory, as the user gave it.
+        storage: What opens it in another process.
+        lock: What the coordinator's writer needs, beside a descriptor, to take the lock over; None on other ranks.
+        names: What the save calls its files.
+        items: This rank's rows of the write plan, in the order of their byte offsets.
+        rank: This rank.
+        ranks: All ranks of the save.
+        coordinator: The one of them that commits.
+        step: Training step, if known.
+        timeout: Seconds to wait for the other ranks.
+        presences: For each of ``ranks`` the addresses at which its processes answer; empty where there are none.
+    """
+
+    path: str
+    storage: dict[str, Any]
+    lock: dict[str, Any] | None
+    names: SaveNames
+    items: Catalog
+    rank: int
+    ranks: tuple[int, ...]
+    coordinator: int
+    step: int | None
+    timeout: float
+    presences: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def context(self) -> str:
+        """What is being done, for errors."""
+        return f"cannot save to {self.path!r}"
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the items."""
+        return int(self.items.byte_length.sum())
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this rank commits."""
+        return self.rank == self.coordinator
+
+    def encode(self) -> bytes:
+        """Encode the job for the writer."""
+        head = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "items"}
+        head["names"] = asdict(self.names)
+        return join((json.dumps(head).encode(), encode_catalog(self.items)))
+
+    @classmethod
+    def decode(cls, data: bytes) -> WriteJob:
+        """Decode what :meth:`encode` returned."""
+        text, items = split(data)
+        head = json.loads(text)
+        head["names"] = SaveNames(**head["names"])
+        head["ranks"] = tuple(head["ranks"])
+        head["presences"] = tuple(map(tuple, head["presences"]))
+        return cls(items=decode_catalog(items), **head)
+
+
 class Channel:
-    """One end of the connection."""
+    """Send and receive messages: one end of the connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Args: connection: a connected Unix stream socket, which is the channel's own from now on."""
         self._socket = connection
 
     def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Sends one message; the other end gets descriptors of its own for what the given ones stand for.
+        """Send one message; the other end gets descriptors of its own for what the given ones stand for.
 
         Raises:
             ConnectionError: The other end is gone.
@@ -38,7 +106,7 @@ class Channel:
         self._socket.sendall(data[sent:])
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
-        """The next message and its descriptors, or None at the end: the other end has closed, or its process ended.
+        """Return the next message and its descriptors; None at the end: the other end has closed, or its process ended.
 
         Raises:
             ValueError: What came is not a message, or this process cannot have more descriptors.
@@ -59,17 +127,16 @@ class Channel:
         return message, descriptors
 
     def _exactly(self, count: int) -> bytes:
-        parts = []
-        while count:
-            part = self._socket.recv(count)
-            if not part:
+        data = bytearray()
+        while len(data) < count:
+            received = self._socket.recv(count - len(data))
+            if not received:
                 raise EOFError
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
+            data += received
+        return bytes(data)
 
     def end(self) -> None:
-        """Says that nothing more will be sent; what comes can still be received."""
+        """Tell the other end that nothing more will be sent; what comes can still be received."""
         try:
             self._socket.shutdown(socket.SHUT_WR)
         except OSError:
@@ -77,5 +144,5 @@ class Channel:
             return
 
     def close(self) -> None:
-        """Closes this process's end."""
+        """Close this process's end."""
         self._socket.close()

@@ -21,7 +21,7 @@ _HUGE_PAGE_BYTES = 2 << 20
 
 
 class Segment:
-    """One piece of shared memory, as one of its two processes sees it.
+    """Map one piece of memory that two processes share.
 
     Attributes:
         number: What the two processes call it.
@@ -39,11 +39,11 @@ class Segment:
 
     @classmethod
     def create(cls, number: int) -> Segment:
-        """A new, empty segment."""
+        """Create an empty segment."""
         return cls(number, os.memfd_create(f"paddle_flexckpt-{number}", os.MFD_CLOEXEC))
 
     def grow(self, nbytes: int) -> None:
-        """Makes the segment at least so large; what was in it may not be there any more.
+        """Make the segment at least so large; what was in it may be lost.
 
         Raises:
             CheckpointError: The machine has not so much memory left.
@@ -57,7 +57,7 @@ class Segment:
         self.attach(nbytes)
 
     def attach(self, nbytes: int) -> None:
-        """Maps the first so many bytes, which the other process has made."""
+        """Map the first so many bytes, which the other process has made."""
         if nbytes <= self.nbytes:
             return
         mapped = mmap.mmap(self.descriptor, nbytes)
@@ -67,7 +67,7 @@ class Segment:
         self._memory, self.nbytes = np.frombuffer(mapped, dtype=np.uint8), nbytes
 
     def view(self, start: int, stop: int) -> np.ndarray:
-        """uint8 ``[stop - start]``, the segment's own memory.
+        """Return the segment's own memory as uint8 ``[stop - start]``.
 
         Raises:
             ValueError: The segment is smaller.
@@ -77,22 +77,22 @@ class Segment:
         return self._memory[start:stop]
 
     def fill(self, start: int, text: bytes) -> None:
-        """Puts a text into the segment, as the last thing that it holds."""
+        """Put a text into the segment, as the last thing that it holds."""
         self.filled = start + len(text)
         self.view(start, self.filled)[:] = np.frombuffer(text, dtype=np.uint8)
 
     def touch(self) -> None:
-        """Takes all pages from the system now, so that the first save does not have to. Their content is lost."""
+        """Take all pages from the system now, so that the first save need not. Their content is lost."""
         self._memory[:: mmap.PAGESIZE] = 0
 
     def close(self) -> None:
-        """Gives the memory back, here; views that are still in use keep it."""
+        """Give the memory back, here; views that are still in use keep it."""
         os.close(self.descriptor)
         self._memory, self.nbytes = np.zeros(0, dtype=np.uint8), 0
 
 
 def _check_memory(more: int) -> None:
-    """Raises CheckpointError where the machine has less memory: the kernel would not say no, but kill a process."""
+    """Raise CheckpointError where the machine has less memory: the kernel would not refuse, but kill a process."""
     with open("/proc/meminfo", encoding="ascii") as stream:
         available = next(int(line.split()[1]) << 10 for line in stream if line.startswith("MemAvailable:"))
     if more > available:
@@ -103,10 +103,10 @@ def _check_memory(more: int) -> None:
 
 
 class StagingPool:
-    """The segments of one training process."""
+    """Hold the segments of one training process."""
 
     def __init__(self) -> None:
-        """An empty pool."""
+        """Make an empty pool."""
         self._lock = threading.Lock()
         self._segments: list[Segment] = []
         self._free: list[Segment] = []
@@ -117,31 +117,28 @@ class StagingPool:
         return sum(segment.nbytes for segment in self._segments)
 
     def take(self, nbytes: int) -> Segment:
-        """A segment of at least so many bytes: the smallest free one that has them, or else the largest, grown.
+        """Return a segment of at least so many bytes: the smallest free one that has them, or else the largest, grown.
 
         Raises:
             CheckpointError: The machine has not so much memory left.
         """
         with self._lock:
             self._free.sort(key=lambda segment: segment.nbytes)
-            fitting = next((segment for segment in self._free if segment.nbytes >= nbytes), None)
-            if fitting is None and self._free:
-                fitting = self._free[-1]
-            if fitting is None:
-                fitting = Segment.create(len(self._segments))
-                self._segments.append(fitting)
-                self._free.append(fitting)
+            if not self._free:
+                self._segments.append(Segment.create(len(self._segments)))
+                self._free.append(self._segments[-1])
+            fitting = next((segment for segment in self._free if segment.nbytes >= nbytes), self._free[-1])
             fitting.grow(nbytes)
             self._free.remove(fitting)
             return fitting
 
     def give_back(self, segment: Segment) -> None:
-        """Takes a segment back that nobody reads any more."""
+        """Take a segment back that nobody reads any more."""
         with self._lock:
             self._free.append(segment)
 
     def close(self) -> None:
-        """Gives all memory back; the pool is not used any more."""
+        """Give all memory back; the pool is not used any more."""
         with self._lock:
             for segment in self._segments:
                 segment.close()

@@ -1,35 +1,44 @@
 """The writer process: takes saves from its training process, one after the other, and carries them out.
 
 It does not import Paddle. It ends when the training process has closed the connection, or has ended, and all saves that
-were handed over before are settled.
+were handed over before are over.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import os
+import platform
 import socket
 import time
 from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.background.job import WriteJob
+from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.background.presence import answer
-from paddle_flexckpt.background.priority import lower_priority
-from paddle_flexckpt.background.protocol import Channel
-from paddle_flexckpt.background.settlement import Settlement
+from paddle_flexckpt.background.protocol import Channel, WriteJob
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog.failures import Failure
-from paddle_flexckpt.media.backend import open_described
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.media.opening import reopen
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
+from paddle_flexckpt.native.save_directory import SaveDirectory
+
+# ioprio_set has no function in libc; its number is the kernel's, by machine.
+_IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273, "s390x": 282, "loongarch64": 30, "riscv64": 30}
+_THIS_PROCESS = 1
+# Class in the upper bits, level (7 is the lowest) in the lower.
+_IOPRIO = {"best-effort-low": (2 << 13) | 7, "idle": 3 << 13}
 
 
 def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
-    """Serves one training process.
+    """Serve one training process.
 
     Args:
         descriptor: A connected socket.
-        nice: See :func:`~paddle_flexckpt.background.priority.lower_priority`.
+        nice: See :func:`lower_priority`.
         io_class: Likewise.
         presence: A socket that listens for as long as this process lives.
     """
@@ -39,16 +48,16 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
     segments: dict[int, Segment] = {}
     while (received := channel.receive()) is not None:
         message, descriptors = received
-        names = dict(zip(message["descriptors"], descriptors))
+        given = dict(zip(message["descriptors"], descriptors))
         number = message["segment"]
-        if "segment" in names:
-            segments[number] = Segment(number, names["segment"])
+        if "segment" in given:
+            segments[number] = Segment(number, given["segment"])
         segment, data_bytes = segments[number], message["data_bytes"]
         segment.attach(data_bytes + message["job_bytes"])
         job = WriteJob.decode(segment.view(data_bytes, data_bytes + message["job_bytes"]).tobytes())
-        directory = CheckpointDirectory(open_described(job.storage))
-        lock = None if job.lock is None else directory.backend.adopt_lock(job.lock, names.get("lock"))
-        _tell(channel, {"save": message["save"], "begun": True})
+        directory = open_to_save(reopen(job.storage))
+        lock = None if job.lock is None else directory.backend.locks.adopt(job.lock, given.get("lock"))
+        _send(channel, {"save": message["save"], "begun": True})
         try:
             outcome = carry_out(job, directory, segment.view(0, data_bytes))
         finally:
@@ -56,20 +65,20 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
                 lock.release()
         outcome["warnings"] += warnings
         warnings = []
-        _tell(channel, {"save": message["save"], **outcome})
+        _send(channel, {"save": message["save"], **outcome})
 
 
-def _tell(channel: Channel, message: dict[str, Any]) -> None:
+def _send(channel: Channel, message: dict[str, Any]) -> None:
     # If the training process has ended, what it handed over is carried out all the same.
     with contextlib.suppress(ConnectionError):
         channel.send(message)
 
 
-def carry_out(job: WriteJob, directory: CheckpointDirectory, data: np.ndarray) -> dict[str, Any]:
-    """Carries out one rank's part of one save.
+def carry_out(job: WriteJob, directory: SaveDirectory, data: np.ndarray) -> dict[str, Any]:
+    """Carry out one rank's share of one save.
 
     Args:
-        job: The part.
+        job: The share.
         directory: The checkpoint's directory.
         data: uint8, the items' bytes, end to end.
 
@@ -78,19 +87,52 @@ def carry_out(job: WriteJob, directory: CheckpointDirectory, data: np.ndarray) -
     """
     begin = time.perf_counter()
     own = None
-    settlement = Settlement(job, directory)
+    outcome = SaveOutcome(job, directory)
     try:
         if job.is_coordinator:
-            directory.remove_dead_saves(job.ticket)
+            remove_dead_saves(directory, job.names)
         stops = job.items.byte_length.cumsum().tolist()
         items = (data[start:stop] for start, stop in zip([0, *stops], stops))
-        directory.write_share(job.ticket, job.rank, job.items, items, world_size=len(job.ranks), step=job.step)
+        directory.write_share(job.names, job.rank, job.items, items, world_size=len(job.ranks), step=job.step)
     except Exception as error:  # every rank gets it as the outcome of the save
         own = Failure.of(error)
     written = time.perf_counter()
-    failure = settlement.settle(own)
+    failure = outcome.agree(own)
     return {
         "failure": failure and failure.as_dict(),
         "seconds": {"write": written - begin, "commit": time.perf_counter() - written},
-        "warnings": settlement.warnings,
+        "warnings": outcome.warnings,
     }
+
+
+def lower_priority(nice: int, io_class: str) -> list[str]:
+    """Lower this process's priorities for the processor and for storage: it gets what the others leave.
+
+    Args:
+        nice: What to add to its nice value.
+        io_class: See :class:`~paddle_flexckpt.background.writer.BackgroundWriter`.
+
+    Returns:
+        What could not be done and why, in words; the process goes on with the priority that it has.
+    """
+    refused = []
+    try:
+        os.nice(nice)
+    except OSError as error:
+        refused.append(f"the background writer keeps its CPU priority: nice({nice}) was refused ({error})")
+    if io_class in _IOPRIO:
+        problem = _set_io_priority(_IOPRIO[io_class])
+        if problem:
+            refused.append(f"the background writer keeps its I/O priority: {io_class!r} was refused ({problem})")
+    return refused
+
+
+def _set_io_priority(value: int) -> str | None:
+    """Return what is wrong, or None."""
+    number = _IOPRIO_SET.get(platform.machine())
+    if number is None:
+        return f"not known how on {platform.machine()}"
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.syscall(number, _THIS_PROCESS, 0, value) != 0:
+        return os.strerror(ctypes.get_errno())
+    return None

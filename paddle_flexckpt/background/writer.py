@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import logging
 import os
@@ -13,38 +14,36 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
-from paddle_flexckpt.background.admission import Admission
-from paddle_flexckpt.background.exit_status import end_with_status_1
-from paddle_flexckpt.background.failed import raise_failed, told
-from paddle_flexckpt.background.flights import Flight, Flights
-from paddle_flexckpt.background.handle import SaveHandle
-from paddle_flexckpt.background.priority import IO_CLASSES, IoClass
+from paddle_flexckpt.background.handle import SaveHandle, describe_failure, raise_failures
+from paddle_flexckpt.background.outcome import SaveOutcome
+from paddle_flexckpt.background.pending import PendingSave, PendingSaves, SaveSlot
 from paddle_flexckpt.background.process import WriterProcess
-from paddle_flexckpt.background.settlement import Settlement
 from paddle_flexckpt.background.staging import StagingPool
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.failures import Failure
-from paddle_flexckpt.media.backend import open_described
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.media.opening import reopen
 
 logger = logging.getLogger("paddle_flexckpt")
+
+IoClass = Literal["best-effort-low", "idle", "unchanged"]
 
 _DESCRIPTION_BYTES = 16 << 20
 
 # A save has to know of the others under way to its directory, and those may be another writer's.
-WRITERS: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
+_WRITERS: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
 
 
 class BackgroundWriter:
-    """Saves while training goes on. It serves one rank: the one that makes it, in the process that makes it.
+    """Save while training goes on, for the rank and in the process that makes the writer.
 
     The first save starts a process, which stays, and takes memory for a copy of the rank's state, which later saves use
-    again. A context manager: leaving it waits for the saves under way.
+    again. A context manager: leaving it waits for the pending saves.
 
     Attributes:
-        max_pending: Saves under way at the same time.
+        max_pending: Saves that may be pending at the same time.
         timeout: Seconds that the ranks' writers wait for each other.
     """
 
@@ -55,11 +54,11 @@ class BackgroundWriter:
         io_class: IoClass = "best-effort-low",
         timeout: float = 1800.0,
     ) -> None:
-        """Takes no resources yet.
+        """Take no resources yet.
 
         Args:
-            max_pending: Saves under way at the same time, each with its own copy of the state in memory. One more
-                waits, in the call, until one of them is over.
+            max_pending: Saves that may be pending at the same time, each with its own copy of the state in memory. One
+                more waits, in the call, until one of them is over.
             nice: What is added to the writer's nice value: it gets the processor time that others leave.
             io_class: Its I/O priority: ``"best-effort-low"``, ``"idle"``, or ``"unchanged"``.
             timeout: Seconds that the ranks' writers wait for each other. A save fails if a rank has written nothing so
@@ -73,8 +72,8 @@ class BackgroundWriter:
             problems.append(f"max_pending has to be an integer >= 1; got {max_pending!r}")
         if not isinstance(nice, int) or isinstance(nice, bool) or not 0 <= nice <= 19:
             problems.append(f"nice has to be an integer from 0 to 19; got {nice!r}")
-        if io_class not in IO_CLASSES:
-            problems.append(f"io_class has to be one of {', '.join(map(repr, IO_CLASSES))}; got {io_class!r}")
+        if io_class not in get_args(IoClass):
+            problems.append(f"io_class has to be one of {', '.join(map(repr, get_args(IoClass)))}; got {io_class!r}")
         if not isinstance(timeout, (int, float)) or not timeout > 0:
             problems.append(f"timeout has to be a number of seconds > 0; got {timeout!r}")
         if not hasattr(os, "memfd_create"):
@@ -85,12 +84,12 @@ class BackgroundWriter:
         self._nice, self._io_class = nice, io_class
         self._owner = os.getpid()
         self._pool = StagingPool()
-        self._flights = Flights(max_pending)
+        self._saves = PendingSaves(max_pending)
         # Held while the process, or which save it has, changes.
         self._lock = threading.Lock()
         self._process: WriterProcess | None = None
         self._is_closed = False
-        WRITERS.add(self)
+        _WRITERS.add(self)
         atexit.register(self._at_exit)
         os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
 
@@ -107,8 +106,8 @@ class BackgroundWriter:
 
     @property
     def pending(self) -> int:
-        """Number of saves under way."""
-        return len(self._flights)
+        """Number of pending saves."""
+        return len(self._saves)
 
     @property
     def staging_bytes(self) -> int:
@@ -116,7 +115,7 @@ class BackgroundWriter:
         return self._pool.nbytes
 
     def reserve(self, nbytes: int) -> None:
-        """Takes the memory for the coming saves now, so that the first of them does not have to.
+        """Take the memory for the coming saves now, so that the first of them need not.
 
         Args:
             nbytes: Bytes of tensors that this rank writes in one save, as ``bytes_written`` of a report says.
@@ -133,27 +132,24 @@ class BackgroundWriter:
             self._pool.give_back(segment)
 
     @contextlib.contextmanager
-    def admit(self) -> Iterator[Admission]:
-        """Room for one more save, and a process for it; waits for room. What is not handed over is given back.
+    def open_slot(self) -> Iterator[SaveSlot]:
+        """Wait for room for one more save, and yield it. What is not handed over is given back.
 
         Raises:
             CheckpointError: The writer is closed or another process's, or its process could not be started.
         """
         self._check_usable()
-        self._flights.admit()
-        try:
+        with self._saves.room():
             with self._lock:
                 address = self._running().address
-            admission = Admission(self._pool, self._launch, self.timeout, address)
+            slot = SaveSlot(self._pool, self._launch, self.timeout, address)
             try:
-                yield admission
+                yield slot
             finally:
-                admission.drop()
-        finally:
-            self._flights.leave()
+                slot.drop()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits until no save is under way; returns whether that is so.
+        """Wait until no save is pending; return whether that is so.
 
         Args:
             timeout: Seconds to wait at most; None: as long as it takes.
@@ -162,18 +158,19 @@ class BackgroundWriter:
             CheckpointError: This is a fork of the process that made the writer.
         """
         self._check_own()
-        return self._flights.wait(timeout)
+        return self._saves.wait(timeout)
 
-    def wait_for(self, place: str) -> None:
-        """Waits until no save to one directory is under way."""
-        self._flights.wait(which=lambda flight: flight.job.place == place)
+    def wait_for(self, path: str) -> None:
+        """Wait until no save to one directory is pending."""
+        place = _real_path(path)
+        self._saves.wait(which=lambda save: _real_path(save.job.path) == place)
 
     def take_failed(self) -> list[SaveHandle]:
-        """The saves that failed without anybody having seen their errors; they count as seen from now on."""
-        return self._flights.take_failed()
+        """Return the saves that failed without anybody having seen their errors; they count as seen from now on."""
+        return self._saves.take_failed()
 
     def close(self) -> None:
-        """Waits for the saves under way, ends the process, and gives the memory back.
+        """Wait for the pending saves, end the process, and give the memory back.
 
         Raises:
             CheckpointError: A save has failed, and nobody has seen its error yet.
@@ -181,7 +178,7 @@ class BackgroundWriter:
         self._check_own()
         self._stop()
         atexit.unregister(self._at_exit)
-        raise_failed(self.take_failed())
+        raise_failures(self.take_failed())
 
     def __enter__(self) -> BackgroundWriter:
         return self
@@ -190,12 +187,12 @@ class BackgroundWriter:
         if kind is None:
             self.close()
         else:
-            # Another error is on its way. Those of saves are told when the interpreter exits.
+            # Another error is on its way. Those of saves are printed when the interpreter exits.
             self._stop()
 
     def _stop(self) -> None:
         self._is_closed = True
-        self._flights.wait()
+        self._saves.wait()
         with self._lock:
             process, self._process = self._process, None
         if process is not None:
@@ -208,9 +205,9 @@ class BackgroundWriter:
         self._stop()
         failed = self.take_failed()
         for handle in failed:
-            sys.stderr.write(f"paddle_flexckpt: an error that nobody has seen: {told(handle)}\n")
+            sys.stderr.write(f"paddle_flexckpt: an error that nobody has seen: {describe_failure(handle)}\n")
         if failed:
-            end_with_status_1()
+            _exit_with_status_1()
 
     def _check_own(self) -> None:
         if not self.is_own:
@@ -225,88 +222,125 @@ class BackgroundWriter:
             raise ValidationError(["this BackgroundWriter is closed. Remedy: make another one"])
 
     def _running(self) -> WriterProcess:
-        """The process, started if there is none, or none any more; the lock is held."""
+        """Return the process, started if there is none, or none any more; the caller holds the lock."""
         if self._process is None or self._process.has_ended:
-            self._process = WriterProcess(self._nice, self._io_class, self._begun, self._land, self._after_death)
+            self._process = WriterProcess(self._nice, self._io_class, self._on_begun, self._on_outcome, self._on_end)
         return self._process
 
-    def _launch(self, flight: Flight) -> None:
+    def _launch(self, save: PendingSave) -> None:
         how = ""
         with self._lock:
             try:
-                flight.process = self._running()
+                save.process = self._running()
             except CheckpointError as error:
                 how = str(error)
-            number = self._flights.begin(flight)
-        process = flight.process
+            number = self._saves.add(save)
+        process = save.process
         if process is None:
-            self._bury(number, how)
+            self._finish_dead(number, how)
             return
         # Without a descriptor, a lock is known by its description, which is in the job.
-        descriptor = None if flight.lock is None else flight.lock.describe()[1]
+        descriptor = None if save.lock is None else save.lock.handover()[1]
         try:
-            process.submit(number, flight.segment, flight.job, descriptor)
+            process.submit(number, save.segment, save.job, descriptor)
         except ConnectionError:
-            # It has died since. _after_death knows, or will know, that it had this save.
+            # It has died since. _on_end knows, or will know, that it had this save.
             logger.debug("the background writer died while it was given a save")
 
     # The following run in the threads that listen to processes.
 
-    def _begun(self, number: int) -> None:
-        """A process has taken up a save, and its lock. Until then the lock is kept alive here: it may be a lease."""
-        flight = self._flights[number]
-        if flight.lock is not None:
-            flight.lock.detach()
-            flight.lock = None
+    def _on_begun(self, number: int) -> None:
+        """Let go of a save's lock, which its process has now. Until then it is kept alive here: it may be a lease."""
+        save = self._saves[number]
+        if save.lock is not None:
+            save.lock.detach()
+            save.lock = None
 
-    def _land(self, number: int, outcome: dict[str, Any]) -> None:
-        """A process says what became of a save."""
+    def _on_outcome(self, number: int, outcome: dict[str, Any]) -> None:
         failure = None if outcome["failure"] is None else Failure.from_dict(outcome["failure"])
-        self._settle(number, failure, outcome["seconds"], outcome["warnings"])
+        self._finish(number, failure, outcome["seconds"], outcome["warnings"])
 
-    def _after_death(self, process: WriterProcess, how: str) -> None:
-        """A process has ended."""
+    def _on_end(self, process: WriterProcess, how: str) -> None:
         with self._lock:
             if self._process is process:
                 self._process = None
-            orphans = self._flights.orphans_of(process)
+            orphans = self._saves.take_orphans(process)
         for number in orphans:
-            self._bury(number, f"{how} while it was saving")
+            self._finish_dead(number, f"{how} while it was saving")
         if not orphans and not process.is_finishing:
             logger.warning("%s while it had nothing to save; the next save starts another", how)
 
-    def _bury(self, number: int, how: str) -> None:
-        """Finds out what becomes of a save whose process has died. The other ranks have a say, so it may take time."""
-        job = self._flights[number].job
+    def _finish_dead(self, number: int, how: str) -> None:
+        """Find out what becomes of a save whose process has died. The other ranks have a say, so it may take time."""
+        job = self._saves[number].job
 
-        def settle() -> None:
-            error = CheckpointError(how)
+        def finish() -> None:
             try:
-                directory = CheckpointDirectory(open_described(job.storage))
-                failure = Settlement(job, directory).abandon(error)
+                directory = open_to_save(reopen(job.storage))
+                failure = SaveOutcome(job, directory).agree_after_death(CheckpointError(how))
             except Exception as unknown:  # whatever the storage does, somebody waits for the outcome
                 failure = Failure.of(CheckpointError(f"{how}; it is not known what became of the save: {unknown!r}"))
-            self._settle(number, failure, {}, [])
+            self._finish(number, failure, {}, [])
 
-        threading.Thread(target=settle, name="paddle_flexckpt-settle", daemon=True).start()
+        threading.Thread(target=finish, name="paddle_flexckpt-finish", daemon=True).start()
 
-    def _settle(self, number: int, failure: Failure | None, seconds: dict[str, float], warnings: list[str]) -> None:
-        flight = self._flights[number]
-        seconds = {**flight.report.seconds, **seconds, "total": time.perf_counter() - flight.begin}
-        report = replace(flight.report, seconds=seconds, warnings=[*flight.report.warnings, *warnings])
+    def _finish(self, number: int, failure: Failure | None, seconds: dict[str, float], warnings: list[str]) -> None:
+        save = self._saves[number]
+        seconds = {**save.report.seconds, **seconds, "total": time.perf_counter() - save.begin}
+        report = replace(save.report, seconds=seconds, warnings=[*save.report.warnings, *warnings])
         for warning in warnings:
             logger.warning(warning)
-        if failure is None and flight.job.is_coordinator:
+        if failure is None and save.job.is_coordinator:
             logger.info(report.summary())
-        self._pool.give_back(flight.segment)
-        if flight.lock is not None:
+        self._pool.give_back(save.segment)
+        if save.lock is not None:
             # The writer has died before it took it over.
-            flight.lock.release()
-        self._flights.end(number, report if failure is None else failure.error(flight.job.context))
+            save.lock.release()
+        self._saves.finish(number, report if failure is None else failure.error(save.job.context))
+
+
+def await_earlier(path: str) -> None:
+    """Wait for the pending saves to a directory, and raise the errors of earlier ones. Every save begins with this.
+
+    Raises:
+        CheckpointError: An asynchronous save has failed, and nobody has seen its error yet.
+    """
+    writers = [writer for writer in list(_WRITERS) if writer.is_own]
+    for writer in writers:
+        writer.wait_for(path)
+    raise_failures([handle for writer in writers for handle in writer.take_failed()])
+
+
+def shared_writer() -> BackgroundWriter:
+    """Return the writer of ``async_save=True``: one for a process, made when it is first asked for."""
+    return _writer_of(os.getpid())
+
+
+@functools.cache
+def _writer_of(pid: int) -> BackgroundWriter:
+    # By process: a fork cannot use the writer of its parent.
+    return BackgroundWriter()
+
+
+def _real_path(path: str) -> str:
+    return path.rstrip("/") if "://" in path else os.path.realpath(path)
 
 
 def _forget(reference: weakref.ReferenceType[BackgroundWriter]) -> None:
-    """In a fork: its copy of the connection would keep the writer process waiting when the training process is gone."""
+    """Close a fork's copy of the connection: it would keep the writer process when the training process is gone."""
     writer = reference()
     if writer is not None and writer._process is not None:
         writer._process.forget()
+
+
+def _exit_with_status_1() -> None:
+    """Make the interpreter, which is exiting, end with status 1.
+
+    What an atexit function raises does not change the status, and ``os._exit`` would skip the atexit functions that are
+    still to come. So ``_exit(1)`` becomes the last of the C library's own exit functions: the interpreter has run its
+    atexit functions and flushed its streams by then.
+    """
+    libc = ctypes.CDLL(None)
+    # They run in reverse order: C streams are flushed, then the process ends.
+    for function, argument in ((libc._exit, 1), (libc.fflush, None)):
+        libc.__cxa_atexit(ctypes.cast(function, ctypes.c_void_p), ctypes.c_void_p(argument), None)

@@ -7,7 +7,7 @@ import sys
 
 from paddle_flexckpt.aoa.config import AoaConfig
 from paddle_flexckpt.catalog import Catalog, without_extra_state
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.foreign.formats import SourceDirectory
 
 
 def add_aoa(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -38,4 +38,4 @@ def catalog_of(path: str) -> Catalog:
     Raises:
         CheckpointError: There is no checkpoint, or its manifest is damaged.
     """
-    return without_extra_state(CheckpointDirectory(path).read_manifest(None).catalog)
+    return without_extra_state(SourceDirectory(path).read_manifest(None).catalog)

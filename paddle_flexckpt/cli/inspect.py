@@ -9,8 +9,9 @@ import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
 from paddle_flexckpt.cli.arguments import add_checkpoint
+from paddle_flexckpt.foreign.formats import ORIGINS, SourceDirectory
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.manifest import ORIGINS, Manifest
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.report import format_bytes
 
 
@@ -26,7 +27,7 @@ def add_command(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> str:
     """The text to print."""
-    directory = CheckpointDirectory(options.source)
+    directory = SourceDirectory(options.source)
     manifest = directory.read_manifest(options.unique_id)
     if options.key:
         return "\n".join(line for key in options.key for line in _shards(manifest.catalog, key))

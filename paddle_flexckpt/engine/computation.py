@@ -8,8 +8,8 @@ from collections.abc import Callable
 import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError, dtype_of
-from paddle_flexckpt.engine.transfer import AnyStorage, write_values
-from paddle_flexckpt.engine.work import Tile, Work
+from paddle_flexckpt.engine.copies import AnyStorage, write_values
+from paddle_flexckpt.engine.plan import Tile, Work
 
 
 class Computation:

@@ -17,11 +17,10 @@ from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype_of
 from paddle_flexckpt.engine.mapping import maybe_fused, whole_mapping
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
-from paddle_flexckpt.foreign.formats import open_destination
-from paddle_flexckpt.media.backend import Backend, Location
+from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination
+from paddle_flexckpt.media.backend import Backend, Location, exists, publish
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import LockedManifest
+from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 from paddle_flexckpt.report import ExportReport, order_warning, replica_warning
@@ -77,7 +76,7 @@ def export_safetensors(
     if not isinstance(max_file_bytes, int) or isinstance(max_file_bytes, bool) or max_file_bytes < 1:
         raise ValidationError([f"max_file_bytes has to be a positive integer; got {max_file_bytes!r}"])
     verify_mode(verify)
-    directory = CheckpointDirectory(path)
+    directory = SourceDirectory(path)
     with contextlib.ExitStack() as stack:
         manifest = stack.enter_context(LockedManifest(directory, unique_id))
         _check_output(sink)
@@ -117,7 +116,7 @@ def export_safetensors(
 
 
 def _check_output(sink: Backend) -> None:
-    if sink.names() or sink.directories():
+    if sink.names() or sink.names("directories"):
         raise ValidationError([f"{sink.path} is not empty. Remedy: give another output, or empty it"])
 
 
@@ -210,12 +209,12 @@ def _write_files(sink: Backend, files: list[_File], arrays: Iterator[np.ndarray]
         files: What to write.
         arrays: The tensors of all files, in order.
     """
-    made = not sink.exists()
-    sink.prepare()
+    made = not exists(sink)
+    sink.make_directory()
     written: list[str] = []
     try:
         for file in files:
-            with sink.create(file.name, replace=True, size=len(file.header) + file.data_bytes) as stream:
+            with sink.create(file.name, "replace", size=len(file.header) + file.data_bytes) as stream:
                 written.append(file.name)
                 stream.write(file.header)
                 for _ in file.names:
@@ -226,7 +225,7 @@ def _write_files(sink: Backend, files: list[_File], arrays: Iterator[np.ndarray]
                 "metadata": {"total_size": sum(file.data_bytes for file in files)},
                 "weight_map": dict(sorted((name, file.name) for file in files for name in file.names)),
             }
-            sink.publish(INDEX_FILE, (json.dumps(index, ensure_ascii=False, indent=2) + "\n").encode())
+            publish(sink, INDEX_FILE, (json.dumps(index, ensure_ascii=False, indent=2) + "\n").encode())
         sink.sync()
     except BaseException:
         with contextlib.suppress(OSError):

@@ -134,7 +134,7 @@ def _check_dtypes(mapping: TensorMapping, target: Catalog) -> None:
         raise ValidationError(problems)
 
 
-def config_digest(aoa_config: Any, master_weights: str) -> str | None:
+def config_digest(aoa_config: Any, master_weights: str = "") -> str | None:
     """What tells one program from another, however it is given; None where there is none."""
     if aoa_config is None:
         return None

@@ -9,7 +9,7 @@ import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.engine.work import Work
+from paddle_flexckpt.engine.plan import Work
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning import Pieces, ReadPlan, ShardMatcher, plan_read
 from paddle_flexckpt.planning.matching import uncovered_targets
@@ -62,17 +62,17 @@ def read_pieces(reader: FileReader, pieces: Pieces, memory: RowMemory, computes:
     arriving: deque[tuple[int, int]] = deque()
 
     def arrive() -> None:
-        while arriving and arriving[0][1] <= reader.settled:
+        while arriving and arriving[0][1] <= reader.hashing_done:
             memory.piece_done(arriving.popleft()[0])
 
     for piece, copy in enumerate(pieces.copies()):
         row = int(pieces.target[piece])
         if computes:
-            reader.settle()
+            reader.wait_for_hashes()
             arrive()
             memory.advance(row)
         reader.read(int(pieces.source[piece]), copy, memory.host_storage(row))
-        arriving.append((row, reader.begun))
+        arriving.append((row, reader.hashing_begun))
         arrive()
-    reader.settle()
+    reader.wait_for_hashes()
     arrive()

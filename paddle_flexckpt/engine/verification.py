@@ -13,9 +13,9 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
     validate_shards,
 )
+from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import LockedManifest
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.repair import rebuild_manifest
 from paddle_flexckpt.native.verify import Verification, verify_files
@@ -44,7 +44,7 @@ def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyRep
         OSError: The manifest cannot be read.
     """
     begin = time.perf_counter()
-    directory = CheckpointDirectory(path)
+    directory = SourceDirectory(path)
     try:
         held = LockedManifest(directory, unique_id)
     except CorruptCheckpointError as error:
@@ -130,7 +130,7 @@ def repair_manifest(
         OSError: The file system refused.
     """
     begin = time.perf_counter()
-    directory = CheckpointDirectory(path)
+    directory = open_to_save(path)
     rebuilt = rebuild_manifest(directory, unique_id, overwrite, save_token, fewer_files)
     directory.write_manifest(rebuilt.manifest)
     catalog = rebuilt.manifest.catalog

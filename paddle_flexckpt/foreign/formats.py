@@ -1,4 +1,4 @@
-"""Whose checkpoint a directory holds, by the names of what is in it.
+"""Tell whose checkpoint a directory holds, by the names of what is in it, and open it for reading or saving.
 
 In this order: a manifest (``{id}.manifest``) is this library's, whatever else is there. Of the others there has to be
 one alone: ``{id}.metadata`` is Paddle's own; the directories ``model_state``, ``optimizer_state`` and
@@ -10,24 +10,113 @@ master weights or adapters are a unified checkpoint of PaddleNLP, and so are wei
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.foreign.huggingface import find_weights, manifest_of_weights
+from paddle_flexckpt.foreign.not_found import explain_missing
 from paddle_flexckpt.foreign.paddle_checkpoint import paddle_ids, read_paddle_manifest
+from paddle_flexckpt.foreign.paddle_metadata import PaddleMetadata
 from paddle_flexckpt.foreign.paddleformers_checkpoint import paddleformers_directories, read_paddleformers_manifest
 from paddle_flexckpt.foreign.tensor_files import INDEX_FILE, TENSOR_FILE, Weights, read_weights
 from paddle_flexckpt.foreign.unified_checkpoint import is_unified_checkpoint, read_unified_manifest
-from paddle_flexckpt.media.backend import Backend, Location, open_backend
+from paddle_flexckpt.media.backend import Backend, Location
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.media.urls import path_of, redacted
-from paddle_flexckpt.native.manifest import ORIGINS, Manifest, Origin
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.node_directory import NodeDirectory
 
+Origin = Literal["native", "paddle", "paddleformers", "unified_checkpoint", "huggingface"]
+# How errors and reports call them.
+ORIGINS: Mapping[str, str] = MappingProxyType(
+    {
+        "native": "a checkpoint of this library's",
+        "paddle": "a checkpoint of Paddle's own",
+        "paddleformers": "a FlexCheckpoint of PaddleFormers",
+        "unified_checkpoint": "a unified checkpoint of PaddleNLP",
+        "huggingface": "a Hugging Face directory",
+    }
+)
 # What no directory is called that a save makes: a load takes such a path for a file's.
 _FILE_NAMES = (TENSOR_FILE, ".index.json")
 
 
-def open_source(location: Location) -> tuple[Backend, str | None]:
-    """The directory that a location stands for, and the safetensors file or index in it, if it is the path of one.
+class SourceDirectory(CheckpointDirectory):
+    """Read a directory of checkpoints, whoever wrote them, or one safetensors file or index.
+
+    Attributes:
+        backend: Its files.
+        path: What the caller calls it.
+    """
+
+    def __init__(self, location: Location) -> None:
+        """Open nothing yet.
+
+        Args:
+            location: The directory, which need not exist; or a safetensors file or index of another program's.
+
+        Raises:
+            ValidationError: It is no location.
+        """
+        backend, self._file = _split_file(location)
+        super().__init__(backend)
+        self.path = backend.where(self._file) if self._file else backend.path
+
+    def list_ids(self) -> list[int]:
+        """Return the ids of this library's own checkpoints, in rising order."""
+        return [] if self._file else super().list_ids()
+
+    def read_manifest(self, unique_id: int | None = None) -> Manifest:
+        """Read the manifest of a checkpoint, or make one of what another program has written.
+
+        Args:
+            unique_id: Its id; None takes the highest.
+
+        Raises:
+            ValidationError: There is no such checkpoint; the text says what is there instead.
+            CorruptCheckpointError: The manifest is damaged, or a file that it names is missing or of another size.
+        """
+        ids = self.list_ids()
+        if ids and unique_id in (None, *ids):
+            return super().read_manifest(unique_id)
+        # With a manifest there, only ids of Paddle's can be meant that it does not have.
+        found = find_foreign(self.backend, self._file) if not ids or paddle_ids(self.backend) else None
+        if found is not None and (unique_id is None or found.origin != "paddle" or unique_id in found.ids):
+            return found.read(self.backend, unique_id)
+        raise ValidationError([explain_missing(self.backend, ids, unique_id)])
+
+    def origin(self) -> Origin:
+        """Tell whose checkpoint is here; errors of :func:`detect_format`."""
+        if self.list_ids():
+            return "native"
+        found = find_foreign(self.backend, self._file)
+        if found is None:
+            raise ValidationError([explain_missing(self.backend, [], None)])
+        return found.origin
+
+
+def detect_format(path: Location) -> Origin:
+    """Tell whose checkpoint a directory holds.
+
+    Args:
+        path: The directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file or index.
+
+    Returns:
+        ``"native"``, ``"paddle"``, ``"paddleformers"``, ``"unified_checkpoint"`` or ``"huggingface"``.
+
+    Raises:
+        ValidationError: There is no checkpoint, or there are several of different programs.
+        CorruptCheckpointError: Safetensors files, whose headers tell whose they are, are damaged.
+    """
+    return SourceDirectory(path).origin()
+
+
+def _split_file(location: Location) -> tuple[Backend, str | None]:
+    """Return the directory that a location stands for, and the safetensors file or index in it that it names.
 
     Raises:
         ValidationError: It is no location.
@@ -47,6 +136,15 @@ def shown(location: object) -> str:
         return repr(location.path)
     text = os.fspath(location) if isinstance(location, os.PathLike) else location
     return repr(redacted(text) if isinstance(text, str) else text)
+
+
+def open_to_save(location: Location) -> NodeDirectory:
+    """Return the directory that a location stands for, to save to, with the file for Paddle's own loader.
+
+    Raises:
+        ValidationError: It is no location, or a file's by its name, and no directory has that name.
+    """
+    return NodeDirectory(open_destination(location), PaddleMetadata())
 
 
 def open_destination(location: Location) -> Backend:
@@ -80,7 +178,7 @@ class ForeignSource:
     weights: Weights | None = None
 
     def read(self, backend: Backend, unique_id: int | None = None) -> Manifest:
-        """Its manifest.
+        """Make its manifest.
 
         Args:
             backend: Its directory.
@@ -104,7 +202,7 @@ class ForeignSource:
 
 
 def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | None:
-    """What another program has written into a directory; None if there is nothing of the kind.
+    """Find what another program has written into a directory; None if there is nothing of the kind.
 
     Args:
         backend: The directory.
@@ -118,7 +216,7 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
         return _weights(backend, file)
     names = backend.names()
     ids = paddle_ids(backend)
-    directories = paddleformers_directories(backend, backend.directories())
+    directories = paddleformers_directories(backend, backend.names("directories"))
     unified = is_unified_checkpoint(names)
     found = find_weights(backend.path, names) if not unified else None
     whose: list[Origin] = []

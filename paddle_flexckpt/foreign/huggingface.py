@@ -14,7 +14,7 @@ from paddle_flexckpt.foreign.tensor_files import (
     manifest_of_files,
 )
 from paddle_flexckpt.media.backend import Backend
-from paddle_flexckpt.native.manifest import Manifest, Origin
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.save_names import save_of
 
 MODEL_FILE = "model" + TENSOR_FILE
@@ -60,7 +60,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def manifest_of_weights(backend: Backend, weights: Weights, origin: Origin) -> Manifest:
+def manifest_of_weights(backend: Backend, weights: Weights, origin: str) -> Manifest:
     """The manifest of whole tensors under the names that they are stored under."""
     shards = [StoredShard(tensor, tensor, weights.files[name]) for tensor, name in weights.where.items()]
     return manifest_of_files(backend, shards, weights.files.values(), [weights.digest], origin)

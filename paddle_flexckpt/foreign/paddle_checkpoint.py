@@ -26,8 +26,9 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata
 from paddle_flexckpt.foreign.safe_pickle import load_pickle
-from paddle_flexckpt.media.backend import Backend, InputFile, Location, open_backend
+from paddle_flexckpt.media.backend import Backend, InputFile, Location
 from paddle_flexckpt.media.file_names import check_file_name
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header

@@ -15,6 +15,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, group_replicas
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.save_directory import Companion
 
 # The one name that Paddle looks for whatever id it is asked for.
 PADDLE_METADATA = "flex-ckpt.auto_generated.metadata"
@@ -28,29 +29,34 @@ _DTYPES = frozenset(
 _BEGIN = b"\x80\x04\x8c"
 
 
-def refusal(reason: str) -> bytes:
-    """A file that stops Paddle: it names a module that no Python has, so that the error says the reason."""
-    # Of a name with dots in it the error would show the beginning alone.
-    return _BEGIN[:2] + _text(_sentence(reason)) + _text("Metadata") + b"\x93."
+class PaddleMetadata(Companion):
+    """Make the file for Paddle's own loader."""
+
+    name = PADDLE_METADATA
+
+    def refuse(self, reason: str) -> bytes:
+        """Return a file that stops Paddle: it names a module that no Python has, so that the error says the reason."""
+        # Of a name with dots in it the error would show the beginning alone.
+        return _BEGIN[:2] + _text(_sentence(reason)) + _text("Metadata") + b"\x93."
+
+    def encode(self, manifest: Manifest) -> bytes:
+        """Say which keys the only checkpoint of a directory has, and where.
+
+        What Paddle would read wrong has, instead of its files, one that is not there, whose name says why.
+        """
+        catalog = manifest.catalog
+        reason = _why_not(catalog)
+        if reason:
+            catalog = replace(catalog, files=(_sentence(reason),) * len(catalog.files))
+        return _Pickle().metadata(catalog)
+
+    def is_ours(self, data: bytes) -> bool:
+        """Return whether a file of that name has been written here, if only in part."""
+        return _BEGIN.startswith(data[: len(_BEGIN)])
 
 
 def _sentence(reason: str) -> str:
     return f"paddle_flexckpt wrote this and can load it; Paddle cannot, because {reason}"
-
-
-def encode_metadata(manifest: Manifest) -> bytes:
-    """What the file says of the only checkpoint in a directory: which keys there are, and where.
-
-    What Paddle would read wrong has, instead of its files, one that is not there, whose name says why.
-    """
-    catalog = manifest.catalog
-    reason = _why_not(catalog)
-    return _Pickle().metadata(replace(catalog, files=(_sentence(reason),) * len(catalog.files)) if reason else catalog)
-
-
-def is_ours(data: bytes) -> bool:
-    """Return whether a file of that name has been written here, if only in part."""
-    return _BEGIN.startswith(data[: len(_BEGIN)])
 
 
 def _why_not(catalog: Catalog) -> str:

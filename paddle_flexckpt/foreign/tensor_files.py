@@ -24,11 +24,11 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.json_cursor import JsonCursor
-from paddle_flexckpt.native.manifest import Manifest, Origin
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.safetensors_header import StoredTensor, header_bytes, parse_header
 
 TENSOR_FILE, INDEX_FILE = ".safetensors", ".safetensors.index.json"
@@ -213,7 +213,7 @@ def read_weights(backend: Backend, source: str) -> Weights:
         raise CorruptCheckpointError(f"{backend.where(source)} has no weight_map. Remedy: restore it")
     path = backend.where(source)
     names = sorted(set(index.files.values()))
-    files = dict(zip(names, backend.each(lambda name: read_tensor_file(backend, name, path), names)))
+    files = dict(zip(names, map_files(backend, lambda name: read_tensor_file(backend, name, path), names)))
     problems = []
     for tensor, name in index.files.items():
         if tensor not in files[name].tensors:
@@ -246,7 +246,7 @@ def manifest_of_files(
     shards: Iterable[StoredShard],
     files: Iterable[TensorFile],
     digests: Iterable[bytes],
-    origin: Origin,
+    origin: str,
     world_size: int = 1,
 ) -> Manifest:
     """The manifest of what another program has written into safetensors files, without checksums.

@@ -6,7 +6,8 @@ from typing import Any
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.foreign.safe_pickle import load_pickle
-from paddle_flexckpt.media.backend import Location, open_backend
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.media.opening import open_backend
 
 # What paddle.save puts into every dict of arrays.
 _PARAMETER_NAMES = "StructuredToParameterName@@"

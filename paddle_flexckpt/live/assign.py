@@ -9,7 +9,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import Box, StridedCopy, row_major_strides
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.engine.transfer import copy_values
+from paddle_flexckpt.engine.copies import copy_values
 from paddle_flexckpt.live.tensors import HostTensor, device_of, dtype_name, open_storage
 
 

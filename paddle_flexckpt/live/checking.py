@@ -7,8 +7,8 @@ from typing import Any
 
 from paddle_flexckpt.catalog import concat
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
+from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.loader import check_heads
 from paddle_flexckpt.live.sources import check_layout
 from paddle_flexckpt.live.state import open_state
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from paddle_flexckpt.catalog import LostRankError, ValidationError
@@ -249,70 +248,3 @@ def communicator_for(process_group: Any = None) -> Communicator:
             ]
         )
     return comm
-
-
-def check_coordinator(comm: Communicator, coordinator_rank: int) -> None:
-    """Raises ValidationError where the coordinator is not a member of the group."""
-    if not isinstance(coordinator_rank, int) or not 0 <= coordinator_rank < comm.size:
-        raise ValidationError(
-            [f"coordinator_rank counts within the process group, 0 to {comm.size - 1}; got {coordinator_rank!r}"]
-        )
-
-
-def check_same(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None = None) -> None:
-    """Raises ValidationError where ranks disagree about what is to be done; the same on every rank.
-
-    Args:
-        heads: Every rank's view, as JSON. The member ``context`` of an object is not compared: ranks may reach one
-            checkpoint by different paths. The error is told in that of the first rank.
-        context: What is being done, for the error, where heads do not say it.
-        ranks: Numbers of the ranks; by default they are counted.
-    """
-    if len(set(heads)) != 1:
-        said = _objects(heads)
-        if said and len({json.dumps({**each, "context": ""}, sort_keys=True) for each in said}) == 1:
-            return
-        if said:
-            context = said[0].get("context", context)
-        met: dict[str, list[str]] = {}
-        for rank, head in zip(range(len(heads)) if ranks is None else ranks, heads):
-            met.setdefault(_call_of(head), []).append(str(rank))
-        if len(met) > 1:
-            made = "; ".join(f"rank {', '.join(those)}: {call}" for call, those in met.items())
-            remedy = "Remedy: make the same calls in the same order on every rank"
-            raise ValidationError([f"ranks do not make the same call: {made}. {remedy}"], context)
-        seen = "; ".join(sorted(set(_differences(heads))))
-        remedy = (
-            "Remedy: call with the same arguments on every rank; if the checkpoint differs, a save has just ended: "
-            "give unique_id"
-        )
-        raise ValidationError([f"ranks disagree: {seen}. {remedy}"], context)
-
-
-def _call_of(head: bytes) -> str:
-    """Return the public call that a rank is in, by what it says first."""
-    try:
-        said = json.loads(head)
-        return str(said["call"])
-    except (ValueError, KeyError, TypeError):
-        return "a later step of a call"
-
-
-def _objects(heads: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return every rank's view if all are JSON objects; else none."""
-    try:
-        said = [json.loads(head) for head in heads]
-    except ValueError:
-        return []
-    return said if all(isinstance(each, dict) for each in said) else []
-
-
-def _differences(heads: Sequence[bytes]) -> list[str]:
-    """Return every rank's view: of JSON objects only the members in which they differ."""
-    said = _objects(heads)
-    if not said:
-        return [head.decode() for head in heads]
-    absent = object()
-    names = dict.fromkeys(name for each in said for name in each)
-    differ = [name for name in names if any(each.get(name, absent) != said[0].get(name, absent) for each in said)]
-    return [json.dumps({name: each[name] for name in differ if name in each}) for each in said]

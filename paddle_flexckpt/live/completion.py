@@ -10,12 +10,13 @@ from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 from paddle_flexckpt.engine.mapping import compile_mapping
+from paddle_flexckpt.engine.options import TransferOptions
 from paddle_flexckpt.live.state import LocalState
-from paddle_flexckpt.live.targets import Policy, Wanted, resolve
+from paddle_flexckpt.live.targets import Wanted, resolve
 
 
 def match(
-    state: LocalState, source: Catalog, policy: Policy, aoa_config: Any, all_targets: Catalog | None
+    state: LocalState, source: Catalog, policy: TransferOptions, aoa_config: Any, all_targets: Catalog | None
 ) -> tuple[TensorMapping | None, Wanted]:
     """What a rank's targets are made of, as the user says; what is left to be put right is in ``reordered``.
 
@@ -43,7 +44,7 @@ def complete(
     statements: Sequence[str],
     state: LocalState,
     source: Catalog,
-    policy: Policy,
+    policy: TransferOptions,
     aoa_config: Any,
     targets: Catalog,
 ) -> tuple[TensorMapping, Wanted]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy, strides_of_shape
 from paddle_flexckpt.catalog import Catalog, dtype_of
-from paddle_flexckpt.engine.transfer import AnyStorage, Storage, copy_values
+from paddle_flexckpt.engine.copies import AnyStorage, Storage, copy_values
 from paddle_flexckpt.live.device_memory import DeviceMemory, current_device
 from paddle_flexckpt.planning import ExchangePlan, Pieces
 

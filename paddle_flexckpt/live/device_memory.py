@@ -15,7 +15,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy, array_axes, strides_of_shape
 from paddle_flexckpt.catalog import CheckpointError, dtype_of
-from paddle_flexckpt.engine.transfer import DEVICE_CHUNK_BYTES, DeviceStorage
+from paddle_flexckpt.engine.copies import DEVICE_CHUNK_BYTES, DeviceStorage
 from paddle_flexckpt.live.tensors import device_of, dtype_name, element_count, empty_on_host, host_memory
 
 # The integer type of Paddle and numpy in which an element of so many bytes is moved. 16 bytes are two of 8.
@@ -69,7 +69,7 @@ def current_device(device: str) -> Iterator[None]:
 
 
 class DeviceMemory:
-    """Reach the elements of one device tensor; see :class:`~paddle_flexckpt.engine.transfer.DeviceStorage`.
+    """Reach the elements of one device tensor; see :class:`~paddle_flexckpt.engine.copies.DeviceStorage`.
 
     Attributes:
         dtype: The elements' type on the host.
@@ -113,11 +113,11 @@ class DeviceMemory:
         return self._tensor.place
 
     def along_axes(self, copy: StridedCopy, side: int) -> StridedCopy:
-        """See :class:`~paddle_flexckpt.engine.transfer.DeviceStorage`."""
+        """See :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
         return copy if self._strides is None else copy.along_axes(side, self._shape)
 
     def read(self, copy: StridedCopy) -> np.ndarray:
-        """See :class:`~paddle_flexckpt.engine.transfer.DeviceStorage`."""
+        """See :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
         import paddle
 
         host = paddle.CPUPlace()
@@ -135,7 +135,7 @@ class DeviceMemory:
         return values.reshape(copy.extents)
 
     def write(self, copy: StridedCopy, values: np.ndarray) -> None:
-        """See :class:`~paddle_flexckpt.engine.transfer.DeviceStorage`."""
+        """See :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
         import paddle
 
         values = np.ascontiguousarray(values).reshape(-1)
@@ -156,7 +156,7 @@ class DeviceMemory:
                 part.copy_(chunk, True)
 
     def copy_from(self, source: DeviceStorage, copy: StridedCopy) -> None:
-        """See :class:`~paddle_flexckpt.engine.transfer.DeviceStorage`."""
+        """See :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
         import paddle
 
         if not isinstance(source, DeviceMemory):

@@ -9,9 +9,9 @@ from typing import Any, Union
 from paddle_flexckpt import aoa
 from paddle_flexckpt.aoa import AoaConfig
 from paddle_flexckpt.catalog import Catalog, ValidationError, without_extra_state
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.state import open_state
 from paddle_flexckpt.media.backend import Backend, Location
-from paddle_flexckpt.native.directory import CheckpointDirectory
 
 Tensors = Union[Location, Mapping[str, Any], Catalog]
 
@@ -62,4 +62,4 @@ def _catalog(tensors: Tensors) -> Catalog:
         raise ValidationError(
             [f"expected a checkpoint's directory, a state dict or a catalog; got a {type(tensors).__name__}"]
         )
-    return without_extra_state(CheckpointDirectory(tensors).read_manifest(None).catalog)
+    return without_extra_state(SourceDirectory(tensors).read_manifest(None).catalog)

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from paddle_flexckpt.live.name_compatibility import raw_parameter
+from paddle_flexckpt.engine.names import raw_parameter
 from paddle_flexckpt.live.state import LocalState, tensor_name
 from paddle_flexckpt.live.tensors import address_range, dtype_name
 

@@ -9,35 +9,32 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError, concat, validate_shards
-from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
-from paddle_flexckpt.engine.mapping import config_digest
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
+from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
+from paddle_flexckpt.engine.names import check_across_ranks, split_raw
+from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, LoadOptions, TransferOptions, takes
+from paddle_flexckpt.engine.plan import Work, plan_work
 from paddle_flexckpt.engine.reading import plan_reads, read_pieces
-from paddle_flexckpt.engine.work import Work, plan_work
-from paddle_flexckpt.foreign.formats import shown
-from paddle_flexckpt.live.communicator import Communicator, check_coordinator, check_same, communicator_for
+from paddle_flexckpt.foreign.formats import SourceDirectory, shown
+from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.completion import complete, match
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.live.live_masters import renew_masters
-from paddle_flexckpt.live.name_compatibility import check_across_ranks, split_raw
-from paddle_flexckpt.live.node_saves import Storage, check_storage
-from paddle_flexckpt.live.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
 from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.live.target_memory import TargetMemory
-from paddle_flexckpt.live.targets import MASTER, OptimizerStates, Policy, Strict, Wanted
+from paddle_flexckpt.live.targets import MASTER, Wanted
 from paddle_flexckpt.media.backend import Location, reading
-from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
-from paddle_flexckpt.native.locked_manifest import LockedManifest
+from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning import ReadPlan, ShardMatcher
 from paddle_flexckpt.report import LoadReport, order_warning, replica_warning
@@ -46,11 +43,11 @@ logger = logging.getLogger("paddle_flexckpt")
 _report_level = contextvars.ContextVar("report_level", default=logging.INFO)
 
 
-@same_on_all_ranks(
+@takes(
+    LoadOptions,
     state_dict=SHARDS,
     path=PATH,
     process_group=GROUP,
-    unique_id="what is compared is the checkpoint that it stands for",
     offload=UNUSED,
     safetensors=UNUSED,
     worker_groups=UNUSED,
@@ -68,18 +65,9 @@ def load_state_dict(
     safetensors: bool = True,
     worker_groups: Any = None,
     comm_method: str = "direct",
-    *,
-    strict: Strict = "missing",
-    dtype: Literal["raise", "cast"] = "raise",
-    tied_names: bool = True,
-    master_weights: Literal["exact", "convert"] = "exact",
-    fused: Literal["convert", "exact"] = "convert",
-    verify: bool | VerifyMode = "read",
-    use_replicas: bool = True,
-    optimizer_states: OptimizerStates = "raise",
-    storage: Storage = "shared",
+    **options: Any,
 ) -> LoadReport:
-    """Fills live shards, in place, from a checkpoint that was saved under this or any other layout.
+    """Fill live shards, in place, from a checkpoint that was saved under this or any other layout.
 
     Every rank of the group calls this with its own targets. Everything is checked on all ranks before the first
     target is touched. Each rank then reads just the bytes that its targets need, each once.
@@ -91,44 +79,11 @@ def load_state_dict(
             PaddleFormers, PaddleNLP (unified checkpoint) or Hugging Face. Or a safetensors file or index of these.
         process_group: The ranks that take part; all ranks of the job by default. ``"self"``: this rank alone, which has
             to hold everything (pure data parallelism, where one rank may save for all).
-        coordinator_rank: The rank, counted within the group, that writes the log line.
-        unique_id: The checkpoint's id; None takes the highest.
         offload: Accepted for compatibility: reading goes through host memory always, one tensor at a time.
-        mw_name_compatibility: Whether a key that the checkpoint lacks may be found under another of the names that
-            Paddle gives the same tensor in dynamic and static graph, in semi-automatic and hybrid parallel, in plain
-            and sharded state dicts (docs/semi_auto.md, Names); the report lists those among the aliases. False: keys
-            are found under their own names alone.
-        aoa_config: AOA statements that say what the targets are made of (docs/aoa.md): a dict with the key
-            ``aoa_statements``, the same as a JSON text, or the path of a JSON or YAML file. The same on every rank.
         safetensors: Accepted for compatibility: data files are safetensors files always.
         worker_groups: Accepted for compatibility: no tensor data is communicated.
         comm_method: Accepted for compatibility, likewise.
-        strict: Which keys without a counterpart are errors: ``"missing"`` (targets that the checkpoint lacks),
-            ``"unexpected"`` (keys that no rank asks for), True (both) or False (neither).
-        dtype: ``"raise"`` makes a dtype that differs an error; ``"cast"`` converts the values.
-        tied_names: Whether a key that the checkpoint lacks may be taken from another name of the same, tied
-            parameter; the report lists those.
-        master_weights: ``"convert"`` lets a master weight (``.w_0``) that the checkpoint lacks start from its
-            parameter, and takes a float32 parameter from its master weight where the checkpoint has one; the report
-            lists those. ``"exact"`` does neither.
-        fused: ``"convert"``: a fused parameter (one with a :class:`FusedAxis` rule) that the source holds in another
-            number of tensor-parallel parts is put right, its states with it, by the AOA statement of its rule; the
-            report lists those. A save records rule and number of parts, so a target without a rule gets natural order.
-            Keys that statements of ``aoa_config`` make are their business. ``"exact"`` makes another number of parts
-            an error.
-        verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` reads those blocks whole
-            too of which only a part is needed, so that every byte that reaches a target is verified; the report says
-            how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
-        use_replicas: Whether a replica (of a save with ``save_replicas=True``) is read where a file or a block turns
-            out to be damaged; the report and a warning say so. What is not verified is not noticed.
-        optimizer_states: ``"raise"``: states that the checkpoint has of a parameter that is loaded, and that no rank
-            asks for, are an error, whatever ``strict`` says: an optimizer that was not described has none.
-            ``"ignore"`` loads without them: weights for inference, say, or a model that is loaded before its optimizer.
-            Float32 masters that a live optimizer has of loaded parameters, and that are not loaded too, are made the
-            parameters' values, or warned of where they are cut otherwise: they would undo the load at the next step.
-        storage: ``"shared"``: every rank sees all files. ``"per_node"``: ranks may see some of them only, or none (see
-            :func:`save_state_dict`); what a rank does not see it receives from one that does. The highest id that any
-            rank sees is taken.
+        **options: Like all other arguments, of :class:`~paddle_flexckpt.engine.options.LoadOptions`.
 
     Returns:
         What was done.
@@ -140,25 +95,25 @@ def load_state_dict(
             targets partly overwritten; the text says so.
         UnreadableCheckpointError: The storage refused or failed; targets may be partly overwritten.
     """
-    options = locals()
+    asked = LoadOptions(
+        coordinator_rank=coordinator_rank,
+        unique_id=unique_id,
+        mw_name_compatibility=mw_name_compatibility,
+        aoa_config=aoa_config,
+        **options,
+    )
     begin = time.perf_counter()
     comm = communicator_for(process_group)
-    per_node = storage == "per_node"
+    per_node = asked.storage == "per_node"
     context = "cannot load from the nodes' directories" if per_node else f"cannot load from {shown(path)}"
 
     @functools.cache
-    def directory() -> NodeDirectory:
-        return NodeDirectory(path)
+    def directory() -> SourceDirectory:
+        return SourceDirectory(path)
 
     def head(checkpoint: str) -> bytes:
         check_coordinator(comm, coordinator_rank)
-        verify_mode(verify)
-        check_storage(storage)
-        digest = config_digest(aoa_config, master_weights)
-        return encode_options(load_state_dict, options, checkpoint=checkpoint, aoa_config=digest, context=context)
-
-    def policy() -> Policy:
-        return Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility, optimizer_states)
+        return asked.encode("load_state_dict", checkpoint=checkpoint, context=context)
 
     if per_node:
         # It stands on the exchange, which stands on this module.
@@ -174,11 +129,8 @@ def load_state_dict(
                     directory(),
                     found,
                     lambda: head(found.manifest.save_token),
-                    policy,
+                    asked,
                     context,
-                    verify=verify,
-                    use_replicas=use_replicas,
-                    aoa_config=aoa_config,
                 )
                 _tell(report, comm, coordinator_rank)
                 return report
@@ -192,14 +144,14 @@ def load_state_dict(
 
     def prepare() -> tuple[_Prepared, bytes]:
         manifest, state, said = describe()
-        mapping, wanted = match(state, manifest.catalog, policy(), aoa_config, all_targets)
+        mapping, wanted = match(state, manifest.catalog, asked, aoa_config, all_targets)
         if wanted.reordered:
             targets = state.catalog if all_targets is None else all_targets
             statements = wanted.completion(manifest.catalog)
-            mapping, wanted = complete(wanted, statements, state, manifest.catalog, policy(), aoa_config, targets)
+            mapping, wanted = complete(wanted, statements, state, manifest.catalog, asked, aoa_config, targets)
         work = plan_work(wanted.catalog, wanted.rows, mapping)
         plan = plan_reads(ShardMatcher(manifest.catalog), work, mapping)
-        reader = stack.enter_context(FileReader(directory().backend, manifest, verify, use_replicas))
+        reader = stack.enter_context(FileReader(directory().backend, manifest, asked.verify, asked.use_replicas))
         with reading(directory().path):
             reader.check_files(plan.pieces.source)
         used = np.packbits(used_keys(manifest.catalog, wanted, mapping)).tobytes()
@@ -214,7 +166,7 @@ def load_state_dict(
         ready, answers = comm.together(prepare, context)
         bits, names = check_heads(answers, context, comm.ranks)
         check_across_ranks([json.loads(each) for each in names], context)
-        unexpected = check_unexpected(ready.manifest.catalog, bits, ready.mapping, policy(), context)
+        unexpected = check_unexpected(ready.manifest.catalog, bits, ready.mapping, asked, context)
         planned = time.perf_counter()
         peak_scratch, needed = comm.together(ready.read, context)
     kept = ready.work.kept_keys(ready.state.catalog)
@@ -322,23 +274,6 @@ def gather_targets(comm: Communicator, describe: Callable[[], tuple[LocalState, 
     return concat([decode_catalog(catalog) for catalog in check_heads(answers, context, comm.ranks)[0]])
 
 
-def check_heads(answers: list[bytes], context: str, ranks: Sequence[int] | None = None) -> list[tuple[bytes, ...]]:
-    """Checks that the first parts of all ranks' messages are the same, and gives the others, part by part.
-
-    Args:
-        answers: The messages.
-        context: What is being done, for the error.
-        ranks: Numbers of the ranks; by default they are counted.
-
-    Raises:
-        ValidationError: Ranks disagree about what is to be done; the same on every rank.
-    """
-    messages = [split(answer) for answer in answers]
-    # First of all: ranks that disagree may not even be in the same step.
-    check_same([message[0] if message else b"" for message in messages], context, ranks)
-    return list(zip(*(message[1:] for message in messages)))
-
-
 def used_keys(source: Catalog, wanted: Wanted, mapping: TensorMapping | None = None) -> np.ndarray:
     """Bool per key of the source: whether this rank fills something from it."""
     index = {name: i for i, name in enumerate(source.keys)}
@@ -354,7 +289,7 @@ def used_keys(source: Catalog, wanted: Wanted, mapping: TensorMapping | None = N
 
 
 def check_unexpected(
-    source: Catalog, bits: tuple[bytes, ...], mapping: TensorMapping | None, policy: Policy, context: str
+    source: Catalog, bits: tuple[bytes, ...], mapping: TensorMapping | None, policy: TransferOptions, context: str
 ) -> list[str]:
     """Return the keys of the source that no rank uses. Extra state does not count, nor what AOA statements remove.
 

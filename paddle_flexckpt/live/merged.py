@@ -11,13 +11,13 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 from paddle_flexckpt.engine.mapping import maybe_fused, stored, whole_mapping
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.tensors import empty_on_host
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.checksums import VerifyMode
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import LockedManifest
+from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.report import order_warning
 
@@ -58,7 +58,7 @@ def load_merged_state_dict(
         CorruptCheckpointError: It is damaged.
         UnreadableCheckpointError: The storage does not let it be read.
     """
-    directory = CheckpointDirectory(path)
+    directory = SourceDirectory(path)
     with reading(directory.path), LockedManifest(directory, unique_id) as manifest:
         return _load_merged(path, prefix, manifest, aoa_config, verify, use_replicas)
 

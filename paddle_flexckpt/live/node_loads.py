@@ -20,15 +20,13 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
 )
 from paddle_flexckpt.catalog.wire import join, split
+from paddle_flexckpt.engine.agreement import check_heads
+from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.loader import check_heads
 from paddle_flexckpt.live.resharder import Source, fill_targets
 from paddle_flexckpt.live.sources import CheckedSources
-from paddle_flexckpt.live.targets import Policy
-from paddle_flexckpt.native.checksums import VerifyMode
-from paddle_flexckpt.native.locked_manifest import LockedManifest
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.save_names import save_of
 from paddle_flexckpt.planning import ExchangePlan
@@ -67,7 +65,7 @@ class Found(NamedTuple):
 
 def find_checkpoint(
     comm: Communicator,
-    open_directory: Callable[[], NodeDirectory],
+    open_directory: Callable[[], CheckpointDirectory],
     unique_id: int | None,
     head: Callable[[], bytes],
     held: contextlib.ExitStack,
@@ -136,7 +134,7 @@ def find_checkpoint(
 
 
 def _look(
-    comm: Communicator, directory: NodeDirectory, own: Manifest | None, token: str, owner: int, context: str
+    comm: Communicator, directory: CheckpointDirectory, own: Manifest | None, token: str, owner: int, context: str
 ) -> Found:
     """Give every rank the manifest of one save, and find out who can read which of its files."""
     has = own is not None and own.save_token == token
@@ -176,7 +174,7 @@ class _StoredItem:
         values = np.empty(copy.extents, dtype=self.dtype)
         strides = tuple(stride // self.dtype.itemsize for stride in values.strides)
         self.reader.read(self.item, replace(copy, target_base=0, target_strides=strides), values.reshape(-1))
-        self.reader.settle()
+        self.reader.wait_for_hashes()
         return values
 
 
@@ -244,15 +242,11 @@ class _NodeFiles(Source):
 def load_from_nodes(
     comm: Communicator,
     state_dict: Mapping[str, Any],
-    directory: NodeDirectory,
+    directory: CheckpointDirectory,
     found: Found,
     head: Callable[[], bytes],
-    make_policy: Callable[[], Policy],
+    options: LoadOptions,
     context: str,
-    *,
-    verify: bool | VerifyMode,
-    use_replicas: bool,
-    aoa_config: Any,
 ) -> LoadReport:
     """Fill targets from the files that the ranks see: a rank reads those that it sees, and receives the rest.
 
@@ -262,26 +256,23 @@ def load_from_nodes(
         directory: This rank's.
         found: The checkpoint.
         head: Gives what ranks have to agree about, or raises.
-        make_policy: Says what is allowed, or raises.
+        options: Of the load.
         context: What is being done, for errors.
-        verify: As of :func:`load_state_dict`; so are the arguments that follow.
 
     Raises:
         ValidationError: The checkpoint does not fit; no target was changed.
         CorruptCheckpointError: No rank can read something that a target needs; likewise. Damage that only reading can
             find may leave targets partly overwritten.
     """
-    with FileReader(directory.backend, found.manifest, verify, use_replicas) as reader:
+    with FileReader(directory.backend, found.manifest, options.verify, options.use_replicas) as reader:
         report = fill_targets(
             comm,
             state_dict,
             _NodeFiles.open(comm.ranks, found, reader),
             head,
-            make_policy,
+            options,
             context,
-            coordinator_rank=0,
             offload=True,  # files are read into host memory
-            aoa_config=aoa_config,
         )
         return replace(
             report,

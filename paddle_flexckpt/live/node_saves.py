@@ -16,13 +16,16 @@ import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.catalog.wire import join, split
-from paddle_flexckpt.engine.transfer import CHUNK_BYTES
-from paddle_flexckpt.live.communicator import Communicator, check_same
+from paddle_flexckpt.engine.agreement import check_same
+from paddle_flexckpt.engine.copies import CHUNK_BYTES
+from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.transport import Transport
-from paddle_flexckpt.media.backend import Backend, FileLock
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.media.backend import Backend, write_file
+from paddle_flexckpt.media.locks import Lock
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.node_directory import NodeDirectory
+from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import SaveNames
 
 Storage = Literal["shared", "per_node"]
@@ -98,7 +101,7 @@ class NodeSave:
         for name in filter(_TOKEN.fullmatch, backend.names()):
             backend.remove(name)
         self.directory.publish_prepared(self.published)
-        self.directory.remove_dead_saves(self.ticket, self.aborted)
+        remove_dead_saves(self.directory, self.ticket, self.aborted)
         left = sorted(set(self.directory.known_saves().prepared))
         if left:
             logger.warning(
@@ -129,7 +132,7 @@ class NodeSave:
         manifest = replace(merged, nodes={name: tuple(held) for name, held in files.items()})
         comm, directory, context = self.comm, self.directory, self.context
         rank, name = comm.rank, self.names[self.node]
-        replaced: list[FileLock | None] = []
+        replaced: list[Lock | None] = []
 
         def prepare() -> tuple[None, bytes]:
             if self.is_committer:
@@ -218,7 +221,7 @@ def check_storage(storage: Storage, copies: int = 1, in_background: bool = False
         raise ValidationError([f"node_copies={copies!r} needs storage='per_node'"])
 
 
-def check_visible(directory: CheckpointDirectory, ticket: SaveNames) -> tuple[None, bytes]:
+def check_visible(directory: SaveDirectory, ticket: SaveNames) -> tuple[None, bytes]:
     """Check that this rank sees the save that another has begun, as it has to with storage that all share.
 
     Raises:
@@ -262,9 +265,9 @@ def meet_nodes(
 
     def show() -> tuple[None, bytes]:
         said, backend = head(), open_directory().backend
-        backend.prepare()
+        backend.make_directory()
         locks.callback(_remove, backend, own)
-        backend.write(own, b"")
+        write_file(backend, own, b"")
         return None, join((said, own.encode()))
 
     def look() -> tuple[None, bytes]:

@@ -21,7 +21,7 @@ import numpy as np
 import xxhash
 
 from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError, dtype_of
-from paddle_flexckpt.engine.transfer import pack_copy
+from paddle_flexckpt.engine.copies import pack_copy
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.device_memory import DeviceMemory, current_device, on_host
 from paddle_flexckpt.live.replica_policies import CLOSE, EQUAL, FIRST

@@ -13,37 +13,32 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
-from paddle_flexckpt.engine.mapping import config_digest
-from paddle_flexckpt.engine.transfer import AnyStorage, copy_pieces, pack, unpack
-from paddle_flexckpt.engine.work import Work, plan_work
-from paddle_flexckpt.live.communicator import Communicator, check_coordinator, communicator_for
+from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
+from paddle_flexckpt.engine.copies import AnyStorage, copy_pieces, pack, unpack
+from paddle_flexckpt.engine.names import check_across_ranks
+from paddle_flexckpt.engine.options import GROUP, SHARDS, UNUSED, TransferOptions, rule, takes
+from paddle_flexckpt.engine.plan import Work, plan_work
+from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.completion import complete, match
 from paddle_flexckpt.live.device_exchange import DeviceExchange, Traffic
 from paddle_flexckpt.live.device_memory import devices_of, has_views, wait_for_devices
 from paddle_flexckpt.live.live_masters import renew_masters
-from paddle_flexckpt.live.loader import (
-    check_heads,
-    check_unexpected,
-    gather_targets,
-    used_keys,
-)
-from paddle_flexckpt.live.name_compatibility import check_across_ranks
-from paddle_flexckpt.live.options import GROUP, SHARDS, UNUSED, encode_options, same_on_all_ranks
+from paddle_flexckpt.live.loader import check_unexpected, gather_targets, used_keys
 from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.replicas import Replicas, replica_digests
 from paddle_flexckpt.live.shared_memory import refuse_shared_memory
 from paddle_flexckpt.live.sources import CheckedSources, check_sources
 from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.live.target_memory import TargetMemory
-from paddle_flexckpt.live.targets import OptimizerStates, Policy, Strict, Wanted
+from paddle_flexckpt.live.targets import Wanted
 from paddle_flexckpt.live.tensors import open_storage
 from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.live.virtual_files import gather_virtual_files, held_tensors
@@ -60,7 +55,24 @@ def virtual_file(rank: int) -> str:
     return f"vfile_{rank}"
 
 
-@same_on_all_ranks(src_sharded_state_dict=SHARDS, dst_sharded_state_dict=SHARDS, process_group=GROUP)
+@dataclass(frozen=True)
+class ReshardOptions(TransferOptions):
+    """Hold the options of a reshard.
+
+    Attributes:
+        offload: Let tensor data of devices go through host memory and sockets, not through the backend's collectives;
+            it takes no device memory then. Without a device it makes no difference.
+        check_replicas: What is asked of the replicas of one source shard, as in :func:`save_state_dict`. Where they may
+            differ, every rank is given the values of one rank, even if it holds others itself.
+    """
+
+    offload: bool = False
+    check_replicas: CheckReplicas = field(
+        default=True, metadata=rule(compared=lambda value: ReplicaPolicies(value).said)
+    )
+
+
+@takes(ReshardOptions, src_sharded_state_dict=SHARDS, dst_sharded_state_dict=SHARDS, process_group=GROUP)
 def reshard_sharded_state_dict(
     src_sharded_state_dict: Mapping[str, Any],
     dst_sharded_state_dict: Mapping[str, Any],
@@ -68,15 +80,7 @@ def reshard_sharded_state_dict(
     coordinator_rank: int = 0,
     offload: bool = False,
     aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    *,
-    strict: Strict = "missing",
-    dtype: Literal["raise", "cast"] = "raise",
-    tied_names: bool = True,
-    master_weights: Literal["exact", "convert"] = "exact",
-    fused: Literal["convert", "exact"] = "convert",
-    mw_name_compatibility: bool = True,
-    check_replicas: CheckReplicas = True,
-    optimizer_states: OptimizerStates = "raise",
+    **options: Any,
 ) -> LoadReport:
     """Moves live state from one layout to another, in memory.
 
@@ -89,19 +93,7 @@ def reshard_sharded_state_dict(
         dst_sharded_state_dict: Names to the shards to fill, in place. They may not share memory with a source, unless
             source and target are the very same shard.
         process_group: The ranks that take part; all ranks of the job by default.
-        coordinator_rank: The rank, counted within the group, that writes the log line.
-        offload: Let tensor data of devices go through host memory and sockets, not through the backend's collectives;
-            it takes no device memory then. Without a device it makes no difference.
-        aoa_config: As in :func:`load_state_dict`: AOA statements that say what the targets are made of.
-        strict: As in :func:`load_state_dict`.
-        dtype: As in :func:`load_state_dict`.
-        tied_names: As in :func:`load_state_dict`.
-        master_weights: As in :func:`load_state_dict`.
-        fused: As in :func:`load_state_dict`.
-        mw_name_compatibility: As in :func:`load_state_dict`.
-        check_replicas: What is asked of the replicas of one source shard, as in :func:`save_state_dict`. Where they may
-            differ, every rank is given the values of one rank, even if it holds others itself.
-        optimizer_states: As in :func:`load_state_dict`.
+        **options: Like all other arguments, of :class:`ReshardOptions`.
 
     Returns:
         What was done; ``bytes_received`` are the bytes that this rank lacked.
@@ -110,41 +102,23 @@ def reshard_sharded_state_dict(
         ValidationError: The two sides do not fit (on every rank, with the same text); no target was changed.
         CheckpointError: A rank failed during the exchange (likewise); targets are partly overwritten.
     """
-    options = locals()
+    asked = ReshardOptions(coordinator_rank=coordinator_rank, offload=offload, aoa_config=aoa_config, **options)
     comm = communicator_for(process_group)
     mine = virtual_file(comm.rank)
 
     def describe() -> tuple[LocalState, bytes]:
         check_coordinator(comm, coordinator_rank)
         state = open_state(src_sharded_state_dict, comm.rank, mine)
-        digest = config_digest(aoa_config, master_weights)
-        rules = ReplicaPolicies(check_replicas)
-        head = encode_options(reshard_sharded_state_dict, options, aoa_config=digest, check_replicas=rules.said)
-        return state, join((head, encode_catalog(state.catalog)))
+        return state, join((asked.encode("reshard_sharded_state_dict"), encode_catalog(state.catalog)))
 
     state, answers = comm.together(describe, _CONTEXT)
     source = concat([decode_catalog(catalog) for catalog in check_heads(answers, _CONTEXT)[0]])
     tensors = {state.catalog.key_name(row): weight for row, weight in enumerate(state.weights)}
-    return _load_state_dict(
-        dst_sharded_state_dict,
-        {mine: tensors},
-        [source],
-        process_group=comm,
-        coordinator_rank=coordinator_rank,
-        offload=offload,
-        strict=strict,
-        dtype=dtype,
-        tied_names=tied_names,
-        master_weights=master_weights,
-        fused=fused,
-        mw_name_compatibility=mw_name_compatibility,
-        check_replicas=check_replicas,
-        aoa_config=aoa_config,
-        optimizer_states=optimizer_states,
-    )
+    return _fill_from_memory(comm, dst_sharded_state_dict, {mine: tensors}, [source], asked)
 
 
-@same_on_all_ranks(
+@takes(
+    ReshardOptions,
     target_state_dict=SHARDS,
     source_state_dict=SHARDS,
     metadata_list="the catalog of all sources is made from it, and every later step depends on that",
@@ -161,16 +135,7 @@ def _load_state_dict(
     offload: bool = False,
     worker_groups: Any = None,
     comm_method: str = "direct",
-    *,
-    strict: Strict = "missing",
-    dtype: Literal["raise", "cast"] = "raise",
-    tied_names: bool = True,
-    master_weights: Literal["exact", "convert"] = "exact",
-    fused: Literal["convert", "exact"] = "convert",
-    mw_name_compatibility: bool = True,
-    check_replicas: CheckReplicas = True,
-    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    optimizer_states: OptimizerStates = "raise",
+    **options: Any,
 ) -> LoadReport:
     """Fills targets from (virtual) files whose tensors are in the ranks' memory.
 
@@ -180,19 +145,9 @@ def _load_state_dict(
         metadata_list: What all files of all ranks hold, the same on every rank: catalogs, or ``Metadata`` objects (of
             this library or of Paddle). Global shapes that they leave out are those of the targets.
         process_group: The ranks that take part.
-        coordinator_rank: The rank, counted within the group, that writes the log line.
-        offload: As in :func:`reshard_sharded_state_dict`.
         worker_groups: Accepted for compatibility.
         comm_method: Accepted for compatibility: tensors go straight from holder to receiver.
-        strict: As in :func:`load_state_dict`.
-        dtype: As in :func:`load_state_dict`.
-        tied_names: As in :func:`load_state_dict`.
-        master_weights: As in :func:`load_state_dict`.
-        fused: As in :func:`load_state_dict`.
-        mw_name_compatibility: As in :func:`load_state_dict`.
-        check_replicas: As in :func:`reshard_sharded_state_dict`.
-        aoa_config: As in :func:`load_state_dict`.
-        optimizer_states: As in :func:`load_state_dict`.
+        **options: Like all other arguments, of :class:`ReshardOptions`.
 
     Returns:
         What was done.
@@ -201,8 +156,19 @@ def _load_state_dict(
         ValidationError: The two sides do not fit; no target was changed.
         CheckpointError: A rank failed during the exchange.
     """
-    options = locals()
-    comm = communicator_for(process_group)
+    asked = ReshardOptions(coordinator_rank=coordinator_rank, offload=offload, **options)
+    return _fill_from_memory(
+        communicator_for(process_group), target_state_dict, source_state_dict, metadata_list, asked
+    )
+
+
+def _fill_from_memory(
+    comm: Communicator,
+    target_state_dict: Mapping[str, Any],
+    source_state_dict: Mapping[str, Mapping[str, Any]],
+    metadata_list: Iterable[Any],
+    asked: ReshardOptions,
+) -> LoadReport:
     source = gather_virtual_files(
         comm, source_state_dict, metadata_list, lambda: open_state(target_state_dict, comm.rank).catalog, _CONTEXT
     )
@@ -213,22 +179,15 @@ def _load_state_dict(
     report = fill_targets(
         comm,
         target_state_dict,
-        _MemorySource(source, checked, described, check_replicas),
-        lambda: encode_options(
-            _load_state_dict,
-            options,
-            aoa_config=config_digest(aoa_config, master_weights),
-            check_replicas=ReplicaPolicies(check_replicas).said,
-        ),
-        lambda: Policy(strict, dtype, tied_names, master_weights, fused, mw_name_compatibility, optimizer_states),
+        _MemorySource(source, checked, described, asked.check_replicas),
+        lambda: asked.encode("_load_state_dict"),
+        asked,
         _CONTEXT,
-        coordinator_rank=coordinator_rank,
-        offload=offload,
-        aoa_config=aoa_config,
+        offload=asked.offload,
     )
     if report.maybe_fused:
         logger.warning(f"rank {comm.rank}: {order_warning(report.source, report.maybe_fused)}")
-    if comm.position == coordinator_rank:
+    if comm.position == asked.coordinator_rank:
         logger.info(report.summary())
     return report
 
@@ -327,12 +286,10 @@ def fill_targets(
     target_state_dict: Mapping[str, Any],
     source: Source,
     head: Callable[[], bytes],
-    make_policy: Callable[[], Policy],
+    policy: TransferOptions,
     context: str,
     *,
-    coordinator_rank: int,
     offload: bool,
-    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> LoadReport:
     """Fill targets from what all ranks hold together: each rank copies what it holds and receives what it lacks.
 
@@ -341,9 +298,9 @@ def fill_targets(
         target_state_dict: Names to the shards to fill.
         source: What they are filled from.
         head: Gives what ranks have to agree about, or raises.
-        make_policy: Says what is allowed, or raises.
+        policy: Says what is allowed.
         context: What is being done, for errors.
-        coordinator_rank: As in :func:`_load_state_dict`; so are the arguments that follow.
+        offload: As in :class:`ReshardOptions`.
 
     Returns:
         What was done.
@@ -353,6 +310,7 @@ def fill_targets(
         CheckpointError: A rank failed during the exchange.
     """
     begin = time.perf_counter()
+    aoa_config = policy.aoa_config
     catalog, held = source.catalog, source.held
 
     @functools.cache
@@ -367,7 +325,6 @@ def fill_targets(
             state, head = describe()
             devices = devices_of((*held.values(), *(weight.local_tensor for weight in state.weights)))
             wait_for_devices(devices)
-            policy = make_policy()
             mapping, wanted = match(state, catalog, policy, aoa_config, None if aoa_config is None else all_targets)
             needs = wanted.completion(catalog)
             if statements and all_targets is not None:
@@ -396,8 +353,8 @@ def fill_targets(
             ready, answers = comm.together(prepare, context)
             _, digests, policies, addresses, bits, encoded, names, use = check_heads(answers, context)
         check_across_ranks([json.loads(each) for each in names], context)
-        checked, replicas = source.compare(comm, digests, policies, coordinator_rank, context)
-        unexpected = check_unexpected(catalog, bits, ready.mapping, make_policy(), context)
+        checked, replicas = source.compare(comm, digests, policies, policy.coordinator_rank, context)
+        unexpected = check_unexpected(catalog, bits, ready.mapping, policy, context)
         target = concat([decode_catalog(each) for each in encoded])
         # Ranks' rows follow each other in the common catalog.
         first = int(np.argmax(target.rank == comm.rank)) if len(target) else 0

@@ -14,33 +14,35 @@ from typing import Any, Literal, NamedTuple, overload
 import numpy as np
 
 from paddle_flexckpt.background import (
-    Admission,
     BackgroundWriter,
     SaveHandle,
+    SaveSlot,
     WriteJob,
+    announce_failure,
     await_earlier,
     shared_writer,
-    tell_writers,
 )
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError, check_extra_names, concat
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
-from paddle_flexckpt.engine.transfer import DEVICE_CHUNK_BYTES
-from paddle_flexckpt.foreign.formats import shown
-from paddle_flexckpt.live.communicator import Communicator, check_coordinator, communicator_for
+from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
+from paddle_flexckpt.engine.copies import DEVICE_CHUNK_BYTES
+from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
+from paddle_flexckpt.foreign.formats import open_to_save, shown
+from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.live.fused import indivisible_rows
-from paddle_flexckpt.live.loader import check_heads
 from paddle_flexckpt.live.lost_ranks import own_presence
 from paddle_flexckpt.live.node_saves import NodeSave, Storage, check_storage, check_visible, meet_nodes
-from paddle_flexckpt.live.options import GROUP, PATH, SHARDS, UNUSED, encode_options, same_on_all_ranks
 from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.replicas import Replicas, replica_digests
 from paddle_flexckpt.live.sources import check_sources
 from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.live.tensors import open_storage
-from paddle_flexckpt.media.backend import Location, SaveLock
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.media.backend import Location, place_of
+from paddle_flexckpt.media.locks import SaveLock
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.node_directory import NodeDirectory
+from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.planning import WritePlan, plan_write
 from paddle_flexckpt.report import SaveReport
@@ -154,7 +156,7 @@ def save_state_dict(
 
     @functools.cache
     def open_directory() -> NodeDirectory:
-        return NodeDirectory.to_save_in(path)
+        return open_to_save(path)
 
     def encoded_head() -> bytes:
         check_storage(storage, node_copies, async_save is not False)
@@ -166,7 +168,7 @@ def save_state_dict(
         queued = time.perf_counter()
         directory = open_directory()
         writer = _background_writer(async_save, directory)
-        admission = None if writer is None else stack.enter_context(writer.admit())
+        slot = None if writer is None else stack.enter_context(writer.open_slot())
         await_earlier(directory.path)
         waited = time.perf_counter() - queued
         check_coordinator(comm, coordinator_rank)
@@ -187,13 +189,13 @@ def save_state_dict(
         rules = ReplicaPolicies(check_replicas)
         whole = indivisible_rows(state.catalog, (getattr(weight, "fused", None) for weight in state.weights))
         policies = rules.of(state.catalog.keys, state.weights)
-        place, address = directory.backend.place().encode(), b"" if transport is None else transport.address()
+        place, address = place_of(directory.backend).encode(), b"" if transport is None else transport.address()
         encoded = (place, address, np.packbits(whole).tobytes(), policies.tobytes(), encode_catalog(state.catalog))
         # Where the other ranks' writers can look whether this rank's processes are alive.
-        writer_address = "" if admission is None or comm.size == 1 else admission.address
+        writer_address = "" if slot is None or comm.size == 1 else slot.address
         presences = [own_presence().address, writer_address] if writer_address else []
         said = (json.dumps(ticket and asdict(ticket)).encode(), json.dumps(presences).encode())
-        return _Own(state, lock, admission, waited), join((head, *said, *encoded))
+        return _Own(state, lock, slot, waited), join((head, *said, *encoded))
 
     locked, opened = contextlib.ExitStack(), contextlib.ExitStack()
     with contextlib.ExitStack() as stack:
@@ -242,10 +244,10 @@ def save_state_dict(
 
             def write() -> tuple[None, bytes]:
                 part = b""
-                if own.admission is None:
+                if own.slot is None:
                     part = share.write()
                 else:
-                    share.stage(own.admission, own.lock, tuple(tuple(json.loads(each)) for each in presences))
+                    share.stage(own.slot, own.lock, tuple(tuple(json.loads(each)) for each in presences))
                 digests = replica_digests(held, groups) if replicas.compares and differing is None else b""
                 return None, join((part, digests))
 
@@ -266,18 +268,18 @@ def save_state_dict(
                 replicas=found,
                 seconds={"plan": planned - begin - own.waited},
             )
-            if own.admission is not None:
+            if own.slot is not None:
                 seconds = {"queue": own.waited, "stage": written - planned, "blocked": time.perf_counter() - begin}
                 report = replace(report, seconds={**report.seconds, **seconds})
                 locked.pop_all()
                 # What goes wrong from here on is the outcome of the save: the ranks do not meet again.
-                return own.admission.hand_over(report, begin, own.lock)
+                return own.slot.hand_over(report, begin, own.lock)
             if nodes is not None:
                 nodes.commit(parts, transport, list(addresses))
         except LostRankError as error:
-            if own.admission is not None:
+            if own.slot is not None:
                 # Others may not have noticed, and have handed their shares over.
-                tell_writers(directory, ticket, comm.rank, comm.ranks[coordinator_rank], error)
+                announce_failure(directory, ticket, comm.rank, comm.ranks[coordinator_rank], error)
             raise
         except CheckpointError:
             if nodes is not None:
@@ -300,7 +302,7 @@ class _Own(NamedTuple):
 
     state: LocalState
     lock: SaveLock | None
-    admission: Admission | None
+    slot: SaveSlot | None
     waited: float
 
 
@@ -309,7 +311,7 @@ def _unpacked(bits: bytes, count: int) -> np.ndarray:
     return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=count).astype(bool)
 
 
-def _background_writer(async_save: bool | BackgroundWriter, directory: CheckpointDirectory) -> BackgroundWriter | None:
+def _background_writer(async_save: bool | BackgroundWriter, directory: SaveDirectory) -> BackgroundWriter | None:
     """The writer of an asynchronous save.
 
     Raises:
@@ -319,7 +321,7 @@ def _background_writer(async_save: bool | BackgroundWriter, directory: Checkpoin
         return None
     if async_save is not True and not isinstance(async_save, BackgroundWriter):
         raise ValidationError([f"async_save has to be a bool or a BackgroundWriter; got {async_save!r}"])
-    directory.backend.describe()
+    directory.backend.reopen_token()
     return shared_writer() if async_save is True else async_save
 
 
@@ -333,7 +335,7 @@ class _Share:
 
     def __init__(
         self,
-        directory: CheckpointDirectory,
+        directory: SaveDirectory,
         ticket: SaveNames,
         comm: Communicator,
         coordinator: int,
@@ -373,28 +375,28 @@ class _Share:
                 self._ticket, self.items, self._data(), world_size=self._comm.size, step=self._step
             ).encode()
         if self.is_coordinator:
-            self._directory.remove_dead_saves(self._ticket)
+            remove_dead_saves(self._directory, self._ticket)
         self._directory.write_share(
             self._ticket, self._comm.rank, self.items, self._data(), world_size=self._comm.size, step=self._step
         )
         return b""
 
-    def stage(self, admission: Admission, lock: SaveLock | None, presences: tuple[tuple[str, ...], ...]) -> None:
+    def stage(self, slot: SaveSlot, lock: SaveLock | None, presences: tuple[tuple[str, ...], ...]) -> None:
         """Copy the data to where the writer finds it; ``presences`` of all ranks."""
         job = WriteJob(
             path=self._directory.path,
-            storage=self._directory.backend.describe(),
-            lock=None if lock is None else lock.describe()[0],
-            ticket=self._ticket,
+            storage=self._directory.backend.reopen_token(),
+            lock=None if lock is None else lock.handover()[0],
+            names=self._ticket,
             items=self.items,
             rank=self._comm.rank,
             ranks=self._comm.ranks,
             coordinator=self._coordinator,
             step=self._step,
-            timeout=admission.timeout,
+            timeout=slot.timeout,
             presences=presences,
         )
-        space, end = admission.stage(job), 0
+        space, end = slot.stage(job), 0
         for data in self._data():
             begin, end = end, end + data.nbytes
             space[begin:end] = data

@@ -21,7 +21,7 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.catalog.validate import Coverage, row_boxes
-from paddle_flexckpt.engine.transfer import pack_copy
+from paddle_flexckpt.engine.copies import pack_copy
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.tensors import open_storage
 

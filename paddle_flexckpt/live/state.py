@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Order, Problem, ValidationError
+from paddle_flexckpt.engine.names import raw_parameter
 from paddle_flexckpt.live.fused import order_of, with_orders_of_states
-from paddle_flexckpt.live.name_compatibility import raw_parameter
 from paddle_flexckpt.live.tensors import address_range, dtype_name, element_count, is_contiguous, is_initialized
 from paddle_flexckpt.sharded_weight import ShardedWeight, is_sharded_weight, make_replicated_sharded_weight
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError, dtype_of
 from paddle_flexckpt.engine.computation import Computation
-from paddle_flexckpt.engine.transfer import AnyStorage
-from paddle_flexckpt.engine.work import Work
+from paddle_flexckpt.engine.copies import AnyStorage
+from paddle_flexckpt.engine.plan import Work
 from paddle_flexckpt.live.state import LocalState
 from paddle_flexckpt.live.targets import Wanted
 from paddle_flexckpt.live.tensors import HostTensor, device_of, dtype_name, element_count, open_storage

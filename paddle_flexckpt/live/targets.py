@@ -4,76 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Union
+from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of, unordered, validate_shards
+from paddle_flexckpt.engine.names import CompatibleNames, Unfound, find_compatible, raw_meanings
+from paddle_flexckpt.engine.options import TransferOptions
+from paddle_flexckpt.engine.remedies import resized, untied
 from paddle_flexckpt.live.fused import OtherOrder, completion, other_order
-from paddle_flexckpt.live.name_compatibility import CompatibleNames, Unfound, find_compatible, raw_meanings
-from paddle_flexckpt.live.remedies import resized, untied
 from paddle_flexckpt.live.shared_memory import refuse_targets_in_one_memory
 from paddle_flexckpt.live.state import LocalState
 
-Strict = Union[bool, Literal["missing", "unexpected"]]
-OptimizerStates = Literal["raise", "ignore"]
 _FLOATS = frozenset({"float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"})
 _COMPLEX = frozenset({"complex64", "complex128"})
 _HALVES = frozenset({"float16", "bfloat16"})
 MASTER = ".w_0"
-
-
-@dataclass(frozen=True)
-class Policy:
-    """What a load may do beyond copying.
-
-    Attributes:
-        strict: Which of missing and unexpected keys are errors; True both, False neither.
-        dtype: Whether a source of another dtype is an error ("raise") or is cast ("cast").
-        tied_names: Whether a key that the source lacks may be taken from a name of the same, tied parameter.
-        master_weights: ``"exact"``: a parameter and its master weight come from their own keys. ``"convert"``: a
-            master weight (``.w_0``) that the source lacks starts from its parameter, and a float32 parameter whose
-            source is of lower precision is taken from its master weight.
-        fused: Whether a fused parameter that the source holds under another degree is put right ("convert") or is an
-            error ("exact").
-        mw_name_compatibility: Whether a key that the source lacks may be found under another of its names
-            (:mod:`~paddle_flexckpt.live.name_compatibility`).
-        optimizer_states: Whether optimizer states that the source has of a parameter that is loaded, and that no rank
-            asks for, are an error ("raise") or stay where they are ("ignore").
-    """
-
-    strict: Strict = "missing"
-    dtype: Literal["raise", "cast"] = "raise"
-    tied_names: bool = True
-    master_weights: Literal["exact", "convert"] = "exact"
-    fused: Literal["convert", "exact"] = "convert"
-    mw_name_compatibility: bool = True
-    optimizer_states: OptimizerStates = "raise"
-
-    def __post_init__(self) -> None:
-        if self.strict not in (True, False, "missing", "unexpected"):
-            raise ValidationError([f"strict is True, False, 'missing' or 'unexpected'; got {self.strict!r}"])
-        if self.dtype not in ("raise", "cast"):
-            raise ValidationError([f"dtype is 'raise' or 'cast'; got {self.dtype!r}"])
-        if self.master_weights not in ("exact", "convert"):
-            raise ValidationError([f"master_weights is 'exact' or 'convert'; got {self.master_weights!r}"])
-        if self.fused not in ("convert", "exact"):
-            raise ValidationError([f"fused is 'convert' or 'exact'; got {self.fused!r}"])
-        if not isinstance(self.mw_name_compatibility, bool):
-            raise ValidationError([f"mw_name_compatibility is True or False; got {self.mw_name_compatibility!r}"])
-        if self.optimizer_states not in ("raise", "ignore"):
-            raise ValidationError([f"optimizer_states is 'raise' or 'ignore'; got {self.optimizer_states!r}"])
-
-    @property
-    def missing_is_an_error(self) -> bool:
-        """Whether a key that only the targets have is an error."""
-        return self.strict in (True, "missing")
-
-    @property
-    def unexpected_is_an_error(self) -> bool:
-        """Whether a key that only the source has is an error."""
-        return self.strict in (True, "unexpected")
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +62,11 @@ class Wanted:
 
 
 def resolve(
-    state: LocalState, source: Catalog, policy: Policy, mapping: TensorMapping | None = None, complete: bool = False
+    state: LocalState,
+    source: Catalog,
+    policy: TransferOptions,
+    mapping: TensorMapping | None = None,
+    complete: bool = False,
 ) -> Wanted:
     """Finds what every target is made of and checks that it fits.
 
@@ -234,7 +185,7 @@ def _cut_otherwise(target: Catalog, row: int, source: Catalog, source_row: int) 
     return not ruled and bool(target.shape[row, -1] != source.shape[source_row, -1])
 
 
-def _find(key: str, weight: Any, known: Iterable[Collection[str]], policy: Policy) -> str | None:
+def _find(key: str, weight: Any, known: Iterable[Collection[str]], policy: TransferOptions) -> str | None:
     """The name under which a target is known to the source or to the mapping: its own, or that of a tied parameter."""
     for name in (key, *(getattr(weight, "aliases", ()) if policy.tied_names else ())):
         if any(name in names for names in known):
@@ -243,7 +194,11 @@ def _find(key: str, weight: Any, known: Iterable[Collection[str]], policy: Polic
 
 
 def _compatible(
-    state: LocalState, own_names: list[str | None], index: dict[str, int], policy: Policy, mapping: TensorMapping | None
+    state: LocalState,
+    own_names: list[str | None],
+    index: dict[str, int],
+    policy: TransferOptions,
+    mapping: TensorMapping | None,
 ) -> CompatibleNames:
     """The names under which the source has targets that it lacks under their own."""
     catalog = state.catalog
@@ -270,7 +225,7 @@ def _master(
     source: Catalog,
     index: dict[str, int],
     first_row: np.ndarray,
-    policy: Policy,
+    policy: TransferOptions,
 ) -> str | None:
     """The source key to convert from, where the policy allows it: a master's parameter, or a parameter's master."""
     if policy.master_weights == "exact":
@@ -344,7 +299,7 @@ def _made(mapping: TensorMapping, name: str) -> _Given:
     return _Given(info.shape, info.dtype, f"AOA gives {{}}{origin}", remedy="correct the statement, or the target")
 
 
-def _unfit(target: Catalog, row: int, given: _Given, policy: Policy, cast: dict[str, str]) -> Problem | None:
+def _unfit(target: Catalog, row: int, given: _Given, policy: TransferOptions, cast: dict[str, str]) -> Problem | None:
     """Why a target cannot be filled from what is given, if it cannot; notes a cast."""
     key, rank = target.key_name(row), int(target.rank[row])
     where: dict[str, Any] = {"key": key, "rank": rank, "file": given.file}

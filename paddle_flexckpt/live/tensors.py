@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import dtype_of
-from paddle_flexckpt.engine.transfer import AnyStorage, copy_values
+from paddle_flexckpt.engine.copies import AnyStorage, copy_values
 
 # "Place(gpu:0)" is a device; "Place(cpu)" and "Place(gpu_pinned)" are memory of the host.
 _DEVICE = re.compile(r"Place\((\w+:\d+)\)")

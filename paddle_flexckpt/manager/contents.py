@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, CorruptCheckpointError, Problem, ValidationError
-from paddle_flexckpt.live.loader import check_heads
+from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.live.state import flatten_state_dict
 from paddle_flexckpt.manager.policies import StepRecord
 from paddle_flexckpt.parallel import install, optimizer_sharded_state_dict

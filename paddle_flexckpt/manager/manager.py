@@ -14,12 +14,12 @@ from typing import Any, Literal
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.wire import join
+from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.engine.mapping import config_digest
-from paddle_flexckpt.live.communicator import check_same, communicator_for
-from paddle_flexckpt.live.options import GROUP, encode_options, same_on_all_ranks
+from paddle_flexckpt.engine.options import GROUP, OptimizerStates, Strict, encode_options, same_on_all_ranks
+from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.live.targets import OptimizerStates, Strict
 from paddle_flexckpt.manager.contents import (
     RECORD,
     check_extra,

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError, ValidationError
+from paddle_flexckpt.engine.options import Strict
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.live.targets import Strict
 from paddle_flexckpt.manager.steps import UNIQUE_ID, save_token_in
 from paddle_flexckpt.media.backend import Backend, reading
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import LockedManifest
+from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.run_state.extra_state import ExtraStateReport, load_extra_state, restore_extra_state
 
@@ -126,7 +126,7 @@ def restore_checkpoint(
 
 
 def _hold(directory: Backend) -> LockedManifest:
-    checkpoint = CheckpointDirectory(directory)
+    checkpoint = SourceDirectory(directory)
     with reading(directory.path):
         try:
             return LockedManifest(checkpoint, UNIQUE_ID)

@@ -6,7 +6,8 @@ import json
 import time
 from collections.abc import Sequence
 
-from paddle_flexckpt.live.communicator import Communicator, check_same
+from paddle_flexckpt.engine.agreement import check_same
+from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.manager.contents import check_step
 from paddle_flexckpt.manager.policies import SavePolicy
 from paddle_flexckpt.manager.preemption import PreemptionSignals

@@ -18,15 +18,16 @@ from typing import Literal, Union
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError, ValidationError
 from paddle_flexckpt.engine.whole_tensors import iterate_tensors
-from paddle_flexckpt.foreign.formats import open_destination
+from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination, open_to_save
 from paddle_flexckpt.manager.contents import RECORD, decode_record
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, StepRecord, best_first, steps_to_remove
-from paddle_flexckpt.media.backend import Backend, Location, open_described
+from paddle_flexckpt.media.backend import Backend, Location, exists, map_files, write_file
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.media.local import LocalBackend
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.media.opening import reopen
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
+from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
-from paddle_flexckpt.native.locked_manifest import LockedManifest
 from paddle_flexckpt.native.manifest import read_save_token
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -61,7 +62,7 @@ class StepDirectories:
         """Args: root: the directory; it need not exist."""
         backend = open_destination(root)
         # A program that changes its directory has the same run still.
-        self._root = open_described(backend.describe()) if type(backend) is LocalBackend else backend
+        self._root = reopen(backend.reopen_token()) if type(backend) is LocalBackend else backend
         self.path = self._root.path
         self._known: dict[int, _Known] = {}
 
@@ -72,7 +73,7 @@ class StepDirectories:
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, damaged or not, in rising order."""
         steps = self._directories()
-        there = self._root.each(self._may_have_checkpoint, steps)
+        there = map_files(self._root, self._may_have_checkpoint, steps)
         return [step for step, is_there in zip(steps, there) if is_there]
 
     def _may_have_checkpoint(self, step: int) -> bool:
@@ -82,7 +83,7 @@ class StepDirectories:
             return True  # whoever reads it will be told why that cannot be done
 
     def _directories(self) -> list[int]:
-        matches = [(name, _STEP.fullmatch(name)) for name in self._root.directories()]
+        matches = [(name, _STEP.fullmatch(name)) for name in self._root.names("directories")]
         return sorted(int(match[1]) for name, match in matches if match and name_of(int(match[1])) == name)
 
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -124,7 +125,7 @@ class StepDirectories:
         if known is not None and known.token == token:
             return known
         try:
-            with LockedManifest(CheckpointDirectory(directory), UNIQUE_ID) as manifest:
+            with LockedManifest(SourceDirectory(directory), UNIQUE_ID) as manifest:
                 record = None
                 if RECORD in manifest.catalog.keys:
                     ((_, array),) = iterate_tensors(directory, manifest, names=[RECORD])
@@ -251,11 +252,11 @@ class StepDirectories:
     def _remove(self, step: int) -> bool:
         """Removes a checkpoint; returns whether that could be done now."""
         backend = self.directory(step)
-        directory = CheckpointDirectory(backend)
+        directory = open_to_save(backend)
         with contextlib.ExitStack() as stack:
             if not try_lock(backend, stack):
                 return False
-            claim = backend.claim(_MANIFEST)
+            claim = backend.locks.claim(_MANIFEST)
             if claim is None:
                 return False
             stack.callback(claim.release)
@@ -266,9 +267,9 @@ class StepDirectories:
                 return False
             if manifest.save_token != self._known[step].token:
                 return False  # another process has saved this step again
-            directory.remove_dead_saves()
+            remove_dead_saves(directory)
             files = directory.files_of(manifest)
-            self._root.write(_marker_of(step), json.dumps({"files": files}).encode())
+            write_file(self._root, _marker_of(step), json.dumps({"files": files}).encode())
             self._root.sync()
             backend.remove(_MANIFEST)
             backend.sync()
@@ -281,7 +282,7 @@ class StepDirectories:
         """Carries an interrupted removal through; returns whether that could be done now."""
         backend = self.directory(step)
         with contextlib.ExitStack() as stack:
-            if backend.exists():
+            if exists(backend):
                 if not try_lock(backend, stack):
                     return False
                 # With a manifest it had not come so far as to remove anything, or the step has been saved again.
@@ -310,12 +311,12 @@ class StepDirectories:
         """
         backend = self.directory(step)
         names = backend.names()
-        if not any(name.endswith(".saving") for name in names) and (names or backend.directories()):
+        if not any(name.endswith(".saving") for name in names) and (names or backend.names("directories")):
             return False
         with contextlib.ExitStack() as stack:
             if not try_lock(backend, stack):
                 return False
-            removed = CheckpointDirectory(backend).remove_dead_saves()
+            removed = remove_dead_saves(open_to_save(backend))
         backend.remove_directory()
         return bool(removed)
 
@@ -337,15 +338,15 @@ def _marker_of(step: int) -> str:
 
 def _remove_files(directory: Backend, files: Sequence[str]) -> None:
     """Removes data files; they are gone for good when this returns."""
-    directory.each(directory.remove, files)
+    map_files(directory, directory.remove, files)
     directory.sync()
-    CheckpointDirectory(directory).tell_paddle()
+    open_to_save(directory).update_companion()
 
 
 def try_lock(directory: Backend, stack: contextlib.ExitStack) -> bool:
     """Takes the right to save there for the time of a context; returns whether nobody else has it."""
     try:
-        lock = directory.lock()
+        lock = directory.locks.take()
     except (CheckpointError, FileNotFoundError):
         return False
     stack.callback(lock.release)

@@ -14,7 +14,8 @@ from dataclasses import replace
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError
-from paddle_flexckpt.media.backend import Backend, InputFile, Location, open_backend
+from paddle_flexckpt.media.backend import Backend, InputFile, Location, open_member
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.blocks import HashThread
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, Checksums, hash_block
 from paddle_flexckpt.native.header import DataFileHeader
@@ -139,7 +140,7 @@ def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) 
     path = backend.where(name)
     remedy = "Remedy: restore the file or load another checkpoint"
     try:
-        file = backend.open_member(name) if manifest.foreign else backend.open(name)
+        file = open_member(backend, name) if manifest.foreign else backend.open(name)
     except FileNotFoundError as error:
         nodes = manifest.nodes_of(name)
         if nodes:

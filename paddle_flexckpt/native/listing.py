@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Backend, Location, open_backend, reading
+from paddle_flexckpt.media.backend import Backend, Location, map_files, reading
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.manifest import Origin
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ def list_checkpoints(path: Location) -> list[CheckpointInfo]:
     """
     backend = open_backend(path)
     with reading(backend.path):
-        found, below = _infos(backend), backend.directories()
-    for infos in backend.each(lambda name: _infos_below(backend.child(name)), below):
+        found, below = _infos(backend), backend.names("directories")
+    for infos in map_files(backend, lambda name: _infos_below(backend.child(name)), below):
         found += infos
     return sorted(found, key=lambda info: (-1 if info.step is None else info.step, info.unique_id, info.path))
 
@@ -91,22 +91,6 @@ def is_complete(path: Location, unique_id: int | None = None) -> bool:
     return info is not None and info.complete
 
 
-def detect_format(path: Location) -> Origin:
-    """Whose checkpoint a directory holds; :mod:`paddle_flexckpt.foreign.formats` says how that is told.
-
-    Args:
-        path: The directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file or index.
-
-    Returns:
-        ``"native"``, ``"paddle"``, ``"paddleformers"``, ``"unified_checkpoint"`` or ``"huggingface"``.
-
-    Raises:
-        ValidationError: There is no checkpoint, or there are several of different programs.
-        CorruptCheckpointError: Safetensors files, whose headers tell whose they are, are damaged.
-    """
-    return CheckpointDirectory(path).origin()
-
-
 def _infos(backend: Backend) -> list[CheckpointInfo]:
     directory = CheckpointDirectory(backend)
     infos = (_info(directory, unique_id) for unique_id in directory.list_ids())
@@ -128,7 +112,7 @@ def _broken(path: str, unique_id: int, error: Exception) -> CheckpointInfo:
 def _info(directory: CheckpointDirectory, unique_id: int) -> CheckpointInfo | None:
     """What there is of an id; None if it has been removed meanwhile."""
     try:
-        manifest = directory.read_native(unique_id)
+        manifest = directory.read_committed(unique_id)
     except FileNotFoundError as error:
         return None if unique_id not in directory.list_ids() else _broken(directory.path, unique_id, error)
     except (CorruptCheckpointError, ValidationError, OSError) as error:

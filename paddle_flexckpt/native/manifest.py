@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Literal
 
 import numpy as np
 import xxhash
@@ -36,17 +34,7 @@ _MAX_TOLD = 300
 _CREATOR = "paddle_flexckpt"
 _CATALOG = "catalog."
 
-Origin = Literal["native", "paddle", "paddleformers", "unified_checkpoint", "huggingface"]
-# How errors and reports call them.
-ORIGINS: Mapping[Origin, str] = MappingProxyType(
-    {
-        "native": "a checkpoint of this library's",
-        "paddle": "a checkpoint of Paddle's own",
-        "paddleformers": "a FlexCheckpoint of PaddleFormers",
-        "unified_checkpoint": "a unified checkpoint of PaddleNLP",
-        "huggingface": "a Hugging Face directory",
-    }
-)
+NATIVE = "native"
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +49,8 @@ class Manifest:
         unique_id: The checkpoint's id in its directory.
         world_size: Number of ranks that took part in the save.
         step: Training step, if the caller gave one.
-        origin: Whose files they are. Another program's have neither checksums nor a save token, and may be in a
-            directory right below the checkpoint's.
+        origin: Whose files they are, ``"native"`` or another program's name. Another program's have neither checksums
+            nor a save token, and may be in a directory right below the checkpoint's.
         nodes: Where nodes share no storage: by name of a node, the data files that it has.
     """
 
@@ -73,7 +61,7 @@ class Manifest:
     unique_id: int
     world_size: int
     step: int | None = None
-    origin: Origin = "native"
+    origin: str = NATIVE
     nodes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def nodes_of(self, file: str) -> list[str]:
@@ -81,9 +69,14 @@ class Manifest:
         return [node for node, files in self.nodes.items() if file in files]
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the data files by name."""
+        return dict(zip(self.catalog.files, self.file_bytes.tolist()))
+
+    @property
     def foreign(self) -> bool:
-        """Whether the files are another program's."""
-        return self.origin != "native"
+        """Return whether the files are another program's."""
+        return self.origin != NATIVE
 
     @property
     def format_version(self) -> str:
@@ -272,7 +265,7 @@ def merge_parts(parts: Sequence[Manifest]) -> Manifest:
         raise ValidationError([f"parts of different saves cannot be merged: tokens {tokens}"])
     catalog = concat([part.catalog for part in parts])
     values = np.concatenate([part.checksums.values for part in parts])
-    sizes = {name: int(size) for part in parts for name, size in zip(part.catalog.files, part.file_bytes)}
+    sizes = {name: size for part in parts for name, size in part.sizes.items()}
     return Manifest(
         catalog=catalog,
         checksums=Checksums.of_items(values, catalog.byte_length, parts[0].checksums.block_bytes),

@@ -17,10 +17,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.media.backend import FileLock
+from paddle_flexckpt.media.backend import map_files
+from paddle_flexckpt.media.locks import Lock
 from paddle_flexckpt.native.data_file import check_data_file
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.dead_saves import find_markers, find_prepared, read_marker
 from paddle_flexckpt.native.manifest import Manifest, read_save_token
+from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import SaveNames
 
 
@@ -38,11 +40,11 @@ class NodeSaves(NamedTuple):
     prepared: list[str]
 
 
-class NodeDirectory(CheckpointDirectory):
-    """One node's directory of checkpoints."""
+class NodeDirectory(SaveDirectory):
+    """Save into one node's directory of checkpoints."""
 
     def tokens(self) -> dict[int, str]:
-        """Save tokens of the checkpoints whose manifest is here, by id; a manifest that is damaged is left out."""
+        """Return the save tokens of the checkpoints whose manifest is here, by id; leave damaged manifests out."""
         found = {}
         for unique_id in self.list_ids():
             name = f"{unique_id}.manifest"
@@ -51,34 +53,34 @@ class NodeDirectory(CheckpointDirectory):
         return found
 
     def known_saves(self) -> NodeSaves:
-        """The saves of which this node knows."""
+        """Return the saves of which this node knows."""
         begun, prepared = {}, []
-        for ticket, nodes in self._begun():
-            begun[ticket.token] = nodes
-            if self.prepared(ticket):
-                prepared.append(ticket.token)
+        for save, nodes in self._begun():
+            begun[save.token] = nodes
+            if find_prepared(self, save):
+                prepared.append(save.token)
         return NodeSaves(list(self.tokens().values()), begun, prepared)
 
     def _begun(self) -> Iterator[tuple[SaveNames, int]]:
-        for marker in self.markers():
-            ticket = self.ticket_of(marker)
-            if ticket is not None:
-                yield ticket, int(json.loads(self.backend.read(marker)).get("nodes", 1))
+        for marker in find_markers(self):
+            save = read_marker(self, marker)
+            if save is not None:
+                yield save, int(json.loads(self.backend.read(marker)).get("nodes", 1))
 
     def publish_prepared(self, published: set[str]) -> None:
-        """Publishes what is prepared here of saves that another node has published. The caller has the lock."""
-        for ticket, _ in list(self._begun()):
-            names = self.prepared(ticket) if ticket.token in published else []
+        """Publish what is prepared here of saves that another node has published. The caller has the lock."""
+        for save, _ in list(self._begun()):
+            names = find_prepared(self, save) if save.token in published else []
             if names:
-                replaced = self.publish(ticket, self.backend.read(names[0]))
+                replaced = self.publish(save, self.backend.read(names[0]))
                 if replaced is not None:
                     replaced.release()
 
-    def prepare_save(self, ticket: SaveNames, rank: int, manifest: Manifest, node: str) -> None:
+    def prepare_save(self, save: SaveNames, rank: int, manifest: Manifest, node: str) -> None:
         """Make a save ready to be published.
 
         Args:
-            ticket: The save.
+            save: The save.
             rank: The committer of this node.
             manifest: Of all nodes.
             node: The name of this one.
@@ -87,34 +89,16 @@ class NodeDirectory(CheckpointDirectory):
             CorruptCheckpointError: A data file of this node is not as it was written.
             OSError: The file system refused.
         """
-        sizes = dict(zip(manifest.catalog.files, manifest.file_bytes.tolist()))
-        self.backend.each(
-            lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(), manifest.nodes[node]
+        sizes = manifest.sizes
+        map_files(
+            self.backend,
+            lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(),
+            manifest.nodes[node],
         )
-        with self.backend.create(ticket.prepared_file(rank), replace=True) as file:
+        with self.backend.create(save.prepared_file(rank), "replace") as file:
             file.write(manifest.encode())
         self.backend.sync()
 
-    def publish_save(self, ticket: SaveNames, rank: int) -> FileLock | None:
-        """Publishes what :meth:`prepare_save` made ready; returns as :meth:`publish` does."""
-        return self.publish(ticket, self.backend.read(ticket.prepared_file(rank)))
-
-    def usable_files(self, manifest: Manifest) -> tuple[list[bool], dict[str, str]]:
-        """Which data files of a checkpoint are here as they were written.
-
-        Returns:
-            A flag for each file of the manifest; and by name, what is wrong with those that are here but not usable.
-        """
-        here, wrong = set(self.backend.names()), dict[str, str]()
-
-        def usable(item: tuple[str, int]) -> bool:
-            try:
-                check_data_file(self.backend, manifest, *item).close()
-            except (CorruptCheckpointError, OSError) as error:
-                wrong[item[0]] = str(error)
-                return False
-            return True
-
-        sizes = list(zip(manifest.catalog.files, manifest.file_bytes.tolist()))
-        good = iter(self.backend.each(usable, [item for item in sizes if item[0] in here]))
-        return [name in here and next(good) for name, _ in sizes], wrong
+    def publish_save(self, save: SaveNames, rank: int) -> Lock | None:
+        """Publish what :meth:`prepare_save` made ready; return as :meth:`publish` does."""
+        return self.publish(save, self.backend.read(save.prepared_file(rank)))

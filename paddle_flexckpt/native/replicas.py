@@ -13,13 +13,10 @@ import numpy as np
 from paddle_flexckpt.catalog import CorruptCheckpointError, ReplicaGroups, group_replicas
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.row_files import DamagedCopy
 
 # Substitutions told of one key: a tensor that is cut among many ranks can have very many.
 _MAX_TOLD = 3
-
-
-class DamagedCopy(Exception):
-    """What is wrong with a stretch of an item; caught by the reader, which looks for another copy."""
 
 
 class StoredReplicas:

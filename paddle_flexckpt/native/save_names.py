@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 # What makes a checkpoint exist.
 MANIFEST = re.compile(r"(\d+)\.manifest", re.ASCII)
+# What says that a save has begun: id, and generation (none: 0).
+MARKER = re.compile(r"(\d+)(?:\.(\d+))?\.saving", re.ASCII)
 # What each rank writes, and has not finished: rank, id, generation (none: 0), and what it is.
 OF_RANK = re.compile(
     r"(\d+)_(\d+)(?:\.(\d+))?\.(safetensors|(?:part|failed|prepared)(?:\.[0-9a-f]{32}\.tmp)?)", re.ASCII

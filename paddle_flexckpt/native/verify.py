@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, Problem
-from paddle_flexckpt.media.backend import InputFile, Location, fill, open_backend
+from paddle_flexckpt.media.backend import InputFile, Location, fill
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.checksums import hash_block
 from paddle_flexckpt.native.data_file import TOKEN_WINDOW
 from paddle_flexckpt.native.header import DataFileHeader, read_header

@@ -32,14 +32,14 @@ import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
 from paddle_flexckpt.catalog.wire import join
-from paddle_flexckpt.foreign.formats import shown
+from paddle_flexckpt.engine.agreement import check_heads
+from paddle_flexckpt.engine.options import GROUP, PATH, same_on_all_ranks
+from paddle_flexckpt.foreign.formats import SourceDirectory, shown
 from paddle_flexckpt.live.communicator import communicator_for
-from paddle_flexckpt.live.loader import check_heads, load_state_dict, quiet_loads
+from paddle_flexckpt.live.loader import load_state_dict, quiet_loads
 from paddle_flexckpt.live.merged import empty_tensors
-from paddle_flexckpt.live.options import GROUP, PATH, same_on_all_ranks
 from paddle_flexckpt.media.backend import Location, reading
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import LockedManifest
+from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.run_state.portable import decode, encode
 from paddle_flexckpt.run_state.random_state import collect_random_state, restore_random_state
 from paddle_flexckpt.run_state.scheduler_state import restore_scaler, restore_scheduler, scheduler_state
@@ -136,7 +136,7 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
     context = f"cannot load extra state from {shown(path)}"
 
     def look() -> tuple[tuple[int, Catalog], bytes]:
-        directory = CheckpointDirectory(path)
+        directory = SourceDirectory(path)
         with reading(directory.path), LockedManifest(directory, unique_id) as manifest:
             pass
         if _COMMON not in manifest.catalog.keys:

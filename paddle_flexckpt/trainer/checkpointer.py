@@ -24,12 +24,13 @@ from typing import Any
 
 from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.engine.agreement import check_same
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.checking import check_state
-from paddle_flexckpt.live.communicator import Communicator, check_same, communicator_for
+from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.loader import load_state_dict, quiet_loads
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager.pending import PendingSaves
-from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.parallel import install as install_parallel
 from paddle_flexckpt.parallel import is_installed as is_parallel_installed
 from paddle_flexckpt.parallel.state_creation import no_new_states
@@ -400,7 +401,7 @@ class TrainerCheckpointer:
 
         def look() -> tuple[dict[str, Any], bytes]:
             if self._comm.position == 0:
-                found = any(key.startswith(PREFIX) for key in CheckpointDirectory(inside).read_manifest().catalog.keys)
+                found = any(key.startswith(PREFIX) for key in SourceDirectory(inside).read_manifest().catalog.keys)
                 if found and options.aoa_config is not None:
                     remedy = "resume without --aoa_config, or without --zcc_save_ema_coef"
                     raise ValidationError([f"--aoa_config does not apply to moving averages. Remedy: {remedy}"])

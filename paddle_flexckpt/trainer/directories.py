@@ -22,7 +22,8 @@ from pathlib import Path
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.manager.steps import try_lock
-from paddle_flexckpt.media.backend import open_backend
+from paddle_flexckpt.media.backend import exists, map_files
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.listing import is_complete
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -126,11 +127,11 @@ class TrainerDirectories:
         directory = self.directory(step)
         backend = open_backend(directory / SUBDIRECTORY)
         with contextlib.ExitStack() as stack:
-            if backend.exists():
+            if exists(backend):
                 if not try_lock(backend, stack):
                     return False  # it is being saved
                 if _MANIFEST in backend.names():
-                    claim = backend.claim(_MANIFEST)
+                    claim = backend.locks.claim(_MANIFEST)
                     if claim is None:
                         return False  # it is being read
                     stack.callback(claim.release)
@@ -139,7 +140,9 @@ class TrainerDirectories:
                     backend.remove(_MANIFEST)
                     backend.sync()
                     # Before the file that keeps Paddle's own loader from them.
-                    backend.each(backend.remove, [name for name in backend.names() if name.endswith(".safetensors")])
+                    map_files(
+                        backend, backend.remove, [name for name in backend.names() if name.endswith(".safetensors")]
+                    )
         shutil.rmtree(directory)
         logger.info(f"removed {directory}")
         return True

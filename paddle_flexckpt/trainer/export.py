@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_flexckpt.engine.export import export_safetensors
-from paddle_flexckpt.media.backend import open_backend
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.trainer.contents import is_peft
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY
 from paddle_flexckpt.trainer.model_rules import hf_rules

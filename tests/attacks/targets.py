@@ -28,10 +28,10 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
     validate_shards,
 )
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_checkpoint import read_paddle_metadata
 from paddle_flexckpt.foreign.safe_pickle import load_pickle
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
-from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.repair import rebuild_manifest
 from paddle_flexckpt.native.replicas import StoredReplicas
@@ -176,7 +176,7 @@ def _read_foreign_safetensors(data: bytes) -> None:
 
 def _read_manifest_of(path: Path) -> None:
     """By the names of what is there, as every command does."""
-    directory = CheckpointDirectory(path)
+    directory = SourceDirectory(path)
     assert directory.origin() != "native"
     catalog = directory.read_manifest().catalog
     assert not validate_shards(catalog)
@@ -202,12 +202,12 @@ def _read_states_of_a_rank(data: bytes) -> None:
 def _read_data_file(data: bytes) -> None:
     """By a verification, which lists what is wrong, and by a repair, which refuses it."""
     with _in_place(_directory("data") / "0_0.safetensors", data) as path:
-        manifest = CheckpointDirectory(path).read_manifest(0)
+        manifest = SourceDirectory(path).read_manifest(0)
         found = verify_files(path, manifest)
         is_whole = data == seeds.FILES["data"]()["0_0.safetensors"]
         assert is_whole == (not found.problems), "damage that is not found"
         json.dumps([vars(problem) for problem in found.problems])
-        rebuild_manifest(CheckpointDirectory(path), 0, True, None, True)
+        rebuild_manifest(SourceDirectory(path), 0, True, None, True)
 
 
 TARGETS = {

@@ -12,9 +12,11 @@ from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError, validate
 from paddle_flexckpt.engine.verification import verify_checkpoint
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import load_merged_state_dict
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest, _digest
@@ -152,10 +154,10 @@ def test_the_same_manifest_without_a_change_is_read(tmp_path):
 
 
 def test_notes_of_saves_with_deep_nesting_are_no_notes(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
+    directory = open_to_save(tmp_path)
     put(tmp_path, [whole("w", "float32", (4,))])
     (tmp_path / "3.saving").write_bytes(deep(100_000).tobytes())
-    assert directory.remove_dead_saves() == ["3.saving"]
+    assert remove_dead_saves(directory) == ["3.saving"]
 
 
 def test_a_header_with_very_many_tensors(tmp_path):

@@ -12,9 +12,8 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
+from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.foreign.tensor_files import MAX_INDEX_BYTES
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.listing import detect_format
 from tests.attacks.test_files import HEADERS, NAMES
 
 INDEX = "model.safetensors.index.json"
@@ -51,7 +50,7 @@ def read(path):
     begin = time.process_time()
     try:
         detect_format(path)
-        return CheckpointDirectory(path).read_manifest()
+        return SourceDirectory(path).read_manifest()
     finally:
         memory, seconds = tracemalloc.get_traced_memory()[1], time.process_time() - begin
         tracemalloc.stop()

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.safe_pickle import load_pickle
-from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.attacks.opcodes import DTYPE, array, call, long4, long8, named, named_by_line, program, short
 
 NEW = "paddle.distributed.flex_checkpoint.dcp.metadata"
@@ -320,4 +320,4 @@ def test_a_checkpoint_with_code_in_it_is_not_executed(canary, tmp_path):
     directory.mkdir()
     (directory / "0.metadata").write_bytes(program(call(named("os", "system"), COMMAND)))
     with pytest.raises(UnsafePickleError, match=r"0\.metadata: refused before byte .*'os\.system'"):
-        CheckpointDirectory(directory).read_manifest()
+        SourceDirectory(directory).read_manifest()

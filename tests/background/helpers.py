@@ -103,7 +103,7 @@ class Writers:
         """A writer whose process runs."""
         writer = BackgroundWriter(**arguments)
         self._made.append(writer)
-        with writer.admit():
+        with writer.open_slot():
             pass
         return writer
 

@@ -22,7 +22,7 @@ from tests.background.helpers import limit_file_size, save, stopped
 path = sys.argv[1]
 atexit.register(print, "atexit: first")
 writer = BackgroundWriter()
-with writer.admit():
+with writer.open_slot():
     pass
 atexit.register(print, "atexit: last")
 """

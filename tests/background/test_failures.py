@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paddle_flexckpt.background import BackgroundWriter
-from paddle_flexckpt.background.job import WriteJob
+from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.background.helpers import kill, limit_file_size, load, save, stopped
 from tests.background.test_writer import names
@@ -84,7 +85,7 @@ def test_closing_raises_what_nobody_has_seen(tmp_path, writers):
 
 def test_leaving_with_an_error_does_not_hide_it(tmp_path):
     with pytest.raises(KeyError, match="mine"), BackgroundWriter() as writer:
-        with writer.admit():
+        with writer.open_slot():
             pass
         failing(tmp_path, writer)
         raise KeyError("mine")
@@ -131,11 +132,11 @@ def test_a_save_committed_by_a_writer_that_then_dies_is_committed(tmp_path, writ
     with stopped(writer) as pid:
         handle = save(tmp_path, 1, writer)
         # What the writer would have done, up to the moment after the commit.
-        (flight,) = writer._flights._flights.values()
-        directory = CheckpointDirectory(tmp_path)
+        (pending,) = writer._saves._saves.values()
+        directory = open_to_save(tmp_path)
         from paddle_flexckpt.background.worker import carry_out
 
-        carry_out(flight.job, directory, flight.segment.view(0, flight.job.data_bytes))
+        carry_out(pending.job, directory, pending.segment.view(0, pending.job.data_bytes))
         kill(pid)
     assert handle.result().unique_id == 0
     assert load(tmp_path) == 1

@@ -8,6 +8,7 @@ pytest.importorskip("fsspec")
 
 from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import is_complete
@@ -63,10 +64,10 @@ def test_a_lease_is_kept_up_while_a_save_waits_for_its_writer(server, writers):
         handle = save(storage, 1, writer)
         # Whoever wants the lease watches it for its whole time, unless it is renewed meanwhile.
         with pytest.raises(CheckpointError, match="another save is writing to"):
-            CheckpointDirectory(server.storage(storage.path, lease_seconds=1)).lock()
+            open_to_save(server.storage(storage.path, lease_seconds=1)).lock()
     handle.result()
     assert load(storage) == 1
-    CheckpointDirectory(storage).lock().release()
+    open_to_save(storage).lock().release()
 
 
 def test_a_bucket_that_is_not_there_is_an_error(server, writers):

@@ -11,15 +11,14 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_flexckpt.background import priority
-from paddle_flexckpt.background.job import WriteJob
-from paddle_flexckpt.background.protocol import Channel
-from paddle_flexckpt.background.settlement import Settlement
+from paddle_flexckpt.background import worker
+from paddle_flexckpt.background.outcome import SaveOutcome
+from paddle_flexckpt.background.protocol import Channel, WriteJob
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.background.worker import carry_out
 from paddle_flexckpt.catalog.failures import Failure
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.local import LocalBackend
-from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.background.helpers import PATIENCE_SECONDS, load, state
 from tests.native.samples import items_of, whole
 
@@ -28,12 +27,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def job_of(path, version=1, rank=0, ranks=(0,), timeout=5.0, backend=None):
     """A rank's job, its directory, and its data."""
-    directory = CheckpointDirectory(backend or str(path))
+    directory = open_to_save(backend or str(path))
     ticket = directory.open_save(None, len(ranks))
     arrays = state(version)
     items = items_of([whole(key, str(a.dtype), a.shape, rank) for key, a in arrays.items()], ticket.data_file(rank))
     data = b"".join(arrays[items.key_name(row)].tobytes() for row in range(len(items)))
-    storage = LocalBackend(str(path)).describe()
+    storage = LocalBackend(str(path)).reopen_token()
     job = WriteJob(str(path), storage, None, ticket, items, rank, tuple(ranks), min(ranks), 7, timeout)
     return job, directory, data
 
@@ -96,8 +95,8 @@ def test_a_priority_that_the_kernel_refuses_is_told(monkeypatch):
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "nice", refuse)
-    monkeypatch.setattr(priority, "_IOPRIO", {"idle": 7 << 13})  # no such class
-    assert priority.lower_priority(10, "idle") == [
+    monkeypatch.setattr(worker, "_IOPRIO", {"idle": 7 << 13})  # no such class
+    assert worker.lower_priority(10, "idle") == [
         "the background writer keeps its CPU priority: nice(10) was refused ([Errno 1] Operation not permitted)",
         "the background writer keeps its I/O priority: 'idle' was refused (Invalid argument)",
     ]
@@ -119,15 +118,17 @@ def test_leftovers_that_cannot_be_removed_are_a_warning_on_a_checkpoint_that_is_
 
 def test_a_commit_that_fails_is_the_outcome_on_every_rank(tmp_path):
     class Unpublished(LocalBackend):
-        def publish(self, name, data, check):
-            raise OSError(errno.EIO, "injected", name)
+        def create(self, name, mode="new", size=None):
+            if name.endswith(".manifest"):
+                raise OSError(errno.EIO, "injected", name)
+            return super().create(name, mode, size)
 
     job, directory, data = job_of(tmp_path, backend=Unpublished(str(tmp_path)))
     failure = Failure.from_dict(carry_out(job, directory, np.frombuffer(data, dtype=np.uint8))["failure"])
     assert failure.problems == ("[rank 0] OSError: [Errno 5] injected: '0.manifest'",)
     # And that is what another rank would find.
-    other = Settlement(WriteJob(**{**vars(job), "rank": 1, "ranks": (0, 1)}), CheckpointDirectory(str(tmp_path)))
-    assert other.settle(None) == failure
+    other = SaveOutcome(WriteJob(**{**vars(job), "rank": 1, "ranks": (0, 1)}), open_to_save(str(tmp_path)))
+    assert other.agree(None) == failure
     assert directory.list_ids() == []
 
 
@@ -137,10 +138,10 @@ def test_storage_that_cannot_be_looked_at_is_an_outcome_too(tmp_path):
             raise OSError(errno.ESTALE, "Stale file handle")
 
     job, directory, _ = job_of(tmp_path)
-    blind = CheckpointDirectory(Blind(str(tmp_path)))
+    blind = open_to_save(Blind(str(tmp_path)))
     for rank, coordinator in ((0, 0), (1, 0)):
         mine = WriteJob(**{**vars(job), "rank": rank, "ranks": (0, 1), "coordinator": coordinator})
-        failure = Settlement(mine, blind).settle(None)
+        failure = SaveOutcome(mine, blind).agree(None)
         assert failure is not None
         assert failure.problems[0].startswith(f"[rank {rank}] it is not known what became of the save: OSError(")
-    assert set(directory.progress(job.ticket, (0, 1))[1]) == {0, 1}, "each has told the others"
+    assert set(directory.progress(job.names, (0, 1))[1]) == {0, 1}, "each has told the others"

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 
-from paddle_flexckpt.background import Admission, BackgroundWriter
+from paddle_flexckpt.background import BackgroundWriter, SaveSlot
 from paddle_flexckpt.live.saver import save_state_dict
 from tests.background.helpers import SOLO, PairCommunicator, shards
 
@@ -28,12 +28,12 @@ def main(path: str, position: int, descriptor: int, when: str, timeout: float) -
     """
     comm = SOLO if descriptor < 0 else PairCommunicator(position, socket.socket(fileno=descriptor))
     writer = BackgroundWriter(timeout=timeout)
-    with writer.admit():
+    with writer.open_slot():
         print(writer.pid, flush=True)
     sys.stdin.readline()
     # Whatever is saved is saved after this process is dead.
     os.kill(writer.pid, signal.SIGSTOP)
     if when == "before":
-        Admission.hand_over = die
+        SaveSlot.hand_over = die
     save_state_dict(shards(position, comm.size, 2), path, comm, async_save=writer)
     die()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native import dead_saves, node_directory
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from tests.crash.file_system import Fault
 from tests.crash.harness import Violation
@@ -24,7 +24,8 @@ def _publish_at_once(monkeypatch):
 
 def _forget_prepared(monkeypatch):
     """What is prepared counts as dead."""
-    monkeypatch.setattr(CheckpointDirectory, "prepared", lambda self, ticket: [])
+    for module in (dead_saves, node_directory):
+        monkeypatch.setattr(module, "find_prepared", lambda directory, save: [])
 
 
 @pytest.mark.parametrize("fault", [_publish_at_once, _forget_prepared])

@@ -9,8 +9,8 @@ import paddle
 
 from paddle_flexckpt.algebra import StridedCopy, row_major_strides
 from paddle_flexckpt.catalog import dtype_of
-from paddle_flexckpt.engine import transfer
-from paddle_flexckpt.engine.transfer import copy_values, pack_copy, read_values, write_values
+from paddle_flexckpt.engine import copies
+from paddle_flexckpt.engine.copies import copy_values, pack_copy, read_values, write_values
 from paddle_flexckpt.live import replicas
 from paddle_flexckpt.live.device_memory import DeviceMemory
 from paddle_flexckpt.live.tensors import HostTensor, empty_on_host, host_memory, open_storage
@@ -78,7 +78,7 @@ def random_copies(seed, count, views):
     """Random copies to, from and within the device; returns those that went wrong."""
     random = np.random.default_rng(seed)
     wrong = []
-    transfer.DEVICE_CHUNK_BYTES, before = 64, transfer.DEVICE_CHUNK_BYTES
+    copies.DEVICE_CHUNK_BYTES, before = 64, copies.DEVICE_CHUNK_BYTES
     try:
         with stride_kernels(views):
             for number in range(count):
@@ -88,7 +88,7 @@ def random_copies(seed, count, views):
                 if error:
                     wrong.append([seed, number, dtype, list(shape), error])
     finally:
-        transfer.DEVICE_CHUNK_BYTES = before
+        copies.DEVICE_CHUNK_BYTES = before
     return wrong
 
 

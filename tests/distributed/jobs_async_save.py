@@ -22,7 +22,7 @@ def save_and_go_on(directory, layout):
     state = common.zoo_state(layout, rank, size)
     comm, done = counted(None)
     with fc.BackgroundWriter() as writer:
-        with writer.admit():
+        with writer.open_slot():
             os.kill(writer.pid, signal.SIGSTOP)
         handle = fc.save_state_dict(state, directory, comm, async_save=writer)
         calls = done()

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("paddle")
 import paddle_flexckpt as fc
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.distributed import jobs_replica_reads as jobs
 from tests.native.samples import flip
 
@@ -33,7 +34,7 @@ def checkpoint(saved, tmp_path):
 
 def place_of(checkpoint, key, rank):
     """File and first byte of a rank's copy of a tensor."""
-    catalog = fc.storage.CheckpointDirectory(str(checkpoint)).read_manifest().catalog
+    catalog = CheckpointDirectory(str(checkpoint)).read_manifest().catalog
     (row,) = [r for r in range(len(catalog)) if (catalog.key_name(r), catalog.rank[r]) == (key, rank)]
     return checkpoint / catalog.file_name(row), int(catalog.byte_offset[row])
 

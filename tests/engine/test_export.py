@@ -14,8 +14,8 @@ from paddle_flexckpt import export_safetensors
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.engine.whole_tensors import iterate_tensors
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media import local
-from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.engine.samples import SHAPES, save, values_of
 from tests.native.samples import flip
 
@@ -220,7 +220,7 @@ def test_a_file_system_that_fails_leaves_nothing_behind(checkpoint, tmp_path, mo
 def test_replicas_are_exported_where_a_copy_is_damaged(values, tmp_path, caplog):
     path = tmp_path / "checkpoint"
     save(path, values, replicas=2, save_replicas=True)
-    manifest = CheckpointDirectory(path).read_manifest()
+    manifest = SourceDirectory(path).read_manifest()
     row = manifest.catalog.keys.index("other")
     row = int(np.flatnonzero((manifest.catalog.key == row) & (manifest.catalog.rank == 0))[0])
     flip(path / "0_0.safetensors", int(manifest.catalog.byte_offset[row]))

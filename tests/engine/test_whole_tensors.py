@@ -10,7 +10,7 @@ import pytest
 from paddle_flexckpt.aoa import compile_program
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.engine import whole_tensors, work
+from paddle_flexckpt.engine import plan, whole_tensors
 from paddle_flexckpt.engine.whole_tensors import WholeTensors, iterate_tensors
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.reader import FileReader
@@ -56,7 +56,7 @@ def test_names_and_their_order(checkpoint, values):
 
 @pytest.mark.parametrize("tile", [1, 5, 1 << 22])
 def test_what_statements_make(tmp_path, monkeypatch, tile):
-    monkeypatch.setattr(work, "TILE_ELEMENTS", tile)
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", tile)
     rng = np.random.default_rng(0)
     values = {key: rng.standard_normal((6, 4)).astype(np.float32) for key in ("a", "b", "rest")}
     save(tmp_path, values)
@@ -90,7 +90,7 @@ def test_exactly_the_bytes_that_are_needed_are_read(checkpoint, values):
 
 def test_one_tensor_and_a_tile_are_in_memory(tmp_path, monkeypatch):
     """Each tensor is 4 MB; there are 16 of them, every other one computed."""
-    monkeypatch.setattr(work, "TILE_ELEMENTS", 1 << 14)
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", 1 << 14)
     size = 4 << 20
     save(tmp_path, {f"t{i}": np.full(size // 4, i, np.float32) for i in range(16)}, world=1)
     manifest = CheckpointDirectory(str(tmp_path)).read_manifest()

@@ -15,9 +15,8 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import verify_checkpoint
-from paddle_flexckpt.media.backend import open_storage
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.listing import detect_format
+from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
+from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.native.reader import FileReader
 from tests.native.samples import store, whole
 
@@ -48,7 +47,7 @@ def native(path):
 
 def contents(path):
     """All tensors, read whole."""
-    directory = CheckpointDirectory(path)
+    directory = SourceDirectory(path)
     manifest = directory.read_manifest()
     catalog = manifest.catalog
     found = {}
@@ -86,7 +85,7 @@ def test_files_under_an_index(tmp_path, index):
     write_file(tmp_path / "consolidated.safetensors")
     assert detect_format(tmp_path) == "huggingface"
     assert contents(tmp_path) == EXPECTED
-    catalog = CheckpointDirectory(tmp_path).read_manifest().catalog
+    catalog = SourceDirectory(tmp_path).read_manifest().catalog
     assert {catalog.key_name(row): catalog.file_name(row) for row in range(3)} == {
         "model.w": "model-00001-of-00002.safetensors",
         "model.b": "model-00002-of-00002.safetensors",
@@ -118,28 +117,28 @@ def test_several_sets_are_refused(tmp_path, names):
     for name in names:
         (tmp_path / name).write_text("{}")
     with pytest.raises(ValidationError, match="has several sets of safetensors files: .*Remedy"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 def test_numbered_files_need_their_index(tmp_path):
     write_index(tmp_path)
     (tmp_path / INDEX).unlink()
     with pytest.raises(CorruptCheckpointError, match="without their index"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 def test_there_is_no_id(tmp_path):
     write_file(tmp_path / "model.safetensors")
-    assert CheckpointDirectory(tmp_path).read_manifest(0).unique_id == 0
+    assert SourceDirectory(tmp_path).read_manifest(0).unique_id == 0
     with pytest.raises(ValidationError, match="is a Hugging Face directory, which has no ids"):
-        CheckpointDirectory(tmp_path).read_manifest(1)
+        SourceDirectory(tmp_path).read_manifest(1)
 
 
 def test_a_manifest_comes_first(tmp_path):
     native(tmp_path)
     write_file(tmp_path / "model.safetensors")
     assert detect_format(tmp_path) == "native"
-    assert CheckpointDirectory(tmp_path).read_manifest().origin == "native"
+    assert SourceDirectory(tmp_path).read_manifest().origin == "native"
     assert contents(tmp_path / "model.safetensors") == EXPECTED
 
 
@@ -173,7 +172,7 @@ def test_files_of_another_save_are_found(tmp_path):
 
 def test_a_truncated_file_is_found_when_it_is_opened(tmp_path):
     write_file(tmp_path / "model.safetensors")
-    manifest = CheckpointDirectory(tmp_path).read_manifest()
+    manifest = SourceDirectory(tmp_path).read_manifest()
     with open(tmp_path / "model.safetensors", "r+b") as file:
         file.truncate(100)
     with (
@@ -190,7 +189,7 @@ def test_sixteen_bits_without_a_sign(tmp_path):
     array = np.arange(4, dtype=np.uint16)
     for info, dtype in (({"format": "np"}, "bfloat16"), ({"format": "pt"}, "uint16"), (None, "uint16")):
         (tmp_path / "model.safetensors").write_bytes(safetensors_numpy.save({"w": array}, info))
-        assert CheckpointDirectory(tmp_path).read_manifest().catalog.dtypes == (dtype,)
+        assert SourceDirectory(tmp_path).read_manifest().catalog.dtypes == (dtype,)
     assert detect_format(tmp_path) == "huggingface"
     (tmp_path / "model.safetensors").write_bytes(safetensors_numpy.save({"w": array}, {"format": "np"}))
     assert detect_format(tmp_path) == "unified_checkpoint"
@@ -200,8 +199,8 @@ def test_no_checksums_are_compared(tmp_path):
     write_index(tmp_path)
     report = verify_checkpoint(tmp_path)
     assert (report.ok, report.bytes_verified, report.has_checksums, report.keys) == (True, 0, False, 3)
-    directory = CheckpointDirectory(tmp_path)
-    with pytest.raises(ValidationError, match="is a Hugging Face directory, without checksums"):
+    directory = SourceDirectory(tmp_path)
+    with pytest.raises(ValidationError, match="another program.s checkpoint .huggingface., without checksums"):
         FileReader(directory.backend, directory.read_manifest(), "full")
 
 

@@ -14,8 +14,8 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError, V
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign import paddle_checkpoint
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_checkpoint import read_paddle_metadata
-from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.reader import FileReader
 from tests.foreign.writers import NEW, OLD, metadata_pickle
 
@@ -48,7 +48,7 @@ def write(path, ending="distcp", unique_id=0, shards=SHARDS, **options):
 
 
 def elements(path, row):
-    manifest = CheckpointDirectory(path).read_manifest()
+    manifest = SourceDirectory(path).read_manifest()
     catalog = manifest.catalog
     size = int(catalog.size[row])
     target = np.empty(size, dtype=ml_dtypes.bfloat16 if catalog.dtype_name(row) == "bfloat16" else np.float32)
@@ -108,7 +108,7 @@ def test_a_file_that_is_cut_short_or_missing(tmp_path, ending):
             read_paddle_metadata(tmp_path)
     file.unlink()
     with pytest.raises(CorruptCheckpointError, match=rf"1_0\.{ending} is missing; the metadata names it"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 @pytest.mark.parametrize("ending", ["distcp", "safetensors"])
@@ -152,12 +152,12 @@ def test_code_in_a_data_file(tmp_path):
     write(tmp_path)
     (tmp_path / "1_0.distcp").write_bytes(pickle.dumps({"w": Evil()}, 4))
     with pytest.raises(UnsafePickleError, match=r"1_0\.distcp.*builtins\.print"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 def test_there_is_nothing_to_verify_them_with(tmp_path):
     path = str(write(tmp_path))
-    manifest = CheckpointDirectory(path).read_manifest()
+    manifest = SourceDirectory(path).read_manifest()
     with pytest.raises(ValidationError, match="without checksums: verify='full' cannot be kept"):
         FileReader(path, manifest, "full")
     report = verify_checkpoint(path)

@@ -13,8 +13,7 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.listing import detect_format
+from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.native.reader import FileReader
 from tests.foreign.writers import metadata_pickle
 
@@ -62,7 +61,7 @@ def write(path, names=tuple(HELD), unique_id=0):
 
 
 def contents(path, unique_id=None):
-    directory = CheckpointDirectory(path)
+    directory = SourceDirectory(path)
     manifest = directory.read_manifest(unique_id)
     with FileReader(directory.backend, manifest) as reader:
         tensors = WholeTensors(manifest, None)
@@ -82,7 +81,7 @@ def test_directories_are_one_source(tmp_path):
     (tmp_path / "saved_signal_0").write_text("1")
     assert detect_format(tmp_path) == "paddleformers"
     assert_holds(tmp_path, EXPECTED)
-    manifest = CheckpointDirectory(tmp_path).read_manifest()
+    manifest = SourceDirectory(tmp_path).read_manifest()
     assert (manifest.origin, manifest.world_size, manifest.foreign) == ("paddleformers", 2, True)
     assert "optimizer_state/1_0.distcp" in manifest.catalog.files
     report = verify_checkpoint(tmp_path)
@@ -140,7 +139,7 @@ def test_a_file_that_is_missing(tmp_path):
 
 
 def test_a_file_that_goes_missing_later(tmp_path):
-    manifest = CheckpointDirectory(write(tmp_path)).read_manifest()
+    manifest = SourceDirectory(write(tmp_path)).read_manifest()
     (tmp_path / "master_weight" / "1_0.distcp").unlink()
     row = [manifest.catalog.file_name(row) for row in range(len(manifest.catalog))].index("master_weight/1_0.distcp")
     with (
@@ -169,7 +168,7 @@ def test_another_checkpoint_beside_them_is_refused(tmp_path, beside):
     with pytest.raises(ValidationError, match="has more than one checkpoint: .*PaddleFormers.* Remedy: give the path"):
         detect_format(tmp_path)
     with pytest.raises(ValidationError, match="has more than one checkpoint"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 def test_links_out_of_the_directory(tmp_path):
@@ -180,7 +179,7 @@ def test_links_out_of_the_directory(tmp_path):
         detect_format(tmp_path / "checkpoint")
     # One that comes later is found too.
     write(tmp_path / "late")
-    manifest = CheckpointDirectory(tmp_path / "late").read_manifest()
+    manifest = SourceDirectory(tmp_path / "late").read_manifest()
     os.rename(tmp_path / "late" / "model_state", tmp_path / "moved")
     os.symlink(tmp_path / "moved", tmp_path / "late" / "model_state")
     with (

@@ -11,9 +11,8 @@ from safetensors import numpy as safetensors_numpy
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
+from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.foreign.trainer_files import read_plain_file
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.listing import detect_format
 from paddle_flexckpt.native.reader import FileReader
 
 MODEL = {
@@ -75,7 +74,7 @@ def write(path, split=False, masters=None, **settings):
 
 
 def contents(path):
-    directory = CheckpointDirectory(path)
+    directory = SourceDirectory(path)
     manifest = directory.read_manifest()
     assert manifest.origin == "unified_checkpoint"
     with FileReader(directory.backend, manifest) as reader:
@@ -101,7 +100,7 @@ def test_states_have_the_names_of_this_library(tmp_path, split):
 
 
 def test_parts_of_ranks_have_their_places(tmp_path):
-    catalog = CheckpointDirectory(write(tmp_path, split=True)).read_manifest().catalog
+    catalog = SourceDirectory(write(tmp_path, split=True)).read_manifest().catalog
     rows = {
         (catalog.key_name(row), catalog.file_name(row)): catalog.unpadded(row, catalog.offset)
         for row in range(len(catalog))
@@ -118,7 +117,7 @@ def test_parts_of_tensor_parallelism_times_sharding(tmp_path):
     assert_holds(tmp_path, EXPECTED)
     (tmp_path / "optimizer.tp01_shard01.safetensors").unlink()
     with pytest.raises(CorruptCheckpointError, match=r"optimizer\.tp01_shard01\.safetensors is missing"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 def test_one_file_without_a_place(tmp_path):
@@ -134,11 +133,11 @@ def test_a_rank_without_its_file(tmp_path):
     with pytest.raises(
         ValidationError, match=r"a rank's state does not fit its parameter.*expected \[6, 4\]; got \[3, 4\]"
     ):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
     write(tmp_path, split=True)
     (tmp_path / "optimizer.tp00.safetensors").unlink()
     with pytest.raises(CorruptCheckpointError, match="are missing or doubled"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 def test_a_part_that_a_rank_lacks(tmp_path):
@@ -146,7 +145,7 @@ def test_a_part_that_a_rank_lacks(tmp_path):
     mine = {name: part(name, array, 1, 2) for name, array in STATES.items() if name != "up.weight/moment1_0"}
     save(tmp_path / "optimizer.tp01.safetensors", mine)
     with pytest.raises(CorruptCheckpointError, match=r"lacks parts of tensors.*'up\.weight\.moment1_0'"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 @pytest.mark.parametrize("name", ["mlp.gate_up_fused_proj.weight", "attn.c_attn.weight", "h.mlp.dense_h_to_4h.bias"])
@@ -160,7 +159,7 @@ def test_parts_that_are_not_consecutive_are_refused(tmp_path, name):
     with pytest.raises(
         ValidationError, match="fused parameter.*Remedy: resume once in PaddleNLP .* ignore_merge_optimizer"
     ):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
     # Whole, it is like any other.
     for rank in range(2):
         (tmp_path / f"optimizer.tp{rank:02d}.safetensors").unlink()
@@ -178,13 +177,13 @@ def test_parts_that_fit_nowhere(tmp_path, shape):
         }
         save(tmp_path / f"optimizer.tp{rank:02d}.safetensors", mine)
     with pytest.raises(ValidationError, match=r"does not fit its parameter.*one of 2 equal parts of \[4, 6\]"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 def test_without_weights_the_place_of_a_part_is_not_known(tmp_path):
     save_split(tmp_path, "master_weights", MODEL)
     with pytest.raises(ValidationError, match="the model's weights, .* lack the parameter"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 def test_experts_of_several_ranks_under_one_name(tmp_path):
@@ -192,21 +191,21 @@ def test_experts_of_several_ranks_under_one_name(tmp_path):
     save(tmp_path / "optimizer.moe00.safetensors", STATES)
     save(tmp_path / "optimizer.moe01.safetensors", {"norm.weight/moment1_0": STATES["norm.weight/moment1_0"]})
     with pytest.raises(ValidationError, match="several ranks of expert parallelism have a state of this name"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 def test_names_of_several_strategies(tmp_path):
     write(tmp_path, split=True)
     save(tmp_path / "optimizer.tp00_pp00.safetensors", STATES)
     with pytest.raises(ValidationError, match="states of several strategies"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 def test_states_of_whole_tensors_and_of_ranks(tmp_path):
     write(tmp_path)
     save_split(tmp_path, "optimizer", STATES)
     with pytest.raises(ValidationError, match="states of whole tensors .* and of ranks .* Remedy: move those away"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 HALF = {name: array.astype(np.float32).view(np.uint32) >> 16 for name, array in MODEL.items()}
@@ -247,7 +246,7 @@ def test_master_weights_in_place_of_weights(tmp_path):
     with pytest.raises(
         CorruptCheckpointError, match=r"master_weights\.safetensors\.index\.json is missing: by optimizer"
     ):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 @pytest.mark.parametrize("stem", ["model", "optimizer", "master_weights"])
@@ -255,7 +254,7 @@ def test_an_index_that_is_missing(tmp_path, stem):
     write(tmp_path, masters=MODEL)
     (tmp_path / f"{stem}.safetensors.index.json").unlink()
     with pytest.raises(CorruptCheckpointError, match=rf"{stem}\.safetensors\.index\.json is missing"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 def test_a_file_that_is_missing(tmp_path):
@@ -264,7 +263,7 @@ def test_a_file_that_is_missing(tmp_path):
     with pytest.raises(
         CorruptCheckpointError, match=r"optimizer-00002-of-00002\.safetensors is missing; .*index\.json names it"
     ):
-        detect_format(tmp_path), CheckpointDirectory(tmp_path).read_manifest()
+        detect_format(tmp_path), SourceDirectory(tmp_path).read_manifest()
 
 
 @pytest.mark.parametrize(
@@ -286,14 +285,14 @@ def test_a_tensor_that_two_stages_of_a_pipeline_share(tmp_path, name, shape, fin
         assert_holds(tmp_path, {key: MODEL["embed.weight"], "v": MODEL["norm.weight"]})
         return
     with pytest.raises(CorruptCheckpointError, match="a file has a tensor that the index has elsewhere"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_quantised_states_are_refused(tmp_path, split):
     write(tmp_path, split, ckpt_quant_stage="O1")
     with pytest.raises(ValidationError, match=r"quantised \(ckpt_quant_stage 'O1'\).*Remedy: resume once in PaddleNLP"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 def test_adapters(tmp_path):
@@ -312,14 +311,14 @@ def test_weights_under_an_index_and_in_one_file(tmp_path):
     write(tmp_path)
     save(tmp_path / "model.safetensors", MODEL)
     with pytest.raises(ValidationError, match="has several sets of safetensors files"):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
 
 
 def test_the_path_of_an_index_gives_its_own_names(tmp_path):
     write(tmp_path, masters=MODEL)
     assert_holds(tmp_path / "master_weights.safetensors.index.json", MODEL)
     with pytest.raises(ValidationError, match="has no ids"):
-        CheckpointDirectory(tmp_path).read_manifest(3)
+        SourceDirectory(tmp_path).read_manifest(3)
 
 
 def test_state_of_a_scheduler(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import Node, Region, TensorInfo
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.engine import work
+from paddle_flexckpt.engine import plan
 from paddle_flexckpt.live import target_memory
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
@@ -105,7 +105,7 @@ both = pytest.mark.parametrize("move", [load, reshard])
     ids=["lora", "blocks"],
 )
 def test_every_piece_has_the_bits_of_the_whole(monkeypatch, move, tile, step, operands):
-    monkeypatch.setattr(work, "TILE_ELEMENTS", tile)
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", tile)
     made = program("t", step, operands)
     values = values_of(made)
     whole = made.value("t", values)
@@ -124,7 +124,7 @@ def test_every_piece_has_the_bits_of_the_whole(monkeypatch, move, tile, step, op
 
 @both
 def test_a_factor_that_all_tiles_need_is_moved_once(monkeypatch, move):
-    monkeypatch.setattr(work, "TILE_ELEMENTS", 100)
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", 100)
     made = program(
         "t", LoraMerge(3), {"w": ("float32", (64, 16)), "a": ("float32", (64, 3)), "b": ("float32", (3, 16))}
     )
@@ -152,7 +152,7 @@ def nested(rows):
 @pytest.mark.parametrize("rows", [16, 256])
 def test_a_load_holds_a_few_tiles_whatever_the_size(monkeypatch, rows):
     tile = 128
-    monkeypatch.setattr(work, "TILE_ELEMENTS", tile)
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", tile)
     made = nested(rows)
     made.sources["v"] = ("float32", (rows, 16))
     values = values_of(made)
@@ -175,7 +175,7 @@ def test_an_exchange_holds_the_operands_that_it_brings():
 
 @both
 def test_a_strided_target_is_stored_when_its_last_tile_is_done(monkeypatch, move):
-    monkeypatch.setattr(work, "TILE_ELEMENTS", 16)
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", 16)
     made = nested(8)
     made.regions["t"] = [Region((0, 0), (4, 16), 1, (0, 0), (0, 1)), Region((4, 0), (4, 16))]
     base = np.full((10, 18), -1, dtype=np.float32)
@@ -198,7 +198,7 @@ def test_staged_targets_are_open_one_after_the_other(monkeypatch):
             events.append("store")
 
     monkeypatch.setattr(target_memory, "HostTensor", Logged)
-    monkeypatch.setattr(work, "TILE_ELEMENTS", 16)
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", 16)
     made = nested(8)
     made.tensors["s"], made.regions["s"] = made.tensors["t"], made.regions["t"]
     load(made, {name: np.zeros((8, 18), dtype=np.float32)[:, 1:-1] for name in "ts"})

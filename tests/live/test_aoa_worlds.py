@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt import aoa
-from paddle_flexckpt.engine import work
+from paddle_flexckpt.engine import plan
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
@@ -197,7 +197,7 @@ def test_random_worlds(seed, size):
 @given(st.integers(0, 2**32))
 def test_tiles_of_any_size_give_the_same_bits(limit, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "TILE_ELEMENTS", limit)
+        patch.setattr(plan, "TILE_ELEMENTS", limit)
         World(Pick.from_seed(seed), 3).check()
 
 

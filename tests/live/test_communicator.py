@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, Problem, ValidationError
+from paddle_flexckpt.engine.agreement import check_coordinator, check_same
 from paddle_flexckpt.live import communicator
-from paddle_flexckpt.live.communicator import PaddleCommunicator, SoloCommunicator, check_coordinator, check_same
+from paddle_flexckpt.live.communicator import PaddleCommunicator, SoloCommunicator
 from paddle_flexckpt.live.lost_ranks import announce
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 

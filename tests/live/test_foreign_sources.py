@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.foreign.formats import detect_format
 from paddle_flexckpt.foreign.trainer_files import read_plain_file
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import load_merged_state_dict
-from paddle_flexckpt.native.listing import detect_format
 from paddle_flexckpt.run_state.scheduler_state import restore_plain_scheduler
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -149,7 +149,7 @@ def test_state_of_a_scheduler(tmp_path):
 def test_nothing_can_be_verified(tmp_path, verify):
     path = huggingface.write_index(tmp_path)
     load(path, huggingface.TENSORS, verify=verify)
-    with pytest.raises(ValidationError, match="a Hugging Face directory, without checksums: verify='full'"):
+    with pytest.raises(ValidationError, match="checkpoint .huggingface., without checksums: verify='full'"):
         load(path, huggingface.TENSORS, verify="full")
 
 

@@ -14,9 +14,9 @@ from paddle import nn
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.live import name_compatibility
+from paddle_flexckpt.engine import names as engine_names
+from paddle_flexckpt.engine.names import ACCUMULATORS, NameIndex, canonical, split_raw
 from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.live.name_compatibility import ACCUMULATORS, NameIndex, canonical, split_raw
 from paddle_flexckpt.live.plain_states import plain_state_statements
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
@@ -187,8 +187,8 @@ def test_where_all_names_are_found_no_others_are_thought_of(move, monkeypatch):
     def unexpected(*_):
         raise RuntimeError("names are taken apart although each was found")
 
-    monkeypatch.setattr(name_compatibility, "NameIndex", unexpected)
-    monkeypatch.setattr(name_compatibility, "split_raw", unexpected)
+    monkeypatch.setattr(engine_names, "NameIndex", unexpected)
+    monkeypatch.setattr(engine_names, "split_raw", unexpected)
     target = numbers("a.weight", "a.weight.moment1_0", start=5)
     report = move(numbers("a.weight", "a.weight.moment1_0"), target)
     assert report.aliases == {}

@@ -206,7 +206,7 @@ def test_an_id_is_replaced_on_all_nodes(saved):
         ({"node_copies": 3}, "node_copies has to be 1 to 2"),
         ({"node_copies": True}, "node_copies has to be 1 to 2"),
         ({"async_save": True}, "async_save does not work with storage='per_node'"),
-        ({"storage": "nodes"}, "storage has to be 'shared' or 'per_node'"),
+        ({"storage": "nodes"}, "'shared' or 'per_node'"),
         ({"storage": "shared", "node_copies": 2}, "node_copies=2 needs storage='per_node'"),
         ({"unique_id": -1}, "unique_id must be"),
     ],

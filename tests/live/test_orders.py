@@ -11,6 +11,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import CorruptCheckpointError, LocalTensorIndex, LocalTensorMetadata, Metadata
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.engine.whole_tensors import iterate_tensors
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.live.resharder import _load_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
@@ -74,7 +75,7 @@ def of_gate_up(degree, rank, empty=False):
 
 def make_old(path):
     """Makes a checkpoint as it was before orders were recorded."""
-    directory = CheckpointDirectory(path)
+    directory = open_to_save(path)
     manifest = directory.read_manifest()
     old = Manifest(**{**vars(manifest), "catalog": manifest.catalog.with_orders({})})
     directory.write_manifest(old)

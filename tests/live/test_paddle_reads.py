@@ -10,6 +10,7 @@ import pytest
 
 from paddle_flexckpt.catalog import Catalog, LocalTensorIndex, UnsafePickleError
 from paddle_flexckpt.engine.verification import repair_manifest
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.safe_pickle import load_pickle
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager import CheckpointManager, KeepLatest
@@ -121,7 +122,7 @@ def test_what_was_saved_is_read(tmp_path, options):
 def test_every_element_type(tmp_path):
     names = ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "complex64", "float8_e4m3fn", "float8_e5m2"]
     stored = store(tmp_path, [whole(name, name, (3, 2)) for name in names])
-    CheckpointDirectory(tmp_path).write_manifest(stored.manifest)
+    open_to_save(tmp_path).write_manifest(stored.manifest)
     merged = paddle.distributed.load_merged_state_dict(str(tmp_path), safetensors=True)
     assert {key: raw(tensor) for key, tensor in merged.items()} == {
         shard.key: value.tobytes() for shard, value in zip(stored.shards, stored.values)
@@ -152,7 +153,7 @@ def test_several_ids_are_refused_until_one_is_alone(tmp_path):
 
 
 def test_what_is_not_committed_is_refused(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
+    directory = open_to_save(tmp_path)
     ticket = directory.open_save(0)
     (tmp_path / ticket.data_file(0)).write_bytes(b"")
     assert "no save here has been completed" in why_not(tmp_path)
@@ -216,16 +217,16 @@ def test_what_paddle_would_read_wrong_is_refused(tmp_path, name):
 
 
 def test_several_shards_of_a_tensor_in_one_file_are_refused(tmp_path):
-    from paddle_flexckpt.foreign.paddle_metadata import encode_metadata
+    from paddle_flexckpt.foreign.paddle_metadata import PaddleMetadata
 
     pieces = [Shard("w", "float32", (4, 3), (row, 0), (2, 3), None, 0) for row in (0, 2)]
-    metadata = load_pickle(encode_metadata(store(tmp_path, pieces).manifest), "m")
+    metadata = load_pickle(PaddleMetadata().encode(store(tmp_path, pieces).manifest), "m")
     assert all("several shards of one tensor" in file for file in metadata.storage_metadata.values())
 
 
 def test_the_file_is_plain_data_and_small(tmp_path):
     """No class but the three of Paddle's is named in it, and 10,000 tensors take a megabyte or two."""
-    from paddle_flexckpt.foreign.paddle_metadata import encode_metadata
+    from paddle_flexckpt.foreign.paddle_metadata import PaddleMetadata
 
     save(tmp_path, 1)
     content = (tmp_path / PADDLE_METADATA).read_bytes()
@@ -237,10 +238,10 @@ def test_the_file_is_plain_data_and_small(tmp_path):
     assert len(metadata.storage_metadata) == len(catalog)
     (tmp_path / "many").mkdir()
     many = store(tmp_path / "many", [whole(f"layers.{i}.w", "float32", (4, i % 7 + 1)) for i in range(10_000)])
-    assert len(encode_metadata(many.manifest)) < 2_500_000
+    assert len(PaddleMetadata().encode(many.manifest)) < 2_500_000
 
 
 def test_a_refusal_is_no_data(tmp_path):
-    CheckpointDirectory(tmp_path).open_save(0)
+    open_to_save(tmp_path).open_save(0)
     with pytest.raises(UnsafePickleError):
         load_pickle((tmp_path / PADDLE_METADATA).read_bytes(), PADDLE_METADATA)

@@ -11,10 +11,10 @@ import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES, dtype_of
+from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.live.targets import Policy
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.ramdisk import memory_directory
@@ -122,7 +122,7 @@ def test_a_similar_name_is_suggested(move):
 ])  # fmt: skip
 def test_an_unknown_policy_is_refused(options):
     with pytest.raises(ValidationError, match=next(iter(options))):
-        Policy(**options)
+        LoadOptions(**options).check()
 
 
 def test_another_dtype_is_an_error_by_default(move):

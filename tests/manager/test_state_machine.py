@@ -41,8 +41,7 @@ from paddle_flexckpt.manager.policies import (
     steps_to_remove,
 )
 from paddle_flexckpt.manager.steps import StepDirectories
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import LockedManifest
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from tests.manager.samples import directory_of, empty, values
 from tests.media.faults import FaultyFiles
 from tests.native.samples import flip

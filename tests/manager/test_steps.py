@@ -14,12 +14,12 @@ import pytest
 pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import KeepBest, KeepEvery, KeepLatest
 from paddle_flexckpt.manager import manager as manager_module
 from paddle_flexckpt.manager.steps import StepDirectories
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import LockedManifest
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from tests.manager.samples import (
     damage_manifest,
     directory_of,
@@ -118,7 +118,7 @@ def test_what_is_being_read_is_removed_later(tmp_path):
 
 def test_what_is_being_saved_is_not_removed(tmp_path):
     manager = run_of(tmp_path, 1, keep=KeepLatest(1))
-    lock = CheckpointDirectory(directory_of(tmp_path, 1)).lock()
+    lock = open_to_save(directory_of(tmp_path, 1)).lock()
     save(manager, 2)
     assert tree(tmp_path) == all_files_of(1, 2)
     lock.release()
@@ -252,7 +252,7 @@ def test_a_removal_is_not_finished_while_somebody_saves_there(tmp_path):
     manager = run_of(tmp_path, 1, 2)
     (directory_of(tmp_path, 1) / "0.manifest").unlink()
     marker_of(tmp_path, 1, ["0_0.safetensors"])
-    lock = CheckpointDirectory(directory_of(tmp_path, 1)).lock()
+    lock = open_to_save(directory_of(tmp_path, 1)).lock()
     save(manager, 3)
     assert "step_00000001/0_0.safetensors" in tree(tmp_path)
     lock.release()
@@ -273,7 +273,7 @@ def test_what_dead_saves_left_is_removed_by_the_next_save_of_any_step(tmp_path):
 
 def test_a_save_that_is_under_way_is_not_dead(tmp_path):
     manager = run_of(tmp_path, 1)
-    directory = CheckpointDirectory(directory_of(tmp_path, 7))
+    directory = open_to_save(directory_of(tmp_path, 7))
     lock = directory.lock()
     begin(directory.path, 0)
     before = tree(tmp_path)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.native.data_file import DataFileWriter
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
 from tests.native.samples import items_of, values_of, whole
 from tests.native.test_directory import names, save
@@ -19,7 +20,7 @@ from tests.native.test_directory import names, save
 
 def begin(path, unique_id=None, ranks=(0, 1), parts=()):
     """A save that dies: data files of some ranks, parts of some."""
-    directory = CheckpointDirectory(path)
+    directory = open_to_save(path)
     ticket = directory.open_save(unique_id, len(ranks))
     for rank in ranks:
         shard = whole(f"w{rank}", "float32", (5,), rank)
@@ -37,11 +38,11 @@ def test_a_dead_save_of_a_new_id_is_removed_by_the_next_save_whatever_its_id(tmp
     save(tmp_path, 0)
     before = names(tmp_path)
     dead = begin(tmp_path, 5, parts=(0,))
-    CheckpointDirectory(tmp_path).write_failure(dead, 1, b"why")
+    open_to_save(tmp_path).write_failure(dead, 1, b"why")
     assert set(names(tmp_path)) - set(before) == {
         "0_5.part", "0_5.safetensors", "1_5.failed", "1_5.safetensors", "5.saving",
     }  # fmt: skip
-    assert set(CheckpointDirectory(tmp_path).remove_dead_saves()) == set(names_of(dead)) | {"1_5.failed"}
+    assert set(remove_dead_saves(open_to_save(tmp_path))) == set(names_of(dead)) | {"1_5.failed"}
     assert names(tmp_path) == before
 
 
@@ -52,7 +53,7 @@ def test_what_a_dead_save_was_about_to_say_goes_with_it(tmp_path):
     others = [f"0_6.part.{random}.tmp", "0_5.part.tmp", f"0_5.safetensors.{random}.tmp"]
     for name in (*halves, *others):
         (tmp_path / name).write_bytes(b"half")
-    CheckpointDirectory(tmp_path).remove_dead_saves()
+    remove_dead_saves(open_to_save(tmp_path))
     assert names(tmp_path) == sorted(others)
 
 
@@ -66,7 +67,7 @@ def test_a_dead_replacement_leaves_what_it_was_to_replace(tmp_path):
     manifest = (tmp_path / "3.manifest").read_bytes()
     begin(tmp_path, 3, parts=(0, 1))
     (tmp_path / f"3.manifest.{5:032x}.tmp").write_bytes(b"half")
-    CheckpointDirectory(tmp_path).remove_dead_saves()
+    remove_dead_saves(open_to_save(tmp_path))
     assert names(tmp_path) == before
     assert (tmp_path / "3.manifest").read_bytes() == manifest
 
@@ -77,14 +78,14 @@ def test_a_save_that_died_after_its_commit_is_kept_and_tidied(tmp_path):
     marker = begin(tmp_path, 3, parts=(0, 1))
     said = (tmp_path / marker.marker_file).read_bytes()
     parts = {name: (tmp_path / name).read_bytes() for name in names(tmp_path) if name.endswith(".part")}
-    directory = CheckpointDirectory(tmp_path)
+    directory = open_to_save(tmp_path)
     directory.commit(marker, [0, 1])
     committed = names(tmp_path)
     # All that the commit removed is back: its removal was lost.
     for name, content in {**{n: c for n, c in old.items() if n != "3.manifest"}, **parts}.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / marker.marker_file).write_bytes(said)
-    directory.remove_dead_saves()
+    remove_dead_saves(directory)
     assert names(tmp_path) == committed
     assert directory.read_manifest(3).step == 7
 
@@ -96,13 +97,13 @@ def test_files_that_no_marker_speaks_of_are_left_alone(tmp_path):
     before = names(tmp_path)
     save(tmp_path)
     assert set(before) < set(names(tmp_path))
-    assert CheckpointDirectory(tmp_path).remove_dead_saves() == []
+    assert remove_dead_saves(open_to_save(tmp_path)) == []
 
 
 def test_a_marker_of_a_save_that_is_going_on_is_left_alone(tmp_path):
     ticket = begin(tmp_path, 2)
     before = names(tmp_path)
-    assert CheckpointDirectory(tmp_path).remove_dead_saves(ticket) == []
+    assert remove_dead_saves(open_to_save(tmp_path), ticket) == []
     assert names(tmp_path) == before
 
 
@@ -111,42 +112,42 @@ def test_a_marker_that_is_not_whole_means_that_nothing_else_was_written(tmp_path
     save(tmp_path, 0)
     before = names(tmp_path)
     (tmp_path / "0.1.saving").write_bytes(content)
-    assert CheckpointDirectory(tmp_path).remove_dead_saves() == ["0.1.saving"]
+    assert remove_dead_saves(open_to_save(tmp_path)) == ["0.1.saving"]
     assert names(tmp_path) == before
 
 
 def test_a_committed_save_with_a_damaged_manifest_is_not_touched(tmp_path):
     ticket = begin(tmp_path, 0, parts=(0, 1))
     said = (tmp_path / ticket.marker_file).read_bytes()
-    CheckpointDirectory(tmp_path).commit(ticket, [0, 1])
+    open_to_save(tmp_path).commit(ticket, [0, 1])
     manifest = bytearray((tmp_path / "0.manifest").read_bytes())
     manifest[-1] ^= 1
     (tmp_path / "0.manifest").write_bytes(manifest)
     (tmp_path / ticket.marker_file).write_bytes(said)
     before = names(tmp_path)
-    assert CheckpointDirectory(tmp_path).remove_dead_saves() == []
+    assert remove_dead_saves(open_to_save(tmp_path)) == []
     assert names(tmp_path) == before
 
 
 def test_a_marker_says_who_saves(tmp_path):
-    ticket = CheckpointDirectory(tmp_path).open_save(4, world_size=16)
+    ticket = open_to_save(tmp_path).open_save(4, world_size=16)
     said = json.loads((tmp_path / "4.saving").read_bytes())
     assert (said["token"], said["pid"], said["world_size"]) == (ticket.token, os.getpid(), 16)
     assert said["host"]
 
 
 def test_two_savers_of_one_directory(tmp_path):
-    first = CheckpointDirectory(tmp_path / "d").lock()
+    first = open_to_save(tmp_path / "d").lock()
     with pytest.raises(CheckpointError, match=r"another save is writing to .*/d\. Remedy: wait"):
-        CheckpointDirectory(tmp_path / "d").lock()
-    CheckpointDirectory(tmp_path / "other").lock().release()
+        open_to_save(tmp_path / "d").lock()
+    open_to_save(tmp_path / "other").lock().release()
     first.release()
     first.release()
-    CheckpointDirectory(tmp_path / "d").lock().release()
+    open_to_save(tmp_path / "d").lock().release()
 
 
 def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path):
-    lock = CheckpointDirectory(tmp_path).lock()
+    lock = open_to_save(tmp_path).lock()
     wait, go = os.pipe()
     child = os.fork()
     if child == 0:
@@ -155,7 +156,7 @@ def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path):
         os._exit(0)
     try:
         lock.release()
-        CheckpointDirectory(tmp_path).lock().release()
+        open_to_save(tmp_path).lock().release()
     finally:
         os.close(go)
         os.waitpid(child, 0)
@@ -163,10 +164,10 @@ def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(tmp_path):
 
 
 def test_a_lock_that_is_handed_over_outlives_its_first_holder(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
+    directory = open_to_save(tmp_path)
     lock = directory.lock()
-    description, descriptor = lock.describe()
-    adopted = directory.backend.adopt_lock(description, os.dup(descriptor))
+    description, descriptor = lock.handover()
+    adopted = directory.backend.locks.adopt(description, os.dup(descriptor))
     lock.detach()
     with pytest.raises(CheckpointError, match="another save"):
         directory.lock()
@@ -176,7 +177,7 @@ def test_a_lock_that_is_handed_over_outlives_its_first_holder(tmp_path):
 
 def test_a_repair_waits_for_no_save(tmp_path):
     manifest = save(tmp_path, 0)
-    directory = CheckpointDirectory(tmp_path)
+    directory = open_to_save(tmp_path)
     lock = directory.lock()
     with pytest.raises(CheckpointError, match="another save"):
         directory.write_manifest(manifest)
@@ -190,7 +191,7 @@ def test_the_list_of_checkpoints(tmp_path):
     assert not is_complete(tmp_path)
     for step in (30, 4):
         ticket = begin(tmp_path / f"step_{step}", parts=(0, 1))
-        CheckpointDirectory(tmp_path / f"step_{step}").commit(ticket, [0, 1])
+        open_to_save(tmp_path / f"step_{step}").commit(ticket, [0, 1])
     save(tmp_path, 2)
     begin(tmp_path / "unfinished")
     (tmp_path / "step_30" / "1_0.safetensors").unlink()

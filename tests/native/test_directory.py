@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.native.data_file import DataFileWriter
 from paddle_flexckpt.native.directory import CheckpointDirectory
@@ -20,7 +21,7 @@ from tests.native.samples import items_of, values_of, whole
 
 def save(path, unique_id=None, ranks=(0, 1), seed=0):
     """A save of one small tensor per rank, rank after rank."""
-    directory = CheckpointDirectory(path)
+    directory = open_to_save(path)
     ticket = directory.open_save(unique_id)
     for rank in ranks:
         shard = whole(f"w{rank}", "float32", (5,), rank)
@@ -60,7 +61,7 @@ def test_ids(tmp_path):
 
 
 def test_the_next_id_is_above_every_file_that_is_there(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
+    directory = open_to_save(tmp_path)
     for name, expected in (
         ("3_7.safetensors", 8), ("0_9.part", 10), ("1_11.2.safetensors", 12), ("20.manifest", 21),
     ):  # fmt: skip
@@ -77,7 +78,7 @@ def test_a_replaced_id_gets_names_of_its_own(tmp_path):
     assert data_file_name(3, 5, 0) == "3_5.safetensors"
     assert data_file_name(3, 5, 2) == "3_5.2.safetensors"
     for generation in range(3):
-        ticket = CheckpointDirectory(tmp_path).open_save(5)
+        ticket = open_to_save(tmp_path).open_save(5)
         assert ticket.generation == generation
         (tmp_path / ticket.marker_file).unlink()
         save(tmp_path, 5, seed=generation)
@@ -88,7 +89,7 @@ def test_a_replaced_id_gets_names_of_its_own(tmp_path):
 
 
 def test_tokens_differ(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
+    directory = open_to_save(tmp_path)
     tokens = {directory.open_save(0).token for _ in range(20)}
     assert len(tokens) == 20
     assert all(re.fullmatch("[0-9a-f]{32}", token) for token in tokens)
@@ -97,7 +98,7 @@ def test_tokens_differ(tmp_path):
 @pytest.mark.parametrize("unique_id", [-1, "0", 1.0, True])
 def test_an_id_that_is_no_id_is_refused(tmp_path, unique_id):
     with pytest.raises(ValidationError, match="unique_id must be None or an integer >= 0"):
-        CheckpointDirectory(tmp_path / "d").open_save(unique_id)
+        open_to_save(tmp_path / "d").open_save(unique_id)
     assert names(tmp_path) == []
 
 
@@ -105,7 +106,7 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
     (tmp_path / "f").write_bytes(b"")
     for path in (tmp_path / "f", tmp_path / "f" / "g"):
         with pytest.raises(ValidationError, match="is not a directory, so nothing can be saved there"):
-            CheckpointDirectory(path).open_save(None)
+            open_to_save(path).open_save(None)
 
 
 def test_the_order_of_a_commit(tmp_path):
@@ -176,7 +177,7 @@ def test_leftovers_of_a_dead_save_do_not_disturb(tmp_path):
 
 
 def test_a_part_that_is_not_visible_is_named(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
+    directory = open_to_save(tmp_path)
     ticket = directory.open_save(0)
     with pytest.raises(CheckpointError, match=r"part of rank 3 is not visible at .*3_0\.part.*storage that all ranks"):
         directory.commit(ticket, [3])
@@ -184,7 +185,7 @@ def test_a_part_that_is_not_visible_is_named(tmp_path):
 
 
 def test_a_part_of_an_earlier_save_is_refused(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
+    directory = open_to_save(tmp_path)
     old = directory.open_save(0)
     (tmp_path / old.marker_file).unlink()
     new = directory.open_save(0)
@@ -198,7 +199,7 @@ def test_a_part_of_an_earlier_save_is_refused(tmp_path):
 
 
 def test_discard_removes_a_ranks_files_and_keeps_a_committed_saves(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
+    directory = open_to_save(tmp_path)
     ticket = directory.open_save(0)
     for name in (ticket.data_file(0), ticket.part_file(0), ticket.data_file(1)):
         (tmp_path / name).write_bytes(b"")
@@ -221,33 +222,3 @@ def test_a_renamed_manifest_is_noticed(tmp_path):
     (tmp_path / "3.manifest").rename(tmp_path / "8.manifest")
     with pytest.raises(CorruptCheckpointError, match=r"8\.manifest is the manifest of id 3"):
         CheckpointDirectory(tmp_path).read_manifest()
-
-
-def why(path, unique_id=None) -> str:
-    with pytest.raises(ValidationError) as caught:
-        CheckpointDirectory(path).read_manifest(unique_id)
-    assert str(path) in str(caught.value)
-    return str(caught.value)
-
-
-def test_what_is_wrong_is_said(tmp_path):
-    assert "does not exist" in why(tmp_path / "nowhere")
-    (tmp_path / "file").write_bytes(b"")
-    assert "not a directory" in why(tmp_path / "file")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    assert why(empty)
-    (empty / "0_0.metadata").write_bytes(b"")
-    assert "Paddle" in why(empty) or "metadata" in why(empty)
-
-
-def test_an_unfinished_save_is_called_unfinished(tmp_path):
-    (tmp_path / "0_4.safetensors").write_bytes(b"")
-    for unique_id in (None, 4):
-        text = why(tmp_path, unique_id)
-        assert "unfinished save (id 4)" in text
-        assert "complete ids here: none" in text
-    save(tmp_path, 0)
-    assert CheckpointDirectory(tmp_path).read_manifest().unique_id == 0
-    assert "complete ids here: [0]" in why(tmp_path, 4)
-    assert "no checkpoint with id 9; complete ids here: [0]" in why(tmp_path, 9)

@@ -12,7 +12,8 @@ from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.engine.reading import read_pieces
 from paddle_flexckpt.native import blocks
-from paddle_flexckpt.native.reader import HASHED_AT_ONCE, FileReader
+from paddle_flexckpt.native.block_reader import HASHED_AT_ONCE
+from paddle_flexckpt.native.reader import FileReader
 from tests.native.samples import flip, store, whole
 
 BLOCK = 256
@@ -29,7 +30,7 @@ def read(stored, copy=ALL, **options):
     target = np.full(copy.size, 0xEE, dtype=np.uint8)
     with FileReader(stored.directory, stored.manifest, **options) as reader:
         reader.read(0, copy, target)
-        reader.settle()
+        reader.wait_for_hashes()
     return target, reader.count
 
 
@@ -118,7 +119,7 @@ class Memory:
         self.reader, self.events, self.rows = reader, [], [np.zeros(SIZE, dtype=np.uint8) for _ in range(3)]
 
     def advance(self, row):
-        self.events.append(("advance", row, self.reader.begun - self.reader.settled))
+        self.events.append(("advance", row, self.reader.hashing_begun - self.reader.hashing_done))
 
     def host_storage(self, row):
         return self.rows[row]
@@ -132,7 +133,7 @@ def test_a_piece_has_arrived_when_its_last_block_is_verified(stored, monkeypatch
         memory = Memory(reader)
         read_pieces(reader, Pieces(), memory, computes=False)
         assert memory.events == [("done", 0), ("done", 1), ("done", 2)]
-        assert reader.begun == reader.settled == 3 * 5
+        assert reader.hashing_begun == reader.hashing_done == 3 * 5
     assert all(row.tobytes() == stored.values[0].tobytes() for row in memory.rows)
     flip(stored.file(0), begin_of(stored, 0) + 7 * BLOCK)
     with FileReader(stored.directory, stored.manifest, use_replicas=False) as reader:

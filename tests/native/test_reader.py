@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, dtype_of
-from paddle_flexckpt.native import mapped
 from paddle_flexckpt.native import reader as reader_module
+from paddle_flexckpt.native import row_files
 from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.native.row_files import RowFiles
 from paddle_flexckpt.planning import ShardMatcher, plan_read
 from tests.native.samples import flip, size_of, store, whole
 from tests.property import examples
@@ -31,20 +32,20 @@ class Ranges:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.read: list[tuple[str, int, int]] = []
         self.mapped = 0
-        preadv, read_mapped = os.preadv, FileReader._read_mapped
+        preadv, copy_mapped = os.preadv, RowFiles.copy_mapped
 
         def spy(descriptor, buffers, offset):
             got = preadv(descriptor, buffers, offset)
             self.read.append((os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")), offset, got))
             return got
 
-        def spy_mapped(reader, *args):
-            before = reader.count.bytes_read
-            read_mapped(reader, *args)
-            self.mapped += reader.count.bytes_read - before
+        def spy_mapped(files, *args):
+            before = files.count.bytes_read
+            copy_mapped(files, *args)
+            self.mapped += files.count.bytes_read - before
 
         monkeypatch.setattr(os, "preadv", spy)
-        monkeypatch.setattr(FileReader, "_read_mapped", spy_mapped)
+        monkeypatch.setattr(RowFiles, "copy_mapped", spy_mapped)
 
     def mask(self, stored) -> dict[str, np.ndarray]:
         """How often each byte of each file was read by ``preadv``."""
@@ -263,7 +264,7 @@ def test_float8_is_cast_like_ml_dtypes_does(tmp_path):
 
 def test_mapped_pages_are_given_back(tmp_path, monkeypatch):
     stored = store(tmp_path, [whole("w", "uint8", (64, 16 << 10))])
-    monkeypatch.setattr(mapped, "MAP_SPAN_BYTES", 128 << 10)
+    monkeypatch.setattr(row_files, "MAP_SPAN_BYTES", 128 << 10)
     given = []
 
     class Map(mmap.mmap):
@@ -271,7 +272,7 @@ def test_mapped_pages_are_given_back(tmp_path, monkeypatch):
             given.append((option, begin, length))
             super().madvise(option, begin, length)
 
-    monkeypatch.setattr(reader_module.mmap, "mmap", Map)
+    monkeypatch.setattr(row_files.mmap, "mmap", Map)
     target = np.zeros(64 * 100, dtype=np.uint8)
     with FileReader(str(tmp_path), stored.manifest) as reader:
         reader.read(0, StridedCopy((64, 100), 8000, (16 << 10, 1), 0, (100, 1)), target)

@@ -12,7 +12,7 @@ import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.engine.verification import verify_checkpoint
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.report import VerifyReport
 from tests.native.samples import Stored, flip, store, whole
@@ -38,7 +38,7 @@ def shards_of_two_ranks() -> list[Shard]:
 def checkpoint(path, shards: list[Shard] | None = None, block_bytes: int | None = BLOCK, **header) -> Stored:
     """A checkpoint with its manifest."""
     stored = store(path, shards_of_two_ranks() if shards is None else shards, block_bytes, **header)
-    CheckpointDirectory(str(path)).write_manifest(stored.manifest)
+    open_to_save(str(path)).write_manifest(stored.manifest)
     return stored
 
 
@@ -247,7 +247,7 @@ def test_a_manifest_of_another_save_is_named(tmp_path):
     stored = checkpoint(tmp_path)
     checksums = replace(stored.manifest.checksums, values=stored.manifest.checksums.values ^ np.uint64(1))
     theirs = replace(stored.manifest, save_token="f" * 32, checksums=checksums)
-    CheckpointDirectory(str(tmp_path)).write_manifest(theirs)
+    open_to_save(str(tmp_path)).write_manifest(theirs)
     *others, doubt = verify(stored).problems
     assert [problem.file for problem in others] == [str(stored.file(0)), str(stored.file(1))]
     assert doubt.what == "no data file is of the save that this manifest belongs to"
@@ -348,9 +348,7 @@ def test_items_with_other_checksums_are_no_replicas(tmp_path):
     checksums = stored.manifest.checksums
     values = checksums.values.copy()
     values[checksums.first[1] :] ^= np.uint64(1)
-    CheckpointDirectory(str(tmp_path)).write_manifest(
-        replace(stored.manifest, checksums=replace(checksums, values=values))
-    )
+    open_to_save(str(tmp_path)).write_manifest(replace(stored.manifest, checksums=replace(checksums, values=values)))
     stored.file(0).unlink()
     report = verify(stored)
     assert not report.recoverable
@@ -400,7 +398,7 @@ def test_bytes_that_belong_to_no_shard_are_found(tmp_path):
         catalog=catalog.take(kept),
         checksums=replace(stored.manifest.checksums, values=stored.manifest.checksums.values[kept], first=np.arange(3)),
     )
-    CheckpointDirectory(str(tmp_path)).write_manifest(manifest)
+    open_to_save(str(tmp_path)).write_manifest(manifest)
     report = verify(stored)
     at = int(catalog.byte_offset[1])
     gap = next(problem for problem in report.problems if "belong to none" in problem.what)

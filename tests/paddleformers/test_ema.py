@@ -15,7 +15,7 @@ from paddleformers.trainer import Trainer
 from paddleformers.trainer.utils.zero_cost_checkpoint import EMABufferFcBased
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.trainer.ema import PREFIX, AverageState
 from tests.paddleformers.test_trainer import Run, installed  # noqa: F401
 
@@ -43,9 +43,7 @@ def averages(run: Run) -> dict[str, np.ndarray]:
 
 
 def keys_of(directory: Path) -> list[str]:
-    return [
-        key for key in CheckpointDirectory(directory / "flex_checkpoint").read_manifest().catalog.keys if PREFIX in key
-    ]
+    return [key for key in SourceDirectory(directory / "flex_checkpoint").read_manifest().catalog.keys if PREFIX in key]
 
 
 def test_averages_go_on_where_they_were(tmp_path):

@@ -2,43 +2,56 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 from pathlib import Path
 
-from paddle_flexckpt.patching import Package, Patch, PatchedFile, format_diff
-from paddle_flexckpt.patching.index import sha256
+from paddle_flexckpt.patching import Patch, read_patches, sha256, split_lines
 
 FIRST = "".join(f"first_{number} = {number}\n" for number in range(1, 41)).encode()
-SECOND = b"second = 1\r\nname = '\xc3\xa4'\x0c\nlast = 2"
+SECOND = b"second = 1\r\nname = '\xc3\xa4'\x0c\nlast = 2\n"
+EDITS = {
+    "both": {
+        "first": (b"first_5 = 5\n", b"first_5 = 50\nfirst_6 = 60\n"),
+        "second": (b"last = 2", b"last = 3"),
+    },
+    "later": {"first": (b"first_9 = 9\nfirst_10 = 10\n", b"first_9 = 90\n")},
+    "clash": {"first": (b"first_5 = 5\nfirst_6 = 6\n", b"first_5 = -5\n")},
+}
 
 
-def install(root: Path, version: str = "1.0") -> Package:
-    """Writes the package and its distribution's metadata below a directory."""
+def install(root: Path) -> Path:
+    """Writes the package below a directory."""
     package = root / "sample" / "inner"
     package.mkdir(parents=True)
     for file, content in (("../__init__.py", b""), ("__init__.py", b""), ("first.py", FIRST), ("second.py", SECOND)):
         (package / file).write_bytes(content)
-    info = root / f"sample_dist-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: Sample_Dist\nVersion: {version}\n")
-    return Package("sample", root, version)
+    return root
 
 
-def patch(name: str, **edits: tuple[bytes, bytes]) -> Patch:
-    """A patch that replaces one text by another in each of the modules named."""
+def format_diff(path: str, before: bytes, after: bytes) -> bytes:
+    """The unified diff of one file."""
+    names = f"a/{path}".encode(), f"b/{path}".encode()
+    return b"".join(difflib.diff_bytes(difflib.unified_diff, split_lines(before), split_lines(after), *names))
+
+
+def write_patches(directory: Path, *names: str) -> dict[str, Patch]:
+    """Writes an index and the patches that are named, and reads them."""
     originals = {"first": FIRST, "second": SECOND}
-    files, text = [], b"What this is.\n\n"
-    for module, (old, new) in edits.items():
-        before, path = originals[module], f"sample/inner/{module}.py"
-        assert before.count(old) == 1
-        after = before.replace(old, new)
-        files.append(PatchedFile(path, sha256(before), sha256(after)))
-        text += format_diff(path, before, after)
-    return Patch(name, "sample", ("sample-dist",), ("1.0",), "title", "symptom", "mends", "test", tuple(files), text)
-
-
-BOTH = patch("both", first=(b"first_5 = 5\n", b"first_5 = 50\nfirst_6 = 60\n"), second=(b"last = 2", b"last = 3"))
-LATER = patch("later", first=(b"first_9 = 9\nfirst_10 = 10\n", b"first_9 = 90\n"))
-CLASH = patch("clash", first=(b"first_5 = 5\nfirst_6 = 6\n", b"first_5 = -5\n"))
+    directory.mkdir()
+    entries = []
+    for name in names or EDITS:
+        files, text = {}, b"What this is.\n\n"
+        for module, (old, new) in EDITS[name].items():
+            before, path = originals[module], f"sample/inner/{module}.py"
+            assert before.count(old) == 1
+            after = before.replace(old, new)
+            files[path] = {"before": sha256(before), "after": sha256(after)}
+            text += format_diff(path, before, after)
+        entries.append({"name": name, "package": "sample", "versions": ["1.0"], "title": "title", "files": files})
+        (directory / f"{name}.patch").write_bytes(text)
+    (directory / "index.json").write_text(json.dumps({"format": 1, "patches": entries}))
+    return read_patches(directory)
 
 
 def files(root: Path) -> dict[str, bytes]:

@@ -1,27 +1,28 @@
 """The patches for Paddle: each fits the released package, and mends what its scenario shows to be broken.
 
-They are tried on the installed release, in an overlay: nothing of the environment is changed.
+They are tried on the installed release, in an overlay: nothing of the environment is changed. A process that imports
+Paddle costs seconds, so all patches of the release are tried together: each scenario has to fail in the released
+package, and to pass in the one with all patches. That each comes and goes alone is shown by its files.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from paddle_flexckpt.patching import apply_patches, check_patches, locate_package, read_patches, revert_patches
-from paddle_flexckpt.patching.index import sha256
-from tests.patching.overlay import make_overlay
+from paddle_flexckpt.patching import find_root, read_patches
+from tests.patching.overlay import assert_that_each_comes_and_goes, make_overlay, patches_for_installed, topic
 
 SCRIPT = Path(__file__).with_name("scenarios.py")
-TWO_RANKS = ("cpu-communication", "dist-tensor-offsets")
-PATCHES = [patch for patch in read_patches().values() if patch.package == "paddle"]
-RELEASED = locate_package("paddle", PATCHES[0].distributions)
-MINE = [patch for patch in PATCHES if RELEASED is not None and RELEASED.version in patch.versions]
+MINE = [patch for patch in patches_for_installed(read_patches().values()) if patch.package == "paddle"]
+TWO_RANKS = [topic(patch) for patch in MINE if topic(patch) in ("cpu-communication", "dist-tensor-offsets")]
+ONE_RANK = [topic(patch) for patch in MINE if topic(patch) not in TWO_RANKS]
 
 pytestmark = [
     pytest.mark.paddle,
@@ -31,95 +32,67 @@ pytestmark = [
 ]
 
 
-def scenario(patch):
-    """Its name without the package and the version."""
-    return patch.name.split("-", 2)[2]
-
-
-ONE_RANK = [patch for patch in MINE if scenario(patch) not in TWO_RANKS]
-
-
-def environment(package):
+def start(root, *arguments, **environment):
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("PADDLE_", "FLAGS_"))}
-    path = os.pathsep.join([str(package.root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return {**inherited, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**inherited, **environment, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def run(package, names):
-    """What is wrong with each, in one process; a crash of it is what is wrong with all."""
-    command = [sys.executable, str(SCRIPT), *names]
-    done = subprocess.run(command, env=environment(package), capture_output=True, text=True, timeout=300)
-    if done.returncode != 0:
-        return dict.fromkeys(names, f"exit code {done.returncode}: {done.stderr[-2000:]}")
-    answer = json.loads(done.stdout.splitlines()[-1])
-    assert Path(answer["paddle"]).parent.parent == package.root
-    return answer["results"]
+def run(root, names):
+    """What is wrong with each, in one process; if that crashes, in a process for each."""
+    process = start(root, *names)
+    output, errors = process.communicate(timeout=300)
+    if process.returncode == 0:
+        answer = json.loads(output.splitlines()[-1])
+        assert Path(answer["paddle"]).parent.parent == root
+        return answer["results"]
+    if len(names) == 1:
+        return {names[0]: f"exit code {process.returncode}: {errors[-2000:]}"}
+    return {name: run(root, [name])[name] for name in names}
 
 
-def run_two_ranks(package, names, directory):
-    """The same, of both ranks."""
-    command = [
-        sys.executable,
-        "-m",
-        "paddle.distributed.launch",
-        "--nproc_per_node",
-        "2",
-        "--log_dir",
-        f"{directory}/log",
+def run_two_ranks(root, names, directory):
+    """What is wrong with each, of both ranks."""
+    directory.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        endpoints = [f"127.0.0.1:{each.getsockname()[1]}" for each in (one, other)]
+    world = {"PADDLE_TRAINERS_NUM": "2", "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints), "PADDLE_MASTER": endpoints[0]}
+    ranks = [
+        start(
+            root,
+            *("--shared", str(directory), *names),
+            **world,
+            PADDLE_TRAINER_ID=str(rank),
+            PADDLE_CURRENT_ENDPOINT=endpoints[rank],
+            PADDLE_DISTRI_BACKEND="gloo",
+        )
+        for rank in (0, 1)
     ]
-    command += [str(SCRIPT), "--shared", str(directory), *names]
-    done = subprocess.run(command, env=environment(package), capture_output=True, text=True, timeout=300, cwd=directory)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    for process in ranks:
+        _, errors = process.communicate(timeout=300)
+        assert process.returncode == 0, errors[-2000:]
     return {name: [json.loads((directory / f"{name}.{rank}.json").read_text()) for rank in (0, 1)] for name in names}
 
 
 @pytest.fixture(scope="module")
-def broken():
-    """What is wrong with the released package."""
-    names = [scenario(patch) for patch in ONE_RANK]
-    results = run(RELEASED, names) if names else {}
-    if any(str(result).startswith("exit code") for result in results.values()):
-        results = {name: run(RELEASED, [name])[name] for name in names}
-    return results
+def patched(tmp_path_factory):
+    """The package with all patches."""
+    root = make_overlay(MINE, tmp_path_factory.mktemp("overlay") / "site")
+    assert_that_each_comes_and_goes(MINE, root)
+    return root
 
 
-def overlay(target, patches):
-    return make_overlay(RELEASED, {file.path for patch in patches for file in patch.files}, target)
-
-
-@pytest.mark.parametrize("patch", ONE_RANK, ids=lambda patch: patch.name)
-def test_each_patch_mends_what_is_broken_without_it(patch, broken, tmp_path):
-    package = overlay(tmp_path / "overlay", [patch])
-    assert [finding.status for finding in check_patches(package, [patch])] == ["fits"]
-    apply_patches(package, [patch])
-    name = scenario(patch)
-    assert broken[name] is not None
-    assert run(package, [name]) == {name: None}
-
-
-def test_all_patches_of_a_release_go_together(tmp_path):
-    package = overlay(tmp_path / "overlay", MINE)
-    before = {file.path: package.read(file.path) for patch in MINE for file in patch.files}
-    apply_patches(package, MINE)
-    names = [scenario(patch) for patch in ONE_RANK]
-    assert run(package, names) == dict.fromkeys(names)
-    revert_patches(package, [patch.name for patch in reversed(MINE)])
-    assert {path: package.read(path) for path in before} == before
-    for patch in MINE:
-        assert {file.path: file.before for file in patch.files} == {
-            file.path: sha256(before[file.path]) for file in patch.files
-        }
+def test_each_patch_mends_what_is_broken_without_it(patched):
+    broken = run(find_root("paddle"), ONE_RANK)
+    assert [name for name, result in broken.items() if result is None] == []
+    assert run(patched, ONE_RANK) == dict.fromkeys(ONE_RANK)
 
 
 @pytest.mark.multiprocess
-@pytest.mark.skipif(len(MINE) == len(ONE_RANK), reason="no patch of this release is about several ranks")
-def test_what_two_ranks_meet(tmp_path):
-    patches = [patch for patch in MINE if patch not in ONE_RANK]
-    names = [scenario(patch) for patch in patches]
-    for directory in ("broken", "mended"):
-        (tmp_path / directory).mkdir()
-    broken = run_two_ranks(RELEASED, names, tmp_path / "broken")
+@pytest.mark.skipif(not TWO_RANKS, reason="no patch of this release is about several ranks")
+def test_what_two_ranks_meet(patched, tmp_path):
+    broken = run_two_ranks(find_root("paddle"), TWO_RANKS, tmp_path / "broken")
     assert all(result is not None for results in broken.values() for result in results[1:])
-    package = overlay(tmp_path / "overlay", MINE)
-    apply_patches(package, MINE)
-    assert run_two_ranks(package, names, tmp_path / "mended") == {name: [None, None] for name in names}
+    assert run_two_ranks(patched, TWO_RANKS, tmp_path / "mended") == {name: [None, None] for name in TWO_RANKS}

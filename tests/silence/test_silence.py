@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog.validate import Coverage
+from paddle_flexckpt.engine import options
 from paddle_flexckpt.live import loader, resharder, saver, sources, targets
 from tests.ramdisk import memory_directory
 from tests.silence import campaign
@@ -77,7 +78,7 @@ MUTANTS = {
         "a rank leaves a tensor out", "(saved|resharded), though .*nobody holds|raw|refused|left waiting",
     ),
     "what is missing is left out": (
-        [(targets.Policy, "missing_is_an_error", property(lambda _: False))],
+        [(options.TransferOptions, "missing_is_an_error", property(lambda _: False))],
         "the optimizer is missing from the save", "accepted without an error|listed as missing",
     ),
     "shapes are not compared": (

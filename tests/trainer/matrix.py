@@ -23,7 +23,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE
 from paddle_flexckpt.engine.whole_tensors import iterate_tensors
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from tests.trainer.launching import launch
 from tests.trainer.models import MODELS
 from tests.trainer.strategies import STRATEGIES
@@ -42,7 +42,7 @@ LEFT_OUT = frozenset({("qwen2_moe", "tp2_dp2")})
 
 def tensors(directory: Path) -> dict[str, np.ndarray]:
     """All model and optimizer tensors of a checkpoint, whole; gate and up of a fused parameter one after the other."""
-    manifest = CheckpointDirectory(directory).read_manifest(None)
+    manifest = SourceDirectory(directory).read_manifest(None)
     return {k: array.copy() for k, array in iterate_tensors(directory, manifest) if not k.startswith(EXTRA_STATE)}
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.locked_manifest import LockedManifest
+from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.trainer.directories import TrainerDirectories, is_usable, latest_checkpoint, step_of, to_rotate
 
 
@@ -51,7 +51,7 @@ def test_steps_are_numbers_and_the_last_is_the_highest(directories, tmp_path):
 
 
 def test_what_is_being_read_stays(directories):
-    inside = CheckpointDirectory(directories.directory(10) / "flex_checkpoint")
+    inside = SourceDirectory(directories.directory(10) / "flex_checkpoint")
     with LockedManifest(inside, 0):
         assert directories.rotate(1, None) == [20]
         assert directories.usable() == [10, 100]
@@ -59,7 +59,7 @@ def test_what_is_being_read_stays(directories):
 
 
 def test_what_is_being_saved_stays(directories):
-    lock = CheckpointDirectory(directories.directory(10) / "flex_checkpoint").lock()
+    lock = open_to_save(directories.directory(10) / "flex_checkpoint").lock()
     assert directories.rotate(1, None) == [20]
     lock.release()
     assert directories.rotate(1, None, busy=[10]) == []
@@ -84,7 +84,7 @@ def test_an_interrupted_removal_is_carried_through(directories, monkeypatch):
 def test_a_half_removed_step_is_saved_anew(directories):
     (directories.directory(20) / "flex_checkpoint.removing").touch()
     with (
-        LockedManifest(CheckpointDirectory(directories.directory(20) / "flex_checkpoint"), 0),
+        LockedManifest(SourceDirectory(directories.directory(20) / "flex_checkpoint"), 0),
         pytest.raises(CheckpointError, match="being removed while it is read"),
     ):
         directories.begin(20)

@@ -13,8 +13,8 @@ import paddle.distributed as dist
 import pytest
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.trainer import install, is_in_tree_replaced, replace_in_tree, restore_in_tree, uninstall
 
 NAMES = ("save_state_dict", "load_state_dict", "load_merged_state_dict")
@@ -92,7 +92,7 @@ def test_without_an_id_the_highest_is_replaced(tmp_path):
     replace_in_tree()
     dist.save_state_dict(state(1), str(tmp_path), unique_id=3)
     dist.save_state_dict(state(2), str(tmp_path))
-    assert CheckpointDirectory(tmp_path).list_ids() == [3]
+    assert SourceDirectory(tmp_path).list_ids() == [3]
     assert [path.name for path in tmp_path.glob("*.metadata")] == [PADDLE_METADATA]
     target = zeros()
     dist.load_state_dict(target, str(tmp_path))
@@ -104,7 +104,7 @@ def test_what_paddle_saved_is_loaded(tmp_path):
         dist.save_state_dict(state(5), str(tmp_path))
     except RuntimeError as error:  # it may want a group that one process has not
         pytest.skip(str(error))
-    assert not CheckpointDirectory(tmp_path).list_ids()
+    assert not SourceDirectory(tmp_path).list_ids()
     replace_in_tree()
     target = zeros()
     dist.load_state_dict(target, str(tmp_path))

@@ -211,7 +211,7 @@ def test_a_save_that_fails_in_the_background_is_an_error_of_the_training(tmp_pat
         if step != failing:
             return save(shards, path, *args, step=step, **options)
         handle = SaveHandle(str(path), 0)
-        handle.settle(CheckpointError("the disk is full"))
+        handle.finish(CheckpointError("the disk is full"))
         return handle
 
     monkeypatch.setattr(checkpointer, "save_state_dict", fail)

@@ -10,9 +10,8 @@ import pytest
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
+from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.foreign.trainer_files import read_plain_file
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.listing import detect_format
 from paddle_flexckpt.native.reader import FileReader
 from tests.trainer.make_unified import CASES
 
@@ -20,7 +19,7 @@ DATA = Path(__file__).parent / "data"
 
 
 def contents(path):
-    directory = CheckpointDirectory(path)
+    directory = SourceDirectory(path)
     manifest = directory.read_manifest()
     tensors = WholeTensors(manifest, None)
     with FileReader(directory.backend, manifest) as reader:

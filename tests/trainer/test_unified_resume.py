@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("paddlenlp")
 
-from paddle_flexckpt.native.listing import detect_format
+from paddle_flexckpt.foreign.formats import detect_format
 from tests.trainer.launching import launch
 from tests.trainer.matrix import SAVED_STEP, TOLERANCE, tensors
 

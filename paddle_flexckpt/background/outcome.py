@@ -1,9 +1,9 @@
-"""Settlement: how the ranks' writers find out together what becomes of a save, through its files alone.
+"""Outcome: how the ranks' writers agree, through the files of a save alone, what becomes of it.
 
-A rank that has written its data leaves a part, one that could not leaves a failure. The coordinator's writer looks for
-both and decides: it commits when all parts are there, and gives the save up when there is a failure or a part does not
-come in time, or its rank has died; its own failure file then says so, and says why. The other writers wait for one or
-the other of these two, so the outcome is the same on every rank, to the word.
+1. A rank that has written its data leaves a part; one that could not leaves a failure.
+2. The coordinator's writer looks for both and decides. It commits when all parts are there. It gives the save up when
+   there is a failure, when a part does not come in time, or when its rank has died; its own failure file says why.
+3. The other writers wait for the manifest or that file. So the outcome is the same on every rank, to the word.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from paddle_flexckpt.background.job import WriteJob
 from paddle_flexckpt.background.presence import DeathWatch
+from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.catalog.failures import Failure, combine
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import SaveNames
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
@@ -26,21 +26,21 @@ _GRACE_SECONDS = 2 * _LONGEST_PAUSE_SECONDS
 
 
 @dataclass
-class Settlement:
-    """What becomes of one save, seen from one rank.
+class SaveOutcome:
+    """Find out what becomes of one save, for one rank.
 
     Attributes:
-        job: The rank's part of the save.
+        job: The rank's share of the save.
         directory: The checkpoint's directory.
         warnings: What went wrong without harm to the checkpoint.
     """
 
     job: WriteJob
-    directory: CheckpointDirectory
+    directory: SaveDirectory
     warnings: list[str] = field(default_factory=list)
 
-    def settle(self, own: Failure | None) -> Failure | None:
-        """Waits for the outcome; on the coordinator, decides it.
+    def agree(self, own: Failure | None) -> Failure | None:
+        """Wait for the outcome; on the coordinator, decide it.
 
         Args:
             own: Why this rank could not write, or None if its part is in place.
@@ -49,13 +49,13 @@ class Settlement:
             Why the save failed, or None if it is committed.
         """
         try:
-            return self._decide(own) if self.job.is_coordinator else self._tell_and_learn(own)
+            return self._decide(own) if self.job.is_coordinator else self._await_decision(own)
         except Exception as error:  # a save has an outcome, whatever the storage does
             lost = Failure("CheckpointError", (f"it is not known what became of the save: {error!r}",))
             return self._give_up(combine([(self.job.rank, lost)]))
 
-    def abandon(self, error: CheckpointError) -> Failure | None:
-        """What becomes of the save when this rank's writer has died; called in the training process.
+    def agree_after_death(self, error: CheckpointError) -> Failure | None:
+        """Find the outcome when this rank's writer has died; called in the training process.
 
         Args:
             error: How it died.
@@ -63,21 +63,21 @@ class Settlement:
         Returns:
             Why the save failed, or None if it was, or still is, committed.
         """
-        if self.directory.is_committed(self.job.ticket):
-            self._committed()
+        if self.directory.is_committed(self.job.names):
+            self._make_durable()
             return None
-        written, _ = self.directory.progress(self.job.ticket, [self.job.rank])
+        written, _ = self.directory.progress(self.job.names, [self.job.rank])
         # With its part in place, a rank has done all that it owes the others; but nobody commits for the coordinator.
         is_done = bool(written) and not self.job.is_coordinator
-        return self.settle(None if is_done else Failure.of(error))
+        return self.agree(None if is_done else Failure.of(error))
 
     def _decide(self, own: Failure | None) -> Failure | None:
-        """The coordinator's part: commits, or gives the save up."""
+        """Commit, or give the save up: the coordinator's task."""
         job = self.job
         deadline, watch = time.monotonic() + job.timeout, self._watch()
         for pause in _pauses():
-            written, failed = self.directory.progress(job.ticket, job.ranks)
-            failures = {rank: Failure.decode(said) for rank, said in failed.items()}
+            written, failed = self.directory.progress(job.names, job.ranks)
+            failures = {rank: Failure.decode(text) for rank, text in failed.items()}
             if own is not None:
                 failures[job.rank] = own
             if failures:
@@ -86,19 +86,19 @@ class Settlement:
             if not missing:
                 return self._commit()
             gone = watch.look(missing)
-            if gone and not self.directory.progress(job.ticket, gone)[0]:
+            if gone and not self.directory.progress(job.names, gone)[0]:
                 return self._give_up(combine([(rank, _gone()) for rank in gone]))
             if time.monotonic() >= deadline:
-                return self._give_up(combine([(rank, self._nothing_of(rank)) for rank in missing]))
+                return self._give_up(combine([(rank, self._missing(rank)) for rank in missing]))
             time.sleep(pause)
         raise RuntimeError("pauses end")
 
     def _commit(self) -> Failure | None:
-        directory, ticket = self.directory, self.job.ticket
+        directory, names = self.directory, self.job.names
         try:
-            directory.commit(ticket, self.job.ranks)
+            directory.commit(names, self.job.ranks)
         except (OSError, CheckpointError) as error:
-            if not directory.is_committed(ticket):
+            if not directory.is_committed(names):
                 return self._give_up(combine([(self.job.rank, Failure.of(error))]))
             # The other ranks see the manifest and call it a success; so it is one.
             self.warnings.append(str(error))
@@ -106,29 +106,29 @@ class Settlement:
 
     def _give_up(self, failure: Failure) -> Failure:
         try:
-            self.directory.write_failure(self.job.ticket, self.job.rank, failure.encode())
+            self.directory.write_failure(self.job.names, self.job.rank, failure.encode())
         except (OSError, CheckpointError) as error:
-            return _untold(failure, error)
+            return _unannounced(failure, error)
         return failure
 
-    def _tell_and_learn(self, own: Failure | None) -> Failure | None:
-        """The other ranks' part: says that this rank failed, if it did, and waits for what the coordinator decides."""
+    def _await_decision(self, own: Failure | None) -> Failure | None:
+        """Say that this rank failed, if it did, and wait for what the coordinator decides: the other ranks' task."""
         if own is not None:
             try:
-                self.directory.write_failure(self.job.ticket, self.job.rank, own.encode())
+                self.directory.write_failure(self.job.names, self.job.rank, own.encode())
             except (OSError, CheckpointError) as error:
                 # The others will miss this rank's part; that is no reason to wait for them.
-                return combine([(self.job.rank, _untold(own, error))])
+                return combine([(self.job.rank, _unannounced(own, error))])
         job, patience = self.job, self.job.timeout + _GRACE_SECONDS
         deadline, has_written, watch = time.monotonic() + patience, False, self._watch()
         gone: list[int] = []
         written: set[int] = set()
         for pause in _pauses():
             try:
-                if self.directory.is_committed(job.ticket):
-                    self._committed()
+                if self.directory.is_committed(job.names):
+                    self._make_durable()
                     return None
-                written, failed = self.directory.progress(job.ticket, job.ranks)
+                written, failed = self.directory.progress(job.names, job.ranks)
                 if job.coordinator in failed:
                     return Failure.decode(failed[job.coordinator])
             except OSError as error:
@@ -149,10 +149,10 @@ class Settlement:
             time.sleep(0 if gone else pause)
         missing = sorted({*job.ranks} - written | {job.coordinator})
         # Should the coordinator live and only be late, it finds that this rank has given up.
-        return self._give_up(combine([(rank, self._nothing_of(rank)) for rank in missing]))
+        return self._give_up(combine([(rank, self._missing(rank)) for rank in missing]))
 
-    def _committed(self) -> None:
-        """The save is committed, by the coordinator, who may not have come so far yet as to make that durable."""
+    def _make_durable(self) -> None:
+        """Make the coordinator's commit durable: it may not have come so far itself."""
         try:
             self.directory.backend.sync()
         except OSError as error:
@@ -161,46 +161,43 @@ class Settlement:
     def _watch(self) -> DeathWatch:
         return DeathWatch(dict(zip(self.job.ranks, self.job.presences)))
 
-    def _nothing_of(self, rank: int) -> Failure:
+    def _missing(self, rank: int) -> Failure:
         job = self.job
         what = "has not decided about the save" if rank == job.coordinator else "has written nothing"
-        return Failure(
-            LostRankError.__name__,
-            (
-                f"{what} within {job.timeout:g} s after others had written: its processes have ended, or it is "
-                "slower than that. Remedy: look into the log of that rank, or give the BackgroundWriter a longer "
-                "timeout",
-            ),
+        return _lost_rank(
+            f"{what} within {job.timeout:g} s after others had written: its processes have ended, or it is slower than "
+            "that. Remedy: look into the log of that rank, or give the BackgroundWriter a longer timeout"
         )
 
 
 def _gone() -> Failure:
-    return Failure(
-        LostRankError.__name__,
-        (
-            "its processes have ended before it had done its share of the save. Remedy: look into its log (killed? out "
-            "of memory?), and save again",
-        ),
+    return _lost_rank(
+        "its processes have ended before it had done its share of the save. Remedy: look into its log (killed? out of "
+        "memory?), and save again"
     )
 
 
-def tell_writers(
-    directory: CheckpointDirectory, ticket: SaveNames, rank: int, coordinator: int, error: CheckpointError
+def _lost_rank(problem: str) -> Failure:
+    return Failure(LostRankError.__name__, (problem,))
+
+
+def announce_failure(
+    directory: SaveDirectory, names: SaveNames, rank: int, coordinator: int, error: CheckpointError
 ) -> None:
-    """Tells the other ranks' writers that a rank has not handed its share over; failing that, they will miss it."""
+    """Tell the other ranks' writers that a rank has not handed its share over; failing that, they will miss it."""
     failure = Failure.of(error)
     if rank == coordinator:
         failure = combine([(rank, failure)])
     with contextlib.suppress(OSError):
-        directory.write_failure(ticket, rank, failure.encode())
+        directory.write_failure(names, rank, failure.encode())
 
 
-def _untold(failure: Failure, error: Exception) -> Failure:
+def _unannounced(failure: Failure, error: Exception) -> Failure:
     return Failure(failure.kind, (*failure.problems, f"the other ranks could not be told: {error}"))
 
 
 def _pauses() -> Iterator[float]:
-    """Seconds between looks: short ones while a save may be about to end, longer ones later. Endless."""
+    """Yield the seconds between looks: few while a save may be about to end, more later. Endless."""
     pause = _FIRST_PAUSE_SECONDS
     while True:
         yield pause

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paddle_flexckpt.algebra import Box
-from paddle_flexckpt.engine.work import cut_tiles
+from paddle_flexckpt.engine.plan import cut_tiles
 
 
 def test_tiles_follow_each_other_and_are_cut_at_powers_of_two():

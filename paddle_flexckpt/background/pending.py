@@ -1,0 +1,168 @@
+"""Pending saves: room for a save with a writer, and the saves that were handed over and are not over yet."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_flexckpt.background.handle import SaveHandle
+from paddle_flexckpt.background.process import WriterProcess
+from paddle_flexckpt.background.protocol import WriteJob
+from paddle_flexckpt.background.staging import Segment, StagingPool
+from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.media.locks import SaveLock
+from paddle_flexckpt.report import SaveReport
+
+
+@dataclass(eq=False)
+class PendingSave:
+    """Hold one save that was handed over.
+
+    Attributes:
+        handle: What the caller has of it.
+        job: This rank's part of it.
+        report: What is known so far.
+        begin: When it was asked for, by the performance counter.
+        segment: Where its data is, followed by the encoded job.
+        lock: The coordinator's lock, until the writer has taken it over.
+        process: The process that has it; None once that has died.
+    """
+
+    handle: SaveHandle
+    job: WriteJob
+    report: SaveReport
+    begin: float
+    segment: Segment
+    lock: SaveLock | None
+    process: WriterProcess | None = None
+
+
+class SaveSlot:
+    """Hold room for one save with a writer.
+
+    Attributes:
+        timeout: Seconds that the ranks' writers wait for each other.
+        address: Where others can look whether the writer is alive.
+    """
+
+    def __init__(self, pool: StagingPool, launch: Callable[[PendingSave], None], timeout: float, address: str) -> None:
+        """Take what a writer gives: where memory comes from, what sends a save on its way, and the attributes."""
+        self.timeout = timeout
+        self.address = address
+        self._pool = pool
+        self._launch = launch
+        self._staged: tuple[WriteJob, Segment] | None = None
+
+    def stage(self, job: WriteJob) -> np.ndarray:
+        """Return memory for the data of a job: uint8, for the bytes of the job's items, end to end.
+
+        Raises:
+            CheckpointError: The machine has not so much memory left.
+        """
+        text = job.encode()
+        segment = self._pool.take(job.data_bytes + len(text))
+        self._staged = job, segment
+        segment.fill(job.data_bytes, text)
+        return segment.view(0, job.data_bytes)
+
+    def hand_over(self, report: SaveReport, begin: float, lock: SaveLock | None) -> SaveHandle:
+        """Hand the staged job over. This does not fail: what goes wrong from now on is the outcome of the save.
+
+        Args:
+            report: What is known about the save so far.
+            begin: When it was asked for, by the performance counter.
+            lock: The coordinator's lock, which is the save's from now on.
+        """
+        if self._staged is None:
+            raise RuntimeError("nothing is staged")
+        job, segment = self._staged
+        self._staged = None
+        handle = SaveHandle(report.path, report.unique_id)
+        self._launch(PendingSave(handle, job, report, begin, segment, lock))
+        return handle
+
+    def drop(self) -> None:
+        """Give back what was not handed over."""
+        if self._staged is not None:
+            self._pool.give_back(self._staged[1])
+            self._staged = None
+
+
+class PendingSaves:
+    """Hold the pending saves, at most so many, and those that failed unseen. All methods are safe for threads."""
+
+    def __init__(self, limit: int) -> None:
+        """Args: limit: how many saves may be pending."""
+        self._limit = limit
+        self._changed = threading.Condition()
+        self._saves: dict[int, PendingSave] = {}
+        self._failed: list[SaveHandle] = []
+        self._reserved = 0
+        self._count = 0
+
+    def __len__(self) -> int:
+        return len(self._saves)
+
+    def __getitem__(self, number: int) -> PendingSave:
+        return self._saves[number]
+
+    @contextlib.contextmanager
+    def room(self) -> Iterator[None]:
+        """Wait until one more save may begin, and keep its place for the duration of the block."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._saves) + self._reserved < self._limit)
+            self._reserved += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._reserved -= 1
+                self._changed.notify_all()
+
+    def add(self, save: PendingSave) -> int:
+        """Add a save; return its number."""
+        with self._changed:
+            number = self._count
+            self._count += 1
+            self._saves[number] = save
+            return number
+
+    def take_orphans(self, process: WriterProcess) -> list[int]:
+        """Return the saves that a process had when it died. It has them no more, so they are given once."""
+        with self._changed:
+            numbers = [number for number, save in self._saves.items() if save.process is process]
+            for number in numbers:
+                self._saves[number].process = None
+            return numbers
+
+    def finish(self, number: int, outcome: SaveReport | CheckpointError) -> None:
+        """Remove a save that is over, and give its handle the outcome."""
+        with self._changed:
+            handle = self._saves.pop(number).handle
+            handle.finish(outcome)
+            if handle.error is not None:
+                self._failed.append(handle)
+            self._changed.notify_all()
+
+    def wait(self, timeout: float | None = None, which: Callable[[PendingSave], bool] = lambda save: True) -> bool:
+        """Wait until no save is pending, or none of some; return whether that is so.
+
+        Args:
+            timeout: Seconds to wait at most; None: as long as it takes.
+            which: The saves that matter.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: not any(map(which, self._saves.values())), timeout)
+
+    def take_failed(self) -> list[SaveHandle]:
+        """Return the saves that have failed without anybody having seen it; they count as seen from now on."""
+        with self._changed:
+            failed = [handle for handle in self._failed if not handle.seen]
+            self._failed = []
+        for handle in failed:
+            handle.seen = True
+        return failed

@@ -1,0 +1,127 @@
+"""Agree across ranks: make one rank's error everybody's, and refuse calls in which ranks differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
+
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog.wire import split
+
+Result = TypeVar("Result")
+
+
+class Ranks(Protocol):
+    """Reach the ranks that take part in a call.
+
+    Attributes:
+        ranks: Global ranks of the members, in the group's order.
+        position: This rank's place in ``ranks``.
+    """
+
+    ranks: tuple[int, ...]
+    position: int
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's global number."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of members."""
+
+    def together(self, work: Callable[[], tuple[Result, bytes]], context: str = "") -> tuple[Result, list[bytes]]:
+        """Take a step on every member, and go on only if it went well on all of them.
+
+        Args:
+            work: The step; returns its result for this rank, and a payload for the others.
+            context: What is being done, for the error.
+
+        Returns:
+            This rank's result, and every member's payload in the group's order.
+        """
+
+
+def check_coordinator(comm: Ranks, coordinator_rank: int) -> None:
+    """Raise ValidationError where the coordinator is not a member of the group."""
+    if not isinstance(coordinator_rank, int) or not 0 <= coordinator_rank < comm.size:
+        raise ValidationError(
+            [f"coordinator_rank counts within the process group, 0 to {comm.size - 1}; got {coordinator_rank!r}"]
+        )
+
+
+def check_same(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None = None) -> None:
+    """Raise ValidationError where ranks disagree about what is to be done; the same on every rank.
+
+    Args:
+        heads: Every rank's view, as JSON. The member ``context`` of an object is not compared: ranks may reach one
+            checkpoint by different paths. The error is told in that of the first rank.
+        context: What is being done, for the error, where heads do not say it.
+        ranks: Numbers of the ranks; by default they are counted.
+    """
+    if len(set(heads)) != 1:
+        said = _objects(heads)
+        if said and len({json.dumps({**each, "context": ""}, sort_keys=True) for each in said}) == 1:
+            return
+        if said:
+            context = said[0].get("context", context)
+        met: dict[str, list[str]] = {}
+        for rank, head in zip(range(len(heads)) if ranks is None else ranks, heads):
+            met.setdefault(_call_of(head), []).append(str(rank))
+        if len(met) > 1:
+            made = "; ".join(f"rank {', '.join(those)}: {call}" for call, those in met.items())
+            remedy = "Remedy: make the same calls in the same order on every rank"
+            raise ValidationError([f"ranks do not make the same call: {made}. {remedy}"], context)
+        seen = "; ".join(sorted(set(_differences(heads))))
+        remedy = (
+            "Remedy: call with the same arguments on every rank; if the checkpoint differs, a save has just ended: "
+            "give unique_id"
+        )
+        raise ValidationError([f"ranks disagree: {seen}. {remedy}"], context)
+
+
+def _call_of(head: bytes) -> str:
+    """Return the public call that a rank is in, by what it says first."""
+    try:
+        said = json.loads(head)
+        return str(said["call"])
+    except (ValueError, KeyError, TypeError):
+        return "a later step of a call"
+
+
+def _objects(heads: Sequence[bytes]) -> list[dict[str, Any]]:
+    """Return every rank's view if all are JSON objects; else none."""
+    try:
+        said = [json.loads(head) for head in heads]
+    except ValueError:
+        return []
+    return said if all(isinstance(each, dict) for each in said) else []
+
+
+def _differences(heads: Sequence[bytes]) -> list[str]:
+    """Return every rank's view: of JSON objects only the members in which they differ."""
+    said = _objects(heads)
+    if not said:
+        return [head.decode() for head in heads]
+    absent = object()
+    names = dict.fromkeys(name for each in said for name in each)
+    differ = [name for name in names if any(each.get(name, absent) != said[0].get(name, absent) for each in said)]
+    return [json.dumps({name: each[name] for name in differ if name in each}) for each in said]
+
+
+def check_heads(answers: list[bytes], context: str, ranks: Sequence[int] | None = None) -> list[tuple[bytes, ...]]:
+    """Check that the first field of all ranks' messages is the same, and return the others, field by field.
+
+    Args:
+        answers: The messages.
+        context: What is being done, for the error.
+        ranks: Numbers of the ranks; by default they are counted.
+
+    Raises:
+        ValidationError: Ranks disagree about what is to be done; the same on every rank.
+    """
+    messages = [split(answer) for answer in answers]
+    # First of all: ranks that disagree may not even be in the same step.
+    check_same([message[0] if message else b"" for message in messages], context, ranks)
+    return list(zip(*(message[1:] for message in messages)))

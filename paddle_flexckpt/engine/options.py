@@ -1,0 +1,266 @@
+"""Options of public calls: each is listed, documented and checked once, as the field of a dataclass.
+
+Ranks have to agree on every option but those whose field says why they need not, so none can be forgotten::
+
+    @dataclass(frozen=True)
+    class SaveOptions(Options):
+        step: int | None = None
+        storage: str = field(default="shared", metadata=rule(choices=("shared", "per_node")))
+        unique_id: int | None = field(default=None, metadata=rule(own="the coordinator chooses it"))
+
+    @takes(SaveOptions, path=PATH)
+    def save(path, step=None, **options):
+        asked = SaveOptions(step=step, **options)
+        head = asked.encode("save")  # in a step that all ranks take together: an error is an error everywhere
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from typing import Any, Literal, TypeVar, Union
+
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.engine.mapping import config_digest
+from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+Strict = Union[bool, Literal["missing", "unexpected"]]
+OptimizerStates = Literal["raise", "ignore"]
+Storage = Literal["shared", "per_node"]
+
+PATH = (
+    "storage may have another name on another rank; the commit and the checkpoint's token tell whether it is the same"
+)
+GROUP = "ranks of different groups cannot meet to compare them"
+SHARDS = "every rank has its own shards"
+UNUSED = "accepted for compatibility, without effect"
+CHECKPOINT = "what is compared is the checkpoint that it stands for"
+
+
+def rule(choices: tuple[Any, ...] = (), own: str = "", compared: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+    """Return the metadata of an option's field.
+
+    Args:
+        choices: The values that it can have; () for any.
+        own: Why ranks may differ in it; "" where they may not.
+        compared: Gives what ranks compare of a value that has no text of its own; raises if it is no value.
+    """
+    return {"choices": choices, "own": own, "compared": compared}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Hold the options of one public call; each subclass adds its own as fields."""
+
+    @classmethod
+    def own(cls) -> dict[str, str]:
+        """Return the options in which ranks may differ, with the reason why they may."""
+        return {each.name: each.metadata["own"] for each in fields(cls) if each.metadata.get("own")}
+
+    @classmethod
+    def compared(cls) -> list[str]:
+        """Return the options in which ranks may not differ."""
+        return [each.name for each in fields(cls) if not each.metadata.get("own")]
+
+    def check(self) -> None:
+        """Raise ValidationError if an option has a value that it cannot have."""
+        for each in fields(self):
+            choices, value = each.metadata.get("choices", ()), getattr(self, each.name)
+            if choices and not any(type(value) is type(choice) and value == choice for choice in choices):
+                texts = [choice if choice in (True, False) else repr(choice) for choice in choices]
+                listed = f"{', '.join(map(str, texts[:-1]))} or {texts[-1]}"
+                raise ValidationError([f"{each.name} is {listed}; got {value!r}"])
+
+    def agreed(self) -> dict[str, Any]:
+        """Return what ranks compare of these options, by name."""
+        self.check()
+        values = {}
+        for each in fields(self):
+            if not each.metadata.get("own"):
+                compared = each.metadata.get("compared") or (lambda value: value)
+                values[each.name] = compared(getattr(self, each.name))
+        return values
+
+    def encode(self, call: str, **also: Any) -> bytes:
+        """Return what a rank tells the others of its call and options, as JSON.
+
+        Args:
+            call: Name of the public call.
+            **also: What else is compared.
+
+        Raises:
+            ValidationError: An option has a value that it cannot have.
+        """
+        return json.dumps({"call": call, **self.agreed(), **also}, default=repr).encode()
+
+
+@dataclass(frozen=True)
+class TransferOptions(Options):
+    """Hold the options that a load and a reshard have in common.
+
+    Attributes:
+        coordinator_rank: The rank, counted within the group, that writes the log line.
+        mw_name_compatibility: Whether a key that the source lacks may be found under another of the names that Paddle
+            gives the same tensor in dynamic and static graph, in semi-automatic and hybrid parallel, in plain and
+            sharded state dicts (docs/semi_auto.md, Names); the report lists those among the aliases. False: keys are
+            found under their own names alone.
+        aoa_config: AOA statements that say what the targets are made of (docs/aoa.md): a dict with the key
+            ``aoa_statements``, the same as a JSON text, or the path of a JSON or YAML file.
+        strict: Which keys without a counterpart are errors: ``"missing"`` (targets that the source lacks),
+            ``"unexpected"`` (keys that no rank asks for), True (both) or False (neither).
+        dtype: ``"raise"`` makes a dtype that differs an error; ``"cast"`` converts the values.
+        tied_names: Whether a key that the source lacks may be taken from another name of the same, tied parameter; the
+            report lists those.
+        master_weights: ``"convert"`` lets a master weight (``.w_0``) that the source lacks start from its parameter,
+            and takes a float32 parameter of which the source has lower precision from its master weight; the report
+            lists those. ``"exact"`` does neither.
+        fused: ``"convert"``: a fused parameter (one with a :class:`FusedAxis` rule) that the source holds in another
+            number of tensor-parallel parts is put right, its states with it, by the AOA statement of its rule; the
+            report lists those. A save records rule and number of parts, so a target without a rule gets natural order.
+            Keys that statements of ``aoa_config`` make are their business. ``"exact"`` makes another number of parts
+            an error.
+        optimizer_states: ``"raise"``: states that the source has of a parameter that is loaded, and that no rank asks
+            for, are an error, whatever ``strict`` says: an optimizer that was not described has none. ``"ignore"``
+            loads without them: weights for inference, say, or a model that is loaded before its optimizer. Float32
+            masters that a live optimizer has of loaded parameters, and that are not loaded too, are made the
+            parameters' values, or warned of where they are split otherwise: they would undo the load at the next step.
+    """
+
+    coordinator_rank: int = 0
+    mw_name_compatibility: bool = field(default=True, metadata=rule(choices=(True, False)))
+    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = field(
+        default=None, metadata=rule(compared=config_digest)
+    )
+    strict: Strict = field(default="missing", metadata=rule(choices=(True, False, "missing", "unexpected")))
+    dtype: Literal["raise", "cast"] = field(default="raise", metadata=rule(choices=("raise", "cast")))
+    tied_names: bool = True
+    master_weights: Literal["exact", "convert"] = field(default="exact", metadata=rule(choices=("exact", "convert")))
+    fused: Literal["convert", "exact"] = field(default="convert", metadata=rule(choices=("convert", "exact")))
+    optimizer_states: OptimizerStates = field(default="raise", metadata=rule(choices=("raise", "ignore")))
+
+    @property
+    def missing_is_an_error(self) -> bool:
+        """Return whether a key that only the targets have is an error."""
+        return self.strict in (True, "missing")
+
+    @property
+    def unexpected_is_an_error(self) -> bool:
+        """Return whether a key that only the source has is an error."""
+        return self.strict in (True, "unexpected")
+
+
+@dataclass(frozen=True)
+class LoadOptions(TransferOptions):
+    """Hold the options of a load.
+
+    Attributes:
+        unique_id: The checkpoint's id; None takes the highest.
+        verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` reads those blocks whole
+            too of which only a part is needed, so that every byte that reaches a target is verified; the report says
+            how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
+        use_replicas: Whether a replica (of a save with ``save_replicas=True``) is read where a file or a block turns
+            out to be damaged; the report and a warning say so. What is not verified is not noticed.
+        storage: ``"shared"``: every rank sees all files. ``"per_node"``: ranks may see some of them only, or none (see
+            :func:`save_state_dict`); what a rank does not see it receives from one that does. The highest id that any
+            rank sees is taken.
+    """
+
+    unique_id: int | None = field(default=None, metadata=rule(own=CHECKPOINT))
+    verify: bool | VerifyMode = "read"
+    use_replicas: bool = True
+    storage: Storage = field(default="shared", metadata=rule(choices=("shared", "per_node")))
+
+    def check(self) -> None:
+        """Raise ValidationError if an option has a value that it cannot have."""
+        super().check()
+        verify_mode(self.verify)
+
+
+_OPTIONS = "options_of_the_call"
+_ATTRIBUTE = re.compile(r"^    (\w+): ", re.MULTILINE)
+
+
+def takes(options: type[Options], **own: str) -> Callable[[Call], Call]:
+    """Declare the options of a public call: its docstring gets all, its signature those that it takes as ``**options``.
+
+    Args:
+        options: They.
+        **own: By argument that is none of them, the reason why ranks may differ in it.
+    """
+
+    def declare(call: Call) -> Call:
+        signature = inspect.signature(call)
+        given = {name: each for name, each in signature.parameters.items() if each.kind is not each.VAR_KEYWORD}
+        known = {each.name: each for each in fields(options)}
+        unknown = [name for name in given if name not in known and name not in own and name != "self"]
+        if unknown:
+            raise TypeError(f"{call.__qualname__}: {unknown} are neither options nor declared a rank's own")
+        more = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+            for name, each in known.items()
+            if name not in given
+        ]
+        call.__signature__ = signature.replace(parameters=[*given.values(), *more])  # type: ignore[attr-defined]
+        setattr(call, _OPTIONS, (options, own))
+        names = ", ".join(f"``{name}``" for name in options.compared()) or "what they stand for"
+        doc = _with_options(inspect.getdoc(call) or "", options)
+        call.__doc__ = f"{doc}\n\nThe same on every rank, and compared: {names}."
+        return call
+
+    return declare
+
+
+def _with_options(doc: str, options: type[Options]) -> str:
+    """Return a docstring whose section ``Args`` goes on with what the dataclass says of its options."""
+    texts = []
+    for cls in reversed(options.__mro__):
+        said = (inspect.getdoc(cls) or "").partition("\nAttributes:\n")[2] if issubclass(cls, Options) else ""
+        starts = [*_ATTRIBUTE.finditer(said)]
+        ends = [*(each.start() for each in starts[1:]), len(said)]
+        texts += [said[each.start() : end].rstrip() for each, end in zip(starts, ends)]
+    head, blank, tail = doc.partition("\n\nReturns:" if "\n\nReturns:" in doc else "\n\nRaises:")
+    return "\n".join([head, *texts]) + blank + tail
+
+
+def same_on_all_ranks(**own: str) -> Callable[[Call], Call]:
+    """Declare that the arguments of a public call are its options, each compared but those that are named here.
+
+    Args:
+        **own: By argument that ranks may differ in, the reason why they may.
+    """
+
+    def declare(call: Call) -> Call:
+        names = [name for name in inspect.signature(call).parameters if name != "self" and name not in own]
+        made = make_dataclass(call.__qualname__, [(name, Any) for name in names], bases=(Options,), frozen=True)
+        return takes(made, **own)(call)
+
+    return declare
+
+
+def options_of(call: Callable[..., Any]) -> type[Options]:
+    """Return the options that a public call takes."""
+    options: type[Options] = getattr(call, _OPTIONS)[0]
+    return options
+
+
+def own_arguments(call: Callable[..., Any]) -> dict[str, str]:
+    """Return the arguments of a public call in which ranks may differ, with the reasons."""
+    options, own = getattr(call, _OPTIONS)
+    return {**own, **options.own()}
+
+
+def encode_options(call: Callable[..., Any], arguments: Mapping[str, Any], **said: Any) -> bytes:
+    """Return what a rank tells the others of its call and options, as JSON.
+
+    Args:
+        call: The public call, declared by :func:`same_on_all_ranks`.
+        arguments: Its arguments by name: ``locals()`` in its first line.
+        **said: What stands for an argument that has no text of its own, and what else is to be compared.
+    """
+    values = {name: arguments[name] for name in options_of(call).compared()}
+    return json.dumps({"call": call.__name__, **values, **said}, default=repr).encode()

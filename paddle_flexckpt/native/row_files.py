@@ -1,0 +1,134 @@
+"""Read bytes of a checkpoint's rows from its data files, each opened and checked when it is first needed."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import numpy as np
+
+from paddle_flexckpt.algebra import StridedCopy
+from paddle_flexckpt.catalog import CorruptCheckpointError
+from paddle_flexckpt.media.backend import Backend, InputFile
+from paddle_flexckpt.native.blocks import ReadCount
+from paddle_flexckpt.native.data_file import check_data_file
+from paddle_flexckpt.native.manifest import Manifest
+
+# Pages of a memory map count as resident until they are given back; this bounds them.
+MAP_SPAN_BYTES = 16 << 20
+
+
+class DamagedCopy(Exception):
+    """Tell what is wrong with a stretch of a row; caught where another copy may be read instead."""
+
+
+class RowFiles:
+    """Read rows of a manifest from the files that hold them. Nothing is verified but the files' size and save token."""
+
+    def __init__(self, backend: Backend, manifest: Manifest) -> None:
+        """Open nothing yet.
+
+        Args:
+            backend: Where the files are.
+            manifest: What they hold.
+        """
+        self.count = ReadCount()
+        self._backend, self._manifest = backend, manifest
+        self._byte_length = manifest.catalog.byte_length
+        self._files: dict[int, InputFile] = {}
+        self._unusable: dict[int, CorruptCheckpointError | OSError] = {}
+        self._maps: dict[int, mmap.mmap | None] = {}
+
+    def close(self) -> None:
+        """Close all files."""
+        for mapped in filter(None, self._maps.values()):
+            # The traceback of an error holds views of the map: it is closed with the last of them.
+            with contextlib.suppress(BufferError):
+                mapped.close()
+        for file in self._files.values():
+            file.close()
+        self._maps.clear()
+        self._files.clear()
+
+    def is_open(self, row: int) -> bool:
+        """Return whether a row's file is open, and so as it was written."""
+        return int(self._manifest.catalog.file[row]) in self._files
+
+    def open(self, file: int) -> InputFile:
+        """Open a file, by its number in the manifest.
+
+        Raises:
+            CorruptCheckpointError: It is missing, of another size, or of another save.
+            OSError: It cannot be opened.
+        """
+        if file in self._unusable:
+            raise self._unusable[file].with_traceback(None)  # which would grow with each raise
+        if file not in self._files:
+            name, size = self._manifest.catalog.files[file], int(self._manifest.file_bytes[file])
+            try:
+                self._files[file] = check_data_file(self._backend, self._manifest, name, size)
+            except (CorruptCheckpointError, OSError) as error:
+                self._unusable[file] = error
+                raise
+            self.count.files.add(name)
+        return self._files[file]
+
+    def map(self, row: int) -> mmap.mmap | None:
+        """Map a row's file into memory; None if it is remote."""
+        file = int(self._manifest.catalog.file[row])
+        if file not in self._maps:
+            self._maps[file] = self.open(file).memory_map()
+        return self._maps[file]
+
+    def read(self, row: int, position: int, buffer: np.ndarray) -> None:
+        """Fill a buffer from byte ``position`` of a row.
+
+        Raises:
+            DamagedCopy: The file ends before.
+            OSError: The file system failed.
+        """
+        catalog = self._manifest.catalog
+        file = self.open(int(catalog.file[row]))
+        offset = int(catalog.byte_offset[row]) + position
+        view = memoryview(buffer)
+        while len(view):
+            got = file.read_into(view, offset)
+            self.count.reads += 1
+            if got == 0:
+                raise DamagedCopy(f"the file ends at byte {offset}")
+            self.count.bytes_read += got
+            offset += got
+            view = view[got:]
+
+    def copy_mapped(self, mapped: mmap.mmap, row: int, copy: StridedCopy, target: np.ndarray, dtype: np.dtype) -> None:
+        """Carry out a strided copy of short scattered runs from a mapped file, a bounded span of it at a time.
+
+        That is one numpy call instead of a system call per run.
+
+        Args:
+            mapped: The row's file.
+            row: The row.
+            copy: What to copy; its outermost axis has the largest stride of the file.
+            target: The target's storage, 1-D and contiguous.
+            dtype: The row's element type.
+        """
+        catalog = self._manifest.catalog
+        begin, length = int(catalog.byte_offset[row]), int(self._byte_length[row])
+        storage = np.frombuffer(mapped, dtype=np.uint8, count=length, offset=begin).view(dtype)
+        # Steps along the outermost axis keep the mapped span bounded.
+        stride = copy.source_strides[0] * dtype.itemsize
+        step = max(1, MAP_SPAN_BYTES // max(1, stride))
+        inner = copy.size // copy.extents[0]
+        begin += copy.source_base * dtype.itemsize
+        for first in range(0, copy.extents[0], step):
+            last = min(copy.extents[0], first + step)
+            for part in copy.part(first * inner, last * inner):
+                part.scatter_into(target)[...] = part.gather_from(storage)
+            self.count.reads += 1
+            _give_back(mapped, begin + first * stride, begin + last * stride)
+        self.count.bytes_read += copy.size * dtype.itemsize
+
+
+def _give_back(mapped: mmap.mmap, begin: int, end: int) -> None:
+    begin -= begin % mmap.PAGESIZE
+    mapped.madvise(mmap.MADV_DONTNEED, begin, min(end, len(mapped)) - begin)

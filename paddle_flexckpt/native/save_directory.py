@@ -1,0 +1,413 @@
+"""Save into a directory of checkpoints: the id, the files of a save in their order, and the commit.
+
+1. Take the right to save, and write a marker, which tells the files of a dead save from others.
+2. Write the data files, then the ranks' parts; each is durable at once.
+3. Make the directory's entries durable, then put the manifest in place, whole or not at all.
+4. Bring the companion file, for another program's loader, up to date.
+5. Remove what has been replaced, then the marker.
+
+A crash at any point leaves the manifests that were there, and the files that they name, as they were. The next save
+finds the marker and cleans up. The companion is there before the first data file, and names files that are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.media.backend import Location, map_files, publish, write_file
+from paddle_flexckpt.media.locks import Lock, SaveLock
+from paddle_flexckpt.native.data_file import DataFileWriter
+from paddle_flexckpt.native.directory import CheckpointDirectory, is_before
+from paddle_flexckpt.native.manifest import Manifest, merge_parts
+from paddle_flexckpt.native.save_names import MANIFEST, MARKER, SaveNames, save_of
+
+logger = logging.getLogger("paddle_flexckpt")
+
+
+class Companion(ABC):
+    """Make the file beside the manifests that tells another program's loader what is here.
+
+    Attributes:
+        name: The file's name.
+    """
+
+    name: str
+
+    @abstractmethod
+    def refuse(self, reason: str) -> bytes:
+        """Return a file that stops that loader with an error that says why."""
+
+    @abstractmethod
+    def encode(self, manifest: Manifest) -> bytes:
+        """Return the file for the only checkpoint of a directory."""
+
+    @abstractmethod
+    def is_ours(self, data: bytes) -> bool:
+        """Return whether a file of that name has been written here, if only in part."""
+
+
+class SaveDirectory(CheckpointDirectory):
+    """Save checkpoints into one directory."""
+
+    def __init__(self, location: Location, companion: Companion) -> None:
+        """Open nothing yet.
+
+        Args:
+            location: The directory, which need not exist.
+            companion: Makes the file for another program's loader.
+        """
+        super().__init__(location)
+        self._companion = companion
+        self._temporary = re.compile(rf"(?:(\d+)\.manifest|{re.escape(companion.name)})\.[0-9a-f]{{32}}\.tmp", re.ASCII)
+
+    # Begin a save
+
+    def lock(self) -> SaveLock:
+        """Take the right to save here; make the directory.
+
+        Raises:
+            CheckpointError: Another save has it.
+            ValidationError: The path is not a directory.
+        """
+        self.backend.make_directory()
+        return self.backend.locks.take()
+
+    def open_save(self, unique_id: int | None, world_size: int = 1) -> SaveNames:
+        """Choose the id and names of a new save and mark it as begun. The caller has the lock.
+
+        Args:
+            unique_id: The id to write; None takes the one after the highest that any file here has.
+            world_size: Ranks that take part.
+
+        Raises:
+            ValidationError: The id is not a non-negative integer, or the path is not a directory.
+        """
+        save = SaveNames(*self.choose_save(unique_id), os.urandom(16).hex())
+        self.mark_save(save, world_size)
+        return save
+
+    def choose_save(self, unique_id: int | None) -> tuple[int, int]:
+        """Return the id and generation of a new save; arguments and errors as of :meth:`open_save`."""
+        if unique_id is not None and (not isinstance(unique_id, int) or isinstance(unique_id, bool) or unique_id < 0):
+            raise ValidationError([f"unique_id must be None or an integer >= 0; got {unique_id!r}"])
+        self.backend.make_directory()
+        used: dict[int, int] = {}
+        names = self.backend.names()
+        for name in names:
+            manifest, marker = MANIFEST.fullmatch(name), MARKER.fullmatch(name)
+            save = (int(marker[1]), int(marker[2] or 0)) if marker else save_of(name)
+            if manifest:
+                used.setdefault(int(manifest[1]), 0)
+            elif save:
+                used[save[0]] = max(used.get(save[0], 0), save[1])
+        if unique_id is None:
+            unique_id = max(used, default=-1) + 1
+        if f"{unique_id}.manifest" in names and not self.backend.replaces:
+            raise ValidationError(
+                [
+                    f"{self.path} has a checkpoint with id {unique_id}, and its file system cannot replace a manifest "
+                    "at once. Remedy: save under a new id (unique_id=None takes the next one)"
+                ]
+            )
+        return unique_id, used[unique_id] + 1 if unique_id in used else 0
+
+    def mark_save(self, save: SaveNames, world_size: int = 1, nodes: int = 1) -> None:
+        """Mark a save as begun. The caller has the lock.
+
+        Args:
+            save: The save.
+            world_size: Ranks that take part.
+            nodes: Directories that it goes to.
+        """
+        who = {**asdict(save), "host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size}
+        who["nodes"] = nodes
+        companion = self._companion
+        try:
+            write_file(self.backend, save.marker_file, json.dumps(who).encode())
+            if self.backend.has_path and companion.name not in self.backend.names():
+                write_file(self.backend, companion.name, companion.refuse("no save here has been completed"))
+            # Before any file that they speak of.
+            self.backend.sync()
+        except OSError:
+            with contextlib.suppress(OSError):
+                self.remove_save_files([], save.marker_file)
+            raise
+
+    def sees(self, save: SaveNames) -> bool:
+        """Return whether this is the directory in which a save has been marked as begun."""
+        try:
+            return save.token.encode() in self.backend.read(save.marker_file)
+        except FileNotFoundError:
+            return False
+
+    # Write a rank's share
+
+    def write_share(
+        self,
+        save: SaveNames,
+        rank: int,
+        items: Catalog,
+        data: Iterable[np.ndarray],
+        *,
+        world_size: int,
+        step: int | None = None,
+    ) -> None:
+        """Write a rank's data file and then its part.
+
+        Args:
+            save: The save.
+            rank: The rank.
+            items: Its rows of the write plan.
+            data: Their bytes, as for :meth:`DataFileWriter.write`.
+            world_size: Ranks that take part.
+            step: Training step, if known.
+
+        Raises:
+            OSError: The file system refused.
+        """
+        self.write_part(save, rank, self.write_data(save, items, data, world_size=world_size, step=step))
+
+    def write_data(
+        self, save: SaveNames, items: Catalog, data: Iterable[np.ndarray], *, world_size: int, step: int | None = None
+    ) -> Manifest:
+        """Write a rank's data file and return its part; arguments and errors as of :meth:`write_share`."""
+        writer = DataFileWriter(
+            self.backend, items, save_token=save.token, unique_id=save.unique_id, world_size=world_size, step=step
+        )
+        return writer.write(data)
+
+    def write_part(self, save: SaveNames, rank: int, part: Manifest) -> None:
+        """Write a rank's part; its data file is durable already."""
+        self._write_whole(save.part_file(rank), part.encode())
+
+    def write_failure(self, save: SaveNames, rank: int, error: bytes) -> None:
+        """Write why a rank cannot write, for the others, in place of what the rank said before."""
+        self._write_whole(save.failure_file(rank), error)
+
+    def _write_whole(self, name: str, data: bytes) -> None:
+        """Write a file that others look for, so it has to appear whole."""
+        write_file(self.backend, name, data, "replace")
+
+    def progress(self, save: SaveNames, ranks: Sequence[int]) -> tuple[set[int], dict[int, bytes]]:
+        """Return the ranks whose parts are here, and what those say that failed."""
+        names = set(self.backend.names())
+        written = {rank for rank in ranks if save.part_file(rank) in names}
+        failed = {rank: save.failure_file(rank) for rank in ranks if save.failure_file(rank) in names}
+        return written, {rank: self.backend.read(name) for rank, name in failed.items()}
+
+    # Commit
+
+    def commit(self, save: SaveNames, ranks: Sequence[int]) -> Manifest:
+        """Merge the parts of all ranks into the manifest and make the checkpoint exist.
+
+        The data files are looked at once more right before: they have to be there, of their size and of this save.
+
+        Raises:
+            CheckpointError: A part or a data file is not there, or the directory is another one by now: nothing has
+                changed. Or the checkpoint is complete, but leftovers could not be removed.
+            OSError: The file system refused; :meth:`is_committed` tells whether that was before or after the commit.
+        """
+
+        def part(rank: int) -> Manifest:
+            name = save.part_file(rank)
+            try:
+                return Manifest.decode(self.backend.read(name), self.backend.where(name))
+            except FileNotFoundError as error:
+                raise CheckpointError(
+                    f"the part of rank {rank} is not visible at {self.backend.where(name)}. Remedy: save to storage "
+                    "that all ranks share"
+                ) from error
+
+        manifest = merge_parts(map_files(self.backend, part, ranks))
+
+        def check() -> None:
+            try:
+                self.check_complete(manifest)
+            except CorruptCheckpointError as error:
+                what = str(error).partition(" Remedy:")[0]
+                raise CheckpointError(
+                    f"nothing was committed, as somebody else has changed the files of this save: {what} Remedy: find "
+                    "out who removes files there, and save again"
+                ) from error
+
+        replaced = self.publish(save, manifest.encode(), check)
+        try:
+            self.finish(save, replaced is None, manifest)
+        finally:
+            if replaced is not None:
+                replaced.release()
+        return manifest
+
+    def publish(self, save: SaveNames, manifest: bytes, check: Callable[[], None] = lambda: None) -> Lock | None:
+        """Put the manifest of a save in place: from then on the checkpoint exists.
+
+        Args:
+            save: The save.
+            manifest: Its manifest.
+            check: Called right before; what it raises keeps the manifest from its place.
+
+        Returns:
+            The lock of the manifest that it has replaced; None if that is being read.
+        """
+        name = f"{save.unique_id}.manifest"
+        replaced = self.backend.locks.claim(name)
+        try:
+            publish(self.backend, name, manifest, check)
+        except BaseException:
+            if replaced is not None:
+                replaced.release()
+            raise
+        return replaced
+
+    def finish(self, save: SaveNames, being_read: bool = False, manifest: Manifest | None = None) -> None:
+        """Update the companion after a commit; remove what the save does not need, and its marker.
+
+        Args:
+            save: The save.
+            being_read: Whether what it has replaced is being read, and so stays.
+            manifest: What was published, if the caller has it.
+
+        Raises:
+            CheckpointError: Something could not be written or removed.
+        """
+        try:
+            self.update_companion(manifest)
+            useless = self.find_useless(save, self.backend.names(), being_read)
+            self.remove_save_files(useless, save.marker_file)
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint in {self.path} (id {save.unique_id}) is complete, but {self._companion.name} could "
+                f"not be written, or files that it does not need not be removed: {error}. Remedy: the next save here "
+                "tries again"
+            ) from error
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Put a manifest in place, instead of the one that is there if there is one; touch no data file.
+
+        Raises:
+            CheckpointError: A save is being made here.
+            OSError: The file system refused; what was there before is still there.
+        """
+        lock = self.lock()
+        try:
+            publish(self.backend, f"{manifest.unique_id}.manifest", manifest.encode())
+            self.update_companion(manifest)
+        finally:
+            lock.release()
+
+    # Leave nothing behind
+
+    def discard(self, save: SaveNames, rank: int) -> None:
+        """Remove what a rank wrote in a save that cannot be committed any more; the caller knows that.
+
+        The marker goes with the last file of the save.
+        """
+        # What cannot be removed does no harm, and must not hide why the save failed: the marker stays with it.
+        with contextlib.suppress(OSError):
+            if self.is_committed(save):
+                return
+            for name in (save.prepared_file(rank), save.data_file(rank), save.part_file(rank)):
+                self.backend.remove(name)
+            if not any(map(save.owns, self.backend.names())):
+                self.remove_uploads(save)
+                self.remove_save_files([], save.marker_file)
+
+    def find_useless(self, save: SaveNames, names: Iterable[str], being_read: bool = False) -> list[str]:
+        """Return the files that a finished or dead save leaves without a use; its marker is not among them.
+
+        Args:
+            save: The save.
+            names: Of the files that there are.
+            being_read: Whether what it has replaced is being read: then that is left to the next save of its id.
+
+        Raises:
+            CorruptCheckpointError: It was committed, and the manifest is damaged.
+        """
+        keep: set[str] = set()
+        committed = self.is_committed(save)
+        if committed:
+            keep = set(self.read_committed(save.unique_id).catalog.files)
+        useless = []
+        for name in names:
+            other, temporary = save_of(name), self._temporary.fullmatch(name)
+            unfinished = temporary is not None and temporary[1] in (None, str(save.unique_id))
+            # What is older than a committed save of its id has been replaced by it.
+            older = not being_read and is_before(other, save.unique_id, save.generation)
+            if unfinished or ((save.owns(name) or (committed and older)) and name not in keep):
+                useless.append(name)
+        return useless
+
+    def remove_temporaries(self) -> list[str]:
+        """Remove manifests and companions that were never put in place, and return their names."""
+        names = sorted(filter(self._temporary.fullmatch, self.backend.names()))
+        for name in names:
+            self.backend.remove(name)
+        return names
+
+    def remove_uploads(self, save: SaveNames) -> None:
+        """Remove what a dead save had begun to send to a remote store."""
+        try:
+            self.backend.remove_unfinished(save.owns)
+        except OSError as error:
+            # Not every store lets everybody ask; nothing depends on it but its bill.
+            logger.warning(f"what a dead save had begun to send could not be looked for: {error}")
+
+    def remove_save_files(self, names: Sequence[str], marker: str) -> None:
+        """Remove files of a save, and its marker once they are gone for good."""
+        map_files(self.backend, self.backend.remove, names)
+        if names:
+            self.backend.sync()
+        self._remove_refusal(marker)
+        self.backend.remove(marker)
+
+    # The companion
+
+    def update_companion(self, only: Manifest | None = None) -> None:
+        """Bring the companion up to date; it is durable before anything that it named is removed.
+
+        Args:
+            only: The manifest of the only checkpoint here, if the caller has it.
+
+        Raises:
+            OSError: The file system refused; what the file said before is there still, or what it says now.
+        """
+        if not self.backend.has_path:
+            return
+        ids = self.list_ids()
+        if not ids:
+            self._remove_refusal()
+            return
+        refuse = self._companion.refuse
+        if len(ids) > 1:
+            data = refuse("it takes the files of one id for those of another where a directory has several")
+        else:
+            try:
+                manifest = only or self.read_committed(ids[0])
+                several = bool(manifest.nodes)
+                data = refuse("its files are on several nodes") if several else self._companion.encode(manifest)
+            except (CorruptCheckpointError, ValidationError):
+                data = refuse("its manifest is damaged")
+        self._write_whole(self._companion.name, data)
+        self.backend.sync()
+
+    def _remove_refusal(self, marker: str = "") -> None:
+        """Remove the companion where it has nothing to protect, but for a save that ends now."""
+        names, own = self.backend.names(), self._companion
+        if own.name not in names:
+            return
+        others = (name for name in names if name != marker)
+        if any(MANIFEST.fullmatch(name) or MARKER.fullmatch(name) or save_of(name) for name in others):
+            return
+        if own.is_ours(self.backend.read(own.name)):
+            self.backend.remove(own.name)
