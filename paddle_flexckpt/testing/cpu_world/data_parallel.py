@@ -44,7 +44,7 @@ class Reducer:
             parameter._register_backward_hook(self._on_gradient)
 
     def prepare_for_backward(self, outputs: Sequence[Any]) -> None:
-        """Arms the reducer for the next backward pass."""
+        """Arm the reducer for the next backward pass."""
         self._armed = True
 
     def _on_gradient(self, *_: Any) -> None:
@@ -66,7 +66,7 @@ class Reducer:
 
 
 def patch_data_parallel(patches: PatchSet) -> None:
-    """Gives ``DataParallel`` over a mesh group this reducer; other groups keep the native one."""
+    """Give ``DataParallel`` over a mesh group this reducer; other groups keep the native one."""
     native = core.EagerReducer
 
     def reducer(parameters: Any, indices: Any, is_sparse: Any, process_group: Any, *rest: Any) -> Any:

@@ -17,7 +17,7 @@ _ALIGNMENT = 256
 
 
 def patch_group_sharded(patches: PatchSet) -> None:
-    """Makes stages 1 (os), 2 (os_g) and 3 (p_g_os) of ``group_sharded_parallel``, and FullyShard, accept a CPU."""
+    """Make stages 1 (os), 2 (os_g) and 3 (p_g_os) of ``group_sharded_parallel``, and FullyShard, accept a CPU."""
     from paddle.distributed.fleet.meta_parallel.sharding import (
         group_sharded_optimizer_stage2,
         group_sharded_stage2,
@@ -77,7 +77,7 @@ def patch_group_sharded(patches: PatchSet) -> None:
 
 
 def patch_devices(patches: PatchSet) -> None:
-    """Answers the questions about the device that hybrid-parallel code asks outside group sharding."""
+    """Answer the questions about the device that hybrid-parallel code asks outside group sharding."""
     from paddle.distributed import fleet  # noqa: F401  loads the modules that are searched below
     from paddle.distributed.fleet.utils import hybrid_parallel_util, tensor_fusion_helper
 

@@ -34,7 +34,7 @@ _mesh: Mesh | None = None
 def install(
     *, timeout: float | None = 120.0, mend_split: bool = True, mend_sharding_v2: bool = True, close_at_exit: bool = True
 ) -> None:
-    """Lends this process what Paddle's CPU build lacks for hybrid-parallel training.
+    """Lend this process what Paddle's CPU build lacks for hybrid-parallel training.
 
     Call it on every rank after ``import paddle`` and before ``fleet.init`` or ``init_parallel_env``. A second call does
     nothing. It must not be used together with a GPU.
@@ -74,7 +74,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Takes every patch back. Groups that were made meanwhile stay on the mesh, which lasts as long as the process."""
+    """Take every patch back. Groups that were made meanwhile stay on the mesh, which lasts as long as the process."""
     global _patches
     if _patches is not None:
         _patches.undo()
@@ -82,7 +82,7 @@ def uninstall() -> None:
 
 
 def mesh() -> Mesh:
-    """The mesh of this process.
+    """Return the mesh of this process.
 
     Raises:
         RuntimeError: ``install()`` was not called.
@@ -93,7 +93,7 @@ def mesh() -> Mesh:
 
 
 def reset_fleet(job: int | None = None) -> None:
-    """Lets fleet be initialised again with other degrees in the same processes; upstream ignores a second init (U17).
+    """Let fleet be initialised again with other degrees in the same processes; upstream ignores a second init (U17).
 
     Forgets all groups but the world, fleet's topology and its random states, and drops unread messages. Every rank must
     call it equally often. Objects made for the old degrees must not be used any more. It also serves processes in which
@@ -141,7 +141,7 @@ def init_fleet(
     strategy: Any = None,
     hybrid: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Initialises fleet with fresh degrees, whatever it was initialised with before. Collective.
+    """Initialise fleet with fresh degrees, whatever it was initialised with before. Collective.
 
     Args:
         dp: degree of data parallelism. The product of the five degrees must be the size of the world.
@@ -191,7 +191,7 @@ def tensor_cuda_stays() -> Iterator[None]:
 
 
 def _patch_new_group(patches: PatchSet, own: Mesh) -> None:
-    """Makes every gloo group a mesh group."""
+    """Make every gloo group a mesh group."""
     native = collective._new_process_group_impl
 
     def new_process_group(

@@ -21,12 +21,12 @@ from .process_group import empty_like
 
 
 def group_of(ring_id: int) -> Any:
-    """The communication group of a ring id."""
+    """Return the communication group of a ring id."""
     return collective._get_group_map()[ring_id]
 
 
 def gather_last_axis(x: Any, group: Any) -> Any:
-    """Concatenates every member's ``x`` along the last axis."""
+    """Concatenate every member's ``x`` along the last axis."""
     parts = empty_like(x, group.nranks)
     group.process_group.all_gather(parts, x.contiguous(), True).wait()
     return paddle.concat(parts, axis=-1)
@@ -132,7 +132,7 @@ def mp_allreduce_sum(x: Any, ring_id: int = 0, *_: Any) -> Any:
 
 
 def patch_kernels(patches: PatchSet, mend_split: bool) -> None:
-    """Puts the stand-ins where Paddle looks for its kernels.
+    """Put the stand-ins where Paddle looks for its kernels.
 
     Args:
         patches: records the changes.

@@ -18,7 +18,7 @@ _MULTI_PRECISION = 8
 
 
 def patch_adamw(patches: PatchSet) -> None:
-    """Emulates AdamW of float16 and bfloat16 parameters: the CPU kernel knows float32 only.
+    """Emulate AdamW of float16 and bfloat16 parameters: the CPU kernel knows float32 only.
 
     The float32 master weight is updated and rounded into the parameter, which is what the CUDA kernel does.
     """
@@ -59,7 +59,7 @@ def _clear_grad(self: Any, set_to_zero: bool = True) -> None:
 
 
 def patch_sharding_v2(patches: PatchSet) -> None:
-    """Clears V2's gradients in place.
+    """Clear V2's gradients in place.
 
     Upstream calls ``clear_gradient(True)``, which on the CPU marks the leaf "fake empty"; the next backward then
     *replaces* the gradient instead of adding into the fused buffer, and from step 2 on V2 reduces a buffer of zeros

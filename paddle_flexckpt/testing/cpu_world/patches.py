@@ -19,14 +19,14 @@ class PatchSet:
         self._undo: list[tuple[Any, str, Any]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Sets ``owner.name``, which may not have existed before (a CPU build lacks many names)."""
+        """Set ``owner.name``, which may not have existed before (a CPU build lacks many names)."""
         # vars() first: a class attribute read through getattr would lose its staticmethod wrapper.
         before = vars(owner).get(name, _MISSING) if hasattr(owner, "__dict__") else getattr(owner, name, _MISSING)
         self._undo.append((owner, name, before))
         setattr(owner, name, value)
 
     def undo(self) -> None:
-        """Puts everything back, last change first."""
+        """Put everything back, last change first."""
         while self._undo:
             owner, name, before = self._undo.pop()
             if before is _MISSING:
@@ -51,7 +51,7 @@ class ModuleView:
 
 
 def replace_everywhere(patches: PatchSet, home: ModuleType, name: str, value: Any) -> None:
-    """Replaces ``home.name``, and the same object wherever ``from home import name`` has copied it."""
+    """Replace ``home.name``, and the same object wherever ``from home import name`` has copied it."""
     before = getattr(home, name)
     for module in list(sys.modules.values()):
         if getattr(module, "__name__", "").startswith("paddle.") and vars(module).get(name) is before:

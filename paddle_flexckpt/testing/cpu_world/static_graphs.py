@@ -27,12 +27,12 @@ _stores: dict[int, Any] = {}
 
 
 def number_of(ranks: Sequence[int]) -> int:
-    """The number of the static group of these ranks."""
+    """Return the number of the static group of these ranks."""
     return _FIRST_NUMBER + sum(1 << rank for rank in ranks)
 
 
 def reset_static_graphs() -> None:
-    """Forgets the groups of static graphs, and that a job ended while it built one."""
+    """Forget the groups of static graphs, and that a job ended while it built one."""
     groups = process_group._g_process_group_map
     groups.clear()
     groups[0] = process_group.ProcessGroup(0, [])
@@ -41,7 +41,7 @@ def reset_static_graphs() -> None:
 
 
 def patch_static_graphs(patches: PatchSet) -> None:
-    """Gives static groups gloo communicators, and static graphs the reshards that a CPU has no kernels for."""
+    """Give static groups gloo communicators, and static graphs the reshards that a CPU has no kernels for."""
     native = process_group.new_process_group
 
     def new_process_group(
@@ -81,7 +81,7 @@ def _barrier(*_: Any) -> None:
 
 
 def _patch_reshards(patches: PatchSet) -> None:
-    """Lets static reshards from partial to sharded, and from one sharding to another, go through a replica (S13)."""
+    """Let static reshards from partial to sharded, and from one sharding to another, go through a replica (S13)."""
     from paddle.distributed.auto_parallel.static.reshard_funcs import (
         p_to_r_reshard_func,
         p_to_s_reshard_func,
