@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.foreign.trainer_files import read_plain_file
+from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.report import LoadReport
