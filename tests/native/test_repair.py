@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import Catalog, ValidationError
-from paddle_flexckpt.catalog.table import COLUMNS
 from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.native.data_file import write_data_file
@@ -23,7 +22,7 @@ from tests.property.layouts import Shard
 
 def rows(catalog: Catalog) -> list[tuple]:
     """The rows with names instead of indices."""
-    columns = [getattr(catalog, name).tolist() for name in COLUMNS if name not in ("key", "dtype", "file")]
+    columns = [getattr(catalog, name).tolist() for name in Catalog.COLUMNS if name not in ("key", "dtype", "file")]
     names = (catalog.key_name, catalog.dtype_name, catalog.file_name)
     return [(*(name(r) for name in names), *(column[r] for column in columns)) for r in range(len(catalog))]
 
