@@ -16,7 +16,8 @@ from paddle_flexckpt.engine.files import plan_reads, read_pieces
 from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.mapping import stored, whole_mapping
 from paddle_flexckpt.engine.plan import FillPlan, plan_fill
-from paddle_flexckpt.media.backend import Location, open_backend
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader

@@ -20,7 +20,8 @@ from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.engine.copies import CHUNK_BYTES
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.transport import Transport
-from paddle_flexckpt.media.backend import Backend, FileLock
+from paddle_flexckpt.media.backend import Backend, write_file
+from paddle_flexckpt.media.locks import Lock
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.node_directory import NodeDirectory
@@ -131,7 +132,7 @@ class NodeSave:
         manifest = replace(merged, nodes={name: tuple(held) for name, held in files.items()})
         comm, directory, context = self.comm, self.directory, self.context
         rank, name = comm.rank, self.names[self.node]
-        replaced: list[FileLock | None] = []
+        replaced: list[Lock | None] = []
 
         def prepare() -> tuple[None, bytes]:
             if self.is_committer:
@@ -264,9 +265,9 @@ def meet_nodes(
 
     def show() -> tuple[None, bytes]:
         said, backend = head(), open_directory().backend
-        backend.prepare()
+        backend.make_directory()
         locks.callback(_remove, backend, own)
-        backend.write(own, b"")
+        write_file(backend, own, b"")
         return None, join((said, own.encode()))
 
     def look() -> tuple[None, bytes]:

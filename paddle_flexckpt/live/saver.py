@@ -38,7 +38,8 @@ from paddle_flexckpt.live.replicas import Replicas, replica_digests
 from paddle_flexckpt.live.sources import check_sources
 from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.live.tensors import open_storage
-from paddle_flexckpt.media.backend import Location, SaveLock
+from paddle_flexckpt.media.backend import Location, place_of
+from paddle_flexckpt.media.locks import SaveLock
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.native.save_directory import SaveDirectory
@@ -188,7 +189,7 @@ def save_state_dict(
         rules = ReplicaPolicies(check_replicas)
         whole = indivisible_rows(state.catalog, (getattr(weight, "fused", None) for weight in state.weights))
         policies = rules.of(state.catalog.keys, state.weights)
-        place, address = directory.backend.place().encode(), b"" if transport is None else transport.address()
+        place, address = place_of(directory.backend).encode(), b"" if transport is None else transport.address()
         encoded = (place, address, np.packbits(whole).tobytes(), policies.tobytes(), encode_catalog(state.catalog))
         # Where the other ranks' writers can look whether this rank's processes are alive.
         writer_address = "" if slot is None or comm.size == 1 else slot.address
@@ -320,7 +321,7 @@ def _background_writer(async_save: bool | BackgroundWriter, directory: SaveDirec
         return None
     if async_save is not True and not isinstance(async_save, BackgroundWriter):
         raise ValidationError([f"async_save has to be a bool or a BackgroundWriter; got {async_save!r}"])
-    directory.backend.describe()
+    directory.backend.reopen_token()
     return shared_writer() if async_save is True else async_save
 
 
@@ -384,8 +385,8 @@ class _Share:
         """Copy the data to where the writer finds it; ``presences`` of all ranks."""
         job = WriteJob(
             path=self._directory.path,
-            storage=self._directory.backend.describe(),
-            lock=None if lock is None else lock.describe()[0],
+            storage=self._directory.backend.reopen_token(),
+            lock=None if lock is None else lock.handover()[0],
             names=self._ticket,
             items=self.items,
             rank=self._comm.rank,
