@@ -1,4 +1,7 @@
-"""Files as a source: plan the reads of what a rank fills, and carry them out row by row."""
+"""Files as a source: plan the reads of what a rank fills, and carry them out row by row.
+
+Tested in tests/engine/test_whole_tensors.py and tests/live/test_policies.py.
+"""
 
 from __future__ import annotations
 

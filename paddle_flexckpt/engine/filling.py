@@ -1,4 +1,7 @@
-"""Fill a plan's rows: open targets and put them back, hold scratch, and compute tiles when their operands are there."""
+"""Fill a plan's rows: open targets and put them back, hold scratch, and compute tiles when their operands are there.
+
+Tested in tests/live/test_aoa_tiles.py and tests/engine/test_whole_tensors.py.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ ranks is another permutation for every degree. Both sides say in which order the
 (:class:`~paddle_flexckpt.catalog.Order`), by a :class:`FusedAxis` or by having none; the AOA statement
 ``"key -> key, {fused.statement}"`` moves the parts. It is added to a load's statements for just those keys whose orders
 differ and of which no statement of the user's speaks.
+
+Tested in tests/live/test_orders.py and tests/live/test_fused_degrees.py.
 """
 
 from __future__ import annotations

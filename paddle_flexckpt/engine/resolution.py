@@ -1,4 +1,7 @@
-"""Resolve targets: tell how each is filled, and check that it fits, before anything is touched."""
+"""Resolve targets: tell how each is filled, and check that it fits, before anything is touched.
+
+Tested in tests/live/test_policies.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Memory that several targets of a rank share: tied ones are filled once, others would overwrite each other."""
+"""Memory that several targets of a rank share: tied ones are filled once, others would overwrite each other.
+
+Tested in tests/live/test_shared_memory.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Verification and repair of a checkpoint, by one process and without Paddle."""
+"""Verification and repair of a checkpoint, by one process and without Paddle.
+
+Tested in tests/native/test_verify.py and tests/native/test_repair.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from paddle_flexckpt.report import RepairReport, VerifyReport
 
 
 def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyReport:
-    """Reads a whole checkpoint once and lists all that is wrong with it.
+    """Read a whole checkpoint once and lists all that is wrong with it.
 
     Compared with the manifest are the size, save token and header of every data file and the checksum of every block;
     the manifest has a checksum of its own. The shards have to cover their tensors. One block is in memory at a time.
@@ -86,7 +89,7 @@ def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyRep
 
 
 def _doubts(directory: CheckpointDirectory, manifest: Manifest, found: Verification) -> list[Problem]:
-    """What speaks for it that the manifest is the one that has been replaced, and not the data files."""
+    """Return evidence that the manifest, not the data files, was swapped."""
     file, remedy = directory.manifest_file(manifest.unique_id), "restore the manifest that belongs to the data files"
     names = manifest.catalog.files
     others = [name for _, name in directory.data_files(manifest.unique_id) if name not in names]

@@ -1,4 +1,4 @@
-"""Whole tensors out of a checkpoint, one at a time, as numpy arrays."""
+"""Read whole tensors out of a checkpoint, one at a time, as numpy arrays."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLANNED_AT_ONCE = 256
 
 
 class WholeTensors:
-    """What a checkpoint holds, or what AOA statements make of it, as whole tensors.
+    """Read what a checkpoint holds, or what AOA statements make of it, as whole tensors.
 
     Attributes:
         infos: Shape and dtype of all there is, by key, a run's extra state included.
@@ -39,7 +39,7 @@ class WholeTensors:
     """
 
     def __init__(self, manifest: Manifest, mapping: TensorMapping | None = None) -> None:
-        """Reads nothing yet.
+        """Read nothing yet.
 
         Args:
             manifest: Of the checkpoint.
@@ -54,7 +54,7 @@ class WholeTensors:
         self.peak_scratch_bytes = 0
 
     def check(self, names: Iterable[str], reader: FileReader) -> None:
-        """Checks that some tensors are there, whole, and that their files look right; reads none of their bytes.
+        """Check that some tensors are there, whole, and that their files look right; reads none of their bytes.
 
         Raises:
             ValidationError: There is no such key, or the checkpoint does not hold all of a tensor.
@@ -74,7 +74,7 @@ class WholeTensors:
             reader.check_files(plan_reads(self._matcher, self._plan(part), self._mapping).pieces.source)
 
     def iterate(self, names: Iterable[str], reader: FileReader) -> Iterator[tuple[str, np.ndarray]]:
-        """Reads tensors one after the other.
+        """Read tensors one after the other.
 
         Args:
             names: Keys of :attr:`infos`; each stands once.
@@ -157,7 +157,7 @@ def iterate_tensors(
     verify: bool | VerifyMode = "read",
     use_replicas: bool = True,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Reads whole tensors of a checkpoint, one at a time; exactly the bytes that they need.
+    """Read whole tensors of a checkpoint, one at a time; exactly the bytes that they need.
 
     Args:
         directory: The checkpoint's directory.

@@ -1,6 +1,8 @@
 """Orders of fused parameters, as the shards of a live state say them.
 
 A load compares them with the source's (:mod:`~paddle_flexckpt.engine.fused`).
+
+Tested in tests/live/test_fused_degrees.py.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def with_orders_of_states(described: Mapping[str, tuple[Any, Order | None]]) -> 
 
 
 def indivisible_rows(catalog: Catalog, rules: Iterable[FusedAxis | None]) -> np.ndarray:
-    """Bool per row: whether a save has to write this shard whole, not split among its replicas.
+    """Return bool per row: whether a save has to write this shard whole, not split among its replicas.
 
     A shard is split along its first axis of more than one element. Where that is the axis of a fused parameter, the
     pieces would look like parts of a higher degree of tensor parallelism to versions that know no orders.

@@ -1,4 +1,7 @@
-"""load_state_dict: a checkpoint directory into live shards, whatever the two layouts are."""
+"""load_state_dict: a checkpoint directory into live shards, whatever the two layouts are.
+
+Tested in tests/live/test_policies.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Files of nodes that share no storage, as a source: which checkpoint to take, what each rank sees, who reads what."""
+"""Files of nodes that share no storage, as a source: which checkpoint to take, what each rank sees, who reads what.
+
+Tested in tests/live/test_nodes.py.
+"""
 
 from __future__ import annotations
 

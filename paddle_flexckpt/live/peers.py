@@ -2,6 +2,8 @@
 
 Memory is a checkpoint whose files are virtual: ``vfile_{rank}`` is what rank holds. The plan says which pieces a rank
 copies from its own memory, sends and receives.
+
+Tested in tests/live/test_reshard_files.py.
 """
 
 from __future__ import annotations

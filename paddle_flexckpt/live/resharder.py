@@ -1,4 +1,7 @@
-"""reshard_sharded_state_dict: live shards into another layout, through the same steps as a load, without a file."""
+"""reshard_sharded_state_dict: live shards into another layout, through the same steps as a load, without a file.
+
+Tested in tests/live/test_reshard_files.py.
+"""
 
 from __future__ import annotations
 

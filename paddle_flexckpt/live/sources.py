@@ -1,4 +1,7 @@
-"""Checks of a source state that all ranks hold together, before anything is written or sent."""
+"""Checks of a source state that all ranks hold together, before anything is written or sent.
+
+Tested in tests/live/test_replicas.py.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from paddle_flexckpt.live.tensors import open_storage
 
 @dataclass(frozen=True, eq=False)
 class CheckedSources:
-    """What the checks found out on the way.
+    """Hold what the checks found out on the way.
 
     Attributes:
         groups: Replica groups of the catalog.
@@ -139,7 +142,7 @@ def _check_overlaps(
 
 
 def _common_digest(catalog: Catalog, pair: tuple[int, int], side: int, tensor: Any) -> str:
-    """Digest of the elements that two shards share, read from one of them."""
+    """Return the digest of the elements that two shards share, read from one of them."""
     _, offset_a, shape_a = row_boxes(catalog, np.asarray([pair[0]]))
     _, offset_b, shape_b = row_boxes(catalog, np.asarray([pair[1]]))
     offset, shape, hit = intersect_boxes(offset_a[:, None], shape_a[:, None], offset_b[None], shape_b[None])

@@ -1,4 +1,7 @@
-"""Targets of a live state: the table that a transfer works on, and the tensors behind it."""
+"""Targets of a live state: the table that a transfer works on, and the tensors behind it.
+
+Tested in tests/live/test_shared_memory.py.
+"""
 
 from __future__ import annotations
 
