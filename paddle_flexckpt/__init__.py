@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from paddle_flexckpt.live.saver import save_state_dict
     from paddle_flexckpt.live.state import flatten_state_dict, unflatten_state_dict
     from paddle_flexckpt.manager import CheckpointManager, check
-    from paddle_flexckpt.media.backend import open_storage
+    from paddle_flexckpt.media.opening import open_storage
     from paddle_flexckpt.native.listing import latest, list_checkpoints
     from paddle_flexckpt.parallel import (
         ExpertParallelMixin,
@@ -131,7 +131,7 @@ _MODULES = {
         "merge_shard_info_list",
         "shard_weight",
     ),
-    "media.backend": ("open_storage",),
+    "media.opening": ("open_storage",),
     "native.listing": ("latest", "list_checkpoints"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

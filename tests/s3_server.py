@@ -19,7 +19,8 @@ import pytest
 from botocore.awsrequest import AWSResponse
 from botocore.exceptions import ConnectionClosedError
 
-from paddle_flexckpt.media.backend import Backend, open_storage
+from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.media.opening import open_storage
 
 BUCKET = "bucket"
 SECRET = "s3-secret-of-tests"

@@ -14,6 +14,22 @@ import pytest
 import paddle_flexckpt
 
 ROOT = Path(__file__).resolve().parents[1]
+# Circles that are still to be opened: nothing is to be added here.
+KNOWN_CIRCLES = (
+    {"aoa.compile", "aoa.invert", "aoa.invert_boxes"},
+    {"catalog.orders", "catalog.table"},
+    {"live.device_memory", "live.tensors"},
+    {"live.loader", "live.node_loads", "live.resharder"},
+    {
+        "parallel.dist_model",
+        "parallel.install",
+        "parallel.optimizers",
+        "parallel.scaler",
+        "parallel.shard_optimizer",
+        "parallel.sharding",
+        "parallel.wrappers",
+    },
+)
 FLOOR = (
     *("algebra", "catalog", "planning", "aoa", "media.remote", "native.reader", "native.listing"),
     *("foreign.formats", "report", "engine", "background"),
@@ -73,6 +89,39 @@ def test_public_names_are_few_and_moved_ones_say_where_they_are():
         for name in names:
             with pytest.raises(AttributeError, match=f"it is in paddle_flexckpt.{module}$"):
                 getattr(paddle_flexckpt, name)
+
+
+def circles(imported: dict[str, set[str]]) -> list[list[str]]:
+    """Return the modules that reach themselves by what they import, grouped with those they share a circle with."""
+    reach = {module: set(direct) for module, direct in imported.items()}
+    for over in reach:
+        for module in reach:
+            if over in reach[module]:
+                reach[module] |= reach[over]
+    found = {frozenset(other for other in reach[module] if module in reach[other]) for module in reach}
+    return sorted(sorted(circle) for circle in found if circle)
+
+
+def test_circles_are_found():
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e"}}) == [["b", "c"], ["e"]]
+
+
+def test_no_module_imports_itself_by_others():
+    """Not inside a room either, and not by imports inside functions or for type checkers."""
+    grimp = pytest.importorskip("grimp")
+    graph = grimp.build_graph("paddle_flexckpt", cache_dir=None)
+    root = "paddle_flexckpt."
+    # The package's own module imports everything for type checkers, and nothing at run time.
+    modules = [module for module in graph.modules if module.startswith(root)]
+    imported = {
+        module.removeprefix(root): {
+            other.removeprefix(root) for other in graph.find_modules_directly_imported_by(module) if other in modules
+        }
+        for module in modules
+    }
+    assert len(imported) > 200
+    new = [circle for circle in circles(imported) if not any(known.issuperset(circle) for known in KNOWN_CIRCLES)]
+    assert not new, "\n".join(" -> ".join([*circle, circle[0]]) for circle in new)
 
 
 def type_checking_imports() -> dict[str, str]:

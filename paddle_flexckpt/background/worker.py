@@ -22,7 +22,7 @@ from paddle_flexckpt.background.protocol import Channel, WriteJob
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog.failures import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.media.backend import open_described
+from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.save_directory import SaveDirectory
 
@@ -55,8 +55,8 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
         segment, data_bytes = segments[number], message["data_bytes"]
         segment.attach(data_bytes + message["job_bytes"])
         job = WriteJob.decode(segment.view(data_bytes, data_bytes + message["job_bytes"]).tobytes())
-        directory = open_to_save(open_described(job.storage))
-        lock = None if job.lock is None else directory.backend.adopt_lock(job.lock, given.get("lock"))
+        directory = open_to_save(reopen(job.storage))
+        lock = None if job.lock is None else directory.backend.locks.adopt(job.lock, given.get("lock"))
         _send(channel, {"save": message["save"], "begun": True})
         try:
             outcome = carry_out(job, directory, segment.view(0, data_bytes))

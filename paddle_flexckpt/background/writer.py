@@ -24,7 +24,7 @@ from paddle_flexckpt.background.staging import StagingPool
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.failures import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.media.backend import open_described
+from paddle_flexckpt.media.opening import reopen
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -240,7 +240,7 @@ class BackgroundWriter:
             self._finish_dead(number, how)
             return
         # Without a descriptor, a lock is known by its description, which is in the job.
-        descriptor = None if save.lock is None else save.lock.describe()[1]
+        descriptor = None if save.lock is None else save.lock.handover()[1]
         try:
             process.submit(number, save.segment, save.job, descriptor)
         except ConnectionError:
@@ -276,7 +276,7 @@ class BackgroundWriter:
 
         def finish() -> None:
             try:
-                directory = open_to_save(open_described(job.storage))
+                directory = open_to_save(reopen(job.storage))
                 failure = SaveOutcome(job, directory).agree_after_death(CheckpointError(how))
             except Exception as unknown:  # whatever the storage does, somebody waits for the outcome
                 failure = Failure.of(CheckpointError(f"{how}; it is not known what became of the save: {unknown!r}"))

@@ -18,7 +18,7 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype
 from paddle_flexckpt.engine.mapping import maybe_fused, whole_mapping
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
 from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination
-from paddle_flexckpt.media.backend import Backend, Location
+from paddle_flexckpt.media.backend import Backend, Location, exists, publish
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.reader import FileReader
@@ -116,7 +116,7 @@ def export_safetensors(
 
 
 def _check_output(sink: Backend) -> None:
-    if sink.names() or sink.directories():
+    if sink.names() or sink.names("directories"):
         raise ValidationError([f"{sink.path} is not empty. Remedy: give another output, or empty it"])
 
 
@@ -209,12 +209,12 @@ def _write_files(sink: Backend, files: list[_File], arrays: Iterator[np.ndarray]
         files: What to write.
         arrays: The tensors of all files, in order.
     """
-    made = not sink.exists()
-    sink.prepare()
+    made = not exists(sink)
+    sink.make_directory()
     written: list[str] = []
     try:
         for file in files:
-            with sink.create(file.name, replace=True, size=len(file.header) + file.data_bytes) as stream:
+            with sink.create(file.name, "replace", size=len(file.header) + file.data_bytes) as stream:
                 written.append(file.name)
                 stream.write(file.header)
                 for _ in file.names:
@@ -225,7 +225,7 @@ def _write_files(sink: Backend, files: list[_File], arrays: Iterator[np.ndarray]
                 "metadata": {"total_size": sum(file.data_bytes for file in files)},
                 "weight_map": dict(sorted((name, file.name) for file in files for name in file.names)),
             }
-            sink.publish(INDEX_FILE, (json.dumps(index, ensure_ascii=False, indent=2) + "\n").encode())
+            publish(sink, INDEX_FILE, (json.dumps(index, ensure_ascii=False, indent=2) + "\n").encode())
         sink.sync()
     except BaseException:
         with contextlib.suppress(OSError):

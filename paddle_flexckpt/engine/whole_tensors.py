@@ -14,7 +14,8 @@ from paddle_flexckpt.engine.computation import Computation
 from paddle_flexckpt.engine.mapping import stored, whole_mapping
 from paddle_flexckpt.engine.plan import Work, plan_work
 from paddle_flexckpt.engine.reading import plan_reads, read_pieces
-from paddle_flexckpt.media.backend import Location, open_backend
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader

@@ -23,7 +23,8 @@ from paddle_flexckpt.foreign.paddle_metadata import PaddleMetadata
 from paddle_flexckpt.foreign.paddleformers_checkpoint import paddleformers_directories, read_paddleformers_manifest
 from paddle_flexckpt.foreign.tensor_files import INDEX_FILE, TENSOR_FILE, Weights, read_weights
 from paddle_flexckpt.foreign.unified_checkpoint import is_unified_checkpoint, read_unified_manifest
-from paddle_flexckpt.media.backend import Backend, Location, open_backend
+from paddle_flexckpt.media.backend import Backend, Location
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.media.urls import path_of, redacted
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
@@ -215,7 +216,7 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
         return _weights(backend, file)
     names = backend.names()
     ids = paddle_ids(backend)
-    directories = paddleformers_directories(backend, backend.directories())
+    directories = paddleformers_directories(backend, backend.names("directories"))
     unified = is_unified_checkpoint(names)
     found = find_weights(backend.path, names) if not unified else None
     whose: list[Origin] = []

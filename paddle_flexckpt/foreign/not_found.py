@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from paddle_flexckpt.foreign.paddle_checkpoint import paddle_ids
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.media.backend import Backend
-from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.media.backend import Backend, exists, map_files
 from paddle_flexckpt.native.save_names import MANIFEST, save_of
 
 # Weights in pickles of tensors, which no reader here takes.
@@ -25,8 +24,8 @@ def explain_missing(backend: Backend, ids: Sequence[int], unique_id: int | None)
         unique_id: The id that is wanted; None stands for any.
     """
     path = backend.path
-    if not backend.exists():
-        if isinstance(backend, LocalBackend) and os.path.exists(path):
+    if not exists(backend):
+        if backend.has_path and os.path.exists(path):
             return f"{path} is not a directory. Remedy: give the checkpoint's directory, not a file in it"
         return f"{path} does not exist. Remedy: correct the path"
     names = backend.names()
@@ -58,6 +57,6 @@ def explain_missing(backend: Backend, ids: Sequence[int], unique_id: int | None)
 
 
 def _directories_with_manifests(backend: Backend) -> list[str]:
-    names = sorted(backend.directories())[:_MOST_DIRECTORIES]
-    found = backend.each(lambda name: any(map(MANIFEST.fullmatch, backend.child(name).names())), names)
+    names = sorted(backend.names("directories"))[:_MOST_DIRECTORIES]
+    found = map_files(backend, lambda name: any(map(MANIFEST.fullmatch, backend.child(name).names())), names)
     return [name for name, has in zip(names, found) if has]

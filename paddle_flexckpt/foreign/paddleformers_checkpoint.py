@@ -14,7 +14,7 @@ import xxhash
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, ValidationError, concat
 from paddle_flexckpt.foreign.paddle_checkpoint import paddle_ids, read_paddle_manifest
-from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.media.backend import Backend, inner
 from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.manifest import Manifest
 
@@ -26,10 +26,10 @@ EMA_DIRECTORY = "ema_state"
 def paddleformers_directories(backend: Backend, directories: Sequence[str]) -> list[str]:
     """Those of a directory's directories that a FlexCheckpoint of PaddleFormers consists of; none if it is none."""
     there = [name for name in STATE_DIRECTORIES if name in directories]
-    if not any(paddle_ids(backend.inner(name)) for name in there):
+    if not any(paddle_ids(inner(backend, name)) for name in there):
         return []
     # Averages without metadata are parts whose places only the run that wrote them knows.
-    averages = EMA_DIRECTORY in directories and paddle_ids(backend.inner(EMA_DIRECTORY))
+    averages = EMA_DIRECTORY in directories and paddle_ids(inner(backend, EMA_DIRECTORY))
     return [*there, EMA_DIRECTORY] if averages else there
 
 
@@ -46,7 +46,7 @@ def read_paddleformers_manifest(backend: Backend, directories: Sequence[str], un
         CorruptCheckpointError: One of the directories has no such checkpoint, a file is damaged, missing, or not what
             the metadata says, or two directories have the same key; UnsafePickleError where a pickle is more than data.
     """
-    ids = {name: paddle_ids(backend.inner(name)) for name in directories}
+    ids = {name: paddle_ids(inner(backend, name)) for name in directories}
     if unique_id is not None and not any(unique_id in found for found in ids.values()):
         raise ValidationError([f"{backend.path} has no checkpoint with id {unique_id}; ids by directory: {ids}"])
     chosen = max(next(found for found in ids.values() if found)) if unique_id is None else unique_id
@@ -57,7 +57,7 @@ def read_paddleformers_manifest(backend: Backend, directories: Sequence[str], un
                 f"{backend.where(name)} has no {chosen}.metadata, which the other directories have: the save was not "
                 "finished. Remedy: load another checkpoint"
             )
-        manifests.append(_renamed(read_paddle_manifest(backend.inner(name), chosen), name))
+        manifests.append(_renamed(read_paddle_manifest(inner(backend, name), chosen), name))
     seen: dict[str, str] = {}
     problems = []
     for name, manifest in zip(directories, manifests):

@@ -24,7 +24,7 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.json_cursor import JsonCursor
@@ -213,7 +213,7 @@ def read_weights(backend: Backend, source: str) -> Weights:
         raise CorruptCheckpointError(f"{backend.where(source)} has no weight_map. Remedy: restore it")
     path = backend.where(source)
     names = sorted(set(index.files.values()))
-    files = dict(zip(names, backend.each(lambda name: read_tensor_file(backend, name, path), names)))
+    files = dict(zip(names, map_files(backend, lambda name: read_tensor_file(backend, name, path), names)))
     problems = []
     for tensor, name in index.files.items():
         if tensor not in files[name].tensors:

@@ -40,7 +40,7 @@ from paddle_flexckpt.foreign.tensor_files import (
     read_tensor_index,
     read_weights,
 )
-from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.native.manifest import Manifest
 
 MODEL_INDEX, PEFT_INDEX = "model" + INDEX_FILE, "peft_model" + INDEX_FILE
@@ -223,7 +223,7 @@ def _rank_files(backend: Backend, names: set[str], kind: str) -> list[_RankFile]
                 f"{backend.where(f'{kind}.{suffix}.safetensors')} is missing, by the names of the others. Remedy: "
                 "restore the file or load another checkpoint"
             )
-    files = backend.each(lambda name: read_tensor_file(backend, name), places)
+    files = map_files(backend, lambda name: read_tensor_file(backend, name), places)
     return [_RankFile(file, places[file.name], number) for number, file in enumerate(files)]
 
 

@@ -22,7 +22,8 @@ from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.shared_saves import Share
 from paddle_flexckpt.live.transport import Transport
-from paddle_flexckpt.media.backend import Backend, FileLock
+from paddle_flexckpt.media.backend import Backend, write_file
+from paddle_flexckpt.media.locks import Lock
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.node_directory import NodeDirectory
@@ -138,7 +139,7 @@ class NodeSave:
         comm, directory, context = self.comm, self.directory, self.context
         transport, rank = self._transport, comm.rank
         manifest = self._merge(parts)
-        replaced: list[FileLock | None] = []
+        replaced: list[Lock | None] = []
 
         def prepare() -> None:
             directory.prepare_save(self.names, rank, manifest, self.node_names[self.node])
@@ -255,9 +256,9 @@ def meet_nodes(
 
     def show() -> tuple[None, bytes]:
         head, backend = options.encode("save_state_dict"), open_directory().backend
-        backend.prepare()
+        backend.make_directory()
         locks.callback(_remove, backend, own)
-        backend.write(own, b"")
+        write_file(backend, own, b"")
         return None, join((head, own.encode()))
 
     _, answers = comm.together(show, context)

@@ -29,7 +29,7 @@ from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.shared_saves import BackgroundSave, Share, SharedSave
 from paddle_flexckpt.live.sources import check_sources
 from paddle_flexckpt.live.state import LocalState, open_state
-from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.media.backend import Location, place_of
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.planning import plan_write
@@ -179,7 +179,7 @@ class Save:
         policies = ReplicaPolicies(options.check_replicas).of(state.catalog.keys, state.weights)
         described = _Described(
             json.dumps(names and asdict(names)).encode(),
-            self.destination.directory.backend.place().encode(),
+            place_of(self.destination.directory.backend).encode(),
             message,
             np.packbits(whole).tobytes(),
             policies.tobytes(),
@@ -317,5 +317,5 @@ def _background_writer(async_save: bool | BackgroundWriter, directory: SaveDirec
         return None
     if async_save is not True and not isinstance(async_save, BackgroundWriter):
         raise ValidationError([f"async_save has to be a bool or a BackgroundWriter; got {async_save!r}"])
-    directory.backend.describe()
+    directory.backend.reopen_token()
     return shared_writer() if async_save is True else async_save

@@ -14,7 +14,7 @@ from paddle_flexckpt.engine.copies import DEVICE_CHUNK_BYTES
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.lost_ranks import own_presence
 from paddle_flexckpt.live.tensors import open_storage
-from paddle_flexckpt.media.backend import SaveLock
+from paddle_flexckpt.media.locks import SaveLock
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import SaveNames
@@ -180,8 +180,8 @@ class BackgroundSave(SharedSave):
         """Copy this rank's data to where the writer finds it."""
         job = WriteJob(
             path=self.directory.path,
-            storage=self.directory.backend.describe(),
-            lock=None if self.lock is None else self.lock.describe()[0],
+            storage=self.directory.backend.reopen_token(),
+            lock=None if self.lock is None else self.lock.handover()[0],
             names=self.names,
             items=share.items,
             rank=self._comm.rank,

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
 
 _MAX_NAME_BYTES = 255
 
 
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Give errors of descriptors, which do not know a name, the file's."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = path
+        raise
+
+
 def check_file_name(name: str) -> str:
-    """Gives back a plain file name.
+    """Return a name, if it is a plain file name.
 
     Raises:
         ValueError: It is not one: a path, ``..``, absolute, empty, too long, or with control characters in it.
@@ -25,7 +38,7 @@ def check_file_name(name: str) -> str:
 
 
 def check_not_elsewhere(directory: str, name: str) -> None:
-    """Refuses a directory of a checkpoint's that is a link out of it.
+    """Refuse a directory of a checkpoint's that is a link out of it.
 
     Raises:
         CorruptCheckpointError: It is one.
@@ -39,7 +52,7 @@ def check_not_elsewhere(directory: str, name: str) -> None:
 
 
 def open_inside(directory: str, name: str) -> int:
-    """Opens a file of a checkpoint for reading.
+    """Open a file of a checkpoint for reading.
 
     Args:
         directory: The checkpoint's directory; it may be a link itself.

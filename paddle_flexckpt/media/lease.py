@@ -16,11 +16,13 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Backend, SaveLock
+from paddle_flexckpt.media.backend import Backend, write_file
+from paddle_flexckpt.media.locks import Locks, SaveLock
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -54,12 +56,12 @@ class Claim:
     seconds: float
 
     def encode(self) -> bytes:
-        """As the file's bytes."""
+        """Return the file's bytes."""
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Claim | None:
-        """Of a file's bytes; None if they are not a whole claim."""
+        """Read a file's bytes; None if they are not a whole claim."""
         try:
             said = json.loads(data)
             return cls(
@@ -73,7 +75,7 @@ class Claim:
 
 
 def check_lease_seconds(seconds: object) -> float:
-    """A lease's time.
+    """Return a lease's time.
 
     Raises:
         ValidationError: It is none.
@@ -84,7 +86,7 @@ def check_lease_seconds(seconds: object) -> float:
 
 
 class LeaseLock(SaveLock):
-    """A lease that is held, and renewed by a thread of its own."""
+    """Hold a lease, and renew it in a thread of its own."""
 
     def __init__(self, backend: Backend, claim: Claim) -> None:
         """Args: backend: the directory. claim: what its lease file says, or will say soon."""
@@ -96,8 +98,13 @@ class LeaseLock(SaveLock):
         self._thread.start()
 
     @classmethod
-    def take(cls, backend: Backend, seconds: float = LEASE_SECONDS) -> LeaseLock:
-        """Takes the right to save, after waiting for a lease that nobody renews to run out.
+    def take(cls, backend: Backend, seconds: float, exclusive: Callable[[], bool]) -> LeaseLock:
+        """Take the right to save, after waiting for a lease that nobody renews to run out.
+
+        Args:
+            backend: The directory.
+            seconds: The lease's time.
+            exclusive: Tells whether, of two that create a file at a time, one fails for certain.
 
         Raises:
             CheckpointError: Another save has it.
@@ -112,7 +119,7 @@ class LeaseLock(SaveLock):
             if found is None:
                 if _create(backend, claim):
                     # Some stores take the condition that there be no such file, and do not keep it.
-                    certain = backend.exclusive and not _create(backend, claim)
+                    certain = exclusive() and not _create(backend, claim)
                     break
                 continue
             other = Claim.decode(found)
@@ -122,7 +129,7 @@ class LeaseLock(SaveLock):
                 raise _busy(backend, other)
             elif now - since >= max(seconds, other.seconds if other else 0.0):
                 logger.warning(f"{backend.path}: a lease of {other} has run out and is taken over")
-                backend.write(LEASE_FILE, claim.encode())
+                write_file(backend, LEASE_FILE, claim.encode())
                 certain = False
                 break
             _pause(seconds / _LOOKS)
@@ -135,9 +142,9 @@ class LeaseLock(SaveLock):
         return cls(backend, claim)
 
     @classmethod
-    def adopt(cls, backend: Backend, description: dict[str, Any]) -> LeaseLock:
-        """The lease that another process holds and has described; it is renewed from here as well from now on."""
-        claim = Claim(**description["claim"])
+    def adopt(cls, backend: Backend, token: dict[str, Any]) -> LeaseLock:
+        """Renew from here as well the lease that another process holds and hands over."""
+        claim = Claim(**token["claim"])
         return cls(backend, replace(claim, host=socket.gethostname(), pid=os.getpid(), counter=claim.counter + 1))
 
     def _renew(self) -> None:
@@ -145,14 +152,14 @@ class LeaseLock(SaveLock):
             try:
                 self._check_file()
                 self._claim = replace(self._claim, counter=self._claim.counter + 1)
-                self._backend.write(LEASE_FILE, self._claim.encode())
+                write_file(self._backend, LEASE_FILE, self._claim.encode())
             # Whatever it is: the save fails with it.
             except Exception as error:
                 self._failure = error
                 return
 
     def check(self) -> None:
-        """Makes sure that the lease is still held; does nothing once it has been given back.
+        """Make sure that the lease is still held; do nothing once it has been given back.
 
         Raises:
             CheckpointError: It could not be renewed, or somebody else has it.
@@ -182,7 +189,7 @@ class LeaseLock(SaveLock):
             )
 
     def release(self) -> None:
-        """As in the base class."""
+        """Implement the base class."""
         if self._ended.is_set():
             return
         self.detach()
@@ -195,16 +202,52 @@ class LeaseLock(SaveLock):
             # What was saved is saved, and the lease runs out by itself.
             logger.warning(f"a lease could not be given back; the next save waits until it runs out: {error}")
 
-    def describe(self) -> tuple[dict[str, Any], int | None]:
-        """As in the base class; there is no descriptor."""
+    def handover(self) -> tuple[dict[str, Any], int | None]:
+        """Implement the base class; there is no descriptor."""
         return {"kind": "lease", "claim": asdict(self._claim)}, None
 
     def detach(self) -> None:
-        """As in the base class."""
+        """Implement the base class."""
         self._ended.set()
         if self._thread is not threading.current_thread():
             # A renewal that is on its way must not outlive this.
             self._thread.join()
+
+
+class LeaseLocks(Locks):
+    """Let savers of a directory exclude each other by a lease; there is nothing for readers."""
+
+    def __init__(self, backend: Backend, seconds: float, exclusive: Callable[[], bool] = lambda: True) -> None:
+        """Take nothing yet.
+
+        Args:
+            backend: The directory.
+            seconds: How long a saver may be silent before another one may take its place.
+            exclusive: Tells whether, of two that create a file at a time, one fails for certain.
+
+        Raises:
+            ValidationError: That is no time of a lease.
+        """
+        self._backend = backend
+        self._seconds, self._exclusive = check_lease_seconds(seconds), exclusive
+        self._lease: LeaseLock | None = None
+
+    def take(self) -> SaveLock:
+        """Implement the base class."""
+        self._lease = LeaseLock.take(self._backend, self._seconds, self._exclusive)
+        return self._lease
+
+    def adopt(self, token: dict[str, Any], descriptor: int | None) -> SaveLock:
+        """Implement the base class."""
+        if token["kind"] != "lease":
+            return super().adopt(token, descriptor)
+        self._lease = LeaseLock.adopt(self._backend, token)
+        return self._lease
+
+    def check(self) -> None:
+        """Implement the base class."""
+        if self._lease is not None:
+            self._lease.check()
 
 
 def _read(backend: Backend) -> bytes | None:
@@ -215,10 +258,9 @@ def _read(backend: Backend) -> bytes | None:
 
 
 def _create(backend: Backend, claim: Claim) -> bool:
-    """Whether there was no lease, so that there is this one now."""
+    """Return whether there was no lease, so that there is this one now."""
     try:
-        with backend.create(LEASE_FILE) as file:
-            file.write(claim.encode())
+        write_file(backend, LEASE_FILE, claim.encode(), "new")
     except FileExistsError:
         return False
     return True

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Backend, InputFile, NoLock, OutputFile, SaveLock
+from paddle_flexckpt.media.backend import Backend, InputFile, Kind, Mode, OutputFile, map_files
 from paddle_flexckpt.media.file_names import check_file_name
-from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS, LeaseLock, check_lease_seconds
-from paddle_flexckpt.media.media import COMMITS, S3_PROTOCOLS, Commit, Listing, Medium, commit_of, open_medium
-from paddle_flexckpt.media.remote_files import RemoteInputFile, RemoteOutputFile, RenamedOutputFile, Windows
+from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS, LeaseLocks, check_lease_seconds
+from paddle_flexckpt.media.locks import Locks
+from paddle_flexckpt.media.medium import COMMIT_OF, COMMITS, S3_PROTOCOLS, Commit, Medium, commit_of
+from paddle_flexckpt.media.remote_files import RemoteInputFile, RemoteOutputFile, Windows
 from paddle_flexckpt.media.retrying import DEFAULT_RETRIES, Retrier
-from paddle_flexckpt.media.s3 import LEAST_PART_BYTES, MOST_PARTS
+from paddle_flexckpt.media.s3 import LEAST_PART_BYTES, MOST_PARTS, S3Medium, s3_options
 from paddle_flexckpt.media.urls import Secrets, has_password, redacted
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 # Four parts are under way, each three times in memory: here, and in the layers of HTTP.
 PART_BYTES = 8 << 20
@@ -29,7 +26,7 @@ _REQUESTS_AT_ONCE = 16
 
 
 class _Reached(NamedTuple):
-    """A process's way to a directory."""
+    """Reach a directory from one process."""
 
     pid: int
     medium: Medium
@@ -37,7 +34,7 @@ class _Reached(NamedTuple):
 
 
 class FsspecBackend(Backend):
-    """A directory of a remote file system or object store."""
+    """Reach a directory of a remote file system or object store."""
 
     def __init__(
         self,
@@ -50,7 +47,7 @@ class FsspecBackend(Backend):
         part_bytes: int = PART_BYTES,
         commit: Commit | None = None,
     ) -> None:
-        """Connects to nothing yet.
+        """Connect to nothing yet.
 
         Args:
             url: The directory; it need not exist.
@@ -59,7 +56,7 @@ class FsspecBackend(Backend):
             lease_seconds: How long a saver may be silent before another one may take its place.
             retries: Tries after the first one, where another may help.
             part_bytes: Bytes that are sent at a time; some such parts are in memory.
-            commit: How a file takes another's place there: see ``media/media.py``; None: by the protocol.
+            commit: How a file takes another's place there, see ``medium.py``; None: by the protocol.
 
         Raises:
             ValidationError: An argument is none, or the URL has a password in it that would not be used.
@@ -81,8 +78,10 @@ class FsspecBackend(Backend):
         self._shared: _Reached | None = None
         self._own = threading.local()
         self._windows = Windows()
-        self._prepared = False
-        self._lease: LeaseLock | None = None
+        self._is_made = False
+        # Of a protocol that is not in the table it is found out later whether anything can be saved there at all.
+        self.replaces = (commit or COMMIT_OF.get(self._protocol, "rename")) != "rename"
+        self.locks = LeaseLocks(self, lease_seconds, lambda: self._medium.exclusive) if lock else Locks()
 
     def _check_settings(self) -> None:
         problems = []
@@ -101,14 +100,14 @@ class FsspecBackend(Backend):
             raise ValidationError(problems)
 
     def _reach(self) -> tuple[Medium, str]:
-        """This thread's way to the files, and the directory's path there."""
+        """Return this thread's way to the files, and the directory's path there."""
         known: _Reached | None = self._shared or getattr(self._own, "reached", None)
         if known is None or known.pid != os.getpid():
-            retries = self._settings["retries"]
-            retrier, once = Retrier(retries, self._secrets), Retrier(0, self._secrets)
-            known = _Reached(os.getpid(), *open_medium(self._url, self.path, self._options, retrier, once))
+            retrier, once = Retrier(self._settings["retries"], self._secrets), Retrier(0, self._secrets)
+            known = _Reached(os.getpid(), *_open_medium(self._url, self.path, self._options, retrier, once))
             if known.medium.file_system.async_impl:
                 self._shared = known
+                self.at_once = _REQUESTS_AT_ONCE
             else:
                 self._own.reached = known
         return known.medium, known.root
@@ -121,7 +120,7 @@ class FsspecBackend(Backend):
         return f"{self._reach()[1]}/{name}"
 
     def _commit(self) -> Commit:
-        """How files are replaced here.
+        """Return how files are replaced here.
 
         Raises:
             ValidationError: That is not known.
@@ -137,30 +136,17 @@ class FsspecBackend(Backend):
             )
         return chosen
 
-    def _list(self) -> Listing:
+    def names(self, kind: Kind = "files") -> list[str]:
+        """Implement the base class."""
         medium, root = self._reach()
-        return medium.entries(root)
-
-    def names(self) -> list[str]:
-        """As in the base class."""
-        return [name for name in self._list().files if name != LEASE_FILE]
-
-    def directories(self) -> list[str]:
-        """As in the base class."""
-        return self._list().directories
+        found = medium.entries(root)
+        if kind == "any":
+            return found.files + found.directories
+        return found.directories if kind == "directories" else [name for name in found.files if name != LEASE_FILE]
 
     def child(self, name: str) -> FsspecBackend:
-        """As in the base class."""
+        """Implement the base class."""
         return FsspecBackend(f"{self._url}/{name}", self._options, **self._settings)
-
-    def exists(self) -> bool:
-        """As in the base class."""
-        found = self._list()
-        return bool(found.files or found.directories)
-
-    def where(self, name: str) -> str:
-        """As in the base class."""
-        return f"{self.path}/{name}"
 
     def _check_name(self, name: str) -> None:
         try:
@@ -169,7 +155,7 @@ class FsspecBackend(Backend):
             raise CorruptCheckpointError(f"in {self.path}: {error}. Remedy: load another checkpoint") from error
 
     def open(self, name: str) -> InputFile:
-        """As in the base class."""
+        """Implement the base class."""
         self._check_name(name)
         try:
             return RemoteInputFile(self._medium, self._at(name), self._windows)
@@ -179,92 +165,44 @@ class FsspecBackend(Backend):
             ) from error
 
     def read(self, name: str) -> bytes:
-        """As in the base class, in one request where the medium can."""
+        """Return a whole file in one request, where the medium can."""
         self._check_name(name)
         return self._medium.read(self._at(name))
 
-    def create(self, name: str, replace: bool = False, size: int | None = None) -> OutputFile:
-        """As in the base class; there must be no such file when it is begun, and when it is finished.
+    def create(self, name: str, mode: Mode = "new", size: int | None = None) -> OutputFile:
+        """Begin a file as the base class does; a new one must not be there when it is begun, nor when it is finished.
 
         Raises:
-            FileExistsError: There is; also if it is to be replaced, where the file system cannot do that at once.
+            FileExistsError: It is there; also if it is to be replaced, where the file system cannot do that at once.
         """
         medium, path = self._medium, self._at(name)
         # S3 takes a certain number of parts; this many are fine for everybody.
         part_bytes = max(self._settings["part_bytes"], -(-(size or 0) // MOST_PARTS))
-        if not replace:
-            return RemoteOutputFile(medium, path, part_bytes, exclusive=True)
-        if self._commit() == "put":
-            return RemoteOutputFile(medium, path, part_bytes, exclusive=False)
+        if mode == "new":
+            return RemoteOutputFile(medium, path, part_bytes, size)
+        if mode == "overwrite" or self._commit() == "put":
+            return RemoteOutputFile(medium, path, part_bytes, size, exclusive=False)
         temporary = f"{path}.{os.urandom(16).hex()}.tmp"
-        inner = RemoteOutputFile(medium, temporary, part_bytes, exclusive=True)
-        return RenamedOutputFile(inner, medium, temporary, path, self._commit() == "replace")
-
-    def write(self, name: str, data: bytes) -> None:
-        """As in the base class."""
-        self._medium.put(self._at(name), data)
-
-    def publish(self, name: str, data: bytes, check: Callable[[], None] = lambda: None) -> None:
-        """As in the base class.
-
-        Raises:
-            CheckpointError: Somebody else has the right to save by now.
-        """
-
-        def check_all() -> None:
-            if self._lease is not None:
-                self._lease.check()
-            check()
-
-        if self._commit() == "put":
-            check_all()
-            self._medium.put(self._at(name), data)
-        else:
-            super().publish(name, data, check_all)
-
-    @property
-    def has_path(self) -> bool:
-        """As in the base class."""
-        return self._protocol in ("file", "local")
-
-    @property
-    def replaces(self) -> bool:
-        """As in the base class."""
-        return self._commit() != "rename"
-
-    @property
-    def exclusive(self) -> bool:
-        """As in the base class."""
-        return self._medium.exclusive
+        return RemoteOutputFile(medium, temporary, part_bytes, size, target=path, replaces=self.replaces)
 
     def remove(self, name: str) -> None:
-        """As in the base class."""
+        """Implement the base class."""
         self._medium.remove(self._at(name))
 
     def remove_unfinished(self, wanted: Callable[[str], bool]) -> int:
-        """As in the base class."""
+        """Implement the base class."""
         medium, root = self._reach()
         found = [(name, upload) for name, upload in medium.unfinished(root) if wanted(name)]
-        self.each(lambda each: medium.abandon(self._at(each[0]), each[1]), found)
+        map_files(self, lambda each: medium.abandon(self._at(each[0]), each[1]), found)
         return len(found)
 
-    def remove_directory(self) -> None:
-        """As in the base class."""
-        self._prepared = False
-        if self._commit() != "put":
-            medium, root = self._reach()
-            medium.remove_directory(root)
-
-    def sync(self) -> None:
-        """Nothing: what a request has done is done."""
-
-    def prepare(self) -> None:
-        """As in the base class.
+    def make_directory(self) -> None:
+        """Make the directory, where there are any.
 
         Raises:
             ValidationError: There is a file in its place, or nothing can be saved to this kind of storage.
         """
-        if self._prepared:
+        if self._is_made:
             return
         commit = self._commit()
         medium, root = self._reach()
@@ -279,32 +217,20 @@ class FsspecBackend(Backend):
                 )
         if commit != "put":
             medium.make_directory(root)
-        self._prepared = True
+        self._is_made = True
 
-    def each(self, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """As in the base class; several at a time, as requests are mostly waited for."""
-        items = list(items)
-        if len(items) < 2 or not self._medium.file_system.async_impl:
-            return super().each(function, items)
-        with ThreadPoolExecutor(min(_REQUESTS_AT_ONCE, len(items)), thread_name_prefix="flexckpt") as pool:
-            return list(pool.map(function, items))
+    def remove_directory(self) -> None:
+        """Implement the base class."""
+        self._is_made = False
+        if self._commit() != "put":
+            medium, root = self._reach()
+            medium.remove_directory(root)
 
-    def lock(self) -> SaveLock:
-        """As in the base class: a lease."""
-        if not self._settings["lock"]:
-            return NoLock()
-        self._lease = LeaseLock.take(self, self._settings["lease_seconds"])
-        return self._lease
+    def sync(self) -> None:
+        """Do nothing: what a request has done is done."""
 
-    def adopt_lock(self, description: dict[str, Any], descriptor: int | None) -> SaveLock:
-        """As in the base class."""
-        if description["kind"] == "none":
-            return NoLock()
-        self._lease = LeaseLock.adopt(self, description)
-        return self._lease
-
-    def describe(self) -> dict[str, Any]:
-        """As in the base class. There may be secrets in it: it is for other processes of this job, not for files."""
+    def reopen_token(self) -> dict[str, Any]:
+        """Implement the base class; there may be secrets in it, so it is for processes of this job, not for files."""
         if self._protocol == "memory":
             raise ValidationError(
                 [
@@ -323,3 +249,45 @@ class FsspecBackend(Backend):
                     ]
                 ) from error
         return {"url": self._url, "options": self._options, **self._settings}
+
+
+def _open_medium(url: str, shown: str, options: dict[str, Any], retrier: Retrier, once: Retrier) -> tuple[Medium, str]:
+    """Return the medium of a URL, and the URL's path in it.
+
+    Args:
+        url: The URL.
+        shown: The URL for errors.
+        options: fsspec's storage options.
+        retrier: Makes requests that can be made again.
+        once: Makes those that cannot.
+
+    Raises:
+        ValidationError: A package is missing, or the options do not fit.
+    """
+    protocol = url.partition("://")[0].lower()
+    try:
+        import fsspec
+        from fsspec.core import url_to_fs
+
+        if protocol in S3_PROTOCOLS:
+            options = s3_options(options)
+    except ImportError as error:
+        raise _missing(shown, error) from error
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ImportError as error:
+        raise _missing(shown, error) from error
+    except ValueError as error:
+        raise ValidationError(
+            [f"{shown}: fsspec {fsspec.__version__} knows no file system {protocol!r}. Remedy: correct the URL"]
+        ) from error
+    file_system, root = once(shown, url_to_fs, url, **options)
+    root = root.rstrip("/")
+    kind = S3Medium if protocol in S3_PROTOCOLS else Medium
+    return kind(file_system, protocol, root, shown, retrier, once), root
+
+
+def _missing(shown: str, error: ImportError) -> ValidationError:
+    return ValidationError(
+        [f"{shown} needs a package that is not installed ({error}). Remedy: pip install 'paddle-flexckpt[remote]'"]
+    )

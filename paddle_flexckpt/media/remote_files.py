@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import threading
 from collections import OrderedDict
 
 from paddle_flexckpt.media.backend import Buffer, InputFile, OutputFile
-from paddle_flexckpt.media.media import Medium, Upload
+from paddle_flexckpt.media.medium import Medium, Upload
 
 # What opening a file brings of it: the save token, and most headers.
 HEAD_BYTES = 16 << 10
@@ -97,22 +98,36 @@ class RemoteInputFile(InputFile):
 
 
 class RemoteOutputFile(OutputFile):
-    """A file that is sent in parts, or as a whole if it is not longer than one.
+    """Send a file in parts; as a whole if it is not longer than one, or is written in one piece.
 
-    On media where files can be seen to grow, one that replaces another grows under a name of its own.
+    Where files can be seen to grow, one that replaces another grows under a name of its own, and is renamed.
     """
 
-    def __init__(self, medium: Medium, path: str, part_bytes: int, exclusive: bool) -> None:
-        """Sends nothing yet.
+    def __init__(
+        self,
+        medium: Medium,
+        path: str,
+        part_bytes: int,
+        size: int | None,
+        *,
+        exclusive: bool = True,
+        target: str | None = None,
+        replaces: bool = True,
+    ) -> None:
+        """Send nothing yet.
 
         Args:
             medium: Where.
             path: The file's path.
             part_bytes: Size of a part.
+            size: Bytes that it will have, if that is known.
             exclusive: Whether it is an error if there is one already.
+            target: The path that the file gets when it is whole, if that is another one.
+            replaces: Whether renaming replaces what is there.
         """
         self._medium, self._path = medium, path
-        self._part_bytes, self._exclusive = part_bytes, exclusive
+        self._part_bytes, self._size, self._exclusive = part_bytes, size, exclusive
+        self._target, self._replaces = target, replaces
         self._buffer = bytearray()
         self._upload: Upload | None = None
         self._whole = False
@@ -120,8 +135,10 @@ class RemoteOutputFile(OutputFile):
         self._is_there = False
 
     def write(self, data: Buffer) -> None:
-        """As in the base class."""
+        """Implement the base class."""
         view = memoryview(data).cast("B")
+        # Whoever writes it in one piece has it in memory: one request is the surest way.
+        self._whole = self._whole or len(view) == self._size
         while len(view):
             if len(self._buffer) >= self._part_bytes and not self._whole:
                 self._send()
@@ -140,21 +157,35 @@ class RemoteOutputFile(OutputFile):
             self._upload.part(data)
 
     def finish(self) -> None:
-        """As in the base class."""
+        """Send the rest, and give the file its name.
+
+        Raises:
+            FileExistsError: There is one of that name, which cannot be replaced at once.
+        """
         if self._upload is not None:
             self._send()
             self._upload.finish()
-            return
-        try:
-            self._medium.put(self._path, self._buffer, self._exclusive)
-        except FileExistsError:
-            raise
-        except BaseException:
-            self._is_there = True
-            raise
+        else:
+            try:
+                self._medium.put(self._path, self._buffer, self._exclusive)
+            except FileExistsError:
+                raise
+            except BaseException:
+                self._is_there = True
+                raise
+        if self._target is not None:
+            self._rename(self._target)
+
+    def _rename(self, target: str) -> None:
+        self._upload, self._is_there = None, True
+        if not self._replaces and self._medium.exists(target):
+            raise FileExistsError(
+                errno.EEXIST, "exists, and this file system cannot replace a file at once", self._medium.where(target)
+            )
+        self._medium.rename(self._path, target)
 
     def abort(self) -> None:
-        """As in the base class."""
+        """Implement the base class."""
         self._buffer = bytearray()
         if self._upload is not None:
             self._upload.abort()
@@ -162,46 +193,3 @@ class RemoteOutputFile(OutputFile):
         if self._exclusive and self._is_there:
             with contextlib.suppress(OSError):
                 self._medium.remove(self._path)
-
-
-class RenamedOutputFile(OutputFile):
-    """A file that is written under another name and gets its own when it is whole."""
-
-    def __init__(self, file: RemoteOutputFile, medium: Medium, source: str, target: str, replaces: bool) -> None:
-        """Wraps the file under the other name.
-
-        Args:
-            file: It.
-            medium: Where.
-            source: Its path.
-            target: The path that it gets.
-            replaces: Whether renaming replaces what is there.
-        """
-        self._file, self._medium = file, medium
-        self._source, self._target, self._replaces = source, target, replaces
-
-    def write(self, data: Buffer) -> None:
-        """As in the base class."""
-        self._file.write(data)
-
-    def finish(self) -> None:
-        """As in the base class.
-
-        Raises:
-            FileExistsError: There is one of that name, which cannot be replaced at once.
-        """
-        self._file.finish()
-        try:
-            if not self._replaces and self._medium.exists(self._target):
-                raise FileExistsError(
-                    17, "exists, and this file system cannot replace a file at once", self._medium.where(self._target)
-                )
-            self._medium.rename(self._source, self._target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._medium.remove(self._source)
-            raise
-
-    def abort(self) -> None:
-        """As in the base class."""
-        self._file.abort()

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from paddle_flexckpt.media.media import Listing, Medium, Upload
+from paddle_flexckpt.media.medium import Listing, Medium, Upload
 from paddle_flexckpt.media.retrying import status_of
 
 logger = logging.getLogger("paddle_flexckpt")

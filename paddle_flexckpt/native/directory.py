@@ -10,7 +10,9 @@ import re
 from types import TracebackType
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import FileLock, Location, open_backend
+from paddle_flexckpt.media.backend import Location, map_files
+from paddle_flexckpt.media.locks import Lock
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.save_names import MANIFEST, OF_RANK, SaveNames, save_of
@@ -114,7 +116,7 @@ class CheckpointDirectory:
             CorruptCheckpointError: One is not.
         """
         sizes = manifest.sizes
-        self.backend.each(lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(), sizes)
+        map_files(self.backend, lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(), sizes)
 
     def usable_files(self, manifest: Manifest) -> tuple[list[bool], dict[str, str]]:
         """Find out which data files of a checkpoint are here as they were written.
@@ -133,7 +135,7 @@ class CheckpointDirectory:
             return True
 
         sizes = manifest.sizes
-        good = iter(self.backend.each(usable, [item for item in sizes.items() if item[0] in here]))
+        good = iter(map_files(self.backend, usable, [item for item in sizes.items() if item[0] in here]))
         return [name in here and next(good) for name in sizes], wrong
 
 
@@ -162,7 +164,7 @@ class LockedManifest:
             try:
                 if chosen is None or chosen not in ids:
                     # Another program's checkpoint, or none.
-                    self._lock, self.manifest = FileLock(), directory.read_manifest(unique_id)
+                    self._lock, self.manifest = Lock(), directory.read_manifest(unique_id)
                 else:
                     self._lock, self.manifest = _lock_and_read(directory, chosen)
                 return
@@ -185,8 +187,8 @@ class LockedManifest:
         self._lock.release()
 
 
-def _lock_and_read(directory: CheckpointDirectory, unique_id: int) -> tuple[FileLock, Manifest]:
-    lock = directory.backend.hold(f"{unique_id}.manifest")
+def _lock_and_read(directory: CheckpointDirectory, unique_id: int) -> tuple[Lock, Manifest]:
+    lock = directory.backend.locks.share(f"{unique_id}.manifest")
     try:
         return lock, directory.read_committed(unique_id)
     except BaseException:

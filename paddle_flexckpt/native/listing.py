@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Backend, Location, open_backend, reading
+from paddle_flexckpt.media.backend import Backend, Location, map_files, reading
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointDirectory
 
 
@@ -59,8 +60,8 @@ def list_checkpoints(path: Location) -> list[CheckpointInfo]:
     """
     backend = open_backend(path)
     with reading(backend.path):
-        found, below = _infos(backend), backend.directories()
-    for infos in backend.each(lambda name: _infos_below(backend.child(name)), below):
+        found, below = _infos(backend), backend.names("directories")
+    for infos in map_files(backend, lambda name: _infos_below(backend.child(name)), below):
         found += infos
     return sorted(found, key=lambda info: (-1 if info.step is None else info.step, info.unique_id, info.path))
 

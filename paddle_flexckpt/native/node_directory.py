@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.media.backend import FileLock
+from paddle_flexckpt.media.backend import map_files
+from paddle_flexckpt.media.locks import Lock
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.dead_saves import find_markers, find_prepared, read_marker
 from paddle_flexckpt.native.manifest import Manifest, read_save_token
@@ -89,13 +90,15 @@ class NodeDirectory(SaveDirectory):
             OSError: The file system refused.
         """
         sizes = manifest.sizes
-        self.backend.each(
-            lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(), manifest.nodes[node]
+        map_files(
+            self.backend,
+            lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(),
+            manifest.nodes[node],
         )
-        with self.backend.create(save.prepared_file(rank), replace=True) as file:
+        with self.backend.create(save.prepared_file(rank), "replace") as file:
             file.write(manifest.encode())
         self.backend.sync()
 
-    def publish_save(self, save: SaveNames, rank: int) -> FileLock | None:
+    def publish_save(self, save: SaveNames, rank: int) -> Lock | None:
         """Publish what :meth:`prepare_save` made ready; return as :meth:`publish` does."""
         return self.publish(save, self.backend.read(save.prepared_file(rank)))

@@ -25,10 +25,11 @@ from dataclasses import asdict
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import FileLock, Location, SaveLock
-from paddle_flexckpt.native.data_file import DataFileWriter
+from paddle_flexckpt.media.backend import Location, map_files, publish, write_file
+from paddle_flexckpt.media.locks import Lock, SaveLock
+from paddle_flexckpt.native.data_file import write_data_file
 from paddle_flexckpt.native.directory import CheckpointDirectory, is_before
-from paddle_flexckpt.native.manifest import Manifest, merge_parts
+from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
 from paddle_flexckpt.native.save_names import MANIFEST, MARKER, SaveNames, save_of
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -79,8 +80,8 @@ class SaveDirectory(CheckpointDirectory):
             CheckpointError: Another save has it.
             ValidationError: The path is not a directory.
         """
-        self.backend.prepare()
-        return self.backend.lock()
+        self.backend.make_directory()
+        return self.backend.locks.take()
 
     def open_save(self, unique_id: int | None, world_size: int = 1) -> SaveNames:
         """Choose the id and names of a new save and mark it as begun. The caller has the lock.
@@ -100,7 +101,7 @@ class SaveDirectory(CheckpointDirectory):
         """Return the id and generation of a new save; arguments and errors as of :meth:`open_save`."""
         if unique_id is not None and (not isinstance(unique_id, int) or isinstance(unique_id, bool) or unique_id < 0):
             raise ValidationError([f"unique_id must be None or an integer >= 0; got {unique_id!r}"])
-        self.backend.prepare()
+        self.backend.make_directory()
         used: dict[int, int] = {}
         names = self.backend.names()
         for name in names:
@@ -133,9 +134,9 @@ class SaveDirectory(CheckpointDirectory):
         who["nodes"] = nodes
         companion = self._companion
         try:
-            self.backend.write(save.marker_file, json.dumps(who).encode())
+            write_file(self.backend, save.marker_file, json.dumps(who).encode())
             if self.backend.has_path and companion.name not in self.backend.names():
-                self.backend.write(companion.name, companion.refuse("no save here has been completed"))
+                write_file(self.backend, companion.name, companion.refuse("no save here has been completed"))
             # Before any file that they speak of.
             self.backend.sync()
         except OSError:
@@ -168,7 +169,7 @@ class SaveDirectory(CheckpointDirectory):
             save: The save.
             rank: The rank.
             items: Its rows of the write plan.
-            data: Their bytes, as for :meth:`DataFileWriter.write`.
+            data: Their bytes, as for :func:`write_data_file`.
             world_size: Ranks that take part.
             step: Training step, if known.
 
@@ -181,10 +182,7 @@ class SaveDirectory(CheckpointDirectory):
         self, save: SaveNames, items: Catalog, data: Iterable[np.ndarray], *, world_size: int, step: int | None = None
     ) -> Manifest:
         """Write a rank's data file and return its part; arguments and errors as of :meth:`write_share`."""
-        writer = DataFileWriter(
-            self.backend, items, save_token=save.token, unique_id=save.unique_id, world_size=world_size, step=step
-        )
-        return writer.write(data)
+        return write_data_file(self.backend, items, data, SaveInfo(save.token, save.unique_id, world_size, step))
 
     def write_part(self, save: SaveNames, rank: int, part: Manifest) -> None:
         """Write a rank's part; its data file is durable already."""
@@ -196,8 +194,7 @@ class SaveDirectory(CheckpointDirectory):
 
     def _write_whole(self, name: str, data: bytes) -> None:
         """Write a file that others look for, so it has to appear whole."""
-        with self.backend.create(name, replace=True) as file:
-            file.write(data)
+        write_file(self.backend, name, data, "replace")
 
     def progress(self, save: SaveNames, ranks: Sequence[int]) -> tuple[set[int], dict[int, bytes]]:
         """Return the ranks whose parts are here, and what those say that failed."""
@@ -229,7 +226,7 @@ class SaveDirectory(CheckpointDirectory):
                     "that all ranks share"
                 ) from error
 
-        manifest = merge_parts(self.backend.each(part, ranks))
+        manifest = merge_parts(map_files(self.backend, part, ranks))
 
         def check() -> None:
             try:
@@ -249,7 +246,7 @@ class SaveDirectory(CheckpointDirectory):
                 replaced.release()
         return manifest
 
-    def publish(self, save: SaveNames, manifest: bytes, check: Callable[[], None] = lambda: None) -> FileLock | None:
+    def publish(self, save: SaveNames, manifest: bytes, check: Callable[[], None] = lambda: None) -> Lock | None:
         """Put the manifest of a save in place: from then on the checkpoint exists.
 
         Args:
@@ -261,9 +258,9 @@ class SaveDirectory(CheckpointDirectory):
             The lock of the manifest that it has replaced; None if that is being read.
         """
         name = f"{save.unique_id}.manifest"
-        replaced = self.backend.claim(name)
+        replaced = self.backend.locks.claim(name)
         try:
-            self.backend.publish(name, manifest, check)
+            publish(self.backend, name, manifest, check)
         except BaseException:
             if replaced is not None:
                 replaced.release()
@@ -301,7 +298,7 @@ class SaveDirectory(CheckpointDirectory):
         """
         lock = self.lock()
         try:
-            self.backend.publish(f"{manifest.unique_id}.manifest", manifest.encode())
+            publish(self.backend, f"{manifest.unique_id}.manifest", manifest.encode())
             self.update_companion(manifest)
         finally:
             lock.release()
@@ -365,7 +362,7 @@ class SaveDirectory(CheckpointDirectory):
 
     def remove_save_files(self, names: Sequence[str], marker: str) -> None:
         """Remove files of a save, and its marker once they are gone for good."""
-        self.backend.each(self.backend.remove, names)
+        map_files(self.backend, self.backend.remove, names)
         if names:
             self.backend.sync()
         self._remove_refusal(marker)

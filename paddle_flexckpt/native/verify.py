@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, Problem
-from paddle_flexckpt.media.backend import InputFile, Location, fill, open_backend
+from paddle_flexckpt.media.backend import InputFile, Location, fill
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.checksums import hash_block
 from paddle_flexckpt.native.data_file import TOKEN_WINDOW
 from paddle_flexckpt.native.header import DataFileHeader, read_header
@@ -236,13 +237,7 @@ class _FileVerifier:
         manifest = self._manifest
         items = manifest.catalog.take(self._rows)
         begin = int(items.byte_offset.min(initial=manifest.file_bytes[self._file]))
-        wanted = DataFileHeader.of_items(
-            replace(items, byte_offset=items.byte_offset - begin),
-            save_token=manifest.save_token,
-            unique_id=manifest.unique_id,
-            world_size=manifest.world_size,
-            step=manifest.step,
-        )
+        wanted = DataFileHeader.of_items(replace(items, byte_offset=items.byte_offset - begin), manifest.info)
         expected = wanted.encode()
         try:
             # The header's length may be what is damaged: compare where it should stand.

@@ -13,7 +13,7 @@ import pytest
 
 from paddle_flexckpt.catalog.failures import Failure
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.media.backend import open_backend
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.background.helpers import SOLO, await_end, load_shards, shards
 
@@ -88,7 +88,7 @@ def test_what_all_ranks_have_handed_over_is_committed(tmp_path, deaths):
     assert CheckpointDirectory(tmp_path).list_ids() == [0, 1]
     assert load_shards(tmp_path, len(deaths), 1) == 2
     assert not [name for name in os.listdir(tmp_path) if name.endswith((".part", ".saving", ".failed", ".tmp"))]
-    open_backend(tmp_path).lock().release()
+    open_backend(tmp_path).locks.take().release()
 
 
 @pytest.mark.parametrize("deaths", [["before"], ["before", "before"], ["after", "before"], ["before", "after"]])

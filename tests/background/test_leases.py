@@ -10,8 +10,8 @@ import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.media.backend import open_storage
 from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.media.opening import open_storage
 from tests.background.helpers import PATIENCE_SECONDS, Watch, kill, load, save, stopped
 
 
@@ -32,7 +32,7 @@ def test_a_lease_outlives_the_wait_for_a_writer_that_is_busy(tmp_path, writers):
         for _ in range(14):
             watch.wait_for(".lease")
         with pytest.raises(CheckpointError, match="another save is writing to"):
-            LocalBackend(str(tmp_path), lease_seconds=0.3).lock()
+            LocalBackend(str(tmp_path), lease_seconds=0.3).locks.take()
     handle.result(PATIENCE_SECONDS)
     assert load(tmp_path) == 1
     assert sorted(os.listdir(tmp_path)) == ["0.manifest", "0_0.safetensors", PADDLE_METADATA]

@@ -7,7 +7,7 @@ import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.media.backend import open_backend
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import SOLO, Watch, kill, load, save, shards, stopped
@@ -15,11 +15,11 @@ from tests.background.helpers import SOLO, Watch, kill, load, save, shards, stop
 
 def assert_locked(path):
     with pytest.raises(CheckpointError, match="another save is writing to"):
-        open_backend(path).lock()
+        open_backend(path).locks.take()
 
 
 def assert_free(path):
-    open_backend(path).lock().release()
+    open_backend(path).locks.take().release()
 
 
 def test_saves_that_wait_for_the_writer_have_their_locks(tmp_path, writers):

@@ -32,7 +32,7 @@ def job_of(path, version=1, rank=0, ranks=(0,), timeout=5.0, backend=None):
     arrays = state(version)
     items = items_of([whole(key, str(a.dtype), a.shape, rank) for key, a in arrays.items()], ticket.data_file(rank))
     data = b"".join(arrays[items.key_name(row)].tobytes() for row in range(len(items)))
-    storage = LocalBackend(str(path)).describe()
+    storage = LocalBackend(str(path)).reopen_token()
     job = WriteJob(str(path), storage, None, ticket, items, rank, tuple(ranks), min(ranks), 7, timeout)
     return job, directory, data
 
@@ -118,8 +118,10 @@ def test_leftovers_that_cannot_be_removed_are_a_warning_on_a_checkpoint_that_is_
 
 def test_a_commit_that_fails_is_the_outcome_on_every_rank(tmp_path):
     class Unpublished(LocalBackend):
-        def publish(self, name, data, check):
-            raise OSError(errno.EIO, "injected", name)
+        def create(self, name, mode="new", size=None):
+            if name.endswith(".manifest"):
+                raise OSError(errno.EIO, "injected", name)
+            return super().create(name, mode, size)
 
     job, directory, data = job_of(tmp_path, backend=Unpublished(str(tmp_path)))
     failure = Failure.from_dict(carry_out(job, directory, np.frombuffer(data, dtype=np.uint8))["failure"])

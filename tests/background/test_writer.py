@@ -16,8 +16,8 @@ from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.media.backend import open_backend
 from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.report import SaveReport
 from tests.background.helpers import ELEMENTS, PATIENCE_SECONDS, SOLO, Watch, kill, load, save, state, stopped
@@ -169,10 +169,10 @@ def test_while_a_save_is_under_way_others_are_locked_out_and_the_old_checkpoint_
         handle = save(tmp_path, 2, writer, unique_id=0)
         assert load(tmp_path) == 1
         with pytest.raises(CheckpointError, match="another save is writing to"):
-            open_backend(tmp_path).lock()
+            open_backend(tmp_path).locks.take()
     handle.result()
     assert load(tmp_path) == 2
-    open_backend(tmp_path).lock().release()
+    open_backend(tmp_path).locks.take().release()
 
 
 def test_a_replaced_id_leaves_nothing_behind(tmp_path, writers):
@@ -242,7 +242,7 @@ def test_the_process_has_low_priority_and_no_paddle(tmp_path, writers):
 
 def test_media_that_other_processes_do_not_see_are_refused(tmp_path, writers):
     class Private(LocalBackend):
-        def describe(self):
+        def reopen_token(self):
             raise ValidationError(["only this process sees it. Remedy: save synchronously"])
 
     with pytest.raises(ValidationError, match=r"cannot save to .*only this process sees it. Remedy: save sync"):

@@ -20,7 +20,8 @@ from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.catalog.failures import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.media.backend import SaveLock, open_described
+from paddle_flexckpt.media.locks import SaveLock
+from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.report import SaveReport
 from tests.crash.job import JobCommunicator, Stopped
 from tests.crash.saves import again_with
@@ -56,7 +57,7 @@ class _Slot:
 
     def hand_over(self, report: SaveReport, begin: float, lock: SaveLock | None) -> SaveHandle:
         handle = SaveHandle(report.path, report.unique_id)
-        descriptor = None if lock is None else lock.describe()[1]
+        descriptor = None if lock is None else lock.handover()[1]
         rank, writer = self._comm.position, self._comm.job.new_writer()
         with self._comm.job.writing(rank, writer):
             sent = None if descriptor is None else os.dup(descriptor)
@@ -70,7 +71,7 @@ class _Slot:
                     failure = self._carry_out(sent)
             except Stopped:
                 # If the rank is dead too it comes no further than to its first call.
-                directory = open_to_save(open_described(self._job.storage))
+                directory = open_to_save(reopen(self._job.storage))
                 failure = SaveOutcome(self._job, directory).agree_after_death(
                     CheckpointError("the background writer has died")
                 )
@@ -78,8 +79,8 @@ class _Slot:
         return handle
 
     def _carry_out(self, descriptor: int | None) -> Failure | None:
-        directory = open_to_save(open_described(self._job.storage))
-        held = None if self._job.lock is None else directory.backend.adopt_lock(self._job.lock, descriptor)
+        directory = open_to_save(reopen(self._job.storage))
+        held = None if self._job.lock is None else directory.backend.locks.adopt(self._job.lock, descriptor)
         try:
             outcome = carry_out(self._job, directory, self._data)
         finally:

@@ -11,6 +11,7 @@ import pytest
 from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.media import local
 from paddle_flexckpt.media.local import LocalBackend, LocalOutputFile
+from paddle_flexckpt.native import save_directory
 from tests.crash import explore
 from tests.crash.explore import losses, power_losses
 from tests.crash.file_system import FileSystem
@@ -54,21 +55,21 @@ def _no_directory(monkeypatch):
 
 
 def _no_directory_above(monkeypatch):
-    monkeypatch.setattr(LocalBackend, "prepare", lambda self: os.makedirs(self.path, exist_ok=True))
+    monkeypatch.setattr(LocalBackend, "make_directory", lambda self: os.makedirs(self.path, exist_ok=True))
 
 
 def _directory_once(monkeypatch):
     """Data files' names are made durable together with the manifest's."""
-    publish = LocalBackend.publish
+    publish = save_directory.publish
 
-    def once(self, name, data, check):
+    def once(backend, name, data, check):
         with monkeypatch.context() as patch:
             calls = []
-            sync = self.sync
-            patch.setattr(self, "sync", lambda: calls.append(0) if not calls else sync())
-            publish(self, name, data, check)
+            sync = backend.sync
+            patch.setattr(backend, "sync", lambda: calls.append(0) if not calls else sync())
+            publish(backend, name, data, check)
 
-    monkeypatch.setattr(LocalBackend, "publish", once)
+    monkeypatch.setattr(save_directory, "publish", once)
 
 
 def test_a_writer_that_takes_the_manifest_for_durable_is_found_out(bench, monkeypatch):

@@ -8,7 +8,9 @@ import re
 import pytest
 
 from paddle_flexckpt.catalog import LostRankError
-from paddle_flexckpt.media.local import DirectoryLock, LocalBackend
+from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.media.local_locks import DirectoryLock
+from paddle_flexckpt.native import save_directory
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import SaveNames
 from tests.crash import explore
@@ -72,9 +74,11 @@ def test_ranks_take_turns_in_many_orders(bench):
 def _in_place(monkeypatch):
     create = LocalBackend.create
 
-    def in_place(self, name, replace=False, size=None):
-        self.remove(name)
-        return create(self, name)
+    def in_place(self, name, mode="new", size=None):
+        if mode != "overwrite":
+            self.remove(name)
+            mode = "new"
+        return create(self, name, mode)
 
     monkeypatch.setattr(LocalBackend, "create", in_place)
 
@@ -96,13 +100,13 @@ def _remove_first(monkeypatch):
 
 
 def _no_marker(monkeypatch):
-    write = LocalBackend.write
+    write = save_directory.write_file
 
-    def without(self, name, data):
+    def without(backend, name, data, mode="overwrite"):
         if not name.endswith(".saving"):
-            write(self, name, data)
+            write(backend, name, data, mode)
 
-    monkeypatch.setattr(LocalBackend, "write", without)
+    monkeypatch.setattr(save_directory, "write_file", without)
 
 
 def _marker_last(monkeypatch):
@@ -177,5 +181,5 @@ def test_a_save_without_its_precautions_is_found_out(bench, monkeypatch, fault, 
 def test_a_mistake_that_cannot_run_is_not_taken_for_one_that_was_found(bench, monkeypatch):
     bench = bench(find("overwrite, 2 ranks"))
     monkeypatch.setattr(LocalBackend, "create", lambda self, name: None)
-    with pytest.raises(Broken, match="unexpected keyword argument 'size'"):
+    with pytest.raises(Broken, match="takes 2 positional arguments but 4 were given"):
         stops(bench, share=0.1)

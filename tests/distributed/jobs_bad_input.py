@@ -17,6 +17,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.media import local
+from paddle_flexckpt.native import save_directory
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.run_state import load_extra_state
 from tests.distributed import jobs_common as common
@@ -386,7 +387,7 @@ def broken_disk(case):
     elif case == "part_cannot_be_written" and dist.get_rank() == 1:
         owner, name, error = SaveDirectory, "write_part", OSError(28, "No space left on device")
     elif case == "commit_fails" and dist.get_rank() == 0:
-        owner, name, error = local.LocalBackend, "publish", OSError(5, "Input/output error")
+        owner, name, error = save_directory, "publish", OSError(5, "Input/output error")
     else:
         yield
         return

@@ -16,7 +16,7 @@ from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
-from paddle_flexckpt.media.backend import open_storage
+from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.native.reader import FileReader
 from tests.native.samples import store, whole
 

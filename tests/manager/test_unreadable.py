@@ -14,6 +14,7 @@ from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.manager import CheckpointManager
 from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.media.local_locks import LocalLocks
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
 from tests.manager.samples import directory_of
@@ -31,7 +32,7 @@ def run(tmp_path):
 
 def refuse(monkeypatch, number: int, part: str):
     """What has a part in its path cannot be opened or listed: this process may read everything."""
-    opened, listed = LocalBackend.open, LocalBackend._entries
+    opened, listed = LocalBackend.open, LocalBackend.names
 
     def fail(path: str) -> None:
         if part in path:
@@ -41,12 +42,12 @@ def refuse(monkeypatch, number: int, part: str):
         fail(self.where(name))
         return opened(self, name)
 
-    def entries(self, wanted):
+    def names(self, kind="files"):
         fail(f"{self.path}/")
-        return listed(self, wanted)
+        return listed(self, kind)
 
     monkeypatch.setattr(LocalBackend, "open", open_)
-    monkeypatch.setattr(LocalBackend, "_entries", entries)
+    monkeypatch.setattr(LocalBackend, "names", names)
 
 
 PARTS = ["step_00000003/", "step_00000003/0.manifest", "step_00000003/0_0.safetensors"]
@@ -143,19 +144,19 @@ def test_a_listing_during_a_removal_finds_nothing(tmp_path, monkeypatch, method)
 
 def test_a_read_during_a_removal_and_another_save(tmp_path, monkeypatch):
     save(tmp_path, 1)
-    hold = LocalBackend.hold
+    share = LocalLocks.share
     acts = [lambda: remove(tmp_path)]
 
     def late(self, name):
         if acts:
             acts.pop()()
             try:
-                return hold(self, name)
+                return share(self, name)
             finally:
                 save(tmp_path, 2)
-        return hold(self, name)
+        return share(self, name)
 
-    monkeypatch.setattr(LocalBackend, "hold", late)
+    monkeypatch.setattr(LocalLocks, "share", late)
     target = {"w": np.zeros(4, np.float32)}
     load_state_dict(target, tmp_path, SoloCommunicator())
     assert target["w"].tolist() == [2.0] * 4

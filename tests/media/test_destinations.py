@@ -18,8 +18,8 @@ from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager import CheckpointManager
-from paddle_flexckpt.media.backend import open_storage
 from paddle_flexckpt.media.local import LocalOutputFile
+from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.native.two_ranks import load, save, shards, state
 

@@ -15,8 +15,10 @@ from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.media import lease
-from paddle_flexckpt.media.lease import Claim, LeaseLock
-from paddle_flexckpt.media.local import DirectoryLock, LocalBackend
+from paddle_flexckpt.media.backend import publish
+from paddle_flexckpt.media.lease import Claim, LeaseLock, LeaseLocks
+from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.media.local_locks import DirectoryLock
 from paddle_flexckpt.native.listing import is_complete
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from tests.native.two_ranks import load, save
@@ -68,13 +70,14 @@ class Watched(LocalBackend):
         self.renewals = 0
         self.error: Exception | None = None
 
-    def write(self, name, data):
-        with self.renewed:
-            self.renewals += 1
-            self.renewed.notify_all()
-            if self.error:
-                raise self.error
-        super().write(name, data)
+    def create(self, name, mode="new", size=None):
+        if mode == "overwrite":
+            with self.renewed:
+                self.renewals += 1
+                self.renewed.notify_all()
+                if self.error:
+                    raise self.error
+        return super().create(name, mode, size)
 
     def wait(self, renewals: int) -> None:
         with self.renewed:
@@ -114,7 +117,7 @@ def test_a_directory_without_locks_gets_a_lease(tmp_path, monkeypatch, number):
 def test_other_errors_of_locks_are_errors(tmp_path, monkeypatch):
     refuse_locks(monkeypatch, errno.EIO)
     with pytest.raises(OSError, match="injected"):
-        LocalBackend(str(tmp_path)).lock()
+        LocalBackend(str(tmp_path)).locks.take()
     with pytest.raises(OSError, match="injected"):
         DirectoryLock.take(str(tmp_path))
 
@@ -130,7 +133,7 @@ def test_saves_work_and_leave_no_lease(tmp_path):
 
 def test_a_lease_is_renewed_while_it_is_held(tmp_path):
     backend = Watched(str(tmp_path), lease_seconds=0.06)
-    lock = backend.lock()
+    lock = backend.locks.take()
     backend.wait(3)
     before = said(tmp_path)["counter"]
     assert before >= 2
@@ -151,7 +154,7 @@ def test_a_lease_that_changes_belongs_to_somebody(tmp_path, clock):
 
     clock.meanwhile = renew
     with pytest.raises(CheckpointError, match=r"another save is writing to .* \(process 77 on elsewhere\)\. Remedy"):
-        LocalBackend(str(tmp_path)).lock()
+        LocalBackend(str(tmp_path)).locks.take()
     assert clock.now < 31
     assert said(tmp_path)["token"] == "dead"
 
@@ -160,7 +163,7 @@ def test_a_lease_that_changes_belongs_to_somebody(tmp_path, clock):
 def test_a_lease_that_stays_the_same_belongs_to_nobody(tmp_path, clock, caplog, theirs):
     """After its own time, if that is longer than the watcher's."""
     put(tmp_path, seconds=theirs)
-    lock = LocalBackend(str(tmp_path)).lock()
+    lock = LocalBackend(str(tmp_path)).locks.take()
     assert theirs <= clock.now <= theirs + 5
     assert said(tmp_path)["token"] != "dead"
     assert "a lease of process 77 on elsewhere has run out" in caplog.text
@@ -172,14 +175,14 @@ def test_a_lease_that_stays_the_same_belongs_to_nobody(tmp_path, clock, caplog, 
 def test_a_lease_that_says_nothing_runs_out_too(tmp_path, clock, content):
     """Its holder died while it wrote it."""
     (tmp_path / ".lease").write_bytes(content)
-    LocalBackend(str(tmp_path)).lock().release()
+    LocalBackend(str(tmp_path)).locks.take().release()
     assert 30 <= clock.now <= 35
 
 
 def test_a_lease_that_is_given_back_meanwhile_is_free(tmp_path, clock):
     put(tmp_path)
     clock.meanwhile = (tmp_path / ".lease").unlink
-    lock = LocalBackend(str(tmp_path)).lock()
+    lock = LocalBackend(str(tmp_path)).locks.take()
     assert clock.now <= 1
     clock.meanwhile = lambda: None
     lock.release()
@@ -197,38 +200,35 @@ def test_of_two_that_take_over_one_gives_way(tmp_path, clock):
 
     clock.meanwhile = meanwhile
     with pytest.raises(CheckpointError, match="another save is writing"):
-        LocalBackend(str(tmp_path)).lock()
+        LocalBackend(str(tmp_path)).locks.take()
     assert mine
     assert said(tmp_path)["token"] == "other"
 
 
 def test_a_medium_that_creates_twice_waits_before_it_counts(tmp_path, clock):
-    class Careless(LocalBackend):
-        exclusive = False
-
     def other() -> None:
         put(tmp_path, token="other")
 
     clock.meanwhile = other
     with pytest.raises(CheckpointError, match="another save is writing"):
-        Careless(str(tmp_path)).lock()
+        LeaseLocks(LocalBackend(str(tmp_path)), 30.0, lambda: False).take()
     assert clock.now == 3.0
 
 
 def test_who_was_stopped_for_long_does_not_commit(tmp_path, clock):
     """Somebody else has the right to save by then, and has cleaned up."""
     backend = LocalBackend(str(tmp_path))
-    lock = backend.lock()
+    lock = backend.locks.take()
     put(tmp_path, token="other")
     with pytest.raises(CheckpointError, match="stopped for so long that process 77 on elsewhere has taken over"):
-        backend.publish("0.manifest", b"late")
+        publish(backend, "0.manifest", b"late")
     assert not (tmp_path / "0.manifest").exists()
     lock.release()
     assert said(tmp_path)["token"] == "other"
     # A lease that is gone is taken too: the other has come and gone.
     lock = LocalBackend(str(tmp_path / "x"))
     (tmp_path / "x").mkdir()
-    held = lock.lock()
+    held = lock.locks.take()
     (tmp_path / "x" / ".lease").unlink()
     with pytest.raises(CheckpointError, match="somebody has taken over"):
         held.check()
@@ -254,17 +254,17 @@ def test_a_save_whose_lease_is_taken_fails_on_every_rank(tmp_path, monkeypatch):
 def test_a_renewal_that_fails_fails_the_save(tmp_path):
     backend = Watched(str(tmp_path), lease_seconds=0.06)
     backend.error = OSError(errno.EIO, "injected")
-    lock = backend.lock()
+    lock = backend.locks.take()
     backend.wait(1)
     lock._thread.join(PATIENCE)
     with pytest.raises(CheckpointError, match=r"could not be kept: .*injected.*Remedy: save again"):
-        backend.publish("0.manifest", b"x")
+        publish(backend, "0.manifest", b"x")
     lock.release()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lease_that_cannot_be_given_back_fails_nothing(tmp_path, monkeypatch, caplog):
-    lock = LocalBackend(str(tmp_path)).lock()
+    lock = LocalBackend(str(tmp_path)).locks.take()
 
     def fail(self, name):
         raise OSError(errno.EIO, "injected")
@@ -277,18 +277,18 @@ def test_a_lease_that_cannot_be_given_back_fails_nothing(tmp_path, monkeypatch, 
 def test_a_lease_is_handed_over(tmp_path, clock):
     """The adopter renews it from then on, under the same token."""
     first = Watched(str(tmp_path), lease_seconds=0.06)
-    lock = first.lock()
-    description, descriptor = lock.describe()
+    lock = first.locks.take()
+    description, descriptor = lock.handover()
     assert descriptor is None
     second = Watched(str(tmp_path), lease_seconds=0.06)
-    adopted = second.adopt_lock(json.loads(json.dumps(description)), None)
+    adopted = second.locks.adopt(json.loads(json.dumps(description)), None)
     lock.detach()
     assert not lock._thread.is_alive()
     second.wait(2)
     token = said(tmp_path)["token"]
     assert token == description["claim"]["token"]
     adopted.check()
-    second.publish("0.manifest", b"x")
+    publish(second, "0.manifest", b"x")
     lock.release()
     assert said(tmp_path)["token"] == token
     adopted.release()
@@ -298,7 +298,7 @@ def test_a_lease_is_handed_over(tmp_path, clock):
 def test_a_half_written_lease_is_looked_at_again(tmp_path, clock):
     """Another process of the same save may be renewing it."""
     backend = LocalBackend(str(tmp_path))
-    lock = backend.lock()
+    lock = backend.locks.take()
     whole = (tmp_path / ".lease").read_bytes()
     (tmp_path / ".lease").write_bytes(whole[:10])
     clock.meanwhile = lambda: (tmp_path / ".lease").write_bytes(whole)

@@ -24,8 +24,9 @@ from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media import lease, retrying
-from paddle_flexckpt.media.backend import fill, open_backend, open_described, open_storage
+from paddle_flexckpt.media.backend import exists, fill, publish, write_file
 from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.media.opening import open_backend, open_storage, reopen
 from paddle_flexckpt.media.remote import FsspecBackend
 from paddle_flexckpt.media.remote_files import RemoteInputFile, Windows
 from paddle_flexckpt.media.urls import redacted
@@ -201,11 +202,11 @@ def test_secrets_show_up_nowhere(monkeypatch, caplog):
     disk = disk_of(backend)
     disk.fate = lambda *call: fate(*call) if call[1] == "put" else None
     with pytest.raises(OSError, match=r"no way to .* with \*\*\*, \*\*\*, \*\*\*") as caught:
-        backend.write("x", b"")
+        write_file(backend, "x", b"")
     told = "".join(traceback.format_exception(caught.type, caught.value, caught.tb))
     disk.fate = None
     ticket = open_to_save(backend).open_save(None)
-    held = backend.lock()
+    held = backend.locks.take()
     files = b"".join(disk.files.values())
     with pytest.raises(CheckpointError) as busy:
         raise lease._busy(backend, None)
@@ -215,13 +216,13 @@ def test_secrets_show_up_nowhere(monkeypatch, caplog):
         assert not [text for text in shown if secret in text]
     assert ticket.marker_file in backend.names()
     # They are for the process that opens it again.
-    assert all(secret in json.dumps(backend.describe()) for secret in secrets)
+    assert all(secret in json.dumps(backend.reopen_token()) for secret in secrets)
 
 
 def test_options_that_another_process_cannot_have():
     backend = open_storage("teststore://d", commit="put", session=object(), secret="s3cr3t")
     with pytest.raises(ValidationError, match=r"the option 'session' of teststore://d cannot be passed.*an? object"):
-        backend.describe()
+        backend.reopen_token()
 
 
 # Memory
@@ -236,14 +237,14 @@ def memory(request):
 
 def test_a_whole_life_in_memory(memory, tmp_path):
     root = open_backend(memory)
-    assert (root.names(), root.directories(), root.exists()) == ([], [], False)
+    assert (root.names(), root.names("directories"), exists(root)) == ([], [], False)
     assert list_checkpoints(memory) == []
     with pytest.raises(ValidationError, match=f"{memory} does not exist"):
         verify_checkpoint(memory)
     first = save_native(f"{memory}/a", 0, seed=1)
     save_native(f"{memory}/a", 0, seed=2)
     save_native(f"{memory}/b/", 5)
-    assert sorted(root.directories()) == ["a", "b"]
+    assert sorted(root.names("directories")) == ["a", "b"]
     assert sorted(root.child("a").names()) == ["0.manifest", "0_0.1.safetensors", "1_0.1.safetensors"]
     assert [(info.path, info.unique_id) for info in list_checkpoints(memory)] == [
         (f"{memory}/a", 0),
@@ -266,28 +267,28 @@ def test_a_whole_life_in_memory(memory, tmp_path):
         root.child("b").remove(name)
     root.child("b").remove("never.there")
     root.child("b").remove_directory()
-    assert sorted(root.directories()) == ["a", "out"]
+    assert sorted(root.names("directories")) == ["a", "out"]
 
 
 def test_memory_is_not_for_other_processes(memory):
     with pytest.raises(ValidationError, match="in the memory of this process.*Remedy: save synchronously"):
-        open_backend(memory).describe()
+        open_backend(memory).reopen_token()
 
 
 def test_a_store_is_described_for_another_process(store):
-    again = open_described(json.loads(json.dumps(store.describe())))
-    store.write("x", b"1")
+    again = reopen(json.loads(json.dumps(store.reopen_token())))
+    write_file(store, "x", b"1")
     assert isinstance(again, FsspecBackend)
     assert again.read("x") == b"1"
 
 
 def test_what_others_write_is_seen(store):
     """Also by one that has listed the directory before, and keeps listings."""
-    other = open_described(store.describe())
+    other = reopen(store.reopen_token())
     assert store.names() == []
-    other.write("x", b"12")
+    write_file(other, "x", b"12")
     assert store.names() == ["x"]
-    other.write("x", b"1")
+    write_file(other, "x", b"1")
     with store.open("x") as opened:
         assert opened.size == 1
     other.remove("x")
@@ -303,11 +304,11 @@ def test_names_that_lead_elsewhere(store, name):
 
 
 def test_a_directory_is_not_a_file(store):
-    store.child("x").write("y", b"1")
+    write_file(store.child("x"), "y", b"1")
     with pytest.raises(CorruptCheckpointError, match="is not a regular file"):
         store.open("x")
     with pytest.raises(ValidationError, match="is not a directory"):
-        store.child("x").child("y").prepare()
+        store.child("x").child("y").make_directory()
 
 
 # Reading
@@ -316,7 +317,7 @@ def test_a_directory_is_not_a_file(store):
 def reads_of(store, size: int, offsets, length: int = MIB):
     """Reads pieces of a file; gives the ranges that were asked of the store."""
     data = np.random.default_rng(0).integers(0, 255, size, dtype=np.uint8).tobytes()
-    store.write("x", data)
+    write_file(store, "x", data)
     asked = []
     medium = store._medium
     real = medium.read
@@ -358,7 +359,7 @@ def test_windows_are_bounded_together(store):
     windows = Windows(3 * MIB)
     medium, root = store._reach()
     for number in range(5):
-        store.write(str(number), bytes([number]) * (8 * MIB))
+        write_file(store, str(number), bytes([number]) * (8 * MIB))
     files = [RemoteInputFile(medium, f"{root}/{number}", windows) for number in range(5)]
     buffer = memoryview(bytearray(MIB))
     for offset in range(0, 8 * MIB, MIB):
@@ -373,12 +374,12 @@ def test_windows_are_bounded_together(store):
 
 
 def test_the_end_of_a_file(store):
-    store.write("x", b"0123456789")
+    write_file(store, "x", b"0123456789")
     with store.open("x") as opened:
         assert opened.read(8, 100) == b"89"
         assert opened.read(10, 5) == b""
         assert opened.read(3, 0) == b""
-    store.write("empty", b"")
+    write_file(store, "empty", b"")
     with store.open("empty") as opened:
         assert (opened.size, opened.read(0, 5)) == (0, b"")
     assert store.read("empty") == b""
@@ -440,9 +441,9 @@ def test_a_file_that_is_cut_short_on_its_way_is_found_out(store, monkeypatch):
 def test_an_exception_leaves_what_was_to_be_replaced(kind):
     backend = location(kind, part_bytes=5 * MIB)
     disk = disk_of(backend)
-    with backend.create("x", replace=True) as file:
+    with backend.create("x", "replace") as file:
         file.write(b"old")
-    with pytest.raises(KeyError), backend.create("x", replace=True) as file:
+    with pytest.raises(KeyError), backend.create("x", "replace") as file:
         file.write(bytes(12 * MIB))
         raise KeyError
     assert disk.files == {"d/run/x": b"old"}
@@ -464,11 +465,11 @@ def test_publishing_is_one_step(kind):
         backend = location(kind, retries=0)
         disk = disk_of(backend)
         if backend.replaces:
-            backend.publish("m", b"old" * 100)
+            publish(backend, "m", b"old" * 100)
         bad = len(disk.calls) + at
         disk.fate = lambda number, operation, path, bad=bad: OSError("injected") if number == bad else None
         try:
-            backend.publish("m", b"new" * 100)
+            publish(backend, "m", b"new" * 100)
         except OSError:
             left = {path: data for path, data in disk.files.items() if path != "d/run/m"}
             assert left == {}
@@ -481,16 +482,16 @@ def test_publishing_is_one_step(kind):
 
 def test_nothing_is_published_without_the_right_to(kind):
     backend = location(kind)
-    lock = backend.lock()
-    backend.write(".lease", lease.Claim("other", "elsewhere", 7, 0, 30.0).encode())
+    lock = backend.locks.take()
+    write_file(backend, ".lease", lease.Claim("other", "elsewhere", 7, 0, 30.0).encode())
     with pytest.raises(CheckpointError, match="process 7 on elsewhere has taken over"):
-        backend.publish("0.manifest", b"late")
+        publish(backend, "0.manifest", b"late")
     assert backend.names() == []
     lock.release()
-    assert backend.exists()
+    assert exists(backend)
     backend.remove(".lease")
-    assert not backend.exists()
-    backend.publish("0.manifest", b"x")
+    assert not exists(backend)
+    publish(backend, "0.manifest", b"x")
 
 
 def test_what_cannot_be_replaced_at_once_is_refused(monkeypatch):
@@ -502,7 +503,7 @@ def test_what_cannot_be_replaced_at_once_is_refused(monkeypatch):
     with pytest.raises(ValidationError, match="id 0, and its file system cannot replace.*Remedy: save under a new id"):
         open_to_save(backend).open_save(0)
     with pytest.raises(FileExistsError, match="cannot replace a file at once"):
-        backend.publish("0.manifest", b"other")
+        publish(backend, "0.manifest", b"other")
     assert disk_of(backend).files == before
     save_native(backend, 1)
     assert [info.unique_id for info in list_checkpoints(backend)] == [0, 1]
@@ -517,7 +518,7 @@ def test_nothing_is_saved_where_files_are_not_known_to_appear_at_once(monkeypatc
     with pytest.raises(ValidationError, match=r"not known how 'teststore' replaces a file.*commit='put'"):
         open_to_save(unknown).lock()
     with pytest.raises(ValidationError, match="not known how"):
-        unknown.publish("0.manifest", b"")
+        publish(unknown, "0.manifest", b"")
     # A renaming of its own is trusted to be atomic, not to replace.
     assert not open_storage("testreplace://d/run").replaces
 
@@ -587,7 +588,7 @@ def test_errors_with_a_status():
 def test_an_error_that_passes_is_waited_for(store, clock):
     disk = disk_of(store)
     disk.fate = lambda number, operation, path: ConnectionResetError(104, "reset") if disk.count("put") < 5 else None
-    store.write("x", b"1")
+    write_file(store, "x", b"1")
     assert disk.count("put") == 5
     assert disk.files["d/run/x"] == b"1"
     # Exponential, each shortened by up to a half at random.
@@ -604,7 +605,7 @@ def test_the_last_error_is_told_with_its_attempts_and_file(store, clock):
     disk = disk_of(store)
     disk.fate = lambda number, operation, path: ConnectionResetError(104, f"reset {disk.count('put')}")
     with pytest.raises(ConnectionResetError, match=r"reset 6 \(6 attempts in \d+\.\d s\)") as caught:
-        store.write("x", b"1")
+        write_file(store, "x", b"1")
     assert caught.value.filename == "teststore://d/run/x"
     assert len(clock.pauses) == 5
 
@@ -613,7 +614,7 @@ def test_an_error_that_stays_is_raised_at_once(store, clock):
     disk = disk_of(store)
     disk.fate = lambda number, operation, path: PermissionError("no")
     with pytest.raises(PermissionError, match="no"):
-        store.write("x", b"1")
+        write_file(store, "x", b"1")
     with pytest.raises(PermissionError):
         store.names()
     disk.fate = lambda number, operation, path: RuntimeError("a package's own kind of error")

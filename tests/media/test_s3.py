@@ -23,7 +23,8 @@ from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media import lease, remote, retrying
-from paddle_flexckpt.media.backend import open_described, open_storage
+from paddle_flexckpt.media.backend import exists, map_files, write_file
+from paddle_flexckpt.media.opening import open_storage, reopen
 from paddle_flexckpt.native.listing import latest, list_checkpoints
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -106,20 +107,20 @@ def test_a_whole_cycle(server, monkeypatch):
     assert report.ok
     assert report.bytes_verified == report.total_bytes
     # In a process of its own, as a background writer has it.
-    assert open_described(storage.describe()).names() == storage.names()
+    assert reopen(storage.reopen_token()).names() == storage.names()
 
 
 def test_what_is_listed(server):
     root = server.storage(server.new_url())
-    assert not root.exists()
+    assert not exists(root)
     assert list_checkpoints(root) == []
     for name in ("a b%20c", "plain"):
         succeeded(save(root.child(name), 1, None))
     # A console's marker of a directory.
     marker = f"{root.path}/plain/"[len(f"s3://{BUCKET}/") :]
     server.client().call_s3("put_object", Bucket=BUCKET, Key=marker, Body=b"")
-    assert root.exists()
-    assert sorted(root.directories()) == ["a b%20c", "plain"]
+    assert exists(root)
+    assert sorted(root.names("directories")) == ["a b%20c", "plain"]
     assert root.names() == []
     found = list_checkpoints(root)
     assert [(info.path, info.complete) for info in found] == [
@@ -135,7 +136,7 @@ def test_what_is_listed(server):
 
 def test_listings_of_more_than_a_page(server):
     storage = server.storage(server.new_url())
-    storage.each(lambda number: storage.write(f"{number}.x", b""), range(7))
+    map_files(storage, lambda number: write_file(storage, f"{number}.x", b""), range(7))
     medium = storage._medium
     real = medium.file_system.call_s3
 
@@ -303,7 +304,7 @@ def test_a_file_that_is_in_its_own_way(server, small_parts, monkeypatch, parts):
     assert server.uploads() == []
     # Somebody else's is not taken for one's own.
     fates += ["lost", 404] if parts else ["refused"]
-    storage.write("y", data[::-1])
+    write_file(storage, "y", data[::-1])
     with monkeypatch.context() as patch:
         Requests(patch, answer)
         with pytest.raises(OSError), storage.create("y") as file:
@@ -336,9 +337,9 @@ def test_a_bucket_that_is_not_there_and_a_server_that_is_not_there(server, monke
 
 def test_a_directory_is_not_made_where_an_object_is(server):
     storage = server.storage(server.new_url())
-    storage.write("x", b"1")
+    write_file(storage, "x", b"1")
     with pytest.raises(ValidationError, match="is not a directory"):
-        storage.child("x").prepare()
+        storage.child("x").make_directory()
 
 
 def test_a_file_is_created_once(server, monkeypatch):
@@ -377,10 +378,10 @@ def test_a_store_that_ignores_conditions_is_found_out(server, monkeypatch):
     pauses = []
     monkeypatch.setattr(lease, "_pause", pauses.append)
     storage = server.storage(server.new_url())
-    storage.lock().release()
+    storage.locks.take().release()
     assert pauses == []
     _WithoutConditions(monkeypatch, says_so=False)
-    storage.lock().release()
+    storage.locks.take().release()
     assert pauses == [3.0]
 
 
@@ -446,7 +447,7 @@ def test_a_dead_save_leaves_no_upload_behind(server, small_parts, monkeypatch):
     upload = storage.create(ticket.data_file(1))
     upload.write(bytes(3 * LEAST_PART_BYTES))
     other = storage.create("5_77.safetensors")
-    other.write(bytes(3 * LEAST_PART_BYTES))
+    write_file(other, bytes(3 * LEAST_PART_BYTES))
     assert len(server.uploads()) == 2
     succeeded(save_wide(storage, 1, None))
     assert [key.rsplit("/")[-1] for key in server.uploads()] == ["5_77.safetensors"]
@@ -505,7 +506,7 @@ def test_damage_is_found(server):
     succeeded(save(storage, 1, None))
     data = bytearray(storage.read("1_0.safetensors"))
     data[-1] ^= 1
-    storage.write("1_0.safetensors", bytes(data))
+    write_file(storage, "1_0.safetensors", bytes(data))
     assert [problem.file for problem in verify_checkpoint(storage).problems] == [f"{storage.path}/1_0.safetensors"]
     with pytest.raises(CorruptCheckpointError, match="are damaged"):
         load(storage)
@@ -543,7 +544,7 @@ def test_the_command_line_takes_urls(server, monkeypatch, capsys):
 def test_an_answer_that_ends_too_early_is_asked_for_again(server, monkeypatch):
     storage = server.storage(server.new_url())
     data = os.urandom(100_000)
-    storage.write("x", data)
+    write_file(storage, "x", data)
     file_system = storage._medium.file_system
     real, calls = file_system.call_s3, []
 

@@ -18,7 +18,8 @@ from paddle_flexckpt.live import loader as loader_module
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.media.backend import open_backend, open_storage
+from paddle_flexckpt.media.backend import publish
+from paddle_flexckpt.media.opening import open_backend, open_storage
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.reader import FileReader
 from tests.native.test_directory import names, save
@@ -33,14 +34,14 @@ def backend(tmp_path):
 
 
 def is_held(backend, name=MANIFEST) -> bool:
-    claim = backend.claim(name)
+    claim = backend.locks.claim(name)
     if claim is not None:
         claim.release()
     return claim is None
 
 
 def test_readers_share_and_keep_the_one_who_removes_out(backend):
-    first, second = backend.hold(MANIFEST), backend.hold(MANIFEST)
+    first, second = backend.locks.share(MANIFEST), backend.locks.share(MANIFEST)
     assert is_held(backend)
     first.release()
     first.release()
@@ -50,15 +51,15 @@ def test_readers_share_and_keep_the_one_who_removes_out(backend):
 
 
 def test_there_is_one_claim_at_a_time(backend):
-    with backend.claim(MANIFEST):
-        assert backend.claim(MANIFEST) is None
+    with backend.locks.claim(MANIFEST):
+        assert backend.locks.claim(MANIFEST) is None
     assert not is_held(backend)
 
 
 def test_a_file_that_is_not_there(backend):
     assert not is_held(backend, "7.manifest")
     with pytest.raises(FileNotFoundError):
-        backend.hold("7.manifest")
+        backend.locks.share("7.manifest")
 
 
 def test_a_link_out_of_the_directory_is_not_held(tmp_path, backend):
@@ -66,12 +67,12 @@ def test_a_link_out_of_the_directory_is_not_held(tmp_path, backend):
     inside.mkdir()
     (inside / MANIFEST).symlink_to(tmp_path / MANIFEST)
     with pytest.raises(CorruptCheckpointError, match="is a link out of the checkpoint's directory"):
-        open_backend(inside).hold(MANIFEST)
+        open_backend(inside).locks.share(MANIFEST)
 
 
 def test_a_read_only_manifest_is_claimed_as_well(tmp_path, backend):
     os.chmod(tmp_path / MANIFEST, 0o444)
-    with backend.hold(MANIFEST):
+    with backend.locks.share(MANIFEST):
         assert is_held(backend)
     assert not is_held(backend)
 
@@ -89,13 +90,13 @@ def test_a_reader_waits_for_a_claim_and_looks_again(tmp_path, backend, monkeypat
 
     def read():
         try:
-            with backend.hold(MANIFEST):
+            with backend.locks.share(MANIFEST):
                 outcome.append((backend.read(MANIFEST), is_held(backend)))
         except FileNotFoundError as error:
             outcome.append(type(error))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    claim = backend.claim(MANIFEST)
+    claim = backend.locks.claim(MANIFEST)
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     assert waiting.wait(30)  # it has opened the file
@@ -103,7 +104,7 @@ def test_a_reader_waits_for_a_claim_and_looks_again(tmp_path, backend, monkeypat
     if fate == "removed":
         backend.remove(MANIFEST)
     elif fate == "replaced":
-        backend.publish(MANIFEST, b"two")
+        publish(backend, MANIFEST, b"two")
     claim.release()
     reader.join(30)
     assert outcome == [{"removed": FileNotFoundError, "replaced": (b"two", True), "left": (b"one", True)}[fate]]
@@ -115,15 +116,15 @@ def test_without_locks_reading_goes_on_and_removal_too(backend, monkeypatch, num
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with backend.hold(MANIFEST):
+    with backend.locks.share(MANIFEST):
         assert not is_held(backend)
 
 
 def test_locks_that_are_switched_off(tmp_path, backend):
     without = open_storage(tmp_path, lock=False)
-    with without.hold(MANIFEST):
+    with without.locks.share(MANIFEST):
         assert not is_held(backend)
-    with backend.hold(MANIFEST):
+    with backend.locks.share(MANIFEST):
         assert not is_held(without)
 
 
@@ -134,7 +135,7 @@ def test_an_error_of_the_medium_is_an_error(backend, monkeypatch):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    for lock in (backend.hold, backend.claim):
+    for lock in (backend.locks.share, backend.locks.claim):
         with pytest.raises(OSError, match="Input/output error"):
             lock(MANIFEST)
     assert len(os.listdir("/proc/self/fd")) == before
@@ -166,13 +167,13 @@ def test_when_the_highest_is_removed_meanwhile_the_next_is_taken(tmp_path, monke
     save(tmp_path, 3)
     save(tmp_path, 5)
     directory = CheckpointDirectory(tmp_path)
-    hold = directory.backend.hold
+    hold = directory.backend.locks.share
 
     def late(name):
         directory.backend.remove("5.manifest")
         return hold(name)
 
-    monkeypatch.setattr(directory.backend, "hold", late)
+    monkeypatch.setattr(directory.backend.locks, "share", late)
     with LockedManifest(directory) as manifest:
         assert manifest.unique_id == 3
     directory.backend.remove("3.manifest")

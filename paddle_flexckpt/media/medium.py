@@ -11,7 +11,6 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.media.retrying import Retrier
 
 # How a file takes the place of another at once:
@@ -21,7 +20,7 @@ from paddle_flexckpt.media.retrying import Retrier
 Commit = Literal["put", "replace", "rename"]
 COMMITS = get_args(Commit)
 
-_COMMIT: dict[str, Commit] = {
+COMMIT_OF: dict[str, Commit] = {
     # Object stores: a key is set by one request, or by the last one of an upload in parts.
     **dict.fromkeys(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "obs", "cos", "tos", "oci"), "put"),
     # One dict of the process; whole files are set under their key.
@@ -49,8 +48,8 @@ def commit_of(protocol: str, file_system: Any) -> Commit | None:
     """
     import fsspec
 
-    if protocol in _COMMIT:
-        return _COMMIT[protocol]
+    if protocol in COMMIT_OF:
+        return COMMIT_OF[protocol]
     return None if type(file_system).mv is fsspec.AbstractFileSystem.mv else "rename"
 
 
@@ -267,47 +266,3 @@ class Medium:
         if not found.files and not found.directories:
             with contextlib.suppress(FileNotFoundError):
                 self.retrier(self.where(path), self.file_system.rmdir, path)
-
-
-def open_medium(url: str, shown: str, options: dict[str, Any], retrier: Retrier, once: Retrier) -> tuple[Medium, str]:
-    """The medium of a URL, and the URL's path in it.
-
-    Args:
-        url: The URL.
-        shown: The URL for errors.
-        options: fsspec's storage options.
-        retrier: Makes requests that can be made again.
-        once: Makes those that cannot.
-
-    Raises:
-        ValidationError: A package is missing, or the options do not fit.
-    """
-    protocol = url.partition("://")[0].lower()
-    try:
-        import fsspec
-        from fsspec.core import url_to_fs
-
-        if protocol in S3_PROTOCOLS:
-            from paddle_flexckpt.media.s3 import S3Medium, s3_options
-
-            options = s3_options(options)
-    except ImportError as error:
-        raise _missing(shown, error) from error
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except ImportError as error:
-        raise _missing(shown, error) from error
-    except ValueError as error:
-        raise ValidationError(
-            [f"{shown}: fsspec {fsspec.__version__} knows no file system {protocol!r}. Remedy: correct the URL"]
-        ) from error
-    file_system, root = once(shown, url_to_fs, url, **options)
-    root = root.rstrip("/")
-    kind = S3Medium if protocol in S3_PROTOCOLS else Medium
-    return kind(file_system, protocol, root, shown, retrier, once), root
-
-
-def _missing(shown: str, error: ImportError) -> ValidationError:
-    return ValidationError(
-        [f"{shown} needs a package that is not installed ({error}). Remedy: pip install 'paddle-flexckpt[remote]'"]
-    )

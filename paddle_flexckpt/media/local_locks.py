@@ -1,0 +1,187 @@
+"""The kernel's locks: ``flock`` of a directory by its saver, of a manifest by its readers or its remover."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+from typing import Any
+
+from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.media.file_names import naming, open_inside
+from paddle_flexckpt.media.lease import LeaseLocks
+from paddle_flexckpt.media.locks import Lock, SaveLock
+
+logger = logging.getLogger("paddle_flexckpt")
+
+# flock: the file system has no locks, or none on directories (NFS wants a descriptor that can write).
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EBADF})
+
+
+class Flock(Lock):
+    """Hold a lock of a descriptor: the kernel frees it with its last holder."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Args: descriptor: of the file or directory, with the lock; it is closed with this."""
+        self._descriptor = descriptor
+
+    def is_of(self, path: str) -> bool:
+        """Return whether the file has this path still: another may have taken its place meanwhile."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
+        except FileNotFoundError:
+            return False
+
+    def release(self) -> None:
+        """Give the lock back; to do so again is fine."""
+        if self._descriptor >= 0:
+            # Closing alone would not do: a process forked meanwhile has the descriptor too. But it is what is left to
+            # do where the file system fails, and the save has had its outcome by now, the same on every rank.
+            try:
+                with contextlib.suppress(OSError):
+                    fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+            finally:
+                self.detach()
+
+    def detach(self) -> None:
+        """Close the descriptor; another process that has it keeps the lock."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            # Nothing was written through it, and it is closed whatever the answer is.
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+class DirectoryLock(Flock, SaveLock):
+    """Hold the right to save by ``flock`` of the directory itself: no file is needed."""
+
+    @classmethod
+    def take(cls, path: str) -> DirectoryLock:
+        """Take the lock.
+
+        Raises:
+            CheckpointError: Another save has it.
+            OSError: The file system has no locks, by its number one of ``NO_LOCKS``; or another error.
+        """
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
+        except OSError as error:
+            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+                raise CheckpointError(
+                    f"another save is writing to {path}. Remedy: wait until it has finished, or save elsewhere"
+                ) from error
+            raise
+        return cls(descriptor)
+
+    def handover(self) -> tuple[dict[str, Any], int | None]:
+        """Implement the base class."""
+        return {"kind": "directory"}, self._descriptor
+
+
+class LocalLocks(LeaseLocks):
+    """Hand out ``flock`` locks of one directory, or a lease where its file system has none."""
+
+    def __init__(self, backend: Backend, enabled: bool, lease_seconds: float, identity: list[int] | None) -> None:
+        """Take nothing yet.
+
+        Args:
+            backend: The directory.
+            enabled: Whether savers exclude each other, and readers those who remove.
+            lease_seconds: How long a saver may be silent, where there are no locks.
+            identity: Device and inode of the directory, if a save has begun there.
+        """
+        super().__init__(backend, lease_seconds)
+        self._enabled = enabled
+        self.identity = identity
+
+    def take(self) -> SaveLock:
+        """Take a lock of the directory, or a lease where the file system has no locks; errors as of the base class."""
+        self.identity = self._found_identity()
+        if not self._enabled:
+            return SaveLock()
+        try:
+            return DirectoryLock.take(self._backend.path)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            reason = os.strerror(error.errno)
+        logger.info(f"the file system of {self._backend.path} has no locks ({reason}): a lease is taken instead")
+        return super().take()
+
+    def _found_identity(self) -> list[int]:
+        found = os.stat(self._backend.path)
+        return [found.st_dev, found.st_ino]
+
+    def adopt(self, token: dict[str, Any], descriptor: int | None) -> SaveLock:
+        """Implement the base class."""
+        return super().adopt(token, None) if descriptor is None else DirectoryLock(descriptor)
+
+    def check(self) -> None:
+        """Make sure of the lease, and that the path still leads to the directory that the save has begun in."""
+        super().check()
+        if self.identity not in (None, self._found_identity()):
+            raise CheckpointError(
+                f"{self._backend.path} is another directory than when the save began: it was renamed, removed or "
+                "mounted over meanwhile. Nothing was committed. Remedy: save again"
+            )
+
+    def share(self, name: str) -> Lock:
+        """Implement the base class."""
+        if not self._enabled:
+            return Lock()
+        path = self._backend.where(name)
+        while True:
+            descriptor = open_inside(self._backend.path, name)
+            _flock(descriptor, fcntl.LOCK_SH, path, required=False)
+            shared = Flock(descriptor)
+            if shared.is_of(path):
+                return shared
+            shared.release()
+
+    def claim(self, name: str) -> Lock | None:
+        """Implement the base class."""
+        if not self._enabled:
+            return Lock()
+        path = self._backend.where(name)
+        try:
+            try:
+                # NFS gives an exclusive lock to a descriptor that can write only.
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except PermissionError:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return Lock()
+        try:
+            _flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, path, required=False)
+        except BlockingIOError:
+            return None
+        claimed = Flock(descriptor)
+        if claimed.is_of(path):
+            return claimed
+        claimed.release()
+        return None
+
+
+def _flock(descriptor: int, operation: int, path: str, required: bool = True) -> None:
+    """Lock a descriptor; where that fails, close it.
+
+    Args:
+        descriptor: Of a file or directory.
+        operation: As ``fcntl.flock`` takes it.
+        path: For errors.
+        required: Whether it is an error if the file system has no locks.
+
+    Raises:
+        BlockingIOError: Somebody else has it, and ``operation`` does not wait.
+    """
+    try:
+        with naming(path):
+            fcntl.flock(descriptor, operation)
+    except BaseException as error:  # a signal's, too: whoever goes on after it must find the file free
+        if required or not isinstance(error, OSError) or error.errno not in NO_LOCKS:
+            os.close(descriptor)
+            raise
