@@ -63,24 +63,28 @@ class OpenTarget(Protocol):
         """Put a copy's elements back into the target."""
 
 
-class Memory(Protocol):
-    """Reach the memory of targets, by their row."""
+class Memory:
+    """Reach the memory of targets, by their row; on the host, unless a subclass says otherwise."""
 
     @property
     def devices(self) -> list[str]:
         """Return the names of the devices on which targets are."""
+        return []
 
     def open(self, row: int, fresh: bool) -> OpenTarget:
         """Open a target; ``fresh``: all of it will be written, so that a copy need not begin with its values."""
+        raise NotImplementedError
 
     def on_device(self, row: int) -> AnyStorage | None:
         """Return the storage of a target on a device, to be written in place; None for host memory."""
+        return None
 
     def overlap(self, one: int, other: int) -> bool:
-        """Return whether two targets whose addresses overlap have an element in common, as far as one can tell."""
+        """Return whether two targets whose addresses overlap have an element in common, or may have one."""
+        return False
 
     def wait(self) -> None:
-        """Wait until devices have done what was begun."""
+        """Wait until devices have done what was begun on them."""
 
     def finish(self, untouched: Collection[str]) -> None:
         """Take note that the transfer has ended; ``untouched``: keys of targets that were not filled, or in part."""

@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -51,21 +51,6 @@ class Task:
     plan: FillPlan
 
 
-@dataclass(frozen=True)
-class Counts:
-    """Count what one rank has moved; fields as of :class:`LoadReport`."""
-
-    bytes_needed: int = 0
-    bytes_read: int = 0
-    bytes_verified: int = 0
-    bytes_extra: int = 0
-    bytes_copied: int = 0
-    bytes_received: int = 0
-    bytes_sent: int = 0
-    reads: int = 0
-    peak_scratch_bytes: int = 0
-
-
 class Source:
     """Give what targets are filled from. :class:`Transfer` calls :meth:`open`, ``prepare``, ``plan`` and ``move``.
 
@@ -73,16 +58,12 @@ class Source:
         path: What to call it.
         unique_id: The checkpoint's id, or None.
         catalog: All of its shards; known when it is open.
-        replicas: As of :class:`LoadReport`; so are ``replicas_used``.
-        replicas_used: Likewise.
         between_ranks: Whether ranks send each other what they need: each has to know what the others want.
     """
 
     path: str
     unique_id: int | None = None
     catalog: Catalog
-    replicas: Mapping[str, str] = {}
-    replicas_used: Mapping[str, str] = {}
     between_ranks = False
 
     def __init__(self) -> None:
@@ -99,8 +80,8 @@ class Source:
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
         """Plan what ranks send each other; ``answers``: by field, what :meth:`prepare` gave on every rank."""
 
-    def move(self, task: Task) -> Counts:
-        """Fill all rows of the plan."""
+    def move(self, task: Task) -> dict[str, Any]:
+        """Fill all rows of the plan; return what the report says of it, by field."""
         raise NotImplementedError
 
 
@@ -231,11 +212,11 @@ class Transfer:
     def move(self) -> None:
         """Fill the targets."""
 
-        def move() -> tuple[Counts, bytes]:
-            counts = self._source.move(self._task)
-            return counts, str(counts.bytes_needed).encode()
+        def move() -> tuple[dict[str, Any], bytes]:
+            moved = self._source.move(self._task)
+            return moved, str(moved["bytes_needed"]).encode()
 
-        self._counts, answers = self._comm.together(move, self._context)
+        self._moved, answers = self._comm.together(move, self._context)
         self._total_bytes = sum(int(answer) for answer in answers)
         self._task.memory.finish({*self._task.resolution.missing, *self._keys(self._task.plan.kept)})
 
@@ -254,15 +235,9 @@ class Transfer:
             kept=self._keys(self._task.plan.kept),
             computed=self._keys(self._task.plan.computed),
             total_bytes=self._total_bytes,
-            replicas=dict(source.replicas),
-            replicas_used=dict(source.replicas_used),
-            seconds={
-                "plan": self._planned - self._begin,
-                moved: end - self._planned,
-                "total": end - self._begin,
-            },
+            seconds={"plan": self._planned - self._begin, moved: end - self._planned, "total": end - self._begin},
             **self._task.resolution.report(),
-            **{each.name: getattr(self._counts, each.name) for each in fields(Counts)},
+            **self._moved,
         )
         if report.maybe_fused:
             logger.warning(f"rank {self._comm.rank}: {order_warning(report.source, report.maybe_fused)}")

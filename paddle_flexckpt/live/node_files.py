@@ -25,9 +25,9 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
-from paddle_flexckpt.engine.files import Files, with_reads
+from paddle_flexckpt.engine.files import Files, reads_of
 from paddle_flexckpt.engine.options import LoadOptions
-from paddle_flexckpt.engine.transfer import Counts, Source, Task
+from paddle_flexckpt.engine.transfer import Source, Task
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.peers import Peers
@@ -223,11 +223,9 @@ class NodeFiles(Peers):
         """Return a shard that this rank sees."""
         return _StoredItem(self._reader, int(self._item[row]), dtype_of(self.catalog.dtype_name(row)).numpy)
 
-    def move(self, task: Task) -> Counts:
+    def move(self, task: Task) -> dict[str, Any]:
         """Copy, send and receive."""
-        counts = with_reads(super().move(task), self._reader)
-        self.replicas_used = self._reader.replicas_used
-        return counts
+        return {**super().move(task), "reads": self._reader.count.reads, **reads_of(self._reader)}
 
     def check_plan(self, plan: ExchangePlan) -> None:
         """Open the files that this rank is to read, and raise where nobody can."""

@@ -6,14 +6,13 @@ Tested in tests/live/test_shared_memory.py.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.catalog import dtype_of
 from paddle_flexckpt.engine.copies import AnyStorage
-from paddle_flexckpt.engine.targets import Place, Targets
+from paddle_flexckpt.engine.targets import Memory, Place, Targets
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.live.live_masters import renew_masters
 from paddle_flexckpt.live.state import LocalState, open_state, tensor_name
@@ -49,14 +48,14 @@ def describe_targets(state_dict: Mapping[str, Any], rank: int) -> tuple[Targets,
     return targets, TargetTensors(state, rank)
 
 
-class TargetTensors:
-    """Reach the tensors of a rank's targets, as :class:`~paddle_flexckpt.engine.targets.Memory` says."""
+class TargetTensors(Memory):
+    """Reach the tensors of a rank's targets."""
 
     def __init__(self, state: LocalState, rank: int) -> None:
         """Take the targets of a rank."""
         self._state, self._rank = state, rank
 
-    @cached_property
+    @property
     def devices(self) -> list[str]:
         """Return the names of the devices on which targets are."""
         return devices_of(weight.local_tensor for weight in self._state.weights)
