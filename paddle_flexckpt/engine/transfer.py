@@ -39,16 +39,19 @@ class Task:
     """Say what one rank fills, and of what.
 
     Attributes:
-        memory: Of the targets.
         resolution: How each target is filled.
         mapping: What statements make, or None.
         plan: The rows to fill.
     """
 
-    memory: Memory
     resolution: Resolution
     mapping: TensorMapping | None
     plan: FillPlan
+
+    @property
+    def memory(self) -> Memory:
+        """Return the memory of the targets."""
+        return self.resolution.targets.memory
 
 
 class Source:
@@ -106,7 +109,7 @@ class Transfer:
         self,
         comm: Ranks,
         source: Source,
-        describe_targets: Callable[[], tuple[Targets, Memory]],
+        describe_targets: Callable[[], Targets],
         options: TransferOptions,
         call: str,
         context: str,
@@ -143,12 +146,12 @@ class Transfer:
             return self.report()
 
     @functools.cached_property
-    def _described(self) -> tuple[Targets, Memory, bytes]:
-        """Return this rank's targets and their memory, and what has to be the same on every rank."""
+    def _described(self) -> tuple[Targets, bytes]:
+        """Return this rank's targets, and what has to be the same on every rank."""
         said = self._source.open()
-        targets, memory = self._describe_targets()
+        targets = self._describe_targets()
         check_coordinator(self._comm, self._options.coordinator_rank)
-        return targets, memory, self._options.encode(self._call, **said, context=self._context)
+        return targets, self._options.encode(self._call, **said, context=self._context)
 
     def describe(self) -> None:
         """Gather the targets of all ranks, where statements are to mean the same on each of them."""
@@ -157,7 +160,7 @@ class Transfer:
 
     def _gather_targets(self) -> None:
         def describe() -> tuple[None, bytes]:
-            targets, _, head = self._described
+            targets, head = self._described
             problems = validate_shards(targets.catalog)
             if problems:
                 raise ValidationError(problems)
@@ -184,19 +187,19 @@ class Transfer:
         return sorted({statement for texts in needed for statement in json.loads(texts)})
 
     def _resolve(self, statements: Sequence[str]) -> tuple[Task, bytes]:
-        targets, memory, head = self._described
+        targets, head = self._described
         source, options, mapping = self._source.catalog, self._options, None
         if options.aoa_config is not None:
             mapping = compile_mapping(options.aoa_config, source, self._all_targets, options.master_weights)
-        resolution = resolve(targets, memory.overlap, source, options, mapping)
+        resolution = resolve(targets, source, options, mapping)
         needed = resolution.statements(source)
         if not self._source.between_ranks:
             statements = needed
         if statements:
             known = targets.catalog if self._all_targets is None else self._all_targets
-            mapping, resolution = complete(resolution, statements, memory.overlap, source, options, known)
+            mapping, resolution = complete(resolution, statements, source, options, known)
         plan = plan_fill(resolution.catalog, resolution.filled, mapping, resolution.same_memory)
-        task = Task(memory, resolution, mapping, plan)
+        task = Task(resolution, mapping, plan)
         used = np.packbits(resolution.used(source, mapping)).tobytes()
         names = json.dumps(resolution.raw_meanings()).encode()
         return task, join((head, json.dumps(needed).encode(), used, names, *self._source.prepare(task)))

@@ -22,30 +22,22 @@ from paddle_flexckpt.live.tensors import HostTensor, address_range, device_of, d
 _MAX_WORK = 100_000
 
 
-def describe_targets(state_dict: Mapping[str, Any], rank: int) -> tuple[Targets, TargetTensors]:
-    """Return the table of a rank's targets, and their memory.
-
-    Args:
-        state_dict: As of :func:`~paddle_flexckpt.live.state.open_state`.
-        rank: This rank's number.
-
-    Raises:
-        ValidationError: Some value is not a usable shard; all of them are listed.
-    """
+def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
+    """Return the table of a rank's targets; arguments and errors as of :func:`.open_state`."""
     state = open_state(state_dict, rank)
 
     def place(row: int) -> Place | None:
         span = address_range(state.tensor(row))
         return None if span is None else (span, state.catalog.dtype_name(row), state.catalog.describe(row))
 
-    targets = Targets(
+    return Targets(
         state.catalog,
         tuple(tuple(getattr(weight, "aliases", ())) for weight in state.weights),
         tuple(tuple(getattr(weight, "raw_names", ())) for weight in state.weights),
         tuple(map(tensor_name, state.weights)),
         tuple(map(place, range(len(state.weights)))),
+        TargetTensors(state, rank),
     )
-    return targets, TargetTensors(state, rank)
 
 
 class TargetTensors(Memory):
