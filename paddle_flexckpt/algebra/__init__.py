@@ -1,4 +1,4 @@
-"""Geometry of shards: boxes, flattened ranges, box maps, strided copies and byte runs.
+"""Geometry of shards: boxes, flattened ranges, box maps, strided copies and the base of tables of columns.
 
 Pure numpy. Everything a checkpoint does to data without changing it (cut, join, transpose, flatten) ends here as a
 strided copy between two pieces of memory or files.
@@ -6,6 +6,7 @@ strided copy between two pieces of memory or files.
 
 from paddle_flexckpt.algebra.box_maps import BoxMaps
 from paddle_flexckpt.algebra.boxes import Box, get_overlap_region, intersect_boxes, subtract_boxes
+from paddle_flexckpt.algebra.columns import Columns
 from paddle_flexckpt.algebra.flat import (
     flat_range_in_min_slice,
     flat_range_to_boxes,
@@ -17,16 +18,15 @@ from paddle_flexckpt.algebra.flat import (
     unravel_index,
 )
 from paddle_flexckpt.algebra.mesh_split import balanced_split, nested_piece
-from paddle_flexckpt.algebra.strided import ByteRuns, StridedCopy, array_axes, coalesce_runs
+from paddle_flexckpt.algebra.strided import StridedCopy, array_axes
 
 __all__ = [
     "Box",
     "BoxMaps",
-    "ByteRuns",
+    "Columns",
     "StridedCopy",
     "array_axes",
     "balanced_split",
-    "coalesce_runs",
     "flat_range_in_min_slice",
     "flat_range_to_boxes",
     "flat_ranges_to_boxes",

@@ -6,15 +6,19 @@ Shapes of different rank share the ``[n, d]`` columns by being padded on the lef
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
+
+from paddle_flexckpt.algebra.columns import Columns
 
 NO_AXIS = -1
 
 
 @dataclass(frozen=True, eq=False)
-class BoxMaps:
+class BoxMaps(Columns):
     """Box maps as columns, sorted by target; the boxes of one target are disjoint.
 
     Attributes:
@@ -29,6 +33,13 @@ class BoxMaps:
             along it, or NO_AXIS: the box has extent 1 there. Axes of the target that none runs along have extent 1.
     """
 
+    PADDED: ClassVar[Mapping[str, int]] = {
+        "target_offset": 0,
+        "target_shape": 1,
+        "source_offset": 0,
+        "target_axis": NO_AXIS,
+    }
+
     targets: tuple[str, ...]
     sources: tuple[str, ...]
     target: np.ndarray
@@ -38,14 +49,6 @@ class BoxMaps:
     source_offset: np.ndarray
     target_axis: np.ndarray
 
-    def __len__(self) -> int:
-        return len(self.target)
-
-    @property
-    def width(self) -> int:
-        """Number of padded axes."""
-        return int(self.target_shape.shape[1])
-
     @property
     def source_shape(self) -> np.ndarray:
         """int64 ``[n, d]``, extents of the boxes along the sources' axes."""
@@ -53,30 +56,14 @@ class BoxMaps:
         return np.where(self.target_axis >= 0, taken, 1)
 
     def rows_by_target(self) -> dict[str, slice]:
-        """The rows of every name that the maps define."""
+        """Return the rows of every name that the maps define."""
         start = np.searchsorted(self.target, np.arange(len(self.targets) + 1)).tolist()
         return {name: slice(low, high) for name, low, high in zip(self.targets, start[:-1], start[1:])}
 
-    def take(self, rows: np.ndarray) -> BoxMaps:
-        """The given maps (ascending indices or a mask); the names stay as they are."""
-        return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})
-
     def widened(self, width: int) -> BoxMaps:
-        """The same maps with more padded axes."""
+        """Return the same maps with more padded axes."""
         extra = width - self.width
         if extra <= 0:
             return self
-        pad = ((0, 0), (extra, 0))
-        return BoxMaps(
-            self.targets,
-            self.sources,
-            self.target,
-            self.source,
-            np.pad(self.target_offset, pad),
-            np.pad(self.target_shape, pad, constant_values=1),
-            np.pad(self.source_offset, pad),
-            np.pad(np.where(self.target_axis >= 0, self.target_axis + extra, NO_AXIS), pad, constant_values=NO_AXIS),
-        )
-
-
-_COLUMNS = tuple(field.name for field in fields(BoxMaps) if field.name not in ("targets", "sources"))
+        wide = super().widened(width)
+        return replace(wide, target_axis=np.where(wide.target_axis >= 0, wide.target_axis + extra, NO_AXIS))

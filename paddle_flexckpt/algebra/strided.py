@@ -1,4 +1,4 @@
-"""Strided copies: the one form that every movement of data takes, and the byte runs that it reads or writes.
+"""Strided copies: the one form that every movement of data takes.
 
 A strided copy says: for every index below ``extents``, the element at ``source_base + index . source_strides`` goes to
 ``target_base + index . target_strides``. A cut is a smaller extent, a concatenation another base, a transpose a
@@ -14,43 +14,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from paddle_flexckpt.algebra.flat import flat_range_to_boxes, strides_of_shape
-
-
-@dataclass(frozen=True)
-class ByteRuns:
-    """Contiguous stretches of a file or of memory.
-
-    Attributes:
-        start: int64 ``[n]``, first byte of each run.
-        length: int64 ``[n]``, bytes.
-    """
-
-    start: np.ndarray
-    length: np.ndarray
-
-    @property
-    def total(self) -> int:
-        """Bytes in all runs."""
-        return int(self.length.sum())
-
-
-def coalesce_runs(runs: ByteRuns, max_gap: int = 0) -> ByteRuns:
-    """Sorted, disjoint runs that cover the given ones.
-
-    Args:
-        runs: Runs in any order; they may overlap.
-        max_gap: Largest gap, in bytes, that is covered too in order to join two runs (0: none is).
-    """
-    keep = runs.length > 0
-    start, length = runs.start[keep], runs.length[keep]
-    if not len(start):
-        return ByteRuns(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
-    order = np.argsort(start, kind="stable")
-    start = start[order]
-    reach = np.maximum.accumulate(start + length[order])
-    first = np.concatenate([[True], start[1:] > reach[:-1] + max_gap])
-    last = np.concatenate([first[1:], [True]])
-    return ByteRuns(start[first], reach[last] - start[first])
 
 
 @dataclass(frozen=True)
@@ -123,16 +86,6 @@ class StridedCopy:
         """Whether the (source, target) side is one contiguous stretch, in the order of the copy."""
         ndim = len(self.extents)
         return self.source_tail() == ndim, _contiguous_tail(self.extents, self.target_strides) == ndim
-
-    def source_runs(self, itemsize: int) -> ByteRuns:
-        """Byte runs of the source in the order of the copy, each as long as the strides allow."""
-        tail = self.source_tail()
-        outer = len(self.extents) - tail
-        start = np.asarray([self.source_base], dtype=np.int64)
-        for extent, stride in zip(self.extents[:outer], self.source_strides[:outer]):
-            start = (start[:, None] + np.arange(extent, dtype=np.int64)[None, :] * stride).reshape(-1)
-        length = math.prod(self.extents[outer:]) * itemsize
-        return ByteRuns(start * itemsize, np.full(len(start), length, dtype=np.int64))
 
     def is_ascending(self) -> bool:
         """Whether no element stands in the source before the one that is copied before it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from paddle_flexckpt.aoa.casts import COMPLEX, FLOATS, simplify_chain
 from paddle_flexckpt.aoa.mapping import Node, Region, TensorInfo
 from paddle_flexckpt.aoa.operations import Value
 from paddle_flexckpt.aoa.steps import Convert
-from paddle_flexckpt.aoa.structure import Pieces, Structure, StructureNode
+from paddle_flexckpt.aoa.structure import Fragments, Structure, StructureNode
 from paddle_flexckpt.aoa.structure_ops import source
 from paddle_flexckpt.aoa.structure_reshape import coalesced
 from paddle_flexckpt.catalog import dtype_of
@@ -24,10 +24,10 @@ _ROUNDED_TWICE = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 class _Lowered:
     """A structure as rows of box maps (leaf is the input slot) and what is not moved."""
 
-    moves: Pieces
+    moves: Fragments
     ndim: int
     leaf_ndim: int
-    others: Pieces
+    others: Fragments
     nodes: tuple[StructureNode, ...]
 
 
@@ -142,13 +142,13 @@ def _padded(column: np.ndarray, width: int, fill: int) -> np.ndarray:
 
 def _lower(structure: Structure, dtype: str) -> _Lowered:
     """Moves with at most one plain cast, and everything else as nodes."""
-    pieces = structure.pieces
+    fragments = structure.fragments
     for axis in range(len(structure.shape) - 1, -1, -1):
-        if len(pieces) > 1:
-            pieces = coalesced(pieces, axis)
-    leaf = pieces.leaf.copy()
+        if len(fragments) > 1:
+            fragments = coalesced(fragments, axis)
+    leaf = fragments.leaf.copy()
     nodes = list(structure.nodes)
-    for old, number in sorted({*zip(pieces.leaf.tolist(), pieces.chain.tolist())}):
+    for old, number in sorted({*zip(fragments.leaf.tolist(), fragments.chain.tolist())}):
         if old < 0 and nodes[-1 - old].step is None:
             continue
         held = structure.leaf_info(old)
@@ -157,10 +157,10 @@ def _lower(structure: Structure, dtype: str) -> _Lowered:
             continue
         operand = _leaf_alone(structure, old)
         nodes.append(StructureNode(Convert(chain), TensorInfo(held.shape, chain[-1]), (operand,)))
-        leaf[(pieces.leaf == old) & (pieces.chain == number)] = -len(nodes)
-    pieces = Pieces(pieces.offset, pieces.extent, leaf, pieces.leaf_offset, pieces.value_axis, pieces.chain)
+        leaf[(fragments.leaf == old) & (fragments.chain == number)] = -len(nodes)
+    fragments = replace(fragments, leaf=leaf)
     moved = leaf >= 0
-    return _Lowered(pieces.rows(moved), len(structure.shape), pieces.width, pieces.rows(~moved), tuple(nodes))
+    return _Lowered(fragments.take(moved), len(structure.shape), fragments.width, fragments.take(~moved), tuple(nodes))
 
 
 def _is_plain(before: str, after: str) -> bool:
@@ -178,18 +178,6 @@ def _leaf_alone(structure: Structure, leaf: int) -> Structure:
     """The whole of a leaf as a structure over the same inputs."""
     info = structure.leaf_info(leaf)
     alone = source(info).structure
-    shown = np.full(1, leaf if leaf >= 0 else -1, dtype=np.int64)
+    shown = replace(alone.fragments, leaf=np.full(1, leaf if leaf >= 0 else -1, dtype=np.int64))
     nodes: Sequence[StructureNode] = () if leaf >= 0 else (structure.nodes[-1 - leaf],)
-    return Structure(
-        info.shape,
-        info.dtype,
-        structure.inputs,
-        alone.offset,
-        alone.extent,
-        shown,
-        alone.leaf_offset,
-        alone.value_axis,
-        alone.chain,
-        alone.chains,
-        tuple(nodes),
-    )
+    return Structure(info.shape, info.dtype, structure.inputs, shown, alone.chains, tuple(nodes))

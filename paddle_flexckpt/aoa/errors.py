@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog import AoaError
+
+__all__ = ["AoaError", "Place", "StatementError", "describe_problem", "shorten"]
 
 # A macro may expand to hundreds of names; the ends of a line tell which it is.
 MAX_LINE = 400
@@ -28,10 +30,6 @@ class Place:
     def at(self, column: int) -> Place:
         """The same statement, another column."""
         return Place(self.number, self.text, column)
-
-
-class AoaError(ValidationError):
-    """An AOA program is malformed or does not fit the tensors; nothing has been touched."""
 
 
 class StatementError(ValueError):

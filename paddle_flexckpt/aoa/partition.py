@@ -29,10 +29,10 @@ def source_parts(rule: Rule, value: Value, side: Side) -> int:
     axis = _axis(rule.statement, len(structure.shape))
     if variable.transposed:
         axis = len(structure.shape) - 1 - axis
-    whole = len(structure) == 1 and structure.leaf[0] == 0 and not structure.nodes
+    whole = len(structure) == 1 and structure.fragments.leaf[0] == 0 and not structure.nodes
     if whole:
         info = structure.inputs[0]
-        axes = structure.value_axis[0].tolist()
+        axes = structure.fragments.value_axis[0].tolist()
         leaf_axis = axes.index(axis) - (len(axes) - len(info.shape)) if axis in axes else -1
         whole = leaf_axis >= 0 and info.shape[leaf_axis] == structure.shape[axis]
     if not whole:

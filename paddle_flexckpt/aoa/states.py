@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-import numpy as np
-
 from paddle_flexckpt.aoa.mapping import TensorInfo
 from paddle_flexckpt.aoa.operations import Value
 from paddle_flexckpt.aoa.sides import MASTER, PARAMETER, Side, state_key
 from paddle_flexckpt.aoa.steps import Constant
 from paddle_flexckpt.aoa.structure import Structure, StructureError
-from paddle_flexckpt.aoa.structure_ops import keep, with_inputs
+from paddle_flexckpt.aoa.structure_values import keep, uncast, with_inputs
 
 
 class NotFed(ValueError):
@@ -109,5 +107,4 @@ def of_constants(structure: Structure, state: str, info: TensorInfo) -> Structur
         elif step is not None:
             raise NotFed("the parameter is computed from constants alone")
         nodes.append(replace(node, step=step, info=TensorInfo(node.info.shape, info.dtype)))
-    none = np.zeros(len(structure), np.int64)
-    return replace(structure, dtype=info.dtype, nodes=tuple(nodes), chain=none, chains=((),))
+    return replace(structure, dtype=info.dtype, nodes=tuple(nodes), fragments=uncast(structure.fragments), chains=((),))

@@ -6,18 +6,19 @@ structure. Operations on structures are pure, so a caller may memoise them by id
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
+from paddle_flexckpt.algebra import Columns
 from paddle_flexckpt.algebra.box_maps import NO_AXIS
 from paddle_flexckpt.aoa.mapping import Step, TensorInfo
 
-# A piece becomes a row of box maps on every rank; beyond this many, planning would take minutes and gigabytes.
-MAX_PIECES = 1_000_000
+# A fragment becomes a row of box maps on every rank; beyond this many, planning would take minutes and gigabytes.
+MAX_FRAGMENTS = 1_000_000
 
 
 class StructureError(ValueError):
@@ -36,7 +37,7 @@ class TypedStep(Step, Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class Fragments(Columns):
     """Disjoint boxes of a value, each with the box of a leaf that it shows.
 
     Attributes:
@@ -45,9 +46,11 @@ class Pieces:
         leaf: int64 ``[p]``: an input slot if >= 0, else the node ``-1 - leaf``.
         leaf_offset: int64 ``[p, m]``, first element of the box in the leaf, whose axes are padded on the left to m.
         value_axis: int64 ``[p, m]``, the value's axis that runs along the leaf's axis, or NO_AXIS: extent 1 there. No
-            two axes of a leaf have the same; an axis of the value that none has is of extent 1 in the piece.
+            two axes of a leaf have the same; an axis of the value that none has is of extent 1 in the fragment.
         chain: int64 ``[p]``, which of the structure's chains of casts the elements undergo.
     """
+
+    PADDED: ClassVar[Mapping[str, int]] = {"leaf_offset": 0, "value_axis": NO_AXIS}
 
     offset: np.ndarray
     extent: np.ndarray
@@ -56,40 +59,14 @@ class Pieces:
     value_axis: np.ndarray
     chain: np.ndarray
 
-    def __len__(self) -> int:
-        return len(self.leaf)
-
-    @property
-    def width(self) -> int:
-        """Number of padded leaf axes."""
-        return int(self.leaf_offset.shape[1])
-
-    def rows(self, index: np.ndarray) -> Pieces:
-        """The pieces selected by a mask or by indices."""
-        return Pieces(
-            self.offset[index],
-            self.extent[index],
-            self.leaf[index],
-            self.leaf_offset[index],
-            self.value_axis[index],
-            self.chain[index],
-        )
-
-    def of_width(self, width: int) -> Pieces:
-        """The same pieces with more, or fewer, padded leaf axes."""
+    def of_width(self, width: int) -> Fragments:
+        """Return the same fragments with more, or fewer, padded leaf axes."""
         extra = width - self.width
-        if extra == 0:
-            return self
-        if extra < 0:
-            return replace(self, leaf_offset=self.leaf_offset[:, -extra:], value_axis=self.value_axis[:, -extra:])
-        count = len(self)
-        return replace(
-            self,
-            leaf_offset=np.concatenate([np.zeros((count, extra), np.int64), self.leaf_offset], axis=1),
-            value_axis=np.concatenate([np.full((count, extra), NO_AXIS, np.int64), self.value_axis], axis=1),
-        )
+        if extra >= 0:
+            return self.widened(width)
+        return replace(self, leaf_offset=self.leaf_offset[:, -extra:], value_axis=self.value_axis[:, -extra:])
 
-    def clipped(self, start: np.ndarray, stop: np.ndarray) -> Pieces:
+    def clipped(self, start: np.ndarray, stop: np.ndarray) -> Fragments:
         """The parts between ``start`` and ``stop`` (int64, broadcast to ``[p, n]``); some may be empty."""
         low = np.maximum(self.offset, start)
         high = np.minimum(self.offset + self.extent, stop)
@@ -99,28 +76,28 @@ class Pieces:
         moved = self.leaf_offset + shift[np.arange(len(self))[:, None], self.value_axis]
         return replace(self, offset=low, extent=np.maximum(high - low, 0), leaf_offset=moved)
 
-    def with_axes(self, table: Sequence[int], offset: np.ndarray, extent: np.ndarray) -> Pieces:
-        """The pieces of a value with other axes: ``table`` says what becomes of each axis (NO_AXIS: it is gone)."""
+    def with_axes(self, table: Sequence[int], offset: np.ndarray, extent: np.ndarray) -> Fragments:
+        """The fragments of a value with other axes: ``table`` says what becomes of each axis (NO_AXIS: it is gone)."""
         mapped = np.asarray([*table, NO_AXIS], np.int64)[self.value_axis]
         return replace(self, offset=offset, extent=extent, value_axis=mapped)
 
-    def split_at_multiples(self, axis: int, block: int) -> Pieces:
-        """The pieces, split along an axis wherever the value's index is a multiple of ``block``.
+    def split_at_multiples(self, axis: int, block: int) -> Fragments:
+        """The fragments, split along an axis wherever the value's index is a multiple of ``block``.
 
         Raises:
-            StructureError: There would be more than MAX_PIECES.
+            StructureError: There would be more than MAX_FRAGMENTS.
         """
         first = self.offset[:, axis] // block
         count = (self.offset[:, axis] + self.extent[:, axis] - 1) // block - first + 1
         total = int(count.sum())
         if total == len(self):
             return self
-        if total > MAX_PIECES:
+        if total > MAX_FRAGMENTS:
             raise StructureError(
-                f"the value would fall into {total:,} boxes or more; at most {MAX_PIECES:,} are supported. Remedy: "
+                f"the value would fall into {total:,} boxes or more; at most {MAX_FRAGMENTS:,} are supported. Remedy: "
                 "split or merge only axes whose inner extents are long, and do it before axes are permuted or cut"
             )
-        parts = self.rows(np.repeat(np.arange(len(self)), count))
+        parts = self.take(np.repeat(np.arange(len(self)), count))
         block_index = np.arange(total) - np.repeat(np.cumsum(count) - count - first, count)
         start = parts.offset.copy()
         stop = parts.offset + parts.extent
@@ -152,21 +129,14 @@ class StructureNode:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """How a value is put together.
-
-    The columns ``offset`` to ``chain`` are those of :class:`Pieces`; the pieces are disjoint and cover the value, and m
-    is the largest rank among the leaves that they show.
+    """Tell how a value is put together.
 
     Attributes:
         shape: Shape of the value.
         dtype: Paddle's name of the value's dtype, after casts.
         inputs: Shape and dtype of every input slot.
-        offset: int64 ``[p, n]``.
-        extent: int64 ``[p, n]``.
-        leaf: int64 ``[p]``.
-        leaf_offset: int64 ``[p, m]``.
-        value_axis: int64 ``[p, m]``.
-        chain: int64 ``[p]``, index into ``chains``.
+        fragments: What the value shows where: they are disjoint and cover it. Leaf axes are padded to the largest rank
+            among the leaves.
         chains: Dtypes that elements are cast to, in order, after they leave the leaf; ``()``: none.
         nodes: Computed leaves.
     """
@@ -174,17 +144,12 @@ class Structure:
     shape: tuple[int, ...]
     dtype: str
     inputs: tuple[TensorInfo, ...]
-    offset: np.ndarray
-    extent: np.ndarray
-    leaf: np.ndarray
-    leaf_offset: np.ndarray
-    value_axis: np.ndarray
-    chain: np.ndarray
+    fragments: Fragments
     chains: tuple[tuple[str, ...], ...]
     nodes: tuple[StructureNode, ...] = ()
 
     def __len__(self) -> int:
-        return len(self.leaf)
+        return len(self.fragments)
 
     @cached_property
     def info(self) -> TensorInfo:
@@ -192,14 +157,9 @@ class Structure:
         return TensorInfo(self.shape, self.dtype)
 
     @cached_property
-    def pieces(self) -> Pieces:
-        """The columns."""
-        return Pieces(self.offset, self.extent, self.leaf, self.leaf_offset, self.value_axis, self.chain)
-
-    @cached_property
     def slots(self) -> frozenset[int]:
         """Input slots that the value needs."""
-        leaves = distinct(self.leaf)
+        leaves = distinct(self.fragments.leaf)
         own = frozenset(leaf for leaf in leaves if leaf >= 0)
         return own.union(*(self.nodes[-1 - leaf].slots for leaf in leaves if leaf < 0))
 
@@ -227,7 +187,7 @@ class Derived:
 
 def distinct(column: np.ndarray) -> list[int]:
     """The distinct values of an int64 column, ascending."""
-    # numpy's own takes longer than all the rest of an operation on a few pieces.
+    # numpy's own takes longer than all the rest of an operation on a few fragments.
     return sorted(set(column.tolist())) if len(column) < 256 else np.unique(column).tolist()
 
 
@@ -240,26 +200,26 @@ def assembled(
     shape: tuple[int, ...],
     dtype: str,
     inputs: tuple[TensorInfo, ...],
-    pieces: Pieces,
+    fragments: Fragments,
     chains: Sequence[tuple[str, ...]],
     nodes: Sequence[StructureNode],
     shifts: Sequence[int] | None = None,
 ) -> Derived:
-    """A structure without empty pieces and without inputs, nodes and chains that nothing needs.
+    """A structure without empty fragments and without inputs, nodes and chains that nothing needs.
 
     Args:
         shape: Shape of the value.
         dtype: Dtype of the value.
-        inputs: All inputs that ``pieces`` and ``nodes`` may refer to.
-        pieces: Pieces, with any number of padded leaf axes.
-        chains: Chains of casts that ``pieces`` refers to; there may be duplicates.
-        nodes: Nodes that ``pieces`` refers to.
+        inputs: All inputs that ``fragments`` and ``nodes`` may refer to.
+        fragments: Fragments, with any number of padded leaf axes.
+        chains: Chains of casts that ``fragments`` refers to; there may be duplicates.
+        nodes: Nodes that ``fragments`` refers to.
         shifts: For every node, what to add to the slots of its operands (None: nothing).
     """
-    filled = np.flatnonzero((pieces.extent > 0).all(axis=1))
-    if len(filled) < len(pieces):
-        pieces = pieces.rows(filled)
-    leaves = distinct(pieces.leaf)
+    filled = np.flatnonzero((fragments.extent > 0).all(axis=1))
+    if len(filled) < len(fragments):
+        fragments = fragments.take(filled)
+    leaves = distinct(fragments.leaf)
     kept = sorted(-1 - leaf for leaf in leaves if leaf < 0)
     used = {leaf for leaf in leaves if leaf >= 0}
     for index in kept:
@@ -271,7 +231,7 @@ def assembled(
         table = np.zeros(len(inputs) + len(nodes), np.int64)
         table[list(slots)] = np.arange(len(slots))
         table[[-1 - index for index in kept]] = -1 - np.arange(len(kept))
-        pieces = replace(pieces, leaf=table[pieces.leaf])
+        fragments = replace(fragments, leaf=table[fragments.leaf])
     kept_nodes = []
     slot_table = np.zeros(len(inputs), np.int64)
     slot_table[list(slots)] = np.arange(len(slots))
@@ -281,22 +241,12 @@ def assembled(
         operands = tuple(renumbered(o, slot_table, shift, kept_inputs, memo) for o in node.operands)
         same = all(new is old for new, old in zip(operands, node.operands))
         kept_nodes.append(node if same else StructureNode(node.step, node.info, operands))
-    kept_chains, column = _kept_chains(pieces.chain, chains)
-    ranks = [len(kept_inputs[leaf].shape) for leaf in distinct(pieces.leaf) if leaf >= 0]
-    pieces = pieces.of_width(max(ranks + [len(node.info.shape) for node in kept_nodes], default=0))
-    structure = Structure(
-        shape,
-        dtype,
-        kept_inputs,
-        pieces.offset,
-        pieces.extent,
-        pieces.leaf,
-        pieces.leaf_offset,
-        pieces.value_axis,
-        column,
-        kept_chains,
-        tuple(kept_nodes),
-    )
+    kept_chains, column = _kept_chains(fragments.chain, chains)
+    ranks = [len(kept_inputs[leaf].shape) for leaf in distinct(fragments.leaf) if leaf >= 0]
+    fragments = fragments.of_width(max(ranks + [len(node.info.shape) for node in kept_nodes], default=0))
+    if column is not fragments.chain:
+        fragments = replace(fragments, chain=column)
+    structure = Structure(shape, dtype, kept_inputs, fragments, kept_chains, tuple(kept_nodes))
     return Derived(structure, slots)
 
 
@@ -332,12 +282,13 @@ def renumbered(
         return structure
     key = (id(structure), shift)
     if key not in memo:
-        leaf = structure.leaf.copy()
+        leaf = structure.fragments.leaf.copy()
         is_slot = leaf >= 0
         leaf[is_slot] = table[leaf[is_slot] + shift]
         nodes = tuple(
             StructureNode(node.step, node.info, tuple(renumbered(o, table, shift, inputs, memo) for o in node.operands))
             for node in structure.nodes
         )
-        memo[key] = replace(structure, inputs=inputs, leaf=leaf, nodes=nodes)
+        fragments = replace(structure.fragments, leaf=leaf)
+        memo[key] = replace(structure, inputs=inputs, fragments=fragments, nodes=nodes)
     return memo[key]

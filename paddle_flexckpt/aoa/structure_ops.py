@@ -14,10 +14,10 @@ import numpy as np
 
 from paddle_flexckpt.aoa.mapping import TensorInfo
 from paddle_flexckpt.aoa.structure import (
-    MAX_PIECES,
+    MAX_FRAGMENTS,
     NO_AXIS,
     Derived,
-    Pieces,
+    Fragments,
     Structure,
     StructureError,
     StructureNode,
@@ -154,11 +154,11 @@ def permute(structure: Structure, axes: Sequence[int]) -> Derived:
         )
     if order == list(range(rank)):
         return unchanged(structure)
-    pieces = structure.pieces
+    fragments = structure.fragments
     table = np.argsort(np.asarray(order, np.int64)).tolist()
-    pieces = pieces.with_axes(table, pieces.offset[:, order], pieces.extent[:, order])
+    fragments = fragments.with_axes(table, fragments.offset[:, order], fragments.extent[:, order])
     shape = tuple(structure.shape[axis] for axis in order)
-    return _moved(structure, shape, pieces)
+    return _moved(structure, shape, fragments)
 
 
 def pad(structure: Structure, before: Sequence[int], after: Sequence[int], fill: Fill) -> Derived:
@@ -193,7 +193,7 @@ def pad(structure: Structure, before: Sequence[int], after: Sequence[int], fill:
     chains = (*structure.chains, ())
     added = boxes_of(np.asarray(offsets, np.int64), np.asarray(extents, np.int64), -1 - len(structure.nodes))
     added.chain[:] = len(structure.chains)
-    moved = replace(structure.pieces, offset=structure.offset + np.asarray(before, np.int64))
+    moved = replace(structure.fragments, offset=structure.fragments.offset + np.asarray(before, np.int64))
     nodes = (*structure.nodes, StructureNode(step, TensorInfo(shape, structure.dtype)))
     return assembled(shape, structure.dtype, structure.inputs, _concatenated([moved, added]), chains, nodes)
 
@@ -243,18 +243,19 @@ def repeat(structure: Structure, axis: int, times: int, block: int | None = None
         )
     if times == 1:
         return unchanged(structure)
-    pieces = structure.pieces.split_at_multiples(axis, block)
-    count = len(pieces)
-    if count * times > MAX_PIECES:
+    fragments = structure.fragments.split_at_multiples(axis, block)
+    count = len(fragments)
+    if count * times > MAX_FRAGMENTS:
         raise StructureError(
-            f"repeat makes {count * times:,} boxes; at most {MAX_PIECES:,} are supported. Remedy: repeat larger blocks"
+            f"repeat makes {count * times:,} boxes; at most {MAX_FRAGMENTS:,} are supported. "
+            "Remedy: repeat larger blocks"
         )
-    number = pieces.offset[:, axis] // block
-    pieces = pieces.rows(np.tile(np.arange(count), times))
+    number = fragments.offset[:, axis] // block
+    fragments = fragments.take(np.tile(np.arange(count), times))
     copy = np.repeat(np.arange(times), count)
-    pieces.offset[:, axis] += (np.tile(number, times) * (times - 1) + copy) * block
+    fragments.offset[:, axis] += (np.tile(number, times) * (times - 1) + copy) * block
     shape = (*structure.shape[:axis], extent * times, *structure.shape[axis + 1 :])
-    return _moved(structure, shape, pieces)
+    return _moved(structure, shape, fragments)
 
 
 def _integer(value: object, what: str) -> int:
@@ -277,8 +278,8 @@ def _first_of(structures: Sequence[Structure], what: str) -> Structure:
     return structures[0]
 
 
-def _moved(structure: Structure, shape: tuple[int, ...], pieces: Pieces) -> Derived:
-    return assembled(shape, structure.dtype, structure.inputs, pieces, structure.chains, structure.nodes)
+def _moved(structure: Structure, shape: tuple[int, ...], fragments: Fragments) -> Derived:
+    return assembled(shape, structure.dtype, structure.inputs, fragments, structure.chains, structure.nodes)
 
 
 def _window(structure: Structure, starts: Sequence[int], stops: Sequence[int], dropped: Sequence[int] = ()) -> Derived:
@@ -286,30 +287,23 @@ def _window(structure: Structure, starts: Sequence[int], stops: Sequence[int], d
     if not any(starts) and tuple(stops) == structure.shape and not dropped:
         return unchanged(structure)
     first = np.asarray(starts, np.int64)
-    pieces = structure.pieces.clipped(first, np.asarray(stops, np.int64))
-    # Empty pieces have to go before their axes do.
-    pieces = pieces.rows(np.flatnonzero((pieces.extent > 0).all(axis=1)))
-    pieces = replace(pieces, offset=pieces.offset - first)
+    fragments = structure.fragments.clipped(first, np.asarray(stops, np.int64))
+    # Empty fragments have to go before their axes do.
+    fragments = fragments.take(np.flatnonzero((fragments.extent > 0).all(axis=1)))
+    fragments = replace(fragments, offset=fragments.offset - first)
     shape = tuple(stop - start for start, stop in zip(starts, stops))
     if dropped:
         left = [axis for axis in range(len(shape)) if axis not in dropped]
         table = [left.index(axis) if axis in left else NO_AXIS for axis in range(len(shape))]
-        pieces = pieces.with_axes(table, pieces.offset[:, left], pieces.extent[:, left])
+        fragments = fragments.with_axes(table, fragments.offset[:, left], fragments.extent[:, left])
         shape = tuple(shape[axis] for axis in left)
-    return _moved(structure, shape, pieces)
+    return _moved(structure, shape, fragments)
 
 
-def _concatenated(parts: Sequence[Pieces]) -> Pieces:
+def _concatenated(parts: Sequence[Fragments]) -> Fragments:
     width = max(part.width for part in parts)
     parts = [part.of_width(width) for part in parts]
-    return Pieces(
-        np.concatenate([part.offset for part in parts]),
-        np.concatenate([part.extent for part in parts]),
-        np.concatenate([part.leaf for part in parts]),
-        np.concatenate([part.leaf_offset for part in parts]),
-        np.concatenate([part.value_axis for part in parts]),
-        np.concatenate([part.chain for part in parts]),
-    )
+    return Fragments.concat(parts)
 
 
 def _joined(structures: Sequence[Structure], axis: int, new_axis: bool = False) -> Derived:
@@ -332,24 +326,24 @@ def _joined(structures: Sequence[Structure], axis: int, new_axis: bool = False) 
     if len(structures) == 1 and not new_axis:
         return unchanged(first)
     counts = [len(structure) for structure in structures]
-    pieces = _concatenated([structure.pieces for structure in structures])
+    fragments = _concatenated([structure.fragments for structure in structures])
     extents = [1 if new_axis else structure.shape[axis] for structure in structures]
     shape = (*first.shape[:axis], sum(extents), *first.shape[axis + (not new_axis) :])
     if new_axis:
         table = [old + (old >= axis) for old in range(len(first.shape))]
-        offset, extent = np.insert(pieces.offset, axis, 0, axis=1), np.insert(pieces.extent, axis, 1, axis=1)
-        pieces = pieces.with_axes(table, offset, extent)
+        offset, extent = np.insert(fragments.offset, axis, 0, axis=1), np.insert(fragments.extent, axis, 1, axis=1)
+        fragments = fragments.with_axes(table, offset, extent)
 
     def running(numbers: Sequence[int]) -> np.ndarray:
         return np.repeat(np.cumsum([0, *numbers[:-1]]), counts)
 
-    pieces.offset[:, axis] += running(extents)
+    fragments.offset[:, axis] += running(extents)
     slot_shift = running([len(structure.inputs) for structure in structures])
     node_shift = running([len(structure.nodes) for structure in structures])
-    pieces = replace(
-        pieces,
-        leaf=np.where(pieces.leaf >= 0, pieces.leaf + slot_shift, pieces.leaf - node_shift),
-        chain=pieces.chain + running([len(structure.chains) for structure in structures]),
+    fragments = replace(
+        fragments,
+        leaf=np.where(fragments.leaf >= 0, fragments.leaf + slot_shift, fragments.leaf - node_shift),
+        chain=fragments.chain + running([len(structure.chains) for structure in structures]),
     )
     shifts, start = [], 0
     for structure in structures:
@@ -359,7 +353,7 @@ def _joined(structures: Sequence[Structure], axis: int, new_axis: bool = False) 
         shape,
         first.dtype,
         tuple(info for structure in structures for info in structure.inputs),
-        pieces,
+        fragments,
         [chain for structure in structures for chain in structure.chains],
         [node for structure in structures for node in structure.nodes],
         shifts,

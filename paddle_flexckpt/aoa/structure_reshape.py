@@ -8,39 +8,39 @@ from dataclasses import replace
 
 import numpy as np
 
-from paddle_flexckpt.aoa.structure import NO_AXIS, Derived, Pieces, Structure, StructureError, assembled, unchanged
+from paddle_flexckpt.aoa.structure import NO_AXIS, Derived, Fragments, Structure, StructureError, assembled, unchanged
 
 
 def reshape(structure: Structure, shape: Sequence[int]) -> Derived:
     """The value with its elements, in row-major order, in another shape.
 
-    Axes that go over as they are, and extents 1 that come or go, cost nothing. Where axes are split or merged, a piece
-    falls into the rows that both shapes have in common: ``[B * W, R]`` and ``[B, W, R]`` have B of them.
+    Axes that go over as they are, and extents 1 that come or go, cost nothing. Where axes are split or merged, a
+    fragment falls into the rows that both shapes have in common: ``[B * W, R]`` and ``[B, W, R]`` have B of them.
 
     Args:
         structure: The value.
         shape: The new shape; one extent may be -1.
 
     Raises:
-        StructureError: The number of elements differs, or there would be too many pieces.
+        StructureError: The number of elements differs, or there would be too many fragments.
     """
     new = _resolved(structure.shape, shape)
     if new == structure.shape:
         return unchanged(structure)
-    pieces = structure.pieces
+    fragments = structure.fragments
     if math.prod(new):
-        pieces, merged_axes = _reshaped(pieces, structure.shape, new)
-        # A single piece was split only where it had to be.
+        fragments, merged_axes = _reshaped(fragments, structure.shape, new)
+        # A single fragment was split only where it had to be.
         for axis in reversed(merged_axes if len(structure) > 1 else ()):
-            if len(pieces) > 1:
-                pieces = coalesced(pieces, axis)
+            if len(fragments) > 1:
+                fragments = coalesced(fragments, axis)
     else:
-        pieces = replace(
-            pieces.rows(np.zeros(len(pieces), bool)),
+        fragments = replace(
+            fragments.take(np.zeros(len(fragments), bool)),
             offset=np.zeros((0, len(new)), np.int64),
             extent=np.zeros((0, len(new)), np.int64),
         )
-    return assembled(new, structure.dtype, structure.inputs, pieces, structure.chains, structure.nodes)
+    return assembled(new, structure.dtype, structure.inputs, fragments, structure.chains, structure.nodes)
 
 
 def _resolved(old: tuple[int, ...], shape: Sequence[int]) -> tuple[int, ...]:
@@ -89,65 +89,65 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
     return groups
 
 
-def _reshaped(pieces: Pieces, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Pieces, list[int]]:
-    """The pieces in the new shape, and the new axes along which neighbours may have arisen."""
+def _reshaped(fragments: Fragments, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Fragments, list[int]]:
+    """The fragments in the new shape, and the new axes along which neighbours may have arisen."""
     groups = _groups(old, new)
     # Within a group the innermost axes alone have equal strides, so that is where boxes may extend: one row at a time.
     for first, second in groups:
         if len(first) > 1 or len(second) > 1:
             for axis in first[:-1]:
-                pieces = pieces.split_at_multiples(axis, 1)
+                fragments = fragments.split_at_multiples(axis, 1)
     # From here on a group is a single flat axis.
-    count = len(pieces)
+    count = len(fragments)
     offset = np.zeros((count, len(groups)), np.int64)
     extent = np.ones((count, len(groups)), np.int64)
     table = [NO_AXIS] * len(old)
     for number, (first, _) in enumerate(groups):
         stride = 1
         for axis in reversed(first):
-            offset[:, number] += pieces.offset[:, axis] * stride
+            offset[:, number] += fragments.offset[:, axis] * stride
             stride *= old[axis]
-        extent[:, number] = pieces.extent[:, first[-1]]
+        extent[:, number] = fragments.extent[:, first[-1]]
         table[first[-1]] = number
-    pieces = pieces.with_axes(table, offset, extent)
+    fragments = fragments.with_axes(table, offset, extent)
     for number, (_, second) in enumerate(groups):
         if len(second) > 1:
-            pieces = pieces.split_at_multiples(number, new[second[-1]])
-    count = len(pieces)
+            fragments = fragments.split_at_multiples(number, new[second[-1]])
+    count = len(fragments)
     offset = np.zeros((count, len(new)), np.int64)
     extent = np.ones((count, len(new)), np.int64)
     table = [NO_AXIS] * len(groups)
     merged = []
     for number, (first, second) in enumerate(groups):
-        flat = pieces.offset[:, number]
+        flat = fragments.offset[:, number]
         for axis in reversed(second):
             offset[:, axis] = flat % new[axis]
             flat = flat // new[axis]
-        extent[:, second[-1]] = pieces.extent[:, number]
+        extent[:, second[-1]] = fragments.extent[:, number]
         table[number] = second[-1]
         if len(first) > 1 or len(second) > 1:
             merged.extend(second)
-    return pieces.with_axes(table, offset, extent), merged
+    return fragments.with_axes(table, offset, extent), merged
 
 
-def coalesced(pieces: Pieces, axis: int) -> Pieces:
-    """The pieces with those joined that continue each other along an axis, in the value and in the leaf.
+def coalesced(fragments: Fragments, axis: int) -> Fragments:
+    """The fragments with those joined that continue each other along an axis, in the value and in the leaf.
 
-    So a reshape and its inverse give the pieces that there were.
+    So a reshape and its inverse give the fragments that there were.
     """
-    others = [other for other in range(pieces.offset.shape[1]) if other != axis]
-    order = np.lexsort([pieces.offset[:, axis], *(pieces.offset[:, other] for other in others)])
-    pieces = pieces.rows(order)
-    offset, extent, value_axis = pieces.offset, pieces.extent, pieces.value_axis
+    others = [other for other in range(fragments.offset.shape[1]) if other != axis]
+    order = np.lexsort([fragments.offset[:, axis], *(fragments.offset[:, other] for other in others)])
+    fragments = fragments.take(order)
+    offset, extent, value_axis = fragments.offset, fragments.extent, fragments.value_axis
     length = extent[:, axis]
-    step = np.diff(pieces.leaf_offset, axis=0)
+    step = np.diff(fragments.leaf_offset, axis=0)
     moves = step != 0
     # The one leaf axis along which the second of two neighbours lies behind the first.
-    leaf_axis = np.argmax(moves, axis=1) if pieces.width else np.zeros(len(step), np.int64)
+    leaf_axis = np.argmax(moves, axis=1) if fragments.width else np.zeros(len(step), np.int64)
     rows = np.arange(len(step))
     joins = (
-        (pieces.leaf[1:] == pieces.leaf[:-1])
-        & (pieces.chain[1:] == pieces.chain[:-1])
+        (fragments.leaf[1:] == fragments.leaf[:-1])
+        & (fragments.chain[1:] == fragments.chain[:-1])
         & (offset[1:, axis] == offset[:-1, axis] + length[:-1])
         & (offset[1:, others] == offset[:-1, others]).all(axis=1)
         & (extent[1:, others] == extent[:-1, others]).all(axis=1)
@@ -155,7 +155,7 @@ def coalesced(pieces: Pieces, axis: int) -> Pieces:
         & (moves.sum(axis=1) == 1)
     )
     if not joins.any():
-        return pieces
+        return fragments
     along = value_axis[rows, leaf_axis]
     distance = step[rows, leaf_axis]
     continues = (along == axis) & (distance == length[:-1])
@@ -165,8 +165,8 @@ def coalesced(pieces: Pieces, axis: int) -> Pieces:
     joins &= continues | gathers
     joins[1:] &= ~(joins[:-1] & (leaf_axis[1:] != leaf_axis[:-1]))
     first = np.flatnonzero(np.concatenate([[True], ~joins]))
-    last = np.concatenate([first[1:], [len(pieces)]]) - 1
-    result = pieces.rows(first)
+    last = np.concatenate([first[1:], [len(fragments)]]) - 1
+    result = fragments.take(first)
     result.extent[:, axis] = offset[last, axis] + length[last] - offset[first, axis]
     gathered = np.flatnonzero((last > first) & np.concatenate([gathers, [False]])[first])
     result.value_axis[gathered, leaf_axis[first[gathered]]] = axis

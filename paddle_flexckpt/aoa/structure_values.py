@@ -12,7 +12,7 @@ from paddle_flexckpt.aoa.mapping import TensorInfo
 from paddle_flexckpt.aoa.steps import Constant, Convert, bound
 from paddle_flexckpt.aoa.structure import (
     Derived,
-    Pieces,
+    Fragments,
     Structure,
     StructureError,
     StructureNode,
@@ -46,7 +46,7 @@ def computed(step: TypedStep, info: TensorInfo | None, operands: Sequence[Struct
     if info is not None and info != result:
         raise StructureError(f"the step {step} gives {_text(result)}; expected {_text(info)}")
     for number, operand in enumerate(operands, 1):
-        if any(leaf < 0 and operand.nodes[-1 - leaf].step is None for leaf in distinct(operand.leaf)):
+        if any(leaf < 0 and operand.nodes[-1 - leaf].step is None for leaf in distinct(operand.fragments.leaf)):
             raise StructureError(
                 f"operand {number} has elements that keep what the target has, with which nothing can be computed. "
                 "Remedy: give them a number with fill="
@@ -86,20 +86,20 @@ def cast(structure: Structure, dtype: str) -> Derived:
     numbers: dict[tuple[str, ...], int] = {}
     column = np.zeros(len(structure), np.int64)
     nodes = list(structure.nodes)
-    for leaf in distinct(structure.leaf):
+    for leaf in distinct(structure.fragments.leaf):
         kept = leaf < 0 and nodes[-1 - leaf].step is None
         if kept:
             # What the target has is of the target's dtype: there is nothing to cast.
             nodes[-1 - leaf] = StructureNode(None, TensorInfo(nodes[-1 - leaf].info.shape, dtype))
-        rows = np.flatnonzero(structure.leaf == leaf) if len(structure) > 1 else np.zeros(1, np.int64)
-        for old in distinct(structure.chain[rows]):
+        rows = np.flatnonzero(structure.fragments.leaf == leaf) if len(structure) > 1 else np.zeros(1, np.int64)
+        for old in distinct(structure.fragments.chain[rows]):
             casts = () if kept else (*structure.chains[old], dtype)
             chain = simplify_chain(structure.leaf_info(leaf).dtype, casts)
             number = numbers.setdefault(chain, len(numbers))
-            column[rows[structure.chain[rows] == old]] = number
-    pieces = replace(structure.pieces, chain=column)
+            column[rows[structure.fragments.chain[rows] == old]] = number
+    fragments = replace(structure.fragments, chain=column)
     chains = tuple(numbers) or _UNCAST
-    return assembled(structure.shape, dtype, structure.inputs, pieces, chains, nodes)
+    return assembled(structure.shape, dtype, structure.inputs, fragments, chains, nodes)
 
 
 def with_inputs(structure: Structure, infos: Sequence[TensorInfo], casts: bool = False) -> Structure:
@@ -143,7 +143,7 @@ def _rebuilt(
         new_nodes.append(nodes.get(id(node), node))
     found: dict[str, None] = {}
     flexible = []
-    pairs = np.unique(np.stack([structure.leaf, structure.chain], axis=1), axis=0).tolist()
+    pairs = np.unique(np.stack([structure.fragments.leaf, structure.fragments.chain], axis=1), axis=0).tolist()
     for leaf, number in pairs:
         chain = structure.chains[number] if casts else ()
         if leaf < 0 and not new_nodes[-1 - leaf].operands and not chain:
@@ -167,10 +167,15 @@ def _rebuilt(
         inputs=infos,
         nodes=tuple(new_nodes),
         chains=structure.chains if casts else _UNCAST,
-        chain=structure.chain if casts else np.zeros(len(structure), np.int64),
+        fragments=structure.fragments if casts else uncast(structure.fragments),
     )
     structures[id(structure)] = rebuilt
     return rebuilt
+
+
+def uncast(fragments: Fragments) -> Fragments:
+    """Return the same fragments with the first chain of casts, which has none."""
+    return replace(fragments, chain=np.zeros(len(fragments), np.int64))
 
 
 def _text(info: TensorInfo) -> str:
@@ -183,14 +188,14 @@ def fill_step(fill: Number, dtype: str) -> Constant:
     return Constant(fill, dtype)
 
 
-def boxes_of(offset: np.ndarray, extent: np.ndarray, leaf: int) -> Pieces:
-    """Pieces that show a leaf of the value's own shape."""
+def boxes_of(offset: np.ndarray, extent: np.ndarray, leaf: int) -> Fragments:
+    """Fragments that show a leaf of the value's own shape."""
     count, rank = offset.shape
     axes = np.broadcast_to(np.arange(rank, dtype=np.int64), (count, rank))
-    return Pieces(offset, extent, np.full(count, leaf, np.int64), offset, axes, np.zeros(count, np.int64))
+    return Fragments(offset, extent, np.full(count, leaf, np.int64), offset, axes, np.zeros(count, np.int64))
 
 
-def _whole(shape: tuple[int, ...], leaf: int) -> Pieces:
+def _whole(shape: tuple[int, ...], leaf: int) -> Fragments:
     extent = np.asarray([shape], np.int64).reshape(1, len(shape))
     return boxes_of(np.zeros_like(extent), extent, leaf)
 

@@ -6,6 +6,7 @@ has the memory of a running job.
 
 from paddle_flexckpt.catalog.dtypes import DType, dtype_of
 from paddle_flexckpt.catalog.errors import (
+    AoaError,
     CheckpointError,
     CorruptCheckpointError,
     LostRankError,
@@ -25,6 +26,7 @@ __all__ = [
     "CUT",
     "EXTRA_STATE",
     "NATURAL",
+    "AoaError",
     "Catalog",
     "CatalogBuilder",
     "CheckpointError",

@@ -89,3 +89,7 @@ class ValidationError(CheckpointError, ValueError):
         if len(lines) > MAX_LISTED:
             listed.append(f"  ... and {len(lines) - MAX_LISTED} more")
         super().__init__(f"{head}{len(lines)} problems\n" + "\n".join(listed))
+
+
+class AoaError(ValidationError):
+    """An AOA program is malformed or does not fit the tensors; nothing has been touched."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
+from paddle_flexckpt.algebra.columns import WHOLE, Columns
 from paddle_flexckpt.catalog.dtypes import dtype_of
 from paddle_flexckpt.catalog.errors import Problem, ValidationError
 from paddle_flexckpt.catalog.orders import Order, common_order
@@ -21,7 +22,7 @@ NOT_FLATTENED = -1
 
 
 @dataclass(frozen=True, eq=False)
-class Catalog:
+class Catalog(Columns):
     """Shards as columns.
 
     Attributes:
@@ -44,6 +45,8 @@ class Catalog:
             ``[0]`` where that is so of all keys.
     """
 
+    PADDED: ClassVar[Mapping[str, int]] = {"global_shape": 1, "offset": 0, "shape": 1}
+
     keys: tuple[str, ...]
     dtypes: tuple[str, ...]
     files: tuple[str, ...]
@@ -59,15 +62,7 @@ class Catalog:
     file: np.ndarray
     byte_offset: np.ndarray
     orders: tuple[Order, ...] = ()
-    key_order: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int16))
-
-    def __len__(self) -> int:
-        return len(self.key)
-
-    @property
-    def width(self) -> int:
-        """Number of padded axes."""
-        return int(self.shape.shape[1])
+    key_order: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int16), metadata=WHOLE)
 
     @property
     def is_flattened(self) -> np.ndarray:
@@ -97,7 +92,7 @@ class Catalog:
             table: np.frombuffer(json.dumps(getattr(self, table), ensure_ascii=False).encode(), dtype=np.uint8)
             for table in _TABLES
         }
-        arrays.update({name: np.ascontiguousarray(getattr(self, name)) for name in COLUMNS})
+        arrays.update({name: np.ascontiguousarray(getattr(self, name)) for name in Catalog.COLUMNS})
         if len(self.key_order):
             orders = json.dumps([order.encode() for order in self.orders], ensure_ascii=False)
             arrays["orders"] = np.frombuffer(orders.encode(), dtype=np.uint8)
@@ -118,9 +113,9 @@ class Catalog:
             if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
                 raise ValueError(f"{table} is not a list of names")
             values[table] = tuple(names)
-        for name in COLUMNS:
+        for name in Catalog.COLUMNS:
             values[name] = arrays[name].astype(_COLUMN_TYPES.get(name, np.int64), copy=False)
-        if len({len(values[name]) for name in COLUMNS}) != 1:
+        if len({len(values[name]) for name in Catalog.COLUMNS}) != 1:
             raise ValueError("the columns differ in length")
         if "key_order" in arrays:
             orders = json.loads(arrays["orders"].tobytes())
@@ -133,10 +128,6 @@ class Catalog:
             if column.max(initial=-1) >= len(values["orders"]):
                 raise ValueError("column key_order points beyond its table")
         return cls(**values)
-
-    def take(self, rows: np.ndarray) -> Catalog:
-        """The catalog of the given rows (indices or a mask); the name tables stay as they are."""
-        return replace(self, **{name: getattr(self, name)[rows] for name in COLUMNS})
 
     def key_name(self, row: int) -> str:
         """Name of a row's tensor."""
@@ -174,23 +165,9 @@ class Catalog:
         nothing = {"orders": (), "key_order": np.zeros(0, dtype=np.int16)}
         return replace(self, **(_order_columns(by_key, len(self.keys)) or nothing))
 
-    def widened(self, width: int) -> Catalog:
-        """The same catalog with more padded axes."""
-        extra = width - self.width
-        if extra <= 0:
-            return self
-        pad = ((0, 0), (extra, 0))
-        return replace(
-            self,
-            global_shape=np.pad(self.global_shape, pad, constant_values=1),
-            offset=np.pad(self.offset, pad),
-            shape=np.pad(self.shape, pad, constant_values=1),
-        )
-
 
 _TABLES = ("keys", "dtypes", "files")
 _COLUMN_TYPES = {"key": np.int32, "dtype": np.int16, "ndim": np.int16, "rank": np.int32, "file": np.int32}
-COLUMNS = tuple(f.name for f in fields(Catalog) if f.name not in (*_TABLES, "orders", "key_order"))
 
 
 class CatalogBuilder:
@@ -317,7 +294,7 @@ def concat(catalogs: Sequence[Catalog]) -> Catalog:
     width = max(catalog.width for catalog in catalogs)
     catalogs = [catalog.widened(width) for catalog in catalogs]
     columns: dict[str, Any] = {
-        name: np.concatenate([getattr(catalog, name) for catalog in catalogs]) for name in COLUMNS
+        name: np.concatenate([getattr(catalog, name) for catalog in catalogs]) for name in Catalog.COLUMNS
     }
     tables: dict[str, Any] = {}
     of_keys: list[np.ndarray] = []

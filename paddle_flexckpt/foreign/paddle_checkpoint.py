@@ -10,6 +10,7 @@ import mmap
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -25,7 +26,7 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata
-from paddle_flexckpt.foreign.safe_pickle import load_pickle
+from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.media.backend import Backend, InputFile, Location
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.media.opening import open_backend
@@ -37,7 +38,7 @@ _METADATA = re.compile(r"(\d+)\.metadata", re.ASCII)
 _DATA = re.compile(r"(\d{1,9})_\d+\.(distcp|safetensors)", re.ASCII)
 # A .distcp file without a memory map is read as a whole, by every rank, to find out where its tensors are.
 MOST_PICKLE_BYTES = 256 << 20
-# An entry of every .distcp file: names of tensors to names of parameters.
+# An entry that paddle.save puts into every dict of arrays: names of tensors to names of parameters.
 _PARAMETER_NAMES = "StructuredToParameterName@@"
 # A .distcp file has numpy's types: these stand for what numpy lacks (the .metadata has the true type).
 _STAND_INS = {"bfloat16": "uint16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
@@ -219,3 +220,27 @@ def _byte_offsets(catalog: Catalog, indices: list[Mapping[str, _Stretch]], backe
     if problems:
         raise CorruptCheckpointError(str(ValidationError(problems, f"{backend.path} is damaged")))
     return offsets
+
+
+def read_plain_file(path: Location, name: str) -> Any:
+    """Read what ``paddle.save`` has written of plain data beside a checkpoint, such as an LR scheduler's state.
+
+    Args:
+        path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
+        name: The file in it: ``scheduler.pdparams``, ``scaler.pdparams``.
+
+    Returns:
+        The data: numbers, texts, tuples, lists, dicts and arrays. Arrays are read-only.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        UnsafePickleError: It has other things in it, such as Paddle's own random generator; nothing was called.
+        CorruptCheckpointError: It is damaged, or the name leads out of the directory.
+    """
+    backend = open_backend(path)
+    data = load_pickle(backend.read(name), backend.where(name))
+    if isinstance(data, dict):
+        names = data.pop(_PARAMETER_NAMES, {})
+        if not isinstance(names, dict):
+            raise CorruptCheckpointError(f"{backend.where(name)} is not what paddle.save writes. Remedy: restore it")
+    return data

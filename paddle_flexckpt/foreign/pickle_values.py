@@ -1,4 +1,4 @@
-"""What a foreign pickle may cost and name, and what the names make: arrays, numpy's numbers, three metadata classes.
+"""Make what a foreign pickle may name: arrays, numpy's numbers, three metadata classes.
 
 Nothing is looked up or imported by the names in a pickle. Each name in the table stands for a function of this module,
 which checks its arguments and makes plain data of them.
@@ -23,50 +23,21 @@ _MAX_EXTENT = 1 << 60
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What a pickle may cost.
-
-    Attributes:
-        operations: Most operations, whatever the file's size.
-        bytes_per_container: A file may have one list, tuple, dict or record per so many bytes ...
-        bytes_per_view: ... and one byte string per so many ...
-        free_containers: ... and so many on top, as each costs more memory than it has bytes in the file.
-        marks: Most sequences that are open at a time.
-        depth: Deepest nesting of lists and dicts.
-        shared_text: Longest text that may be referred to more than once.
-        shared_tuple: Longest tuple, likewise.
-        integer_bytes: Longest integer.
-        name_bytes: Longest module or class name.
-    """
-
-    operations: int = 200_000_000
-    bytes_per_container: int = 8
-    bytes_per_view: int = 16
-    free_containers: int = 4096
-    marks: int = 1024
-    depth: int = 64
-    shared_text: int = 4096
-    shared_tuple: int = 64
-    integer_bytes: int = 16
-    name_bytes: int = 256
-
-
-@dataclass(frozen=True)
 class Symbol:
-    """A name of the table; inert."""
+    """Stand for a name of the table; inert."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """A tuple that holds what is not data by itself (bytes, element types, names); inert."""
+    """Hold a tuple of what is not data by itself (bytes, element types, names); inert."""
 
     items: tuple[Any, ...]
 
 
 class Unfinished:
-    """What a name has made and the state that follows in the pickle will finish; inert.
+    """Hold what a name has made and the state that follows in the pickle will finish; inert.
 
     Attributes:
         name: What is being made.
@@ -78,7 +49,6 @@ class Unfinished:
     __slots__ = ("finish", "memo", "name")
 
     def __init__(self, name: str, finish: Callable[[Any], Any]) -> None:
-        """Args: as the attributes."""
         self.name, self.finish, self.memo = name, finish, -1
 
 
@@ -88,12 +58,12 @@ INERT = frozenset({Symbol, Arguments, Unfinished, memoryview, *(type(np.dtype(na
 
 
 def is_flat(value: tuple[Any, ...]) -> bool:
-    """Whether a tuple holds atoms alone."""
+    """Return whether a tuple holds atoms alone."""
     return all(type(item) in ATOMS for item in value)
 
 
 def describe(value: Any) -> str:
-    """What something on the stack is, for errors."""
+    """Name something on the stack, for errors."""
     if type(value) is Symbol or type(value) is Unfinished:
         return str(value.name)
     return {memoryview: "bytes", Arguments: "a tuple of arguments"}.get(type(value), type(value).__name__)
@@ -109,7 +79,7 @@ def _short(value: object) -> str:
 
 
 def _is(value: Any, *options: Any) -> bool:
-    """Whether the value is one of the options; arrays have an equality of their own, so types come first."""
+    """Return whether the value is one of the options; arrays have an equality of their own, so types come first."""
     return any(type(value) is type(option) and value == option for option in options)
 
 
@@ -121,7 +91,7 @@ def _shape(value: Any) -> tuple[int, ...]:
     if type(value) is not tuple or len(value) > _MAX_AXES:
         raise _refuse(f"the shape of an array has to be a tuple of at most {_MAX_AXES} integers", value)
     for extent in value:
-        if type(extent) is not int or not 0 <= extent < _MAX_EXTENT:
+        if not _is_integer(extent):
             raise _refuse("an extent of an array has to be an integer >= 0", extent)
     return value
 
@@ -199,31 +169,23 @@ def _no_bytes(arguments: tuple[Any, ...]) -> Any:
 
 
 def _is_integers(value: Any) -> bool:
-    return (
-        type(value) is tuple
-        and len(value) <= _MAX_AXES
-        and all(type(item) is int and 0 <= item < _MAX_EXTENT for item in value)
-    )
+    return type(value) is tuple and len(value) <= _MAX_AXES and all(map(_is_integer, value))
 
 
-def _is_optional_integers(value: Any) -> bool:
-    return value is None or _is_integers(value)
+def _is_pair(value: Any) -> bool:
+    return _is_integers(value) and len(value) == 2
 
 
-def _is_optional_pair(value: Any) -> bool:
-    return value is None or (_is_integers(value) and len(value) == 2)
+def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or check(value)
 
 
-def _is_text(value: Any) -> bool:
-    return type(value) is str
+def _has_type(kind: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is kind
 
 
-def _is_bool(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _is_optional_integer(value: Any) -> bool:
-    return value is None or (type(value) is int and 0 <= value < _MAX_EXTENT)
+def _is_integer(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_EXTENT
 
 
 def _is_shards(value: Any) -> bool:
@@ -240,30 +202,30 @@ def _is_files(value: Any) -> bool:
 
 
 def _is_flat_mapping(value: Any) -> bool:
-    return value is None or (type(value) is dict and all(type(key) is str for key in value))
+    return type(value) is dict and all(type(key) is str for key in value)
 
 
 _FIELDS: dict[type, dict[str, Callable[[Any], bool]]] = {
     LocalTensorMetadata: {
         "global_offset": _is_integers,
         "local_shape": _is_integers,
-        "dtype": _is_text,
-        "global_shape": _is_optional_integers,
-        "is_flattened": _is_bool,
-        "flattened_range": _is_optional_pair,
+        "dtype": _has_type(str),
+        "global_shape": _or_none(_is_integers),
+        "is_flattened": _has_type(bool),
+        "flattened_range": _or_none(_is_pair),
     },
     LocalTensorIndex: {
-        "tensor_key": _is_text,
+        "tensor_key": _has_type(str),
         "global_offset": _is_integers,
-        "is_flattened": _is_bool,
-        "flattened_range": _is_optional_pair,
-        "replica_id": _is_optional_integer,
-        "local_shape": _is_optional_integers,
+        "is_flattened": _has_type(bool),
+        "flattened_range": _or_none(_is_pair),
+        "replica_id": _or_none(_is_integer),
+        "local_shape": _or_none(_is_integers),
     },
     Metadata: {
         "state_dict_metadata": _is_shards,
         "storage_metadata": _is_files,
-        "flat_mapping": _is_flat_mapping,
+        "flat_mapping": _or_none(_is_flat_mapping),
     },
 }
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
-from paddle_flexckpt.algebra import Box, BoxMaps, StridedCopy, intersect_boxes, subtract_boxes
+from paddle_flexckpt.algebra import Box, BoxMaps, Columns, StridedCopy, intersect_boxes, subtract_boxes
 from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError, group_replicas, validate_coverage
 from paddle_flexckpt.catalog.validate import MAX_PIECES, Coverage, row_boxes, tangled_problem
 from paddle_flexckpt.planning.requests import Requests, addresses, find_requests, portions, positions
@@ -23,7 +23,7 @@ PAIRS_AT_ONCE = 1 << 19
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class Pieces(Columns):
     """Strided copies as columns; numbers are in elements of the shards' own (contiguous) storages.
 
     Attributes:
@@ -44,17 +44,10 @@ class Pieces:
     target_base: np.ndarray
     target_strides: np.ndarray
 
-    def __len__(self) -> int:
-        return len(self.source)
-
     @property
     def size(self) -> np.ndarray:
         """int64 ``[p]``, elements of each piece."""
         return self.extents.prod(axis=1, dtype=np.int64)
-
-    def take(self, rows: np.ndarray) -> Pieces:
-        """The pieces at the given positions (indices or a mask)."""
-        return Pieces(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
 
     def copy(self, piece: int) -> StridedCopy:
         """One piece as a :class:`StridedCopy`, on as few axes as possible."""
@@ -76,7 +69,7 @@ def concat_pieces(parts: list[Pieces], width: int) -> Pieces:
     if not parts:
         none, table = np.zeros(0, dtype=np.int64), np.zeros((0, width), dtype=np.int64)
         return Pieces(none, none, table, none, table, none, table)
-    return Pieces(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Pieces)})
+    return Pieces.concat(parts)
 
 
 class ShardMatcher:

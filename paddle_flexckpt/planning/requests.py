@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
-from paddle_flexckpt.algebra import BoxMaps, intersect_boxes, row_major_strides
+from paddle_flexckpt.algebra import BoxMaps, Columns, intersect_boxes, row_major_strides
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.catalog.validate import row_boxes
 
 
 @dataclass(frozen=True, eq=False)
-class Requests:
+class Requests(Columns):
     """Boxes of source tensors, and where their elements go; columns.
 
     Attributes:
@@ -32,9 +32,6 @@ class Requests:
     shape: np.ndarray
     base: np.ndarray
     strides: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.row)
 
 
 def find_requests(
@@ -90,7 +87,7 @@ def find_requests(
                 turned(strides[box], 0),
             )
         )
-    return Requests(**{f.name: np.concatenate([getattr(part, f.name) for part in found]) for f in fields(Requests)})
+    return Requests.concat(found)
 
 
 def addresses(catalog: Catalog, rows: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

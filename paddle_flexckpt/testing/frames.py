@@ -33,7 +33,7 @@ class FrameError(ConnectionError):
 
 
 def send_frame(sock: socket.socket, header: Header, payload: bytes | memoryview = b"") -> None:
-    """Writes one frame.
+    """Write one frame.
 
     Args:
         sock: a connected stream socket.
@@ -47,7 +47,7 @@ def send_frame(sock: socket.socket, header: Header, payload: bytes | memoryview 
 
 
 def recv_frame(sock: socket.socket, limit: int | None = None) -> tuple[Header, bytearray]:
-    """Reads one frame.
+    """Read one frame.
 
     Args:
         sock: a connected stream socket.
@@ -78,12 +78,12 @@ def recv_frame(sock: socket.socket, limit: int | None = None) -> tuple[Header, b
 
 
 def send_hello(sock: socket.socket, token: str, **fields: Any) -> None:
-    """Sends the first frame of a connection: the shared token and who is calling."""
+    """Send the first frame of a connection: the shared token and who is calling."""
     send_frame(sock, {"token": token, **fields})
 
 
 def accept_hello(sock: socket.socket, token: str, timeout: float = 10.0) -> Header:
-    """Reads the first frame of an incoming connection and checks its token.
+    """Read the first frame of an incoming connection and check its token.
 
     Args:
         sock: the accepted socket.

@@ -40,7 +40,7 @@ def size_of(path: Path) -> int:
 
 
 def tail_of(path: Path, start: int = 0, limit: int | None = _LOG_TAIL) -> str:
-    """The text of a file from an offset on, at most its last ``limit`` bytes; empty when there is no such file."""
+    """Return a file's text from an offset on, at most its last ``limit`` bytes; empty when there is no such file."""
     if not path.exists():
         return ""
     with open(path, "rb") as file:

@@ -28,7 +28,7 @@ class SimulatedWorld:
         self.size = size
 
     def run(self, function: Callable[[Communicator], Any], ranks: tuple[int, ...] | None = None) -> list[Any]:
-        """Runs a function on every rank and returns the results in rank order.
+        """Run a function on every rank and return the results in rank order.
 
         Args:
             function: Called with the rank's communicator, which every public function takes as ``process_group``.
@@ -86,7 +86,7 @@ class _Shared:
         self.streams: dict[tuple[int, int, int], queue.Queue[bytes | None]] = {}
 
     def gather(self, number: int, position: int, payload: bytes) -> list[bytes]:
-        """What every rank contributes to one collective, in order of position."""
+        """Return what every rank contributes to one collective, in order of position."""
         with self.changed:
             answers = self.rounds.setdefault(number, {})
             answers[position] = payload
@@ -98,13 +98,13 @@ class _Shared:
             return [answers[other] for other in range(self.size)]
 
     def end(self, position: int) -> None:
-        """Notes that a rank takes part in no more collectives."""
+        """Note that a rank takes part in no more collectives."""
         with self.changed:
             self.ended.add(position)
             self.changed.notify_all()
 
     def stream(self, exchange: int, source: int, target: int) -> queue.Queue[bytes | None]:
-        """The queue of one stream of one exchange."""
+        """Return the queue of one stream of one exchange."""
         with self.lock:
             return self.streams.setdefault((exchange, source, target), queue.Queue())
 

@@ -49,7 +49,7 @@ class Worker:
         threading.Thread(target=self._read, name="controller", daemon=True).start()
 
     def loop(self) -> None:
-        """Serves until it is told to exit."""
+        """Serve until it is told to exit."""
         while (message := self._jobs.get())["do"] != "exit":
             answer: dict[str, Any] = {"job": message["job"]}
             try:
@@ -68,7 +68,7 @@ class Worker:
         os._exit(0)
 
     def do_prepare(self, message: dict[str, Any]) -> None:
-        """Imports what takes long; the controller waits for all ranks before the rendezvous."""
+        """Import what takes long; the controller waits for all ranks before the rendezvous."""
         import paddle  # noqa: F401
 
         if message["device"]:
@@ -83,7 +83,7 @@ class Worker:
         self._has_mesh = True
 
     def do_init(self, message: dict[str, Any]) -> None:
-        """Joins the world group."""
+        """Join the world group."""
         import paddle
         from paddle.base import core
 
@@ -97,7 +97,7 @@ class Worker:
             paddle.distributed.barrier()
 
     def do_run(self, message: dict[str, Any]) -> Any:
-        """Runs one job in a fresh fleet."""
+        """Run one job in a fresh fleet."""
         import paddle
 
         from paddle_flexckpt.testing import cpu_world, device_world
@@ -137,7 +137,7 @@ class Worker:
 
 
 def _told(error: BaseException) -> str:
-    """The traceback without this module's frames; of an abort, also without those in which the mesh was waiting."""
+    """Return the traceback without this module's frames; of an abort, also without those of the waiting mesh."""
     told = traceback.TracebackException.from_exception(error)
     own = Path(__file__).parent
     while told.stack and told.stack[0].filename == __file__:
@@ -149,7 +149,7 @@ def _told(error: BaseException) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and arrays of numpy as JSON."""
+    """Encode numbers and arrays of numpy as JSON."""
     import numpy as np
 
     if isinstance(value, np.generic):

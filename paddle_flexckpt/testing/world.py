@@ -105,11 +105,11 @@ class World:
 
     @property
     def alive(self) -> bool:
-        """Whether the workers are running."""
+        """Return whether the workers are running."""
         return bool(self._workers)
 
     def run(self, job: str | Callable[..., Any], *, time_limit: float | None = None, **kwargs: Any) -> list[Any]:
-        """Calls a function on every rank.
+        """Call a function on every rank.
 
         Args:
             job: ``"module.path:function"`` or a function at the top level of a module that the workers can import; the
@@ -157,7 +157,7 @@ class World:
         return [answers[rank].get("result") for rank in range(self.size)]
 
     def close(self) -> None:
-        """Ends the workers and removes the temporary logs. The world cannot be used again."""
+        """End the workers and remove the temporary logs. The world cannot be used again."""
         if self._closed:
             return
         self._closed = True
@@ -174,7 +174,7 @@ class World:
     def _round(
         self, target: str, message: dict[str, Any], limit: float, already_sent: Sequence[int] = ()
     ) -> dict[int, dict[str, Any]]:
-        """Sends a message to all and collects one answer of each, or kills the world and raises."""
+        """Send a message to all and collect one answer of each, or kill the world and raise."""
         self._log_starts = {rank: size_of(self._log(rank)) for rank in self._workers}
         for worker in self._workers.values():
             if worker.rank not in already_sent:
@@ -224,7 +224,7 @@ class World:
         raise WorldError(why, failures, stacks, _results(answers), self._logs())
 
     def _dump(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Makes those of these workers that live write their stacks and die; returns what they wrote.
+        """Make those of these workers that live write their stacks and die; return what they wrote.
 
         A worker registers SIGUSR1 with faulthandler and lets it chain to the default action, so the end of the process
         says that the dump is complete: nothing has to be polled, and it works while the worker is stuck in C code.
@@ -242,7 +242,7 @@ class World:
         return self._logs_now / f"workerlog.{rank}"
 
     def _logs(self) -> dict[int, str]:
-        """What each rank has written since the job began."""
+        """Return what each rank has written since the job began."""
         return {rank: tail_of(self._log(rank), self._log_starts.get(rank, 0)) for rank in range(self.size)}
 
     # -- processes -----------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class World:
                 raise WorldError(f"the world of {self.size} did not start", errors, logs=self._logs())
 
     def _await_opening(self, first: _Worker) -> None:
-        """Waits until rank 0 says that it opens the store now. If it does not, the following round tells why."""
+        """Wait until rank 0 says that it opens the store now. If it does not, the following round tells why."""
         first.sock.settimeout(self.start_timeout)
         with contextlib.suppress(EOFError, OSError):
             frames.recv_frame(first.sock)
@@ -320,7 +320,7 @@ class World:
             self._workers[hello["rank"]] = _Worker(hello["rank"], hello["pid"], sock)
 
     def _await_ends(self, deadline: float, ranks: Sequence[int] | None = None) -> None:
-        """Waits until the connection of each of these workers (all of them when None) has closed, or the deadline."""
+        """Wait until the connection of each of these workers (all of them when None) has closed, or the deadline."""
         with _selector({rank: self._workers[rank] for rank in (self._workers if ranks is None else ranks)}) as selector:
             while selector.get_map() and (events := selector.select(max(0.0, deadline - time.monotonic()))):
                 for key, _ in events:
@@ -331,7 +331,7 @@ class World:
                         selector.unregister(key.fileobj)
 
     def _kill(self) -> None:
-        """Kills what is left. The launcher gives each worker a session of its own, so each is killed by itself."""
+        """Kill what is left. The launcher gives each worker a session of its own, so each is killed by itself."""
         for worker in self._workers.values():
             worker.kill(signal.SIGKILL)
         self._await_ends(time.monotonic() + _DUMP_TIME)
@@ -353,12 +353,12 @@ class _Worker:
         self.ended = False
 
     def try_send(self, message: dict[str, Any]) -> None:
-        """Sends, unless the worker is gone: then its closed connection is what the caller sees next."""
+        """Send, unless the worker is gone: then its closed connection is what the caller sees next."""
         with contextlib.suppress(OSError):
             frames.send_frame(self.sock, message)
 
     def kill(self, number: signal.Signals) -> None:
-        """Signals the process, unless its connection has closed: then its number may be somebody else's by now."""
+        """Signal the process, unless its connection has closed: then its number may be somebody else's by now."""
         if not self.ended:
             try:
                 os.kill(self.pid, number)
@@ -367,7 +367,7 @@ class _Worker:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """The ``"module:qualname"`` of a top-level function.
+    """Return the ``"module:qualname"`` of a top-level function.
 
     Raises:
         ValueError: a lambda, a nested function, or one of a script: no other process could import it.

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.algebra import ByteRuns, StridedCopy, array_axes, coalesce_runs, row_major_strides
+from paddle_flexckpt.algebra import StridedCopy, array_axes, row_major_strides
 from tests.property import examples
 
 
@@ -111,7 +111,6 @@ def test_a_copy_without_elements_touches_nothing():
     assert copy.size == 0
     assert copy.gather_from(np.zeros(1)).shape == (3, 0, 2)
     copy.scatter_into(np.zeros(1))[...] = 1
-    assert copy.source_runs(4).total == 0
     assert copy.simplified().size == 0
     assert list(copy.part(0, 0)) == []
 
@@ -123,7 +122,6 @@ def test_a_scalar_copy():
     assert target.tolist() == [0, 3]
     assert copy.simplified() == copy
     assert copy.is_contiguous() == (True, True)
-    assert copy.source_runs(8).start.tolist() == [24]
     assert list(copy.part(0, 1)) == [copy]
 
 
@@ -171,22 +169,15 @@ def test_part_outside_the_copy_is_refused():
 
 
 @examples(200)
-@given(copies(), st.sampled_from((1, 2, 4, 16)))
-def test_source_runs_are_the_bytes_of_the_elements_in_order(copy, itemsize):
-    runs = copy.source_runs(itemsize)
-    expected = [s * itemsize + b for s, _ in stream([copy]) for b in range(itemsize)]
-    got = [b for a, n in zip(runs.start.tolist(), runs.length.tolist()) for b in range(a, a + n)]
-    assert got == expected
-    assert runs.total == copy.size * itemsize
-    # As long as the strides allow: a copy whose source is one stretch has one run.
-    if [s for s, _ in stream([copy])] == list(range(copy.source_base, copy.source_base + copy.size)):
-        assert len(runs.start) == 1
-        assert copy.is_contiguous()[0]
-    else:
-        assert not copy.is_contiguous()[0]
-    # Rows that do not continue each other are one run each.
+@given(copies())
+def test_a_copy_is_contiguous_where_its_elements_follow_each_other(copy):
+    is_one = [s for s, _ in stream([copy])] == list(range(copy.source_base, copy.source_base + copy.size))
+    assert copy.is_contiguous()[0] == is_one
+    # The trailing axes of each outer index are one stretch.
     tail = math.prod(copy.extents[len(copy.extents) - copy.source_tail() :])
-    assert len(runs.start) == copy.size // tail
+    places = [s for s, _ in stream([copy])]
+    for first in range(0, len(places), tail or 1):
+        assert places[first : first + tail] == list(range(places[first], places[first] + tail))
 
 
 @pytest.mark.parametrize("axes", list(itertools.permutations(range(3))), ids=str)
@@ -209,43 +200,6 @@ def test_every_transpose_of_a_cut_of_an_array(axes):
         inner = flat.reshape(target.shape)[1:-1, 1:-1, 1:-1]
         assert (inner == expected).all()
         assert np.count_nonzero(flat) == np.count_nonzero(expected)
-
-
-def mask_of(runs, size):
-    mask = np.zeros(size, dtype=bool)
-    for start, length in zip(runs.start.tolist(), runs.length.tolist()):
-        mask[start : start + length] = True
-    return mask
-
-
-@examples(300)
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=10), st.integers(0, 6))
-def test_coalesced_runs_cover_the_same_bytes_and_the_small_gaps(pairs, max_gap):
-    runs = ByteRuns(
-        np.asarray([a for a, _ in pairs], dtype=np.int64), np.asarray([n for _, n in pairs], dtype=np.int64)
-    )
-    got = coalesce_runs(runs, max_gap)
-    expected = mask_of(runs, 50)
-    held = np.flatnonzero(expected)
-    for left, right in zip(held[:-1], held[1:]):
-        if right - left - 1 <= max_gap:
-            expected[left:right] = True
-    assert (mask_of(got, 50) == expected).all()
-    # Sorted, disjoint, not empty, and no two of them near enough to be one.
-    assert (got.length > 0).all()
-    assert (got.start[1:] > got.start[:-1] + got.length[:-1] + max_gap).all()
-    assert got.total == expected.sum()
-
-
-def test_coalescing_nothing_gives_nothing():
-    empty = np.zeros(0, dtype=np.int64)
-    assert coalesce_runs(ByteRuns(empty, empty)).total == 0
-    assert len(coalesce_runs(ByteRuns(np.asarray([3, 9]), np.asarray([0, 0]))).start) == 0
-
-
-def test_a_long_run_swallows_the_short_ones_inside_it():
-    runs = coalesce_runs(ByteRuns(np.asarray([2, 0, 50, 4]), np.asarray([3, 40, 2, 1])))
-    assert (runs.start.tolist(), runs.length.tolist()) == ([0, 50], [40, 2])
 
 
 @st.composite

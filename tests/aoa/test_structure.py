@@ -24,16 +24,16 @@ KEPT = 77
 
 def evaluate(structure: Structure, arrays: list[np.ndarray], is_operand: bool = False) -> np.ndarray:
     """The value, made piece by piece; what the target keeps is KEPT. Checks all that a structure promises."""
-    rank, width = len(structure.shape), structure.leaf_offset.shape[1]
+    rank, width = len(structure.shape), structure.fragments.leaf_offset.shape[1]
     assert [TensorInfo(a.shape, a.dtype.name) for a in arrays] == list(structure.inputs)
-    assert structure.offset.shape == structure.extent.shape == (len(structure), rank)
-    assert structure.value_axis.shape == structure.leaf_offset.shape == (len(structure), width)
-    shown = [len(structure.leaf_info(int(leaf)).shape) for leaf in structure.leaf]
+    assert structure.fragments.offset.shape == structure.fragments.extent.shape == (len(structure), rank)
+    assert structure.fragments.value_axis.shape == structure.fragments.leaf_offset.shape == (len(structure), width)
+    shown = [len(structure.leaf_info(int(leaf)).shape) for leaf in structure.fragments.leaf]
     assert width == max(shown, default=0)
     # An operand numbers the inputs of its holder, and need not use all of them.
     assert is_operand or structure.slots == set(range(len(arrays)))
-    assert set(-1 - structure.leaf[structure.leaf < 0]) == set(range(len(structure.nodes)))
-    assert len(structure) == 0 or set(structure.chain) == set(range(len(structure.chains)))
+    assert set(-1 - structure.fragments.leaf[structure.fragments.leaf < 0]) == set(range(len(structure.nodes)))
+    assert len(structure) == 0 or set(structure.fragments.chain) == set(range(len(structure.chains)))
     made = {}
     for number, node in enumerate(structure.nodes):
         if node.step is None:
@@ -48,23 +48,27 @@ def evaluate(structure: Structure, arrays: list[np.ndarray], is_operand: bool = 
     value = np.zeros(structure.shape, dtype_of(structure.dtype).numpy)
     count = np.zeros(structure.shape, int)
     for row in range(len(structure)):
-        leaf = made[int(structure.leaf[row])] if structure.leaf[row] < 0 else arrays[structure.leaf[row]]
+        leaf = (
+            made[int(structure.fragments.leaf[row])]
+            if structure.fragments.leaf[row] < 0
+            else arrays[structure.fragments.leaf[row]]
+        )
         pad = width - leaf.ndim
-        assert (structure.value_axis[row, :pad] == -1).all()
-        axes = structure.value_axis[row, pad:].tolist()
-        start, extent = structure.offset[row].tolist(), structure.extent[row].tolist()
+        assert (structure.fragments.value_axis[row, :pad] == -1).all()
+        axes = structure.fragments.value_axis[row, pad:].tolist()
+        start, extent = structure.fragments.offset[row].tolist(), structure.fragments.extent[row].tolist()
         assert min(extent, default=1) > 0
         along = [axis for axis in axes if axis >= 0]
         assert len(set(along)) == len(along)
         assert all(extent[axis] == 1 for axis in range(rank) if axis not in along)
-        first = structure.leaf_offset[row, pad:].tolist()
+        first = structure.fragments.leaf_offset[row, pad:].tolist()
         assert all(0 <= f and f + (1 if a < 0 else extent[a]) <= size for f, a, size in zip(first, axes, leaf.shape))
         part = leaf[tuple(slice(f, f + (1 if a < 0 else extent[a])) for f, a in zip(first, axes))]
         part = part.transpose([axes.index(a) for a in sorted(along)] + [i for i, a in enumerate(axes) if a < 0])
         part = part.reshape(extent)
-        for dtype in structure.chains[structure.chain[row]]:
+        for dtype in structure.chains[structure.fragments.chain[row]]:
             part = converted(part, dtype)
-        assert part.dtype == value.dtype or (structure.leaf[row] < 0 and part.dtype.name == structure.dtype)
+        assert part.dtype == value.dtype or (structure.fragments.leaf[row] < 0 and part.dtype.name == structure.dtype)
         where = tuple(slice(a, a + e) for a, e in zip(start, extent))
         value[where] = part
         count[where] += 1
@@ -290,7 +294,7 @@ def test_inputs_that_are_not_needed_are_gone():
     assert joined.slots == tuple(range(256))
     part = ops.cut(joined.structure, 0, 401, 403)
     assert (part.slots, len(part.structure.inputs), len(part.structure)) == ((100,), 1, 1)
-    assert part.structure.leaf_offset.tolist() == [[1, 0]]
+    assert part.structure.fragments.leaf_offset.tolist() == [[1, 0]]
     assert ops.cut(joined.structure, 0, 3, 9).slots == (0, 1, 2)
     assert ops.cut(joined.structure, 0, 5, 5).slots == ()
 
@@ -304,7 +308,7 @@ def test_nodes_that_are_not_needed_are_gone_with_their_inputs():
     assert (joined.slots, len(joined.structure.nodes)) == ((0, 1, 2, 3), 2)
     part = ops.cut(joined.structure, 0, 6, 12)
     assert (part.slots, len(part.structure.nodes)) == ((2, 3), 1)
-    assert part.structure.nodes[0].operands[0].leaf.tolist() == [1]
+    assert part.structure.nodes[0].operands[0].fragments.leaf.tolist() == [1]
     arrays = [np.arange(4, dtype=np.float32) + 10 * i for i in range(2)]
     assert same(evaluate(part.structure, arrays), np.concatenate([arrays[0][2:], arrays[1] * 2]))
 

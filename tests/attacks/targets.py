@@ -30,7 +30,7 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_checkpoint import read_paddle_metadata
-from paddle_flexckpt.foreign.safe_pickle import load_pickle
+from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.repair import rebuild_manifest

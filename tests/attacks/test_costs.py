@@ -12,12 +12,11 @@ from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError, validate
 from paddle_flexckpt.engine.verification import verify_checkpoint
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import load_merged_state_dict
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
-from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest, _digest
 from tests.native.samples import store, whole
@@ -139,7 +138,7 @@ CRAFTED = {
 def test_crafted_manifests_give_short_errors(tmp_path, name):
     crafted(tmp_path, **CRAFTED[name])
     with pytest.raises(CorruptCheckpointError) as caught:
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()
     assert len(str(caught.value)) < 1000
     (info,) = list_checkpoints(tmp_path)
     assert not info.complete
@@ -150,7 +149,7 @@ def test_crafted_manifests_give_short_errors(tmp_path, name):
 
 def test_the_same_manifest_without_a_change_is_read(tmp_path):
     crafted(tmp_path)
-    assert isinstance(CheckpointDirectory(tmp_path).read_manifest(), Manifest)
+    assert isinstance(SourceDirectory(tmp_path).read_manifest(), Manifest)
 
 
 def test_notes_of_saves_with_deep_nesting_are_no_notes(tmp_path):
@@ -168,7 +167,7 @@ def test_a_header_with_very_many_tensors(tmp_path):
     header += b" " * (-len(header) % 8)
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     begin = time.process_time()
-    manifest = CheckpointDirectory(tmp_path).read_manifest()
+    manifest = SourceDirectory(tmp_path).read_manifest()
     assert time.process_time() - begin < SECONDS
     assert len(manifest.catalog) == count
     assert os.path.getsize(tmp_path / "model.safetensors") > 5_000_000
@@ -180,7 +179,7 @@ def test_numbers_that_are_none_of_a_header(tmp_path, shape):
     text += " " * (-len(text) % 8)
     (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text.encode() + b"\0")
     if shape == " 1":
-        assert len(CheckpointDirectory(tmp_path).read_manifest().catalog) == 1
+        assert len(SourceDirectory(tmp_path).read_manifest().catalog) == 1
         return
     with pytest.raises((CorruptCheckpointError, ValidationError)):
-        CheckpointDirectory(tmp_path).read_manifest()
+        SourceDirectory(tmp_path).read_manifest()

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.foreign.pickle_machine import OPERATIONS
+from paddle_flexckpt.foreign.pickle_reader import OPERATIONS
 from paddle_flexckpt.native.manifest import Manifest
 from tests.attacks.opcodes import array, named, program, short
 from tests.attacks.targets import TARGETS, outcome

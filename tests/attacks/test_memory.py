@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError
-from paddle_flexckpt.foreign.safe_pickle import load_pickle
+from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.header import DataFileHeader
 from paddle_flexckpt.native.manifest import Manifest

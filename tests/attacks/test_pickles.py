@@ -16,7 +16,7 @@ import pytest
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.foreign.safe_pickle import load_pickle
+from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from tests.attacks.opcodes import DTYPE, array, call, long4, long8, named, named_by_line, program, short
 
 NEW = "paddle.distributed.flex_checkpoint.dcp.metadata"
@@ -90,8 +90,13 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("module, name, arguments", CALLS, ids=[f"{m}.{n}" for m, n, _ in CALLS])
-def test_names_outside_the_table_are_refused(canary, module, name, arguments):
+def test_names_outside_the_table_are_refused(canary):
+    for module, name, arguments in CALLS:
+        check_refused(module, name, arguments)
+        assert not canary.exists(), (module, name)
+
+
+def check_refused(module, name, arguments):
     programs = [program(call(named(module, name), *arguments)), program(named(module, name))]
     if "\n" not in module:
         programs.append(program(call(named_by_line(module, name), *arguments), protocol=2))
@@ -123,79 +128,82 @@ def reduced(function, *arguments):
     return Evil()
 
 
+NOT_PLAIN = [
+    reduced(os.system, COMMAND),
+    reduced(eval, CODE),
+    reduced(exec, CODE),
+    {"w": np.zeros(3), "x": [reduced(os.system, COMMAND)]},
+    reduced(__import__, "antigravity"),
+    types.SimpleNamespace(a=1),
+    slice(1, 2),
+    {1, 2},
+    frozenset([1]),
+    Ellipsis,
+    object(),
+    range(3),
+    np.array([reduced(os.system, COMMAND)], dtype=object),
+    np.array(["text"]),
+    np.array([b"bytes"]),
+    np.zeros(2, dtype=[("a", "f4")]),
+    np.zeros(2, dtype=">f4"),
+    np.datetime64("2020-01-01"),
+    np.dtype("f4"),
+    np.ndarray,
+    np.ma.zeros(3),
+    np.random.default_rng(0),
+]
+
+
 @pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize(
-    "value",
-    [
-        reduced(os.system, COMMAND),
-        reduced(eval, CODE),
-        reduced(exec, CODE),
-        {"w": np.zeros(3), "x": [reduced(os.system, COMMAND)]},
-        reduced(__import__, "antigravity"),
-        types.SimpleNamespace(a=1),
-        slice(1, 2),
-        {1, 2},
-        frozenset([1]),
-        Ellipsis,
-        object(),
-        range(3),
-        np.array([reduced(os.system, COMMAND)], dtype=object),
-        np.array(["text"]),
-        np.array([b"bytes"]),
-        np.zeros(2, dtype=[("a", "f4")]),
-        np.zeros(2, dtype=">f4"),
-        np.datetime64("2020-01-01"),
-        np.dtype("f4"),
-        np.ndarray,
-        np.ma.zeros(3),
-        np.random.default_rng(0),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_objects_that_are_not_plain_data_are_refused(canary, protocol, value):
-    try:
-        data = pickle.dumps(value, protocol)
-    except (pickle.PicklingError, TypeError):
-        pytest.skip("this protocol cannot write it")
-    with pytest.raises(CorruptCheckpointError if protocol < 2 else UnsafePickleError, match="Remedy: "):
-        load_pickle(data)
+def test_objects_that_are_not_plain_data_are_refused(canary, protocol):
+    written = 0
+    for value in NOT_PLAIN:
+        try:
+            data = pickle.dumps(value, protocol)
+        except (pickle.PicklingError, TypeError):
+            continue  # this protocol cannot write it
+        written += 1
+        with pytest.raises(CorruptCheckpointError if protocol < 2 else UnsafePickleError, match="Remedy: "):
+            load_pickle(data)
+        assert not canary.exists(), value
+    assert written >= len(NOT_PLAIN) - 3
 
 
-@pytest.mark.parametrize(
-    "body, what",
-    [
-        (b"Pid\n", "PERSID"),
-        (b"K\x01Q", "BINPERSID"),
-        (b"\x82\x01", "EXT1"),
-        (b"\x83\x01\x00", "EXT2"),
-        (b"\x84\x01\x00\x00\x00", "EXT4"),
-        (b"(ios\nsystem\n", "INST"),
-        (b"(o", "OBJ"),
-        (b")}\x92", "NEWOBJ_EX"),
-        (b"S'text'\n", "STRING"),
-        (b"I1\n", "INT"),
-        (b"L1L\n", "LONG"),
-        (b"F1.0\n", "FLOAT"),
-        (b"Vtext\n", "UNICODE"),
-        (b"g0\n", "GET"),
-        (b"p0\n", "PUT"),
-        (b"(l", "LIST"),
-        (b"(d", "DICT"),
-        (b"U\x01a", "SHORT_BINSTRING"),
-        (b"T\x01\0\0\0a", "BINSTRING"),
-        (b"\x97", "NEXT_BUFFER"),
-        (b"\x98", "READONLY_BUFFER"),
-        (b"\x8f", "EMPTY_SET"),
-        (b"\x91", "FROZENSET"),
-        (b"K\x010", "POP"),
-        (b"(1", "POP_MARK"),
-        (b"K\x012", "DUP"),
-        (b"\x8b\x01\0\0\0\x01", "LONG4"),
-    ],
-)
-def test_operations_that_plain_data_does_not_need_are_refused(canary, body, what):
-    with pytest.raises(UnsafePickleError, match=rf"operation {what} \(0x"):
-        load_pickle(program(body))
+OPERATIONS = [
+    (b"Pid\n", "PERSID"),
+    (b"K\x01Q", "BINPERSID"),
+    (b"\x82\x01", "EXT1"),
+    (b"\x83\x01\x00", "EXT2"),
+    (b"\x84\x01\x00\x00\x00", "EXT4"),
+    (b"(ios\nsystem\n", "INST"),
+    (b"(o", "OBJ"),
+    (b")}\x92", "NEWOBJ_EX"),
+    (b"S'text'\n", "STRING"),
+    (b"I1\n", "INT"),
+    (b"L1L\n", "LONG"),
+    (b"F1.0\n", "FLOAT"),
+    (b"Vtext\n", "UNICODE"),
+    (b"g0\n", "GET"),
+    (b"p0\n", "PUT"),
+    (b"(l", "LIST"),
+    (b"(d", "DICT"),
+    (b"U\x01a", "SHORT_BINSTRING"),
+    (b"T\x01\0\0\0a", "BINSTRING"),
+    (b"\x97", "NEXT_BUFFER"),
+    (b"\x98", "READONLY_BUFFER"),
+    (b"\x8f", "EMPTY_SET"),
+    (b"\x91", "FROZENSET"),
+    (b"K\x010", "POP"),
+    (b"(1", "POP_MARK"),
+    (b"K\x012", "DUP"),
+    (b"\x8b\x01\0\0\0\x01", "LONG4"),
+]
+
+
+def test_operations_that_plain_data_does_not_need_are_refused(canary):
+    for body, what in OPERATIONS:
+        with pytest.raises(UnsafePickleError, match=rf"operation {what} \(0x"):
+            load_pickle(program(body))
 
 
 def test_a_persistent_id_of_a_real_pickler(canary):
@@ -301,18 +309,22 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
-def test_bombs_are_refused_in_little_memory_and_time(canary, name):
+def test_bombs_are_refused_in_little_memory_and_time(canary):
+    for name in BOMBS:
+        check_bomb(name)
+
+
+def check_bomb(name):
     body, what = BOMBS[name]
     data = program(body)
     text, memory, seconds = measured(data)
-    assert any(part in text for part in what.split("|")), text
+    assert any(part in text for part in what.split("|")), (name, text)
     assert "Remedy: " in text
     assert len(text) < 1000
     # A million empty lists are refused when a quarter of the file's size of them is there.
     small = 40 * len(data) if name == "lists" else 24 * len(data)
-    assert memory < (1 << 20) + small
-    assert seconds < 10
+    assert memory < (1 << 20) + small, name
+    assert seconds < 10, name
 
 
 def test_a_checkpoint_with_code_in_it_is_not_executed(canary, tmp_path):

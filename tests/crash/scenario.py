@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.foreign.safe_pickle import load_pickle
+from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.live.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict

@@ -51,7 +51,7 @@ def _no_data(monkeypatch):
 
 
 def _no_directory(monkeypatch):
-    monkeypatch.setattr(local, "sync_directory", lambda path: None)
+    monkeypatch.setattr(local, "sync_path", lambda path: None)
 
 
 def _no_directory_above(monkeypatch):

@@ -12,7 +12,7 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
-from paddle_flexckpt.foreign.trainer_files import read_plain_file
+from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
 from paddle_flexckpt.native.reader import FileReader
 
 MODEL = {

@@ -7,7 +7,7 @@ import pytest
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.foreign.formats import detect_format
-from paddle_flexckpt.foreign.trainer_files import read_plain_file
+from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import load_merged_state_dict
 from paddle_flexckpt.run_state.scheduler_state import restore_plain_scheduler

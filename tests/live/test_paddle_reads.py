@@ -11,7 +11,7 @@ import pytest
 from paddle_flexckpt.catalog import Catalog, LocalTensorIndex, UnsafePickleError
 from paddle_flexckpt.engine.verification import repair_manifest
 from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.foreign.safe_pickle import load_pickle
+from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager import CheckpointManager, KeepLatest
 from paddle_flexckpt.native.directory import CheckpointDirectory

@@ -227,3 +227,29 @@ def test_one_ranks_planning_grows_with_the_world_and_not_with_its_square(monkeyp
         counts.append(sum(looked_at))
     assert counts[0] > 0
     assert counts[1] <= 2.5 * counts[0]
+
+
+def test_what_several_targets_want_of_several_tensors_and_peers_is_sent_once_each():
+    tensors = {"once": ("uint8", 3, 0), "a": ("uint8", 4, 0), "b": ("float32", 5, 0), "c": ("float64", 6, 1)}
+
+    def shard(key, rank):
+        dtype, length, _ = tensors[key]
+        return Shard(key, dtype, (length,), (0,), (length,), None, rank)
+
+    source = [shard(key, rank) for key, (_, _, rank) in tensors.items()]
+    target = [shard(key, 2) for key in ("once", "a", "b", "c", "c", "b", "a")]
+    matcher, wanted = ShardMatcher(catalog_of(source)), catalog_of(target)
+    first, second, taker = (plan_exchange(matcher, wanted, rank) for rank in range(3))
+    assert same(first.outgoing[2], taker.incoming[0])
+    assert same(second.outgoing[2], taker.incoming[1])
+    assert sorted(taker.incoming[0].size.tolist()) == [3, 4, 5]
+    assert taker.incoming[1].size.tolist() == [6]
+    assert sorted(taker.repeated.size.tolist()) == [4, 5, 6]
+    assert taker.repeated_bytes == 4 * 1 + 5 * 4 + 6 * 8
+    values = whole_values({s.key: (s.dtype, s.global_shape) for s in source})
+    memory, written = blank(target, values), counters(target)
+    for pieces in taker.incoming.values():
+        carry_out(pieces, storages(source, values), memory, written)
+    carry_out(taker.repeated, memory, memory, written)
+    assert [m.tobytes() for m in memory] == [m.tobytes() for m in storages(target, values)]
+    assert all((count == 1).all() for count in written)

@@ -114,7 +114,7 @@ def test_pairs_are_looked_at_in_portions_with_the_same_result(case, portion):
 
 
 def assert_same(got, expected):
-    for name in Pieces.__dataclass_fields__:
+    for name in Pieces.COLUMNS:
         assert (getattr(got, name) == getattr(expected, name)).all(), name
         assert getattr(got, name).shape == getattr(expected, name).shape
 

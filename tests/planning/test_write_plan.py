@@ -74,6 +74,9 @@ def check_files(shards, plan):
             assert position % catalog.itemsize[row] == 0
             position += int(catalog.byte_length[row])
         assert position == plan.rank_bytes[index]
+    for column in (catalog.byte_offset, catalog.offset, catalog.shape, catalog.flat_start, catalog.flat_stop):
+        assert column.dtype == np.int64
+    assert (plan.source.dtype, plan.source_start.dtype, plan.rank_bytes.dtype) == (np.int64,) * 3
     assert plan.total_bytes == catalog.byte_length.sum()
     mean = plan.rank_bytes.sum() / max(len(ranks), 1)
     assert plan.imbalance == pytest.approx(plan.rank_bytes.max() / mean if mean else 1.0)
@@ -254,6 +257,32 @@ def test_a_cut_inside_a_small_shard_moves_to_its_nearer_end():
     assert plan.rank_bytes.tolist() == [13, 20]
 
 
+def test_a_cut_between_two_shards_or_two_elements_stays_where_it_is():
+    def on_both(key, size, flat):
+        return [Shard(key, "uint8", (size,), (0,), (size,), (0, size) if flat else None, rank) for rank in range(2)]
+
+    for flat in (False, True):
+        between = sorted(on_both("a", 4, flat) + on_both("b", 4, flat), key=lambda s: s.rank)
+        plan = plan_of(between, min_split_bytes=1)
+        assert [(item.key, item.size, item.rank) for item in items_of(plan)] == [("a", 4, 0), ("b", 4, 1)]
+        assert plan_of(on_both("a", 6, flat), min_split_bytes=1).rank_bytes.tolist() == [3, 3]
+
+
+def test_the_smallest_shard_that_is_split_has_as_many_bytes_as_the_option_says():
+    shards = [Shard("w", "float32", (4,), (0,), (4,), None, rank) for rank in range(2)]
+    assert plan_of(shards, min_split_bytes=16).rank_bytes.tolist() == [8, 8]
+    assert sorted(plan_of(shards, min_split_bytes=17).rank_bytes.tolist()) == [0, 16]
+
+
+def test_a_shard_without_elements_belongs_to_the_first_holder_wherever_it_stands():
+    """It stands in the middle rank's stretch of the line."""
+    tensors = {"a": (60,), "between": (0, 3), "c": (60,)}
+    shards = [Shard(k, "uint8", s, (0,) * len(s), s, None, rank) for rank in range(3) for k, s in tensors.items()]
+    plan = plan_of(shards, min_split_bytes=1)
+    assert plan.rank_bytes.tolist() == [40, 40, 40]
+    assert [item.rank for item in items_of(plan) if item.key == "between"] == [0]
+
+
 def test_unit_axes_before_the_first_long_one_do_not_prevent_a_split():
     shards = [Shard("w", "uint8", (1, 1, 8, 3), (0,) * 4, (1, 1, 8, 3), None, r) for r in range(4)]
     plan = plan_of(shards, min_split_bytes=1)
@@ -268,6 +297,30 @@ def test_what_only_one_rank_holds_is_counted_before_what_can_be_shifted():
     plan = plan_of(sorted(own + shared, key=lambda s: s.rank), min_split_bytes=1)
     assert plan.rank_bytes.tolist() == [800, 800]
     assert plan.imbalance == 1.0
+
+
+def test_what_some_ranks_got_is_counted_in_bytes_when_more_ranks_share():
+    """One rank alone holds 600 bytes, two 1200, three 1800: each can write 1200."""
+    shards = [
+        Shard(key, "float32", (length,), (0,), (length,), None, rank)
+        for rank in range(3)
+        for key, length, holders in (("own", 150, 1), ("pair", 300, 2), ("trio", 450, 3))
+        if rank < holders
+    ]
+    assert plan_of(shards, min_split_bytes=1).rank_bytes.tolist() == [1200, 1200, 1200]
+
+
+@pytest.mark.parametrize("whole", ["abcd", "a", "bd", ""])
+@pytest.mark.parametrize("marked_by", [0, 2])
+def test_a_shard_that_one_replica_says_is_indivisible_is_written_by_one_rank(whole, marked_by):
+    shards = [Shard(key, "uint8", (9,), (0,), (9,), None, rank) for rank in range(3) for key in "abcd"]
+    marked = np.asarray([s.key in whole and s.rank == marked_by for s in shards])
+    plan = plan_of(shards, min_split_bytes=1, indivisible=marked)
+    check_everything(shards, plan)
+    parts = {key: [item.size for item in items_of(plan) if item.key == key] for key in "abcd"}
+    assert all(parts[key] == [9] for key in whole)
+    # 36 bytes for three ranks: cuts at 12 and 24, within the second and the third.
+    assert (len(parts["b"]), len(parts["c"])) == (1 if "b" in whole else 2, 1 if "c" in whole else 2)
 
 
 def test_ranks_need_not_be_consecutive():
@@ -374,3 +427,14 @@ def test_water_is_poured_on_the_lowest(load, amount):
     level = np.asarray(load) + share
     # Whoever got water stands within one of the lowest: nobody lower was left dry.
     assert (level[share > 0] <= level.min() + 1).all()
+
+
+def test_of_ranks_with_the_same_load_the_first_get_what_is_left_over():
+    load = np.arange(64, dtype=np.int64) % 2
+    assert np.flatnonzero(_water_fill(load, 5)).tolist() == [0, 2, 4, 6, 8]
+    assert np.flatnonzero(_water_fill(load, 32 + 3) == 2).tolist() == [0, 2, 4]
+
+
+def test_no_byte_is_lost_where_there_are_very_many():
+    amount = (1 << 61) + 1
+    assert _water_fill(np.zeros(3, dtype=np.int64), amount).sum() == amount

@@ -1,18 +1,19 @@
 """Property tests: hypothesis profiles here, random layouts and numpy oracles in :mod:`tests.property.layouts`.
 
 The profile is chosen by ``HYPOTHESIS_PROFILE``: ``ci`` (default) is the same on every run and takes seconds; ``full``
-looks at 20 times as many examples, at random; ``brief`` looks at a fifth, where the same code runs on other versions.
+looks at 20 times as many examples, at random; ``brief`` looks at a fifth, where the same code runs on other versions;
+``mutation`` looks at these without making a failing one smaller, since there only the failure counts.
 """
 
 from __future__ import annotations
 
 import os
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 FULL_FACTOR = 20
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
-_FACTOR = {"full": FULL_FACTOR, "brief": 0.2}.get(PROFILE, 1)
+_FACTOR = {"full": FULL_FACTOR, "brief": 0.2, "mutation": 0.2}.get(PROFILE, 1)
 _SLOW_TO_DRAW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 settings.register_profile(
@@ -21,6 +22,7 @@ settings.register_profile(
 settings.register_profile(
     "brief", derandomize=True, database=None, deadline=None, max_examples=20, suppress_health_check=_SLOW_TO_DRAW
 )
+settings.register_profile("mutation", settings.get_profile("brief"), phases=[Phase.explicit, Phase.generate])
 settings.register_profile(
     "full", deadline=None, max_examples=100 * FULL_FACTOR, print_blob=True, suppress_health_check=_SLOW_TO_DRAW
 )

@@ -16,9 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.catalog import ValidationError, dtype_of
+from paddle_flexckpt.catalog import Catalog, ValidationError, dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.catalog.table import COLUMNS
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
@@ -343,7 +342,7 @@ def test_saving_what_was_loaded_writes_the_same_bytes(seed, world):
         SimulatedWorld(world).run(lambda comm: save_state_dict(weights(targets[comm.position]), path / "b", comm))
         assert data_files(path / "a") == data_files(path / "b")
         first, second = (CheckpointDirectory(path / name).read_manifest() for name in "ab")
-    for column in COLUMNS:
+    for column in Catalog.COLUMNS:
         assert (getattr(first.catalog, column) == getattr(second.catalog, column)).all()
     assert first.catalog.keys == second.catalog.keys
     assert (first.checksums.values == second.checksums.values).all()

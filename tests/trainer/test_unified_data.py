@@ -11,7 +11,7 @@ import pytest
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
-from paddle_flexckpt.foreign.trainer_files import read_plain_file
+from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
 from paddle_flexckpt.native.reader import FileReader
 from tests.trainer.make_unified import CASES
 

@@ -23,7 +23,7 @@ def to_array(tensor: Any) -> np.ndarray:
 
 
 def copy_into(target: Any, source: Any) -> None:
-    """Copies ``source`` into ``target`` in place: writes go through views and into fused buffers.
+    """Copy ``source`` into ``target`` in place: writes go through views and into fused buffers.
 
     ``set_value`` and ``assign`` would give the target a new storage and so cut it off from the buffer that it is a part
     of.
@@ -35,7 +35,7 @@ def copy_into(target: Any, source: Any) -> None:
 
 
 def put_array(target: Any, array: np.ndarray) -> None:
-    """Copies an array of a tensor of the same dtype (see :func:`to_array`) into ``target``, in place."""
+    """Copy an array of a tensor of the same dtype (see :func:`to_array`) into ``target``, in place."""
     with paddle.no_grad():
         source = paddle.to_tensor(np.ascontiguousarray(array), place=paddle.CPUPlace())
         if source.dtype != target.dtype:
@@ -45,7 +45,7 @@ def put_array(target: Any, array: np.ndarray) -> None:
 
 
 def reduce_arrays(arrays: Sequence[np.ndarray], dtype: Any, op: Any) -> Any:
-    """Reduces one array per rank, in the order given.
+    """Reduce one array per rank, in the order given.
 
     Half precision is accumulated in float32 and rounded once (gloo's own float16 sum is inf: U2).
 

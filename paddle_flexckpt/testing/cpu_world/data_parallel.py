@@ -14,7 +14,8 @@ import numpy as np
 import paddle
 from paddle.base import core
 
-from .patches import PatchSet
+from paddle_flexckpt.undo import Undo
+
 from .process_group import MeshProcessGroup
 
 
@@ -44,7 +45,7 @@ class Reducer:
             parameter._register_backward_hook(self._on_gradient)
 
     def prepare_for_backward(self, outputs: Sequence[Any]) -> None:
-        """Arms the reducer for the next backward pass."""
+        """Arm the reducer for the next backward pass."""
         self._armed = True
 
     def _on_gradient(self, *_: Any) -> None:
@@ -65,8 +66,8 @@ class Reducer:
                 self._group.all_reduce(parameter.grad, core.ReduceOp.AVG)
 
 
-def patch_data_parallel(patches: PatchSet) -> None:
-    """Gives ``DataParallel`` over a mesh group this reducer; other groups keep the native one."""
+def patch_data_parallel(patches: Undo) -> None:
+    """Give ``DataParallel`` over a mesh group this reducer; other groups keep the native one."""
     native = core.EagerReducer
 
     def reducer(parameters: Any, indices: Any, is_sparse: Any, process_group: Any, *rest: Any) -> Any:

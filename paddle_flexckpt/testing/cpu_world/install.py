@@ -13,13 +13,14 @@ import paddle
 from paddle.base import core
 from paddle.distributed import collective, fleet, parallel
 
+from paddle_flexckpt.undo import Undo
+
 from .data_parallel import patch_data_parallel
 from .group_sharded import patch_devices, patch_group_sharded
 from .kernels import patch_kernels
 from .mesh import Mesh
 from .moe import patch_moe
 from .optimizers import patch_adamw, patch_sharding_v2
-from .patches import PatchSet
 from .process_group import MeshProcessGroup
 from .semi_auto import patch_semi_auto, reset_semi_auto
 from .static_graphs import patch_static_graphs
@@ -27,14 +28,14 @@ from .static_graphs import patch_static_graphs
 # More than a job makes on a device; group ids are C integers.
 _GROUPS_OF_A_JOB = 4096
 
-_patches: PatchSet | None = None
+_patches: Undo | None = None
 _mesh: Mesh | None = None
 
 
 def install(
     *, timeout: float | None = 120.0, mend_split: bool = True, mend_sharding_v2: bool = True, close_at_exit: bool = True
 ) -> None:
-    """Lends this process what Paddle's CPU build lacks for hybrid-parallel training.
+    """Lend this process what Paddle's CPU build lacks for hybrid-parallel training.
 
     Call it on every rank after ``import paddle`` and before ``fleet.init`` or ``init_parallel_env``. A second call does
     nothing. It must not be used together with a GPU.
@@ -59,7 +60,7 @@ def install(
         if close_at_exit:
             atexit.register(_close_at_exit)
     _mesh.timeout = timeout
-    _patches = PatchSet()
+    _patches = Undo()
     _patch_new_group(_patches, _mesh)
     patch_kernels(_patches, mend_split)
     patch_moe(_patches)
@@ -74,15 +75,15 @@ def install(
 
 
 def uninstall() -> None:
-    """Takes every patch back. Groups that were made meanwhile stay on the mesh, which lasts as long as the process."""
+    """Take every patch back. Groups that were made meanwhile stay on the mesh, which lasts as long as the process."""
     global _patches
     if _patches is not None:
-        _patches.undo()
+        _patches.put_back()
         _patches = None
 
 
 def mesh() -> Mesh:
-    """The mesh of this process.
+    """Return the mesh of this process.
 
     Raises:
         RuntimeError: ``install()`` was not called.
@@ -93,7 +94,7 @@ def mesh() -> Mesh:
 
 
 def reset_fleet(job: int | None = None) -> None:
-    """Lets fleet be initialised again with other degrees in the same processes; upstream ignores a second init (U17).
+    """Let fleet be initialised again with other degrees in the same processes; upstream ignores a second init (U17).
 
     Forgets all groups but the world, fleet's topology and its random states, and drops unread messages. Every rank must
     call it equally often. Objects made for the old degrees must not be used any more. It also serves processes in which
@@ -141,7 +142,7 @@ def init_fleet(
     strategy: Any = None,
     hybrid: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Initialises fleet with fresh degrees, whatever it was initialised with before. Collective.
+    """Initialise fleet with fresh degrees, whatever it was initialised with before. Collective.
 
     Args:
         dp: degree of data parallelism. The product of the five degrees must be the size of the world.
@@ -182,16 +183,16 @@ def tensor_cuda_stays() -> Iterator[None]:
     Paddle's own ``load_state_dict`` calls it without asking whenever a shard moves between ranks (U6); to compare with
     it on a CPU, its call has to be made harmless.
     """
-    patches = PatchSet()
+    patches = Undo()
     patches.set(paddle.Tensor, "cuda", lambda self, *_, **__: self)
     try:
         yield
     finally:
-        patches.undo()
+        patches.put_back()
 
 
-def _patch_new_group(patches: PatchSet, own: Mesh) -> None:
-    """Makes every gloo group a mesh group."""
+def _patch_new_group(patches: Undo, own: Mesh) -> None:
+    """Make every gloo group a mesh group."""
     native = collective._new_process_group_impl
 
     def new_process_group(

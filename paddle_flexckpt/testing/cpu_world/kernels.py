@@ -16,17 +16,18 @@ from paddle.distributed import collective
 from paddle.distributed.communication.reduce import _get_reduce_op
 from paddle.distributed.fleet.layers.mpu import mp_ops
 
-from .patches import PatchSet
+from paddle_flexckpt.undo import Undo
+
 from .process_group import empty_like
 
 
 def group_of(ring_id: int) -> Any:
-    """The communication group of a ring id."""
+    """Return the communication group of a ring id."""
     return collective._get_group_map()[ring_id]
 
 
 def gather_last_axis(x: Any, group: Any) -> Any:
-    """Concatenates every member's ``x`` along the last axis."""
+    """Concatenate every member's ``x`` along the last axis."""
     parts = empty_like(x, group.nranks)
     group.process_group.all_gather(parts, x.contiguous(), True).wait()
     return paddle.concat(parts, axis=-1)
@@ -131,8 +132,8 @@ def mp_allreduce_sum(x: Any, ring_id: int = 0, *_: Any) -> Any:
     return _AllReduceSum.apply(x, ring_id)
 
 
-def patch_kernels(patches: PatchSet, mend_split: bool) -> None:
-    """Puts the stand-ins where Paddle looks for its kernels.
+def patch_kernels(patches: Undo, mend_split: bool) -> None:
+    """Put the stand-ins where Paddle looks for its kernels.
 
     Args:
         patches: records the changes.

@@ -75,7 +75,7 @@ class Mesh:
         self._closing = False
 
     def start(self, store: Any, rank: int, size: int) -> None:
-        """Joins the mesh; returns at once when it has been joined already.
+        """Join the mesh; return at once when it has been joined already.
 
         Args:
             store: Paddle's TCPStore, shared by all ranks.
@@ -98,7 +98,7 @@ class Mesh:
         self._spawn(self._accept, "accept")
 
     def send(self, peer: int, channel: str, array: Payload) -> None:
-        """Sends ``array`` to ``peer``, whether it waits for it or not. The array must not change afterwards.
+        """Send ``array`` to ``peer``, whether it waits for it or not. The array must not change afterwards.
 
         The message has left this process when the call returns: what comes next may be a collective of Paddle's own C++
         code, which waits for the peers without giving the interpreter to the thread that sends.
@@ -122,7 +122,7 @@ class Mesh:
             self._news.wait_for(lambda: not self._unsent[peer] or peer in self._lost or self._failure, self.timeout)
 
     def recv(self, peer: int, channel: str) -> Payload:
-        """Waits for the next message of ``peer`` on ``channel``.
+        """Wait for the next message of ``peer`` on ``channel``.
 
         Raises:
             MeshError: see :class:`MeshError`.
@@ -130,19 +130,19 @@ class Mesh:
         return self.take(peer, channel, self.post(peer, channel))
 
     def post(self, peer: int, channel: str) -> int:
-        """Reserves the next message of ``peer`` on ``channel``; hand the returned ticket to :meth:`take`."""
+        """Reserve the next message of ``peer`` on ``channel``; hand the returned sequence number to :meth:`take`."""
         with self._news:
             key = (self._epoch, peer, channel)
-            ticket = self._posted[key]
-            self._posted[key] = ticket + 1
-            return ticket
+            sequence = self._posted[key]
+            self._posted[key] = sequence + 1
+            return sequence
 
-    def take(self, peer: int, channel: str, ticket: int) -> Payload:
-        """Waits for the message that ``ticket`` reserved. Tickets may be taken in any order."""
-        return self._take([(peer, ticket)], channel)[0]
+    def take(self, peer: int, channel: str, sequence: int) -> Payload:
+        """Wait for the message that ``sequence`` reserved. Sequence numbers may be taken in any order."""
+        return self._take([(peer, sequence)], channel)[0]
 
     def recv_all(self, peers: Sequence[int], channel: str) -> list[Payload]:
-        """Waits for the next message of each of ``peers`` on ``channel``, until one that is missing has left.
+        """Wait for the next message of each of ``peers`` on ``channel``, until one that is missing has left.
 
         Who waits for one after the other may wait for a peer that gave up because of another one that has left.
         """
@@ -153,7 +153,7 @@ class Mesh:
             boxes = [self._inbox[(self._epoch, peer, channel)] for peer, _ in wanted]
 
             def missing() -> list[int]:
-                return [peer for (peer, ticket), box in zip(wanted, boxes) if ticket not in box]
+                return [peer for (peer, sequence), box in zip(wanted, boxes) if sequence not in box]
 
             def decided() -> bool:
                 left = missing()
@@ -162,7 +162,7 @@ class Mesh:
             self._news.wait_for(decided, self.timeout)
             left = missing()
             if not left:
-                return [box.pop(ticket) for (_, ticket), box in zip(wanted, boxes)]
+                return [box.pop(sequence) for (_, sequence), box in zip(wanted, boxes)]
             peer = next((peer for peer in left if peer in self._lost), left[0])
             where = f"rank {self.rank} waits for rank {peer} on channel {channel!r}"
             if self._failure:
@@ -171,13 +171,13 @@ class Mesh:
                 raise MeshError(f"{where}: {self._lost[peer]}")
             raise MeshError(f"{where}: nothing came within {self.timeout} s")
 
-    def is_here(self, peer: int, channel: str, ticket: int) -> bool:
-        """Whether :meth:`take` would return at once."""
+    def is_here(self, peer: int, channel: str, sequence: int) -> bool:
+        """Return whether :meth:`take` would return at once."""
         with self._news:
-            return ticket in self._inbox[(self._epoch, peer, channel)]
+            return sequence in self._inbox[(self._epoch, peer, channel)]
 
     def next_epoch(self, job: int | None = None) -> None:
-        """Forgets unread messages.
+        """Forget unread messages.
 
         All ranks must do this equally often between messages. ``job`` gives an absolute number instead: it brings ranks
         together again whose counts differ because a job ended half way on some of them.
@@ -189,7 +189,7 @@ class Mesh:
                     del table[key]  # type: ignore[attr-defined]
 
     def abort(self, reason: str, job: int | None = None) -> None:
-        """Makes the waiting ``recv``, and every later one of this job, raise. Callable from any thread.
+        """Make the waiting ``recv``, and every later one of this job, raise. Callable from any thread.
 
         Args:
             reason: becomes a part of the error.
@@ -204,11 +204,11 @@ class Mesh:
 
     @property
     def _failure(self) -> str:
-        """Why the current job was aborted; empty when it was not."""
+        """Return why the current job was aborted; empty when it was not."""
         return self._abort[1] if self._abort is not None and self._abort[0] == self._epoch[0] else ""
 
     def close(self, farewell: float | None = 10.0) -> None:
-        """Ends the threads, so that none of them runs into the teardown of the interpreter (seen as a SIGSEGV at exit).
+        """End the threads, so that none of them runs into the teardown of the interpreter (seen as a SIGSEGV at exit).
 
         Args:
             farewell: seconds to wait for every peer's goodbye, so that rank 0 does not take the TCPStore away from
@@ -296,7 +296,7 @@ class Mesh:
             self._lose(peer, f"the connection to rank {peer} broke: {error}")
 
     def _deliver(self, epoch: Epoch, peer: int, channel: str, array: Payload) -> None:
-        """Files a message; the caller holds the lock. One of the future is kept: its sender was reset before us."""
+        """File a message; the caller holds the lock. One of the future is kept: its sender was reset before us."""
         if epoch < self._epoch:
             return
         key = (epoch, peer, channel)

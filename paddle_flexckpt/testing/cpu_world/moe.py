@@ -8,13 +8,14 @@ import numpy as np
 import paddle
 from paddle import _C_ops, _legacy_C_ops
 
+from paddle_flexckpt.undo import Undo
+
 from .arrays import to_array
 from .kernels import group_of
-from .patches import PatchSet
 
 
 def number_count(numbers: Any, upper_range: int) -> Any:
-    """How often each expert was chosen; -1 (dropped) is not counted."""
+    """Return how often each expert was chosen; -1 (dropped) is not counted."""
     chosen = to_array(numbers).reshape(-1)
     chosen = chosen[(chosen >= 0) & (chosen < upper_range)]
     return paddle.to_tensor(np.bincount(chosen, minlength=upper_range).astype("int64"))
@@ -28,7 +29,7 @@ def assign_pos(x: Any, cum_count: Any, eff_num_len: Any) -> Any:
 
 
 def limit_by_capacity(expert_count: Any, capacity: Any, n_worker: int) -> Any:
-    """Cuts the counts so that no expert gets more than its capacity; earlier workers come first."""
+    """Cut the counts so that no expert gets more than its capacity; earlier workers come first."""
     wanted = to_array(expert_count).reshape(n_worker, -1)
     left = to_array(capacity)
     out = np.zeros_like(wanted)
@@ -39,7 +40,7 @@ def limit_by_capacity(expert_count: Any, capacity: Any, n_worker: int) -> Any:
 
 
 def prune_gate_by_capacity(gate_idx: Any, expert_count: Any, n_expert: int, n_worker: int) -> Any:
-    """Marks with -1 the tokens that come after their expert is full."""
+    """Mark with -1 the tokens that come after their expert is full."""
     gates = to_array(gate_idx)
     left = to_array(expert_count).reshape(-1)
     flat = gates.reshape(-1)
@@ -53,14 +54,14 @@ def prune_gate_by_capacity(gate_idx: Any, expert_count: Any, n_expert: int, n_wo
 
 
 def random_routing(prob: Any, topk_value: Any, topk_idx: Any) -> Any:
-    """Drops the second expert of a token where twice its weight is below the token's random number."""
+    """Drop the second expert of a token where twice its weight is below the token's random number."""
     limits, values, chosen = to_array(prob), to_array(topk_value), to_array(topk_idx)
     chosen[:, 1] = np.where(2 * values[:, 1] < limits, -1, chosen[:, 1])
     return paddle.to_tensor(chosen)
 
 
 def global_scatter(x: Any, local_count: Any, global_count: Any, *attributes: Any) -> Any:
-    """Sends each row to the rank of its expert; the received rows are ordered by expert, then by rank."""
+    """Send each row to the rank of its expert; the received rows are ordered by expert, then by rank."""
     group = _group_in(attributes)
     rows = to_array(x)
     mine = to_array(local_count).reshape(group.nranks, -1)
@@ -74,7 +75,7 @@ def global_scatter(x: Any, local_count: Any, global_count: Any, *attributes: Any
 
 
 def global_gather(x: Any, local_count: Any, global_count: Any, *attributes: Any) -> Any:
-    """The inverse of :func:`global_scatter`."""
+    """Return the inverse of :func:`global_scatter`."""
     group = _group_in(attributes)
     theirs = to_array(global_count).reshape(group.nranks, -1)
     pieces = np.split(to_array(x), np.cumsum(theirs.T.reshape(-1))[:-1])
@@ -84,13 +85,13 @@ def global_gather(x: Any, local_count: Any, global_count: Any, *attributes: Any)
 
 
 def _group_in(attributes: tuple[Any, ...]) -> Any:
-    """The group of a legacy operator call, whose attributes are name, value, name, value."""
+    """Return the group of a legacy operator call, whose attributes are name, value, name, value."""
     named = dict(zip(attributes[::2], attributes[1::2]))
     return group_of(named.get("ring_id", 0))
 
 
-def patch_moe(patches: PatchSet) -> None:
-    """Puts the stand-ins where Paddle looks for its kernels."""
+def patch_moe(patches: Undo) -> None:
+    """Put the stand-ins where Paddle looks for its kernels."""
     from paddle.incubate.distributed.models.moe import moe_layer
 
     for kernel in (

@@ -54,17 +54,17 @@ class Receive(Done):
 
     def __init__(self, mesh: Mesh, peer: int, channel: str, store: Callable[[Array], None]) -> None:
         self._mesh, self._peer, self._channel, self._store = mesh, peer, channel, store
-        self._ticket = mesh.post(peer, channel)
+        self._sequence = mesh.post(peer, channel)
         self._done = False
 
     def wait(self, *_: Any) -> bool:
         if not self._done:
-            self._store(self._mesh.take(self._peer, self._channel, self._ticket))
+            self._store(self._mesh.take(self._peer, self._channel, self._sequence))
             self._done = True
         return True
 
     def is_completed(self) -> bool:
-        return self._done or self._mesh.is_here(self._peer, self._channel, self._ticket)
+        return self._done or self._mesh.is_here(self._peer, self._channel, self._sequence)
 
 
 class MeshProcessGroup:
@@ -110,7 +110,7 @@ class MeshProcessGroup:
         return self._mesh.recv(self.ranks[src], f"{kind}/{self._gid}")
 
     def exchange(self, kind: str, arrays: Sequence[Array]) -> list[Array]:
-        """Sends ``arrays[i]`` to member i; returns what each member sent to this one, in rank order."""
+        """Send ``arrays[i]`` to member i; return what each member sent to this one, in rank order."""
         for dst, array in enumerate(arrays):
             self._send(dst, kind, array)
         return self._mesh.recv_all(self.ranks, f"{kind}/{self._gid}")
@@ -144,7 +144,7 @@ class MeshProcessGroup:
         return DONE
 
     def all_gather(self, out: Any, tensor: Any, sync_op: bool | None = None) -> Done:
-        """``(list, tensor, sync_op)`` or, in the old order of arguments, ``(tensor, big tensor)``."""
+        """Gather tensors. Arguments: ``(list, tensor, sync_op)`` or, in the old order, ``(tensor, big tensor)``."""
         if not isinstance(out, (list, tuple)):
             return (
                 self.all_gather_into_tensor(out, tensor)
@@ -261,7 +261,7 @@ class MeshProcessGroup:
         return self.all_reduce(tensor, op)
 
     def alltoall(self, out: Any, tensor: Any, *_: Any) -> Done:
-        """The binding names its arguments ``(in, out)``, but its only caller, the MoE layer, passes ``(out, in)``."""
+        """Exchange tensors. The binding names its arguments ``(in, out)``; its caller, MoE, passes ``(out, in)``."""
         return self.all_to_all(out, tensor)
 
     def alltoall_single(self, tensor: Any, out: Any, in_sizes: Any, out_sizes: Any, *_: Any) -> Done:
@@ -302,5 +302,5 @@ class MeshProcessGroup:
 
 
 def empty_like(tensor: Any, count: int) -> list[Any]:
-    """``count`` tensors to gather into."""
+    """Return ``count`` tensors to gather into."""
     return [paddle.empty(tensor.shape, dtype=tensor.dtype) for _ in range(count)]

@@ -23,7 +23,8 @@ from paddle.distributed import fleet
 from paddle.distributed.auto_parallel import api
 from paddle.distributed.auto_parallel.process_mesh import ProcessMesh
 
-from .patches import PatchSet, replace_everywhere
+from paddle_flexckpt.undo import Undo
+
 from .static_graphs import reset_static_graphs
 
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -40,7 +41,7 @@ _LEFT_IN_ENVIRONMENT = ("FLAGS_enable_tensor_fusion", "skip_sharding3_output_res
 
 
 def reset_semi_auto() -> None:
-    """Forgets what a semi-automatic job leaves behind in its process (S11); ``reset_fleet`` calls it.
+    """Forget what a semi-automatic job leaves behind in its process (S11); ``reset_fleet`` calls it.
 
     That is the global mesh, the buffers of a fused ``fully_shard``, the two environment variables that switch tensor
     fusion and stage 3 on, the groups of static graphs and of fleet, and that there was such a job at all (on which the
@@ -61,12 +62,14 @@ def reset_semi_auto() -> None:
     reset_static_graphs()
 
 
-def patch_semi_auto(patches: PatchSet) -> None:
-    """Mends ``reshard``, ``shard_tensor`` and ``ProcessMesh`` wherever Paddle has a copy of them."""
+def patch_semi_auto(patches: Undo) -> None:
+    """Mend ``reshard``, ``shard_tensor`` and ``ProcessMesh`` wherever Paddle has a copy of them."""
     patches.set(ProcessMesh, "get_rank_by_dim_and_process_id", _rank_on_axis)
     reshard = _Reshard(api.reshard)
-    replace_everywhere(patches, api, "reshard", _untranslated(reshard))
-    replace_everywhere(patches, api, "shard_tensor", _untranslated(_ShardTensor(api.shard_tensor, reshard)))
+    patches.replace_everywhere("reshard", api.reshard, _untranslated(reshard), "paddle")
+    patches.replace_everywhere(
+        "shard_tensor", api.shard_tensor, _untranslated(_ShardTensor(api.shard_tensor, reshard)), "paddle"
+    )
 
 
 def _untranslated(call: Any) -> Any:
@@ -129,7 +132,7 @@ class _ReshardByHand(PyLayer):
 
 
 def _cuts(placements: Sequence[Any]) -> dict[int, int] | None:
-    """Which mesh axis cuts which axis of a tensor; None if two of them cut one."""
+    """Return which mesh axis cuts which axis of a tensor; None if two of them cut one."""
     cuts: dict[int, int] = {}
     for mesh_axis, placement in enumerate(placements):
         # One that shares its axis with another has no get_dim() (S6).
@@ -145,7 +148,7 @@ def _share(size: int, degree: int) -> int:
 
 
 def _leaves_nothing(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> bool:
-    """Whether shares that are rounded up leave the last rank with nothing, or with less."""
+    """Return whether shares that are rounded up leave the last rank with nothing, or with less."""
     return any(
         _share(shape[axis], mesh.shape[mesh_axis]) * (mesh.shape[mesh_axis] - 1) >= shape[axis]
         for axis, mesh_axis in (_cuts(placements) or {}).items()
@@ -153,7 +156,7 @@ def _leaves_nothing(shape: Sequence[int], mesh: Any, placements: Sequence[Any]) 
 
 
 def _gathered(tensor: Any, native: Any) -> Any:
-    """All of a distributed tensor as a dense one, in float32 if it is of half precision."""
+    """Return all of a distributed tensor as a dense one, in float32 if it is of half precision."""
     mesh, padded = tensor.process_mesh, list(tensor.shape)
     share = list(tensor.shape)
     for axis, mesh_axis in (_cuts(tensor.placements) or {}).items():
@@ -228,7 +231,7 @@ class _ShardTensor:
 
 
 def _rank_on_axis(self: Any, dim: str | int | None, process_id: int) -> int:
-    """``ProcessMesh.get_rank_by_dim_and_process_id``; upstream's takes an array of one for a number (S9)."""
+    """Return ``ProcessMesh.get_rank_by_dim_and_process_id``; upstream's takes an array of one for a number (S9)."""
     if process_id not in self._process_ids:
         return -1
     if dim is None:

@@ -16,7 +16,7 @@ from paddle import _legacy_C_ops
 from paddle.base import core
 from paddle.distributed.auto_parallel.static import process_group
 
-from .patches import PatchSet, replace_everywhere
+from paddle_flexckpt.undo import Undo
 
 #: Above the numbers that fleet gives its groups.
 _FIRST_NUMBER = 1 << 16
@@ -27,12 +27,12 @@ _stores: dict[int, Any] = {}
 
 
 def number_of(ranks: Sequence[int]) -> int:
-    """The number of the static group of these ranks."""
+    """Return the number of the static group of these ranks."""
     return _FIRST_NUMBER + sum(1 << rank for rank in ranks)
 
 
 def reset_static_graphs() -> None:
-    """Forgets the groups of static graphs, and that a job ended while it built one."""
+    """Forget the groups of static graphs, and that a job ended while it built one."""
     groups = process_group._g_process_group_map
     groups.clear()
     groups[0] = process_group.ProcessGroup(0, [])
@@ -40,8 +40,8 @@ def reset_static_graphs() -> None:
         paddle.disable_static()
 
 
-def patch_static_graphs(patches: PatchSet) -> None:
-    """Gives static groups gloo communicators, and static graphs the reshards that a CPU has no kernels for."""
+def patch_static_graphs(patches: Undo) -> None:
+    """Give static groups gloo communicators, and static graphs the reshards that a CPU has no kernels for."""
     native = process_group.new_process_group
 
     def new_process_group(
@@ -49,7 +49,7 @@ def patch_static_graphs(patches: PatchSet) -> None:
     ) -> Any:
         return native(ranks, number_of(ranks) if group_id is None else group_id, force_new_group, group_type)
 
-    replace_everywhere(patches, process_group, "new_process_group", new_process_group)
+    patches.replace_everywhere("new_process_group", process_group.new_process_group, new_process_group, "paddle")
     patches.set(process_group.ProcessGroup, "instantiate", _instantiate)
     # It asks for a communicator of NCCL. Connecting a group is a rendezvous already.
     patches.set(_legacy_C_ops, "barrier", _barrier)
@@ -80,8 +80,8 @@ def _barrier(*_: Any) -> None:
     return None
 
 
-def _patch_reshards(patches: PatchSet) -> None:
-    """Lets static reshards from partial to sharded, and from one sharding to another, go through a replica (S13)."""
+def _patch_reshards(patches: Undo) -> None:
+    """Let static reshards from partial to sharded, and from one sharding to another, go through a replica (S13)."""
     from paddle.distributed.auto_parallel.static.reshard_funcs import (
         p_to_r_reshard_func,
         p_to_s_reshard_func,

@@ -1,4 +1,9 @@
-"""The stack machine of :func:`load_pickle`: the operations of a pickle that make plain data."""
+"""Read foreign pickles as data only.
+
+The standard unpickler finds and calls what a pickle names, and allocates what a pickle declares. This reader is a stack
+machine of its own: it knows the operations that protocols 2 to 5 need for plain data, it looks nothing up, and every
+length is compared with the bytes that are there before anything is made of it. Nothing in it recurses.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,6 @@ from paddle_flexckpt.foreign.pickle_values import (
     NAMES,
     RECORDS,
     Arguments,
-    Limits,
     Symbol,
     Unfinished,
     describe,
@@ -29,29 +33,62 @@ _REMEDY = (
     "as safetensors"
 )
 _OPCODE_NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
+# What a pickle may cost: operations, whatever the file's size; ...
+MOST_OPERATIONS = 200_000_000
+# ... one list, tuple, dict or record per so many bytes, one byte string per so many, and so many on top, as each costs
+# more memory than it has bytes in the file; ...
+_BYTES_PER_CONTAINER = 8
+_BYTES_PER_VIEW = 16
+_FREE_CONTAINERS = 4096
+# ... sequences open at a time, and lists and dicts one in the other; ...
+_MOST_MARKS = 1024
+_MOST_DEPTH = 64
+# ... length of a text or tuple that is referred to more than once; ...
+_LONGEST_SHARED_TEXT = 4096
+_LONGEST_SHARED_TUPLE = 64
+# ... bytes of an integer and of a module's or class's name, and size of an integer that is a key.
+_MOST_INTEGER_BYTES = 16
+_MOST_NAME_BYTES = 256
 _LARGEST_KEY = 1 << 60
 
 
-class Machine:
-    """The stack machine: a stack, the starts of its open sequences, and the memo."""
+def load_pickle(data: bytes | bytearray | memoryview, file: str = "pickle") -> Any:
+    """Load the plain data in a pickle: numbers, str, tuple, list, dict, ndarray, and the three metadata classes.
 
-    def __init__(self, data: memoryview, file: str, limits: Limits) -> None:
-        self._data, self._file, self._limits = data, file, limits
+    Args:
+        data: The whole pickle, of protocol 2 to 5. Arrays are read-only views of it, maybe not aligned.
+        file: Its name, for errors.
+
+    Returns:
+        The object. numpy's numbers become Python's.
+
+    Raises:
+        UnsafePickleError: It names anything else, or costs too much. Nothing was called.
+        CorruptCheckpointError: It is cut short or not a pickle.
+    """
+    return _Machine(memoryview(data).toreadonly().cast("B"), file).run()
+
+
+class _Machine:
+    """Hold a stack, the starts of its open sequences, and the memo."""
+
+    def __init__(self, data: memoryview, file: str) -> None:
+        self._data, self._file = data, file
         self._position = 0
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
         # Nesting of the lists and dicts that have any in them and are still on the stack.
         self._depth: dict[int, int] = {}
-        self._containers = limits.free_containers + len(data) // limits.bytes_per_container
-        self._views = limits.free_containers + len(data) // limits.bytes_per_view
+        self._containers = _FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
+        self._views = _FREE_CONTAINERS + len(data) // _BYTES_PER_VIEW
 
     def run(self) -> Any:
-        """The object of the pickle; errors as of :func:`load_pickle`."""
+        """Return the object of the pickle; errors as of :func:`load_pickle`."""
         data, end = self._data, len(self._data)
         if end < 2 or data[0] != 0x80:
             self._damaged("it does not begin as a pickle of protocol 2 to 5 does")
-        for _ in range(self._limits.operations):
+        for _ in range(MOST_OPERATIONS):
             if self._position >= end:
                 self._damaged("it is cut short")
             code = data[self._position]
@@ -70,7 +107,7 @@ class Machine:
                 if error.args and str(error).endswith(_REMEDY):
                     raise
                 self._refuse(str(error))
-        self._refuse(f"more than {self._limits.operations} operations")
+        self._refuse(f"more than {MOST_OPERATIONS} operations")
 
     def _result(self) -> Any:
         if len(self._stack) != 1 or self._marks:
@@ -103,10 +140,18 @@ class Machine:
     def _number(self, size: int) -> int:
         return int.from_bytes(self._take(size), "little")
 
-    def _pop(self) -> Any:
+    def _top(self) -> Any:
         if len(self._stack) <= (self._marks[-1] if self._marks else 0):
             self._damaged("an operation lacks its operand")
-        return self._stack.pop()
+        return self._stack[-1]
+
+    def _pop(self, count: int = 1) -> list[Any]:
+        """Take the last operands off the stack, the topmost last."""
+        if len(self._stack) - count < (self._marks[-1] if self._marks else 0):
+            self._damaged("an operation lacks its operand")
+        values = self._stack[-count:]
+        del self._stack[-count:]
+        return values
 
     def _pop_mark(self) -> list[Any]:
         if not self._marks:
@@ -122,7 +167,7 @@ class Machine:
             self._refuse(f"more lists, tuples and dicts than {len(self._data)} bytes of data need")
 
     def _attach(self, parent: Any, values: list[Any]) -> None:
-        """Checks what becomes part of a list or dict, and how deep that makes it."""
+        """Check what becomes part of a list or dict, and how deep that makes it."""
         depth = self._depth.get(id(parent), 0)
         for value in values:
             kind = type(value)
@@ -131,8 +176,8 @@ class Machine:
             if kind is list or kind is dict:
                 depth = max(depth, self._depth.pop(id(value), 0) + 1)
         if depth:
-            if depth > self._limits.depth:
-                self._refuse(f"lists and dicts nested deeper than {self._limits.depth}")
+            if depth > _MOST_DEPTH:
+                self._refuse(f"lists and dicts nested deeper than {_MOST_DEPTH}")
             self._depth[id(parent)] = depth
 
     # Operations
@@ -147,13 +192,13 @@ class Machine:
             self._damaged("a frame is longer than the file")
 
     def _mark(self) -> None:
-        if len(self._marks) >= self._limits.marks:
-            self._refuse(f"more than {self._limits.marks} sequences one in the other")
+        if len(self._marks) >= _MOST_MARKS:
+            self._refuse(f"more than {_MOST_MARKS} sequences one in the other")
         self._marks.append(len(self._stack))
 
     def _integer(self) -> None:
         size = self._number(1)
-        if size > self._limits.integer_bytes:
+        if size > _MOST_INTEGER_BYTES:
             self._refuse(f"an integer of {size} bytes")
         self._stack.append(int.from_bytes(self._take(size), "little", signed=True))
 
@@ -177,19 +222,9 @@ class Machine:
             self._refuse(f"more byte strings than {len(self._data)} bytes of data need")
         self._stack.append(self._take(size))
 
-    def _empty_list(self) -> None:
+    def _empty(self, container: Any) -> None:
         self._container()
-        self._stack.append([])
-
-    def _empty_dict(self) -> None:
-        self._container()
-        self._stack.append({})
-
-    def _append(self) -> None:
-        self._extend([self._pop()])
-
-    def _appends(self) -> None:
-        self._extend(self._pop_mark())
+        self._stack.append(container)
 
     def _extend(self, values: list[Any]) -> None:
         target = self._top()
@@ -197,18 +232,6 @@ class Machine:
             self._refuse(f"elements added to {describe(target)}, which is not a list")
         self._attach(target, values)
         target.extend(values)
-
-    def _top(self) -> Any:
-        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
-            self._damaged("an operation lacks its operand")
-        return self._stack[-1]
-
-    def _set_item(self) -> None:
-        value = self._pop()
-        self._update([self._pop(), value])
-
-    def _set_items(self) -> None:
-        self._update(self._pop_mark())
 
     def _update(self, items: list[Any]) -> None:
         target = self._top()
@@ -242,9 +265,6 @@ class Machine:
             inert = True
         self._stack.append(Arguments(tuple(items)) if inert else tuple(items))
 
-    def _tuple_of_marked(self) -> None:
-        self._tuple(self._pop_mark())
-
     def _put(self, index: int) -> None:
         value = self._top()
         if index > len(self._memo):
@@ -264,9 +284,9 @@ class Machine:
         # Lists in lists, each twice, are small in a file and endless for whoever walks through them.
         if kind is list or kind is dict or kind is Unfinished or kind is Arguments:
             self._refuse(f"{describe(value)} referred to more than once, or from within itself")
-        if kind is tuple and (len(value) > self._limits.shared_tuple or not is_flat(value)):
+        if kind is tuple and (len(value) > _LONGEST_SHARED_TUPLE or not is_flat(value)):
             self._refuse(f"a tuple that is long or nested, of length {len(value)}, referred to more than once")
-        if (kind is str or kind is memoryview) and len(value) > self._limits.shared_text:
+        if (kind is str or kind is memoryview) and len(value) > _LONGEST_SHARED_TEXT:
             self._refuse(f"{describe(value)} of length {len(value)} referred to more than once")
         self._stack.append(value)
 
@@ -280,20 +300,16 @@ class Machine:
     def _global_name(self) -> None:
         words = []
         for _ in range(2):
-            window = bytes(self._data[self._position : self._position + self._limits.name_bytes])
+            window = bytes(self._data[self._position : self._position + _MOST_NAME_BYTES])
             length = window.find(b"\n")
             if length < 0:
-                self._refuse(f"a name without an end within {self._limits.name_bytes} bytes")
+                self._refuse(f"a name without an end within {_MOST_NAME_BYTES} bytes")
             words.append(window[:length].decode("utf-8", "backslashreplace"))
             self._position += length + 1
         self._find(*words)
 
-    def _stack_global(self) -> None:
-        name, module = self._pop(), self._pop()
-        self._find(module, name)
-
     def _reduce(self) -> None:
-        arguments, function = self._pop(), self._pop()
+        function, arguments = self._pop(2)
         make = CALLABLE.get(function) if type(function) is Symbol else None
         if make is None:
             self._refuse(f"a call of {describe(function)}")
@@ -304,7 +320,7 @@ class Machine:
         self._stack.append(make(arguments))
 
     def _new_object(self) -> None:
-        arguments, cls = self._pop(), self._pop()
+        cls, arguments = self._pop(2)
         make = RECORDS.get(cls) if type(cls) is Symbol else None
         if make is None or type(arguments) is not tuple or arguments:
             self._refuse(f"an object of {describe(cls)}")
@@ -312,7 +328,7 @@ class Machine:
         self._stack.append(make())
 
     def _build(self) -> None:
-        state, target = self._pop(), self._pop()
+        target, state = self._pop(2)
         if type(target) is not Unfinished:
             self._refuse(f"a state given to {describe(target)}")
         finished = target.finish(state)
@@ -321,7 +337,7 @@ class Machine:
             self._memo[target.memo] = finished
 
 
-_Operation = Callable[[Machine], None]
+_Operation = Callable[[_Machine], None]
 
 
 def _push(value: Any) -> _Operation:
@@ -332,66 +348,61 @@ def _push_number(size: int, signed: bool = False) -> _Operation:
     return lambda machine: machine._stack.append(int.from_bytes(machine._take(size), "little", signed=signed))
 
 
-def _push_text(size: int) -> _Operation:
-    return lambda machine: machine._text(machine._number(size))
+def _numbered(method: Callable[[_Machine, int], None], size: int) -> _Operation:
+    """Call a method with a number that the pickle has in so many bytes."""
+    return lambda machine: method(machine, machine._number(size))
 
 
-def _push_bytes(size: int) -> _Operation:
-    return lambda machine: machine._bytes(machine._number(size))
+def _popped(method: Callable[[_Machine, list[Any]], None], count: int) -> _Operation:
+    """Call a method with so many operands."""
+    return lambda machine: method(machine, machine._pop(count))
 
 
-def _tuple_of(count: int) -> _Operation:
-    return lambda machine: machine._tuple([machine._pop() for _ in range(count)][::-1])
-
-
-def _memo_get(size: int) -> _Operation:
-    return lambda machine: machine._get(machine._number(size))
-
-
-def _memo_put(size: int) -> _Operation:
-    return lambda machine: machine._put(machine._number(size))
+def _marked(method: Callable[[_Machine, list[Any]], None]) -> _Operation:
+    """Call a method with the operands since the last mark."""
+    return lambda machine: method(machine, machine._pop_mark())
 
 
 _STOP = ord(".")
 # Text forms of protocol 0, persistent ids, extension codes, buffers outside the file, DUP and POP are not here.
 OPERATIONS: dict[int, _Operation] = {
-    0x80: Machine._protocol,
-    0x95: Machine._frame,
-    ord("("): Machine._mark,
+    0x80: _Machine._protocol,
+    0x95: _Machine._frame,
+    ord("("): _Machine._mark,
     ord("N"): _push(None),
     0x88: _push(True),
     0x89: _push(False),
     ord("J"): _push_number(4, signed=True),
-    ord("K"): Machine._byte,
+    ord("K"): _Machine._byte,
     ord("M"): _push_number(2),
-    0x8A: Machine._integer,
-    ord("G"): Machine._floating,
-    0x8C: _push_text(1),
-    ord("X"): _push_text(4),
-    0x8D: _push_text(8),
-    ord("C"): _push_bytes(1),
-    ord("B"): _push_bytes(4),
-    0x8E: _push_bytes(8),
-    0x96: _push_bytes(8),
-    ord("]"): Machine._empty_list,
-    ord("a"): Machine._append,
-    ord("e"): Machine._appends,
-    ord("}"): Machine._empty_dict,
-    ord("s"): Machine._set_item,
-    ord("u"): Machine._set_items,
+    0x8A: _Machine._integer,
+    ord("G"): _Machine._floating,
+    0x8C: _numbered(_Machine._text, 1),
+    ord("X"): _numbered(_Machine._text, 4),
+    0x8D: _numbered(_Machine._text, 8),
+    ord("C"): _numbered(_Machine._bytes, 1),
+    ord("B"): _numbered(_Machine._bytes, 4),
+    0x8E: _numbered(_Machine._bytes, 8),
+    0x96: _numbered(_Machine._bytes, 8),
+    ord("]"): lambda machine: machine._empty([]),
+    ord("a"): _popped(_Machine._extend, 1),
+    ord("e"): _marked(_Machine._extend),
+    ord("}"): lambda machine: machine._empty({}),
+    ord("s"): _popped(_Machine._update, 2),
+    ord("u"): _marked(_Machine._update),
     ord(")"): _push(()),
-    ord("t"): Machine._tuple_of_marked,
-    0x85: _tuple_of(1),
-    0x86: _tuple_of(2),
-    0x87: _tuple_of(3),
+    ord("t"): _marked(_Machine._tuple),
+    0x85: _popped(_Machine._tuple, 1),
+    0x86: _popped(_Machine._tuple, 2),
+    0x87: _popped(_Machine._tuple, 3),
     0x94: lambda machine: machine._put(len(machine._memo)),
-    ord("q"): _memo_put(1),
-    ord("r"): _memo_put(4),
-    ord("h"): _memo_get(1),
-    ord("j"): _memo_get(4),
-    ord("c"): Machine._global_name,
-    0x93: Machine._stack_global,
-    ord("R"): Machine._reduce,
-    0x81: Machine._new_object,
-    ord("b"): Machine._build,
+    ord("q"): _numbered(_Machine._put, 1),
+    ord("r"): _numbered(_Machine._put, 4),
+    ord("h"): _numbered(_Machine._get, 1),
+    ord("j"): _numbered(_Machine._get, 4),
+    ord("c"): _Machine._global_name,
+    0x93: lambda machine: machine._find(*machine._pop(2)),
+    ord("R"): _Machine._reduce,
+    0x81: _Machine._new_object,
+    ord("b"): _Machine._build,
 }

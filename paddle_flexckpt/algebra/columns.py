@@ -1,0 +1,67 @@
+"""Tables of numpy columns: take rows, put tables one after the other, widen padded axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+
+Table = TypeVar("Table", bound="Columns")
+# What marks an array of a table that is none of its columns: it does not have one entry for each row.
+WHOLE = {"whole": True}
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Base of tables whose columns are numpy arrays of equal length.
+
+    Every field of type ``np.ndarray`` is a column, unless its metadata is :data:`WHOLE`; the other fields belong to the
+    table as a whole.
+
+    Attributes:
+        COLUMNS: Their names, in the order of the fields.
+        PADDED: The ``[n, d]`` columns whose axes are padded on the left, and what the padding holds.
+    """
+
+    COLUMNS: ClassVar[tuple[str, ...]] = ()
+    PADDED: ClassVar[Mapping[str, int]] = {}
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        arrays = (name for name, kind in cls.__annotations__.items() if kind == "np.ndarray")
+        cls.COLUMNS = tuple(name for name in arrays if getattr(cls.__dict__.get(name), "metadata", None) != WHOLE)
+
+    def __len__(self) -> int:
+        return len(getattr(self, self.COLUMNS[0]))
+
+    @property
+    def width(self) -> int:
+        """Number of padded axes."""
+        return int(getattr(self, next(iter(self.PADDED))).shape[1])
+
+    def take(self: Table, rows: np.ndarray) -> Table:
+        """Return the table of the given rows (indices or a mask); what belongs to the whole table stays as it is."""
+        return replace(self, **{name: getattr(self, name)[rows] for name in self.COLUMNS})
+
+    def widened(self: Table, width: int) -> Table:
+        """Return the same table with more padded axes."""
+        extra = width - self.width
+        if extra <= 0:
+            return self
+        pad = ((0, 0), (extra, 0))
+        return replace(
+            self, **{name: np.pad(getattr(self, name), pad, constant_values=fill) for name, fill in self.PADDED.items()}
+        )
+
+    @classmethod
+    def concat(cls: type[Table], parts: Sequence[Table]) -> Table:
+        """Return one table with the rows of all, in order; what belongs to the whole table is the first one's.
+
+        Args:
+            parts: At least one table; padded columns are of equal width.
+        """
+        return replace(
+            parts[0], **{name: np.concatenate([getattr(part, name) for part in parts]) for name in cls.COLUMNS}
+        )
