@@ -29,12 +29,7 @@ class Files(Source):
     """Read a checkpoint, of which this rank sees all files; each rank reads just what its targets need."""
 
     def __init__(self, location: Location, options: LoadOptions) -> None:
-        """Open nothing yet.
-
-        Args:
-            location: The checkpoint's directory.
-            options: Of the load.
-        """
+        """Open nothing yet."""
         super().__init__()
         self._location, self._options = location, options
 
@@ -75,11 +70,6 @@ def reads_of(reader: FileReader) -> dict[str, Any]:
 
 def plan_reads(matcher: ShardMatcher, plan: FillPlan, mapping: TensorMapping | None) -> ReadPlan:
     """Plan the reads that fill a rank's targets and scratch, in the order in which these are filled.
-
-    Args:
-        matcher: Matcher of what is stored.
-        plan: What is to be filled.
-        mapping: What the keys that it defines are made of.
 
     Raises:
         ValidationError: They would not fill all of it.

@@ -167,13 +167,6 @@ def complete(
     Each of these is about one parameter, and any part of that tells how it is cut. So those of one rank and its own
     targets serve where other ranks need not know, and mean what those of all ranks with all targets mean.
 
-    Args:
-        first: What :func:`resolve` has found.
-        statements: Of :meth:`Resolution.statements`; of all ranks, where they have to know.
-        source: All source shards.
-        options: What is allowed.
-        targets: The targets that statements are about: this rank's own, or those of all ranks.
-
     Raises:
         ValidationError: Statements or targets do not fit.
     """

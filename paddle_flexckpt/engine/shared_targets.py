@@ -19,10 +19,7 @@ def share_memory(
 ) -> tuple[list[int], dict[int, int]]:
     """Sort out tied targets: which rows to fill, and which of these only to compare with an earlier one.
 
-    Args:
-        targets: The targets.
-        names: By row that is to be filled, the key of the source, or of what statements make, that fills it.
-        mapping: What statements make.
+    ``names`` has, by row that is to be filled, the key of the source, or of what statements make, that fills it.
 
     Raises:
         ValidationError: Targets share memory without being the same part of a tensor.
@@ -64,10 +61,7 @@ def share_memory(
 def _refuse_overlaps(targets: Targets, spans: Mapping[int, tuple[int, int]]) -> None:
     """Raise ValidationError if a target shares memory with another that is not the very same part of a tensor.
 
-    Args:
-        targets: The targets.
-        spans: By row, first and last address (exclusive) of a target; of targets that are the same part of the same
-            memory, one.
+    ``spans`` has first and last address (exclusive) by row; of targets that are the same part of the same memory, of one.
     """
     rows = np.fromiter(spans, dtype=np.int64, count=len(spans))
     begin, end = np.asarray(list(spans.values()), dtype=np.int64).reshape(-1, 2).T

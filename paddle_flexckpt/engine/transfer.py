@@ -266,12 +266,7 @@ def check_unexpected(
 ) -> list[str]:
     """Return the keys of the source that no rank uses. Extra state does not count, nor what AOA statements remove.
 
-    Args:
-        source: All source shards.
-        bits: Every rank's packed :meth:`Resolution.used`.
-        mapping: What AOA statements say.
-        options: Whether such keys are errors.
-        context: What is being done, for the error.
+    ``bits`` has every rank's packed :meth:`Resolution.used`.
 
     Raises:
         ValidationError: They are not allowed; the same on every rank.

@@ -67,15 +67,7 @@ class Peers(Source):
     def __init__(
         self, comm: Communicator, catalog: Catalog, checked: CheckedSources, context: str, offload: bool
     ) -> None:
-        """Take what the ranks hold.
-
-        Args:
-            comm: The ranks.
-            catalog: All of it.
-            checked: What is known about it.
-            context: What is being done, for errors.
-            offload: Whether data of devices goes through host memory.
-        """
+        """Take what the ranks hold."""
         super().__init__()
         self.catalog, self.checked = catalog, checked
         self._comm, self._context, self._offload = comm, context, offload
@@ -188,13 +180,6 @@ def _names_in_place(task: Task) -> list[str]:
 def plan_rank(source: Catalog, checked: CheckedSources, targets: Catalog, task: Task, rank: int) -> ExchangePlan:
     """Return one rank's part of an exchange, in rows of its own plan, checked to fill all of these.
 
-    Args:
-        source: What all ranks hold.
-        checked: What is known about it.
-        targets: What all ranks fill.
-        task: Of this rank.
-        rank: This rank.
-
     Raises:
         ValidationError: Something is left unfilled.
     """
@@ -236,16 +221,7 @@ class MemoryPeers(Peers):
         options: ReshardOptions,
         context: str,
     ) -> None:
-        """Take what the ranks hold.
-
-        Args:
-            comm: The ranks.
-            catalog: All of it.
-            checked: What is known about it.
-            described: This rank's tensors or shards by row.
-            options: Of the reshard.
-            context: What is being done, for errors.
-        """
+        """Take what the ranks hold; ``described`` has this rank's tensors or shards by row."""
         super().__init__(comm, catalog, checked, context, options.offload)
         self._described, self._options = described, options
 
