@@ -61,7 +61,7 @@ def share_memory(
 def _refuse_overlaps(targets: Targets, spans: Mapping[int, tuple[int, int]]) -> None:
     """Raise ValidationError if a target shares memory with another that is not the very same part of a tensor.
 
-    ``spans`` has first and last address (exclusive) by row; of targets that are the same part of the same memory, of one.
+    ``spans`` has first and last address (exclusive) by row, of one of the targets that are the same part of one memory.
     """
     rows = np.fromiter(spans, dtype=np.int64, count=len(spans))
     begin, end = np.asarray(list(spans.values()), dtype=np.int64).reshape(-1, 2).T

@@ -80,7 +80,7 @@ def find_checkpoint(
 ) -> Found:
     """Agree on a checkpoint: the one with the highest id that a node has published. Four collectives.
 
-    ``head`` gives what ranks have to agree about, or raises; ``held`` takes the manifest's lock, where this rank has it.
+    ``head`` gives what ranks have to agree about, or raises; ``held`` takes the manifest's lock where there is one.
     Where a save died after some nodes had published it in place of an older one, it is the newer if all of it can be
     read, else the older.
 
