@@ -1,4 +1,4 @@
-"""Memory that targets share, with sources or with each other, so that one would overwrite the other."""
+"""Refuse targets that share memory with sources or with each other: one would overwrite the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paddle_flexckpt.live.tensors import address_range, dtype_name, is_contiguou
 
 @dataclass(frozen=True)
 class _Span:
-    """The memory of one shard: addresses ``[begin, end)``, what it is, and which target it is (None: a source)."""
+    """Hold the memory of one shard: addresses ``[begin, end)``, what it is, and which target it is (None: a source)."""
 
     begin: int
     end: int
@@ -24,7 +24,7 @@ class _Span:
 
 
 def refuse_shared_memory(source: Catalog, held: Mapping[int, Any], state: LocalState) -> None:
-    """Checks that no target shares memory with a source, unless both are the very same shard.
+    """Raise unless no target shares memory with a source, unless both are the very same shard.
 
     Args:
         source: The source catalog.
