@@ -20,15 +20,6 @@ KNOWN_CIRCLES = (
     {"catalog.orders", "catalog.table"},
     {"live.device_memory", "live.tensors"},
     {"live.loader", "live.node_loads", "live.resharder"},
-    {
-        "parallel.dist_model",
-        "parallel.install",
-        "parallel.optimizers",
-        "parallel.scaler",
-        "parallel.shard_optimizer",
-        "parallel.sharding",
-        "parallel.wrappers",
-    },
 )
 FLOOR = (
     *("algebra", "catalog", "planning", "aoa", "media.remote", "native.reader", "native.listing"),

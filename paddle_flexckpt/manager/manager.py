@@ -30,7 +30,7 @@ from paddle_flexckpt.manager.contents import (
     encode_record,
     said_by_all,
 )
-from paddle_flexckpt.manager.pending import PendingSaves
+from paddle_flexckpt.manager.pending import PendingSteps
 from paddle_flexckpt.manager.policies import (
     KeepBest,
     KeepPolicy,
@@ -40,10 +40,9 @@ from paddle_flexckpt.manager.policies import (
     StepRecord,
     check_policies,
 )
-from paddle_flexckpt.manager.preemption import PreemptionSignals
 from paddle_flexckpt.manager.readiness import OWN_OBJECTS, check, given
 from paddle_flexckpt.manager.restore import RestoreReport, Targets, restore_first
-from paddle_flexckpt.manager.schedule import SaveSchedule
+from paddle_flexckpt.manager.schedule import PreemptionSignals, SaveSchedule
 from paddle_flexckpt.manager.steps import UNIQUE_ID, StepDirectories, Which
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.checksums import VerifyMode
@@ -119,7 +118,7 @@ class CheckpointManager:
         options = locals()
         self._comm = communicator_for(process_group)
         self._async_save = async_save
-        self._pending = PendingSaves(self._comm)
+        self._pending = PendingSteps(self._comm)
         self._closed = False
         # Steps that a restore has found damaged: a save may replace them.
         self._damaged: set[int] = set()
@@ -262,7 +261,7 @@ class CheckpointManager:
             numbers_said = {"time": time.time(), "metrics": {name: repr(number) for name, number in numbers.items()}}
             return (contents, numbers), join((head, json.dumps(numbers_said).encode()))
 
-        self._pending.settle(context, wait_for=step)
+        self._pending.collect(context, wait_for=step)
         (contents, numbers), answers = self._comm.together(prepare, context)
         said = said_by_all(answers, context)
         check_same_metrics(self._comm.ranks, [each["metrics"] for each in said], context)
@@ -306,7 +305,7 @@ class CheckpointManager:
         """
         self._check_open()
         if self._pending.steps:
-            self._pending.settle(f"cannot finish the saves in {self.path!r}", wait_for="all")
+            self._pending.collect(f"cannot finish the saves in {self.path!r}", wait_for="all")
             self._retain("all saves in the background are complete", None)
 
     def close(self) -> None:
@@ -392,7 +391,7 @@ class CheckpointManager:
             head = encode_options(CheckpointManager.restore, options, aoa_config=digest, **given(options))
             return targets, join((head, json.dumps([order, list(damaged.items())]).encode()))
 
-        self._pending.settle(context, wait_for="all")
+        self._pending.collect(context, wait_for="all")
         targets, answers = self._comm.together(prepare, context)
         order, damaged = said_by_all(answers, context)[0]
         candidates = [(each, self._steps.directory(each)) for each in order]
