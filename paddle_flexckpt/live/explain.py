@@ -1,4 +1,7 @@
-"""explain and invert for what users have in hand: checkpoints, state dicts, or catalogs."""
+"""explain and invert for what users have in hand: checkpoints, state dicts, or catalogs.
+
+Tested in tests/aoa/test_docs.py.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@ written to a file beside the checkpoint, and used by any other process::
     statements = fc.plain_state_statements(model.sharded_state_dict(), plain)
     ...
     fc.load_state_dict({**model_shards, **optimizer_shards}, path, aoa_config={"aoa_statements": statements})
+
+Tested in tests/live/test_name_compatibility.py.
 """
 
 from __future__ import annotations
