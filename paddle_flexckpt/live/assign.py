@@ -67,10 +67,6 @@ def assign_sharded_slice(
 
 
 def _place(box: Box, part: Box) -> tuple[int, tuple[int, ...]]:
-<<<<<<< HEAD
-    """Return where a part's first element is in the storage of a box, and that storage's strides."""
-=======
     """Return the position of a part's first element in the storage of a box, and that storage's strides."""
->>>>>>> main
     strides = row_major_strides(np.asarray([box.shape], dtype=np.int64).reshape(1, -1))[0].tolist()
     return sum((p - b) * s for p, b, s in zip(part.offset, box.offset, strides)), tuple(strides)

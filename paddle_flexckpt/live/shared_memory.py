@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Refuse targets that share memory with sources or with each other: one would overwrite the other."""
-=======
-"""Memory that targets share with sources, which they would overwrite while these are still read."""
->>>>>>> main
+"""Refuse targets that share memory with sources: they would overwrite what is still to be read."""
 
 from __future__ import annotations
 
@@ -25,13 +21,8 @@ class _Span:
     target: int | None
 
 
-<<<<<<< HEAD
-def refuse_shared_memory(source: Catalog, held: Mapping[int, Any], state: LocalState) -> None:
-    """Raise unless no target shares memory with a source, unless both are the very same shard.
-=======
 def refuse_shared_memory(source: Catalog, held: Mapping[int, Any], targets: Targets, names: Sequence[str]) -> None:
     """Check that no target shares memory with a source, unless both are the very same shard.
->>>>>>> main
 
     Args:
         source: The source catalog.

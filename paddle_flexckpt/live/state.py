@@ -35,23 +35,6 @@ class LocalState:
         """Return the live tensor of a row."""
         return self.weights[row].local_tensor
 
-<<<<<<< HEAD
-    def place(self, row: int) -> tuple[tuple[int, int], str, str] | None:
-        """Return memory, dtype and part of a row: equal for the same part in the same memory; None without elements."""
-        span = address_range(self.tensor(row))
-        return None if span is None else (span, self.catalog.dtype_name(row), self.catalog.describe(row))
-
-    def names_by_tensor(self) -> dict[str, list[str]]:
-        """Return keys, sorted, by the name of the tensor behind them, without ``.dist``."""
-        names: dict[str, list[str]] = {}
-        for row, weight in enumerate(self.weights):
-            name = tensor_name(weight)
-            if name is not None:
-                names.setdefault(raw_parameter(name), []).append(self.catalog.key_name(row))
-        return {name: sorted(keys) for name, keys in names.items()}
-
-=======
->>>>>>> main
 
 def tensor_name(value: Any) -> str | None:
     """Return Paddle's own name of a tensor, or of the tensor of a shard; None if it has none."""
