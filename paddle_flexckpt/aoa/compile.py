@@ -12,10 +12,12 @@ import numpy as np
 from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
 from paddle_flexckpt.aoa.emit import Emitter
 from paddle_flexckpt.aoa.errors import AoaError
+from paddle_flexckpt.aoa.invert import inverse_texts
 from paddle_flexckpt.aoa.mapping import TensorInfo, TensorMapping
 from paddle_flexckpt.aoa.operations import Value
-from paddle_flexckpt.aoa.parser import parse_program
+from paddle_flexckpt.aoa.parser import Statement, parse_program
 from paddle_flexckpt.aoa.program import Program
+from paddle_flexckpt.aoa.reverse import Reversal
 from paddle_flexckpt.aoa.rule import Origin
 from paddle_flexckpt.aoa.sides import MASTER, PARAMETER, Side, state_key
 from paddle_flexckpt.aoa.states import NotFed, of_constants
@@ -75,33 +77,50 @@ def run_program(
     aoa_config: AoaConfig | Statements,
     source: Catalog,
     target: Catalog | None,
-    keeps_history: bool = False,
     completion: Sequence[str] = (),
+    traced: bool = False,
 ) -> Program:
-    """Carries out the statements on names and shapes.
+    """Carry out the statements on names and shapes.
 
     Args:
         aoa_config: The statements.
         source: All source shards.
         target: All target shards, or None.
-        keeps_history: Whether the program remembers what it met on the way.
         completion: Statements that follow, as in :func:`compile_program`.
+        traced: Whether :attr:`Program.trace` is kept.
 
     Raises:
         AoaError: They are malformed or do not fit the tensors.
     """
     config = read_config(aoa_config)
     statements = parse_program(config.statements)
+    following = parse_program(completion, len(config.statements) + 1)
+    here = Side(source, set() if target is None else target.keys)
+    there = None if target is None else Side(target, source.keys)
+    program = Program(here, there)
+    if traced:
+        program.trace = {}
     if config.reverse:
-        # The inverse may need the box maps of a program, and so this module.
-        from paddle_flexckpt.aoa.invert import inverted
+        forward = None if there is None else _carried_out(statements, Program(there, here))
+        if forward is not None:
+            Reversal(forward, program).run()
+            statements = []
+        else:
+            statements = parse_program(inverse_texts(statements, exact=False))
+    program.run([*statements, *following])
+    return program
 
-        statements = inverted(statements, False, target, source)
-    statements = [*statements, *parse_program(completion, len(config.statements) + 1)]
-    names: set[str] = set() if target is None else set(target.keys)
-    destination = None if target is None else Side(target, source.keys)
-    program = Program(Side(source, names), destination, keeps_history)
-    program.run(statements)
+
+def _carried_out(statements: Sequence[Statement], program: Program) -> Program | None:
+    """Return the program after its statements; None where the tensors do not suffice for them.
+
+    A reverse load may want a part of what the statements read. Then the statements alone have to do: what they leave
+    open is an error.
+    """
+    try:
+        program.run(statements)
+    except AoaError:
+        return None
     return program
 
 
@@ -168,7 +187,7 @@ class _Compilation:
             if base in program.removed or key in program.removed:
                 self._unfed[key] = "a statement removes the source key of that name"
             return
-        origin = program.origins.get(key) if own is not None else program.origins[base]
+        origin = program.origins.get(key if own is not None else base)
         try:
             found = own if own is not None else self._state_value(value, base, state, info)  # type: ignore[arg-type]
         except NotFed as error:

@@ -13,7 +13,7 @@ from paddle_flexckpt.aoa.structure import Derived, Structure, StructureError
 
 Shape = tuple[int, ...]
 _TAG_JOINERS = frozenset({"copy", "stack", "unstack", "sum", "average", "lora_merge", "dequant"})
-_MODIFIERS = frozenset({"permute", "reshape", "slice", "pad", "resize", "repeat", "dtype", "dst_dtype", "scale"})
+MODIFIERS = frozenset({"permute", "reshape", "slice", "pad", "resize", "repeat", "dtype", "dst_dtype", "scale"})
 _SHAPE_MODIFIERS = frozenset({"permute", "reshape", "slice", "pad", "resize", "repeat"})
 # Attributes that mean something only beside others.
 _PARTNERS = {
@@ -84,7 +84,7 @@ def carry_out(
     """
     _check_partners(statement)
     count = len(statement.right)
-    joiner = _joiner(statement, len(left), count)
+    joiner = joiner_of(statement, len(left), count)
     if joiner is None:
         values = list(left)
         for attribute in statement.attributes:
@@ -118,7 +118,7 @@ def _check_partners(statement: Statement) -> None:
             raise StatementError(f"{attribute.key} means nothing here: it goes with {beside}", attribute.column)
 
 
-def _joiner(statement: Statement, left: int, right: int) -> Attribute | None:
+def joiner_of(statement: Statement, left: int, right: int) -> Attribute | None:
     """The attribute that turns left variables into right ones; None where each right variable is its left one."""
     tags = [attribute for attribute in statement.attributes if attribute.key in _TAG_JOINERS]
     if len(tags) > 1:
@@ -286,7 +286,7 @@ def _modified(
     statement: Statement, attribute: Attribute, value: Value, shape: Shape | None, operations: Operations
 ) -> Value:
     """The value after one attribute that acts on single variables; others leave it as it is."""
-    if attribute.key not in _MODIFIERS or (attribute.key == "scale" and statement.has("lora_merge")):
+    if attribute.key not in MODIFIERS or (attribute.key == "scale" and statement.has("lora_merge")):
         return value
     modified: Value = _guard(attribute, lambda: _modify(statement, attribute, value, shape, operations))
     return modified

@@ -96,6 +96,11 @@ class Side:
         self._cuts: dict[int, dict[str, tuple[int, bool]]] = {}
         self._numbers: dict[str, int] | None = None
 
+    def split(self, key: str) -> tuple[str, str]:
+        """Return a key of this side as (parameter, state)."""
+        base, _, state = key.rpartition(".")
+        return (base, state) if state in self.states.get(base, ()) else (key, PARAMETER)
+
     def base_info(self, base: str) -> TensorInfo:
         """Shape and dtype of a parameter; where only states of it are there, of the first one that is no scalar."""
         states = self.states[base]
