@@ -11,9 +11,12 @@ OUTPUT ?= demo-output
 # -qq: errors only
 INSTALL_FLAGS ?= -qq --disable-pip-version-check
 PYTEST_FLAGS ?= -q
-# A file's tests stay in one process, with the worlds of workers that they share.
+# A file's tests stay in one process, with the worlds of workers that they share. tests/conftest.py orders the files.
 PYTEST_JOBS ?= 2
-PYTEST_TESTS := -n $(PYTEST_JOBS) --dist loadfile tests
+PYTEST_SHARED := -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
+# What stands on numpy alone, commands, and a save and a load in one process and on two ranks.
+FAST_TESTS := tests/algebra tests/catalog tests/planning tests/aoa tests/engine tests/native tests/golden tests/cli \
+	tests/live/test_policies.py tests/distributed/test_save_load.py tests/test_import.py tests/test_mirror.py
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install $(INSTALL_FLAGS)
@@ -40,15 +43,25 @@ demo: $(DEMO_STAMP) ## train, checkpoint and reshard a small language model; res
 	@echo "[make] running the demo, output in $(OUTPUT)"
 	@$(BIN)/python examples/tensor_parallel_lm/run.py --output $(OUTPUT)
 
+.PHONY: test-fast
+test-fast: $(TEST_STAMP) ## run the tests of the floor, of planning, and of a save and a load, in a minute or so
+	@echo "[make] running the fast tests"
+	@HYPOTHESIS_PROFILE=brief $(BIN)/python -m pytest $(PYTEST_FLAGS) $(PYTEST_SHARED) -m "not slow" $(FAST_TESTS)
+
 .PHONY: test
-test: $(TEST_STAMP) ## run all tests
+test: $(TEST_STAMP) ## run all tests but the slow ones: every kind of proof, in some ten minutes
 	@echo "[make] running the tests"
-	@$(BIN)/python -m pytest $(PYTEST_FLAGS) $(PYTEST_TESTS)
+	@$(BIN)/python -m pytest $(PYTEST_FLAGS) $(PYTEST_SHARED) -m "not slow" tests
+
+.PHONY: test-all
+test-all: $(TEST_STAMP) ## run all tests, before a release
+	@echo "[make] running all tests"
+	@$(BIN)/python -m pytest $(PYTEST_FLAGS) $(PYTEST_SHARED) tests
 
 .PHONY: test-full
 test-full: $(TEST_STAMP) ## run all tests with the long searches of the property tests
-	@echo "[make] running the tests with the Hypothesis profile 'full'"
-	@HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest $(PYTEST_FLAGS) $(PYTEST_TESTS)
+	@echo "[make] running all tests with the Hypothesis profile 'full'"
+	@HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest $(PYTEST_FLAGS) $(PYTEST_SHARED) tests
 
 .PHONY: test-matrix
 test-matrix: $(TEST_STAMP) ## save under every parallel strategy and load under every other; results in matrix.json

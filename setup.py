@@ -62,7 +62,7 @@ EXTRAS_REQUIRE = {
         "moto[s3]>=5.1",
         "mypy>=1.11",
         "pytest>=8",
-        "pytest-xdist>=3.6",
+        "pytest-xdist>=3.7",
         "pyyaml>=6",
         "ruff>=0.6",
     ],

@@ -33,7 +33,7 @@ class ShardedWeightDesc:
 
 @dataclass(frozen=True)
 class FusedAxis:
-    """A shard rule for a parameter that fuses several (q, k and v; gate and up) along the axis that is cut.
+    """A shard rule for a parameter that fuses several (q, k and v; gate and up) along the axis that is split.
 
     Every rank holds its parts of all of them side by side, so the whole tensor in rank order is another permutation for
     every degree of tensor parallelism. A save records rule and degree. Under that degree such a parameter loads as it
@@ -41,12 +41,12 @@ class FusedAxis:
     refused, with ``fused="exact"``). A whole tensor, and a DistTensor, is in natural order: all of q, of k, of v.
 
     Attributes:
-        axis: The axis that is cut.
+        axis: The axis that is split.
         statement: Tags and attributes of the AOA statement, e.g. ``"fused_ffn"`` or ``"fused_qkv_old, num_heads=8,
             num_key_value_groups=2"``; ``axis=`` may be left out. None: no statement is known, and another degree is
             an error.
         parts: Number of parts that lie side by side in the whole tensor, where the shard does not tell: 1 for shards
-            that are cut out of the whole in natural order. None: as many as shards of this extent along the axis.
+            that are split out of the whole in natural order. None: as many as shards of this extent along the axis.
     """
 
     axis: int
@@ -167,14 +167,14 @@ def _place_of(
 
 
 def is_sharded_weight(value: Any) -> bool:
-    """Whether a value is a ShardedWeight, of this library or of Paddle."""
+    """Return whether a value is a ShardedWeight, of this library or of Paddle."""
     return isinstance(value, ShardedWeight) or (
         _PaddleShardedWeight is not object and isinstance(value, _PaddleShardedWeight)
     )
 
 
 def is_sharded_state_dict(o: Any) -> bool:
-    """Whether an object is a dict of ShardedWeights.
+    """Return whether an object is a dict of ShardedWeights.
 
     Raises:
         TypeError: Some of its values are ShardedWeights and some are not.
@@ -193,12 +193,12 @@ def is_sharded_state_dict(o: Any) -> bool:
 
 
 def shard_weight(key: str, weight: Any, axis: int, group: Any) -> ShardedWeight:
-    """Describes a tensor as this rank's equal part, along one axis, of a tensor cut over a process group.
+    """Describe a tensor as this rank's equal part, along one axis, of a tensor split over a process group.
 
     Args:
         key: Name of the tensor.
         weight: The local part.
-        axis: The axis that is cut; negative axes count from the end.
+        axis: The axis that is split; negative axes count from the end.
         group: Process group (``rank`` and ``nranks``) whose ranks hold the parts in order.
 
     Raises:
@@ -211,7 +211,7 @@ def shard_weight(key: str, weight: Any, axis: int, group: Any) -> ShardedWeight:
     # Paddle gives the rank of a group of one as -1, member or not.
     rank = 0 if group.nranks == 1 else group.rank
     if not 0 <= rank < group.nranks:
-        raise ValueError(f"key {key!r}: this rank is not in the group that cuts the tensor ({group})")
+        raise ValueError(f"key {key!r}: this rank is not in the group that splits the tensor ({group})")
     global_shape, offset = list(shape), [0] * len(shape)
     global_shape[axis] = shape[axis] * group.nranks
     offset[axis] = shape[axis] * rank
@@ -219,18 +219,18 @@ def shard_weight(key: str, weight: Any, axis: int, group: Any) -> ShardedWeight:
 
 
 def make_tp_sharded_weight_for_checkpoint(key: str, tensor: Any, tensor_parallel_axis: int = 0) -> ShardedWeight:
-    """Describes a tensor as cut over fleet's model-parallel group along an axis.
+    """Describe a tensor as split over fleet's model-parallel group along an axis.
 
     Args:
         key: Name of the tensor.
         tensor: The local part.
-        tensor_parallel_axis: The axis that is cut.
+        tensor_parallel_axis: The axis that is split.
     """
     return shard_weight(key, tensor, tensor_parallel_axis, model_parallel_group(key))
 
 
 def model_parallel_group(key: str) -> Any:
-    """Return fleet's model-parallel group; in one process without fleet, one that cuts nothing.
+    """Return fleet's model-parallel group; in one process without fleet, one that splits nothing.
 
     Args:
         key: The tensor that needs it, for the error.
@@ -245,12 +245,12 @@ def model_parallel_group(key: str) -> Any:
     if hcg is None and get_world_size() == 1:
         return SimpleNamespace(rank=0, nranks=1, ranks=[0])
     if hcg is None:
-        raise ValueError(f"key {key!r} is cut over the model-parallel group. Remedy: call fleet.init first")
+        raise ValueError(f"key {key!r} is split over the model-parallel group. Remedy: call fleet.init first")
     return hcg.get_model_parallel_group()
 
 
 def make_replicated_sharded_weight(key: str, tensor: Any) -> ShardedWeight:
-    """Describes a tensor of which every rank holds all; a DistTensor as its placements say."""
+    """Describe a tensor of which every rank holds all; a DistTensor as its placements say."""
     shape = tuple(int(n) for n in tensor.shape)
     return ShardedWeight(key, tensor, shape, shape, (0,) * len(shape))
 
@@ -263,7 +263,7 @@ make_replicated_sharded_tensor = make_replicated_sharded_weight
 def create_sharded_weight_with_new_local(
     new_key: str, new_local_tensor: Any, reference_tensor: ShardedWeight
 ) -> ShardedWeight:
-    """Describes another tensor as cut exactly like a reference (an optimizer's state like its parameter).
+    """Describe another tensor as split exactly like a reference (an optimizer's state like its parameter).
 
     A DistTensor is described by its own placements.
 
@@ -294,14 +294,14 @@ def build_sharded_state_dict(
     prefix: str = "",
     group: Any = None,
 ) -> dict[str, ShardedWeight]:
-    """Describes the tensors of a state dict as shards.
+    """Describe the tensors of a state dict as shards.
 
     Args:
         state_dict: Names and local tensors.
-        shard_rules: The cut axis of each tensor that is cut, as a :class:`FusedAxis` if it fuses several; the others
+        shard_rules: The axis of each tensor that is split, as a :class:`FusedAxis` if it fuses several; the others
             are replicated.
         prefix: Put in front of every name.
-        group: The process group that cuts them; fleet's model-parallel group by default.
+        group: The process group that splits them; fleet's model-parallel group by default.
 
     Raises:
         ValueError: A rule names no tensor, or a tensor that Paddle has marked ``is_distributed`` has no rule: taking
@@ -323,15 +323,15 @@ def build_sharded_state_dict(
             continue
         if getattr(tensor, "is_distributed", False):
             raise ValueError(
-                f"key {key!r} is marked is_distributed, but no rule says along which axis it is cut. Remedy: give its "
-                "layer a _get_shard_rules() that returns {name: axis}"
+                f"key {key!r} is marked is_distributed, but no rule says along which axis it is split. Remedy: give "
+                "its layer a _get_shard_rules() that returns {name: axis}"
             )
         sharded[key] = make_replicated_sharded_weight(key, tensor)
     return sharded
 
 
 def build_shard_desc(val: ShardedWeight) -> ShardedWeightDesc:
-    """The description of a shard without its data."""
+    """Return the description of a shard without its data."""
     return ShardedWeightDesc(
         key=val.key,
         local_shape=tuple(val.local_shape),
@@ -342,7 +342,7 @@ def build_shard_desc(val: ShardedWeight) -> ShardedWeightDesc:
 
 
 def merge_shard_info_list(list_of_dicts: Iterable[Mapping[str, Iterable[Any]]]) -> dict[str, list[Any]]:
-    """One dict with the lists of all, joined per key in order."""
+    """Return one dict with the lists of all, joined per key in order."""
     merged: dict[str, list[Any]] = {}
     for info in list_of_dicts:
         for key, values in info.items():

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 
 from paddle_flexckpt._version import __version__
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.cli import expand, explain, export, inspect, invert, patch, repair, rules, verify
-from paddle_flexckpt.cli.outcome import Outcome
+from paddle_flexckpt.cli import export, inspect, patch, repair, rules, statements, verify
+from paddle_flexckpt.cli.arguments import Outcome
 from paddle_flexckpt.patching import PatchError
 
-_COMMANDS = (inspect, verify, repair, export, explain, expand, invert, rules, patch)
+_COMMANDS = (inspect, verify, repair, export, statements, rules, patch)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="flexckpt", description="Inspect and transform flexible checkpoints.")
     parser.add_argument("--version", action="version", version=f"flexckpt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
         arguments: The command line without the program's name; by default the process's own.

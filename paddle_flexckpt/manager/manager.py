@@ -9,14 +9,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_same
-from paddle_flexckpt.engine.mapping import config_digest
-from paddle_flexckpt.engine.options import GROUP, OptimizerStates, Strict, encode_options, same_on_all_ranks
+from paddle_flexckpt.engine.options import GROUP, encode_options, same_on_all_ranks, takes
 from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.saver import save_state_dict
@@ -30,7 +29,7 @@ from paddle_flexckpt.manager.contents import (
     encode_record,
     said_by_all,
 )
-from paddle_flexckpt.manager.pending import PendingSaves
+from paddle_flexckpt.manager.pending import PendingSteps
 from paddle_flexckpt.manager.policies import (
     KeepBest,
     KeepPolicy,
@@ -40,13 +39,11 @@ from paddle_flexckpt.manager.policies import (
     StepRecord,
     check_policies,
 )
-from paddle_flexckpt.manager.preemption import PreemptionSignals
 from paddle_flexckpt.manager.readiness import OWN_OBJECTS, check, given
-from paddle_flexckpt.manager.restore import RestoreReport, Targets, restore_first
-from paddle_flexckpt.manager.schedule import SaveSchedule
+from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, Targets, restore_first
+from paddle_flexckpt.manager.schedule import PreemptionSignals, SaveSchedule
 from paddle_flexckpt.manager.steps import UNIQUE_ID, StepDirectories, Which
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.listing import CheckpointInfo
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
@@ -56,7 +53,7 @@ _FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 class CheckpointManager:
-    """The checkpoints of a run, each in a directory of its own, ``{root}/step_{step:08d}``.
+    """Save, keep and restore the checkpoints of a run, each in a directory of its own, ``{root}/step_{step:08d}``.
 
     ::
 
@@ -99,7 +96,7 @@ class CheckpointManager:
         scaler: Any = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Makes no directory yet.
+        """Make no directory yet.
 
         Args:
             root: The directory of the run, on storage that all ranks share.
@@ -119,7 +116,7 @@ class CheckpointManager:
         options = locals()
         self._comm = communicator_for(process_group)
         self._async_save = async_save
-        self._pending = PendingSaves(self._comm)
+        self._pending = PendingSteps(self._comm)
         self._closed = False
         # Steps that a restore has found damaged: a save may replace them.
         self._damaged: set[int] = set()
@@ -169,12 +166,12 @@ class CheckpointManager:
 
     @property
     def preempted(self) -> bool:
-        """Whether this rank has got one of the preemption signals. Other ranks may not have; communicates nothing."""
+        """Return whether this rank has got a preemption signal. Other ranks may not have; communicate nothing."""
         return self._signals.received
 
     @property
     def should_stop(self) -> bool:
-        """Whether a rank had got a preemption signal at the last :meth:`should_save`.
+        """Return whether a rank had got a preemption signal at the last :meth:`should_save`.
 
         The same on every rank; communicates nothing.
         """
@@ -182,7 +179,7 @@ class CheckpointManager:
 
     @same_on_all_ranks()
     def should_save(self, step: int) -> bool:
-        """Whether to save now: a policy wants it, or a rank has got a preemption signal and nothing was saved since.
+        """Return whether to save now: a policy wants it, or a rank got a preemption signal and nothing was saved since.
 
         The step that was saved or restored last is not saved again. One small collective; none with
         ``preemption_signals=()`` and policies that need no clock.
@@ -220,7 +217,7 @@ class CheckpointManager:
         save_replicas: bool = False,
         check_replicas: CheckReplicas = True,
     ) -> SaveReport | SaveHandle:
-        """Saves a step, and removes what need not be kept any longer.
+        """Save a step, and remove what need not be kept any longer.
 
         Args:
             step: Training step.
@@ -257,12 +254,12 @@ class CheckpointManager:
             contents.update(collect_extra_state(lr_scheduler, scaler, step, rng, dataloader, **check_extra(extra)))
             if self._comm.position == 0:
                 self._steps.prepare(step, overwrite or step in self._damaged)
-            said = {"blocking": not background, "check_replicas": ReplicaPolicies(check_replicas).said}
+            said = {"blocking": not background, "check_replicas": ReplicaPolicies(check_replicas).agreed}
             head = encode_options(CheckpointManager.save, options, **said, **given(options))
             numbers_said = {"time": time.time(), "metrics": {name: repr(number) for name, number in numbers.items()}}
             return (contents, numbers), join((head, json.dumps(numbers_said).encode()))
 
-        self._pending.settle(context, wait_for=step)
+        self._pending.collect(context, wait_for=step)
         (contents, numbers), answers = self._comm.together(prepare, context)
         said = said_by_all(answers, context)
         check_same_metrics(self._comm.ranks, [each["metrics"] for each in said], context)
@@ -299,18 +296,18 @@ class CheckpointManager:
         return report
 
     def wait(self) -> None:
-        """Waits for the saves in the background, and removes what need not be kept any longer.
+        """Wait for the saves in the background, and remove what need not be kept any longer.
 
         Raises:
             CheckpointError: One of them has failed, or something old could not be removed.
         """
         self._check_open()
         if self._pending.steps:
-            self._pending.settle(f"cannot finish the saves in {self.path!r}", wait_for="all")
+            self._pending.collect(f"cannot finish the saves in {self.path!r}", wait_for="all")
             self._retain("all saves in the background are complete", None)
 
     def close(self) -> None:
-        """As :meth:`wait`; and puts the old signal handlers back. A second call does nothing.
+        """Do as :meth:`wait`, and put the old signal handlers back. A second call does nothing.
 
         Raises:
             CheckpointError: As in :meth:`wait`; the manager is closed all the same.
@@ -324,7 +321,7 @@ class CheckpointManager:
             self._signals.close()
 
     def _retain(self, done: str, newest: int | None) -> None:
-        """Removes what may go; ``done`` is what has gone well, for the error."""
+        """Remove what may go; ``done`` is what has gone well, for the error."""
 
         def work() -> tuple[None, bytes]:
             if self._comm.position == 0:
@@ -333,7 +330,7 @@ class CheckpointManager:
 
         self._comm.together(work, f"{done}, but what need not be kept in {self.path!r} could not be removed")
 
-    @same_on_all_ranks(**OWN_OBJECTS)
+    @takes(RestoreOptions, **OWN_OBJECTS)
     def restore(
         self,
         step: Which = "latest",
@@ -343,32 +340,14 @@ class CheckpointManager:
         lr_scheduler: Any = None,
         scaler: Any = None,
         state: Mapping[str, Any] | None = None,
-        rng: bool = True,
-        fallback: bool = False,
-        aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        strict: Strict = "missing",
-        dtype: Literal["raise", "cast"] = "raise",
-        tied_names: bool = True,
-        master_weights: Literal["exact", "convert"] = "exact",
-        fused: Literal["convert", "exact"] = "convert",
-        mw_name_compatibility: bool = True,
-        verify: bool | VerifyMode = "read",
-        use_replicas: bool = True,
-        optimizer_states: OptimizerStates = "raise",
+        **options: Any,
     ) -> RestoreReport:
-        """Puts model, optimizer and the run's extra state back to what they were at a step, in place.
+        """Put model, optimizer and the run's extra state back to what they were at a step, in place.
 
         Args:
-            step: A step, ``"latest"``, or ``"best"`` by the manager's first KeepBest.
             model: As in :meth:`save`; so are ``optimizer``, ``lr_scheduler`` and ``scaler``.
             state: As in :meth:`save`; its tensors are written.
-            rng: Whether to restore the random number generators, where the layout is the same.
-            fallback: Whether, where that checkpoint is damaged or cannot be read, to go on to the next lower step that
-                can (for ``"best"``, to the next best). Damage that only reading finds leaves targets partly
-                overwritten; the next checkpoint overwrites all of them, and a target that it lacks is an error
-                whatever ``strict`` says. What is no damage (names, shapes, dtypes) is raised: an older checkpoint would
-                not be better.
-            aoa_config: As in :func:`load_state_dict`; so are the arguments that follow. Without ``optimizer``,
+            **options: Like ``step``, of :class:`~paddle_flexckpt.manager.restore.RestoreOptions`. Without an optimizer,
                 ``optimizer_states="ignore"`` says that the model alone is wanted.
 
         Returns:
@@ -379,42 +358,41 @@ class CheckpointManager:
             CorruptCheckpointError: It is damaged, or with ``fallback`` all are; targets may be partly overwritten.
             CheckpointError: A save in the background has failed; nothing was changed.
         """
-        options = locals()
+        asked = RestoreOptions(step=step, **options)
         context = f"cannot restore a step from {self.path!r}"
 
         def prepare() -> tuple[Targets, bytes]:
             self._check_open()
             if step not in ("latest", "best"):
                 check_step(step)
-            targets = Targets(collect_shards(model, optimizer, state), lr_scheduler, scaler, rng)
-            order, damaged = self._steps.order(step, self._best(), fallback) if self._comm.position == 0 else ([], {})
-            digest = config_digest(aoa_config, master_weights)
-            head = encode_options(CheckpointManager.restore, options, aoa_config=digest, **given(options))
+            targets = Targets(collect_shards(model, optimizer, state), lr_scheduler, scaler, asked.rng)
+            order: Any = ([], {})
+            if self._comm.position == 0:
+                order = self._steps.order(step, self._best(), asked.fallback)
+            order, damaged = order
+            head = asked.encode("restore", **given({"lr_scheduler": lr_scheduler, "scaler": scaler}))
             return targets, join((head, json.dumps([order, list(damaged.items())]).encode()))
 
-        self._pending.settle(context, wait_for="all")
+        self._pending.collect(context, wait_for="all")
         targets, answers = self._comm.together(prepare, context)
         order, damaged = said_by_all(answers, context)[0]
         candidates = [(each, self._steps.directory(each)) for each in order]
-        loading: dict[str, Any] = {"aoa_config": aoa_config, "strict": strict, "dtype": dtype, "tied_names": tied_names}
-        loading.update(master_weights=master_weights, fused=fused, mw_name_compatibility=mw_name_compatibility)
-        loading.update(verify=verify, use_replicas=use_replicas, optimizer_states=optimizer_states)
-        report = restore_first(candidates, dict(damaged), self._comm, targets, fallback, context, **loading)
+        report = restore_first(candidates, dict(damaged), self._comm, targets, asked, context)
         self._damaged |= set(report.skipped)
         self._schedule.note(report.step, saved=False)
         return report
 
     def all_steps(self) -> list[int]:
-        """Steps that have a checkpoint, in rising order. One that is on its way is not there yet."""
+        """Return the steps that have a checkpoint, in rising order. One that is on its way is not there yet."""
         return list(self._look(self._steps.steps))
 
     def latest_step(self) -> int | None:
-        """The highest of :meth:`all_steps`; None without one."""
+        """Return the highest of :meth:`all_steps`; None without one."""
         return max(self.all_steps(), default=None)
 
     @same_on_all_ranks()
     def best_step(self, metric: str | None = None, mode: Mode = "min") -> int | None:
-        """The step whose checkpoint is the best by a metric; None if none has it.
+        """Return the step whose checkpoint is the best by a metric; None if none has it.
 
         Args:
             metric: Its name; None: that of the manager's first KeepBest, and its mode.
@@ -431,7 +409,7 @@ class CheckpointManager:
         return order[0] if order else None
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """What there is of :meth:`all_steps`, and whether it is complete, as :func:`list_checkpoints` says it."""
+        """Return what there is of :meth:`all_steps`, and whether it is complete, as :func:`list_checkpoints` does."""
         return [CheckpointInfo(**each) for each in self._look(lambda: [c.as_dict() for c in self._steps.checkpoints()])]
 
     def _best(self) -> KeepBest | None:

@@ -1,4 +1,4 @@
-"""Headers of data files: what a rank's file says about itself, without the manifest."""
+"""Make and read headers of data files: what a rank's file says about itself, without the manifest."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import numpy as np
 from paddle_flexckpt.catalog import Catalog, dtype_of
 from paddle_flexckpt.media.backend import InputFile
 from paddle_flexckpt.native.json_cursor import JsonCursor
-from paddle_flexckpt.native.manifest import format_version
+from paddle_flexckpt.native.manifest import SaveInfo, format_version
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 
 
 @dataclass(frozen=True)
 class DataFileHeader:
-    """What the header of a data file says.
+    """Hold what the header of a data file says.
 
     Attributes:
         info: Its ``__metadata__`` without ``shards``.
@@ -31,17 +31,12 @@ class DataFileHeader:
     entries: dict[str, dict[str, Any]]
 
     @classmethod
-    def of_items(
-        cls, items: Catalog, *, save_token: str, unique_id: int, world_size: int, step: int | None
-    ) -> DataFileHeader:
-        """The header of one file.
+    def of_items(cls, items: Catalog, save: SaveInfo) -> DataFileHeader:
+        """Make the header of one file.
 
         Args:
             items: Its items in the order of their byte offsets, which count from the start of the data.
-            save_token: Random text of the save.
-            unique_id: The checkpoint's id.
-            world_size: Ranks that take part in the save.
-            step: Training step, if known.
+            save: The save that it is of.
         """
         shards, entries = {}, {}
         flattened = items.is_flattened
@@ -70,17 +65,17 @@ class DataFileHeader:
                 shards[name]["order"] = order.encode()
         info = {
             # First, so that it stands within the first bytes of the file.
-            "save_token": save_token,
+            "save_token": save.save_token,
             "format": "flexckpt",
             "format_version": format_version(items),
-            "unique_id": str(unique_id),
-            "world_size": str(world_size),
-            "step": "" if step is None else str(step),
+            "unique_id": str(save.unique_id),
+            "world_size": str(save.world_size),
+            "step": "" if save.step is None else str(save.step),
         }
         return cls(info, shards, entries)
 
     def encode(self) -> bytes:
-        """The first bytes of the file: the length and the padded text."""
+        """Return the first bytes of the file: the length and the padded text."""
         info = {**self.info, "shards": json.dumps(self.shards, ensure_ascii=False)}
         text = json.dumps({"__metadata__": info, **self.entries}, ensure_ascii=False, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -88,7 +83,7 @@ class DataFileHeader:
 
     @classmethod
     def decode(cls, data: bytes) -> DataFileHeader:
-        """Reads a header.
+        """Read a header.
 
         Args:
             data: What :func:`read_header` gave.
@@ -125,7 +120,7 @@ def _table(name: str, cursor: JsonCursor) -> dict[str, Any]:
 
 
 def read_header(file: InputFile) -> bytes:
-    """The first bytes of a data file, up to its first tensor.
+    """Read the first bytes of a data file, up to its first tensor.
 
     Raises:
         ValueError: The file cannot have such a header; the text says why.
@@ -142,7 +137,7 @@ def read_header(file: InputFile) -> bytes:
 
 
 def item_names(items: Catalog) -> list[str]:
-    """Names of the items in a data file: the key, numbered where a file holds several shards of one key."""
+    """Name the items in a data file: by the key, numbered where a file holds several shards of one key."""
     count = np.bincount(items.key, minlength=len(items.keys))
     seen: dict[str, int] = {}
     names = []

@@ -1,4 +1,4 @@
-"""The manifest: a safetensors container with the columns of a checkpoint's catalog.
+"""Encode and decode manifests: safetensors containers with the columns of a checkpoint's catalog.
 
 A rank's *part* has the same form and holds the rows of that rank's data file; the manifest is the parts, one after the
 other. It carries a checksum of its own, so that a flipped bit in it cannot send a reader to wrong bytes.
@@ -18,7 +18,7 @@ from safetensors import numpy as safetensors_numpy
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError, concat, dtype_of
 from paddle_flexckpt.media.backend import InputFile
 from paddle_flexckpt.media.file_names import check_file_name
-from paddle_flexckpt.native.checksums import ALGORITHM, Checksums
+from paddle_flexckpt.native.checksums import ALGORITHM, BLOCK_BYTES, Checksums
 from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header
 
 # Version 2 has tensors whose elements lie part by part: a reader of version 1 would take them for natural order.
@@ -37,9 +37,19 @@ _CATALOG = "catalog."
 NATIVE = "native"
 
 
+@dataclass(frozen=True)
+class SaveInfo:
+    """Tell which save files are of; :class:`Manifest` says what the attributes are."""
+
+    save_token: str
+    unique_id: int
+    world_size: int
+    step: int | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """What a checkpoint (or one rank's part of it) consists of.
+    """Describe what a checkpoint (or one rank's part of it) consists of.
 
     Attributes:
         catalog: One row per stored item; ``byte_offset`` counts from the start of the file.
@@ -64,6 +74,33 @@ class Manifest:
     origin: str = NATIVE
     nodes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
+    @classmethod
+    def of_save(
+        cls,
+        info: SaveInfo,
+        catalog: Catalog,
+        checksums: np.ndarray | Sequence[int],
+        sizes: Mapping[str, int],
+        block_bytes: int = BLOCK_BYTES,
+    ) -> Manifest:
+        """Make the manifest of data files.
+
+        Args:
+            info: The save that they are of.
+            catalog: Their items.
+            checksums: Of the items' blocks, in the order of items.
+            sizes: Bytes of the files by name.
+            block_bytes: Bytes of a block.
+        """
+        values = Checksums.of_items(np.asarray(checksums, dtype=np.uint64), catalog.byte_length, block_bytes)
+        file_bytes = np.asarray([sizes[name] for name in catalog.files], dtype=np.int64)
+        return cls(catalog, values, file_bytes, info.save_token, info.unique_id, info.world_size, info.step)
+
+    @property
+    def info(self) -> SaveInfo:
+        """The save that it is of."""
+        return SaveInfo(self.save_token, self.unique_id, self.world_size, self.step)
+
     def nodes_of(self, file: str) -> list[str]:
         """Return the nodes that have a data file; none where all ranks shared one directory."""
         return [node for node, files in self.nodes.items() if file in files]
@@ -84,7 +121,7 @@ class Manifest:
         return format_version(self.catalog)
 
     def encode(self) -> bytes:
-        """The container's bytes."""
+        """Return the container's bytes."""
         arrays = {f"{_CATALOG}{name}": _narrow(array) for name, array in self.catalog.to_arrays().items()}
         arrays["checksums"] = self.checksums.values
         arrays["file_bytes"] = self.file_bytes.astype(np.int64)
@@ -108,7 +145,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, file: str) -> Manifest:
-        """Reads a container.
+        """Read a container.
 
         Args:
             data: Its bytes.
@@ -179,7 +216,7 @@ class Manifest:
 
 
 def _decode_nodes(column: np.ndarray | None) -> dict[str, tuple[str, ...]]:
-    """The files by node from their column; ValueError, TypeError or AttributeError if they are none."""
+    """Decode the files by node; ValueError, TypeError or AttributeError if they are none."""
     if column is None:
         return {}
     nodes = {str(node): tuple(files) for node, files in json.loads(column.tobytes()).items()}
@@ -190,7 +227,7 @@ def _decode_nodes(column: np.ndarray | None) -> dict[str, tuple[str, ...]]:
 
 
 def _check_columns(catalog: Catalog, file_bytes: np.ndarray) -> None:
-    """Checks that columns index their tables and that every item lies in its file.
+    """Check that columns index their tables and that every item lies in its file.
 
     Raises:
         ValueError: They do not.
@@ -238,7 +275,7 @@ def format_version(catalog: Catalog) -> str:
 
 
 def read_save_token(file: InputFile, name: str) -> str:
-    """The save token of a manifest, of which only the header is read.
+    """Read the save token of a manifest, of which only the header is read.
 
     Args:
         file: The manifest.
@@ -255,7 +292,7 @@ def read_save_token(file: InputFile, name: str) -> str:
 
 
 def merge_parts(parts: Sequence[Manifest]) -> Manifest:
-    """The manifest of a checkpoint from the parts of its ranks, in rank order.
+    """Merge the parts of ranks, in rank order, into the manifest of a checkpoint.
 
     Raises:
         ValidationError: There is no part, or the parts come from different saves.
@@ -266,19 +303,11 @@ def merge_parts(parts: Sequence[Manifest]) -> Manifest:
     catalog = concat([part.catalog for part in parts])
     values = np.concatenate([part.checksums.values for part in parts])
     sizes = {name: size for part in parts for name, size in part.sizes.items()}
-    return Manifest(
-        catalog=catalog,
-        checksums=Checksums.of_items(values, catalog.byte_length, parts[0].checksums.block_bytes),
-        file_bytes=np.asarray([sizes[name] for name in catalog.files], dtype=np.int64),
-        save_token=tokens[0],
-        unique_id=parts[0].unique_id,
-        world_size=parts[0].world_size,
-        step=parts[0].step,
-    )
+    return Manifest.of_save(parts[0].info, catalog, values, sizes, parts[0].checksums.block_bytes)
 
 
 def _narrow(column: np.ndarray) -> np.ndarray:
-    """The column in the smallest integer type that holds its values: most offsets and extents are small."""
+    """Return a column in the smallest integer type that holds its values: most offsets and extents are small."""
     if column.dtype == np.uint8:
         return column
     low, high = int(column.min(initial=0)), int(column.max(initial=0))

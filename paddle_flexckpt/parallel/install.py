@@ -1,14 +1,15 @@
-"""install() and uninstall(): give Paddle's classes the methods of the mixins, and take them back."""
+"""Give Paddle's classes the methods of the mixins, and take them back."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
 from paddle_flexckpt.parallel.dist_model import DistModelMixin
 from paddle_flexckpt.parallel.experts import ExpertParallelMixin, MoELayerMixin
-from paddle_flexckpt.parallel.layers import LayerMixin
+from paddle_flexckpt.parallel.layers import ColumnParallelMixin, LayerMixin, RowParallelMixin, VocabParallelMixin
 from paddle_flexckpt.parallel.offload import Stage3OffloadMixin
 from paddle_flexckpt.parallel.optimizers import (
     LBFGSMixin,
@@ -22,16 +23,17 @@ from paddle_flexckpt.parallel.scaler import ScalerMixin, unscales_without_lookin
 from paddle_flexckpt.parallel.shard_optimizer import ShardOptimizerMixin
 from paddle_flexckpt.parallel.sharding import ShardingStage2Mixin, ShardingV1Mixin, ShardingV2Mixin
 from paddle_flexckpt.parallel.tensor_fusion import TensorFusionMixin
-from paddle_flexckpt.parallel.tensor_parallel import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin
-from paddle_flexckpt.parallel.wrappers import WrapperMixin
+from paddle_flexckpt.parallel.wrappers import WrapperMixin, describe_optimizer
+from paddle_flexckpt.sharded_weight import ShardedStateDict
+from paddle_flexckpt.undo import Undo
 
 # Where a class had a method of its own, it stays reachable under this prefix.
 _KEPT = "_paddle_"
-_MARK = "_flexckpt_methods"
+_changes = Undo()
 
 
 def _assignments() -> list[tuple[type, tuple[type, ...]]]:
-    """Paddle's classes and the mixins that each of them gets."""
+    """Return Paddle's classes and the mixins that each of them gets."""
     import paddle
     from paddle.distributed.auto_parallel import api as semi_auto
     from paddle.distributed.fleet.layers.mpu import mp_layers
@@ -79,12 +81,12 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
 
 
 def _tensor_fusion(optimizer: type) -> tuple[type, ...]:
-    """For a method that came with Paddle 3.1."""
+    """Return the mixin for a method that came with Paddle 3.1."""
     return (TensorFusionMixin,) if hasattr(optimizer, "_tensor_fusion") else ()
 
 
 def _fully_shard() -> tuple[type, ...]:
-    """The wrapper of ``fully_shard`` without a process mesh, which came with Paddle 3.3."""
+    """Return the wrapper of ``fully_shard`` without a process mesh, which came with Paddle 3.3."""
     try:
         from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_fully_shard import FullyShard
     except ImportError:
@@ -93,40 +95,74 @@ def _fully_shard() -> tuple[type, ...]:
 
 
 def install() -> None:
-    """Gives ``sharded_state_dict`` to Paddle's layers and optimizers.
+    """Give ``sharded_state_dict`` to Paddle's layers and optimizers.
 
     Calling it again does nothing. A method that Paddle has already stays reachable with ``_paddle_`` in front, e.g.
     ``layer._paddle_sharded_state_dict()``; :func:`uninstall` puts it back.
     """
+    if is_installed():
+        return
     for owner, mixins in _assignments():
-        if _MARK in vars(owner):
-            continue
-        methods: dict[str, Any] = {}
-        for mixin in mixins:
-            members = vars(mixin).items()
-            methods.update(
-                {name: member for name, member in members if isinstance(member, (FunctionType, OverInstance))}
-            )
-        for name, method in methods.items():
-            if name in vars(owner):
-                setattr(owner, _KEPT + name, vars(owner)[name])
-            setattr(owner, name, method)
-        setattr(owner, _MARK, tuple(methods))
+        members = {name: member for mixin in mixins for name, member in vars(mixin).items()}
+        for name, member in members.items():
+            if isinstance(member, (FunctionType, OverInstance)):
+                if name in vars(owner):
+                    _changes.set(owner, _KEPT + name, vars(owner)[name])
+                _changes.set(owner, name, member)
 
 
 def uninstall() -> None:
-    """Takes back what :func:`install` gave; Paddle is as before."""
-    for owner, _ in _assignments():
-        for name in vars(owner).get(_MARK, ()):
-            if _KEPT + name in vars(owner):
-                setattr(owner, name, vars(owner)[_KEPT + name])
-                delattr(owner, _KEPT + name)
-            else:
-                delattr(owner, name)
-        if _MARK in vars(owner):
-            delattr(owner, _MARK)
+    """Take back what :func:`install` gave; Paddle is as before."""
+    _changes.put_back()
 
 
 def is_installed() -> bool:
-    """Whether :func:`install` is in effect."""
-    return all(_MARK in vars(owner) for owner, _ in _assignments())
+    """Return whether :func:`install` is in effect."""
+    return bool(_changes)
+
+
+def optimizer_sharded_state_dict(optimizer: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    """Describe the state of an optimizer, whatever is wrapped around it; ``install()`` is in effect from then on.
+
+    Args:
+        optimizer: An optimizer, or a wrapper that passes its attributes on or keeps the optimizer under a usual name.
+        model_sharded_state_dict: The model's ``sharded_state_dict()``.
+
+    Raises:
+        ValueError: There is no optimizer to be found, or it cannot be described. Or a class that ``install()`` does not
+            know describes itself, and gives no state for an optimizer that has parameters to train.
+    """
+    install()
+    return describe_optimizer(optimizer, model_sharded_state_dict)
+
+
+def init_optimizer_state(
+    optimizer: Any, model_sharded_state_dict: ShardedStateDict, catalog: Any = None
+) -> ShardedStateDict:
+    """Create the state that the first step would create, so that a fresh job can load all of it.
+
+    ``optimizer.sharded_state_dict()`` does so as well; with a catalog the result has only what a checkpoint can fill.
+
+    Args:
+        optimizer: An optimizer of any kind that ``install()`` serves; it is in effect from then on.
+        model_sharded_state_dict: The model's ``sharded_state_dict()``.
+        catalog: The names that a checkpoint has: its catalog, a dict by name, or any collection of names. States of a
+            parameter of which it has no state at all (frozen or unused when it was saved) are left out of the result;
+            where it has some, all are in it, so that a load says what is missing.
+
+    Returns:
+        The optimizer's state, to be loaded.
+
+    Raises:
+        ValueError: As :func:`optimizer_sharded_state_dict`.
+    """
+    state = optimizer_sharded_state_dict(optimizer, model_sharded_state_dict)
+    if catalog is None:
+        return state
+    names = catalog if isinstance(catalog, Mapping) else getattr(catalog, "keys", catalog)
+    parameters = {name.rpartition(".")[0] for name in names}
+    return {
+        key: weight
+        for key, weight in state.items()
+        if any(name.rpartition(".")[0] in parameters for name in (key, *weight.aliases))
+    }

@@ -1,4 +1,8 @@
-"""Layers: ``sharded_state_dict`` for every ``paddle.nn.Layer``."""
+"""Give ``sharded_state_dict`` to every ``paddle.nn.Layer``, and rules to tensor and sequence parallel ones.
+
+Paddle's layers split a column-parallel weight ``[in, out]`` by outputs, a row-parallel one by inputs, and an embedding
+``[vocabulary, hidden]`` by vocabulary. The sequence-parallel linears do so too; only their activations differ.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +23,16 @@ COMPLETE_RULES = "_complete_shard_rules"
 
 
 class LayerMixin:
-    """What ``install()`` gives to ``paddle.nn.Layer``.
+    """Describe a ``paddle.nn.Layer``.
 
     The protocol: 1. a layer's own parameters and persistable buffers are described by its shard rules; 2. every
     sub-layer describes itself under its name; 3. names of one and the same (tied) parameter learn of each other. A
-    layer whose parameters are cut overrides :meth:`_get_shard_rules`, and :meth:`_get_shard_group` if the group is not
-    its ``model_parallel_group`` or fleet's.
+    layer whose parameters are split overrides :meth:`_get_shard_rules`, and :meth:`_get_shard_group` if the group is
+    not its ``model_parallel_group`` or fleet's.
     """
 
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
-        """Describes the layer's and its sub-layers' parameters and persistable buffers as shards.
+        """Describe the layer's and its sub-layers' parameters and persistable buffers as shards.
 
         Args:
             structured_name_prefix: Put in front of every name; with its dot.
@@ -37,7 +41,7 @@ class LayerMixin:
             Names to ShardedWeights whose tensors are the live ones.
 
         Raises:
-            ValueError: A cut parameter has no rule, a rule has no parameter, or two sub-layers give the same name.
+            ValueError: A split parameter has no rule, a rule has no parameter, or two sub-layers give the same name.
         """
         sharded = own_shards(self, structured_name_prefix)
         for name, layer in self._sub_layers.items():
@@ -52,19 +56,19 @@ class LayerMixin:
         return sharded
 
     def _get_shard_rules(self) -> dict[str, int | FusedAxis] | None:
-        """The cut axis of each of the layer's own parameters that is cut; None where none is.
+        """Return the split axis of each of the layer's own parameters that is split; None where none is.
 
         A parameter that fuses several along that axis (q, k and v; gate and up) has a :class:`FusedAxis` as its rule.
         """
         return None
 
     def _get_shard_group(self) -> Any:
-        """The process group that cuts the parameters; None is fleet's model-parallel group."""
+        """Return the process group that splits the parameters; None is fleet's model-parallel group."""
         return getattr(self, "model_parallel_group", None)
 
 
 def shard_rules(layer: Any) -> dict[str, int | FusedAxis]:
-    """The rules in effect for a layer's own parameters.
+    """Return the rules in effect for a layer's own parameters.
 
     They are the layer's own, unless :data:`COMPLETE_RULES` is there: that knows rules for classes of other libraries.
     """
@@ -77,17 +81,17 @@ def shard_rules(layer: Any) -> dict[str, int | FusedAxis]:
 
 
 def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
-    """A layer's own parameters and persistable buffers as its rules say, without its sub-layers'.
+    """Return a layer's own parameters and persistable buffers as its rules say, without its sub-layers'.
 
     Raises:
-        ValueError: A cut parameter has no rule, or a rule has no parameter.
+        ValueError: A split parameter has no rule, or a rule has no parameter.
     """
     rules, state = shard_rules(layer), own_state(layer)
     for name, tensor in state.items():
         if name not in rules and getattr(tensor, "is_distributed", False):
             kind = type(layer)
             raise ValueError(
-                f"key {prefix + name!r} is marked is_distributed, but no rule says along which axis it is cut; it is "
+                f"key {prefix + name!r} is marked is_distributed, but no rule says along which axis it is split; it is "
                 f"in a {kind.__module__}.{kind.__qualname__}. Remedy: give its layer a _get_shard_rules() that returns "
                 "{name: axis}; for a class that is not yours, use paddle_flexckpt.trainer.model_rules."
                 "register_model_rule()"
@@ -111,7 +115,7 @@ def running_statistics(layer: Any) -> tuple[str, ...]:
 
 
 def own_state(layer: Any) -> dict[str, Any]:
-    """A layer's own parameters and persistable buffers by attribute name, without its sub-layers'.
+    """Return a layer's own parameters and persistable buffers by attribute name, without its sub-layers'.
 
     Read from the layer itself, not from ``state_dict()``: a layer that overrides that to rename would be described
     under both the old and the new names.
@@ -128,7 +132,7 @@ def _is_absent(layer: Any, name: str) -> bool:
 
 
 def note_tied(sharded: ShardedStateDict) -> None:
-    """Tells every name of a tied parameter the others."""
+    """Tell every name of a tied parameter the others."""
     names: dict[Any, list[str]] = {}
     for key, weight in sharded.items():
         if is_sharded_weight(weight):
@@ -145,3 +149,27 @@ def note_tied(sharded: ShardedStateDict) -> None:
         for key in tied:
             if isinstance(sharded[key], ShardedWeight):
                 sharded[key].aliases = tuple(sorted(other for other in tied if other != key))
+
+
+class VocabParallelMixin:
+    """Split a VocabParallelEmbedding."""
+
+    def _get_shard_rules(self) -> dict[str, int]:
+        """Return that the vocabulary is split."""
+        return {"weight": 0}
+
+
+class ColumnParallelMixin:
+    """Split a ColumnParallelLinear or ColumnSequenceParallelLinear."""
+
+    def _get_shard_rules(self) -> dict[str, int]:
+        """Return that the outputs are split, and with them the bias."""
+        return {"weight": 1, "bias": 0}
+
+
+class RowParallelMixin:
+    """Split a RowParallelLinear or RowSequenceParallelLinear."""
+
+    def _get_shard_rules(self) -> dict[str, int]:
+        """Return that the inputs are split; the bias is added after the sum, so every rank has all of it."""
+        return {"weight": 0}

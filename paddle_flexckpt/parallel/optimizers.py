@@ -1,4 +1,4 @@
-"""Optimizers: accumulators and master weights, described as their parameters are.
+"""Describe optimizers: accumulators and master weights, as their parameters are.
 
 Names are the in-tree ones: ``{parameter}.{accumulator}_0`` and ``{parameter}.w_0`` for the float32 master weight. They
 come from the optimizer's own tables, not from parsing tensor names, so an optimizer with a ``name``, or with
@@ -24,7 +24,7 @@ from paddle_flexckpt.parallel.sharding_stage3 import (
     wrapper_of_optimizer,
 )
 from paddle_flexckpt.parallel.state_creation import create_dense_states, create_states, under_fully_shard
-from paddle_flexckpt.parallel.wrappers import optimizer_sharded_state_dict
+from paddle_flexckpt.parallel.wrappers import describe_optimizer
 from paddle_flexckpt.sharded_weight import (
     FusedAxis,
     ShardedStateDict,
@@ -35,7 +35,7 @@ from paddle_flexckpt.sharded_weight import (
 
 # One number per parameter, whatever the parameter's shape. They have to be known by name, because a parameter of one
 # element has accumulators of that shape too. (Numbers of other optimizers, NAdam's mu_product for one, are kept in
-# tensors of the parameter's shape: those are cut like it.)
+# tensors of the parameter's shape: those are split like it.)
 LOOKAHEAD_STEP = "lookahead_step"
 _SCALARS = frozenset({"beta1_pow_acc", "beta2_pow_acc"})
 
@@ -70,17 +70,17 @@ class OverInstance:
 
 
 class OptimizerMixin:
-    """What ``install()`` gives to optimizers."""
+    """Describe an optimizer."""
 
     @OverInstance
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Describes the optimizer's state as shards.
+        """Describe the optimizer's state as shards.
 
         Accumulators that do not exist yet, because the optimizer has not stepped, are created with their initial
         values for every trainable parameter; nothing else changes. So the state of a fresh optimizer can be loaded.
 
         Args:
-            model_sharded_state_dict: The model's ``sharded_state_dict()``; it says how each parameter is cut.
+            model_sharded_state_dict: The model's ``sharded_state_dict()``; it says how each parameter is split.
 
         Returns:
             Names to ShardedWeights whose tensors are the live ones. A tied parameter's state stands under the first of
@@ -110,18 +110,18 @@ class OptimizerMixin:
 
 
 class MixPrecisionMixin:
-    """For MixPrecisionOptimizer, which passes on what it does not have; stage 3 sets its attributes on it."""
+    """Describe a MixPrecisionOptimizer, which passes on what it does not have; stage 3 sets its attributes on it."""
 
     @OverInstance
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """As the optimizer inside; if stage 3 has put its slices into this one, as :class:`OptimizerMixin`."""
+        """Describe the optimizer inside; if stage 3 has put its slices into this one, do as :class:`OptimizerMixin`."""
         if "update_slice" in vars(self):
             return OptimizerMixin.sharded_state_dict(self, model_sharded_state_dict)
         return self._inner_opt.sharded_state_dict(model_sharded_state_dict)
 
 
 class LookAheadMixin:
-    """For LookAhead: the optimizer inside, the slow weights, and the number of steps, which says when they mix."""
+    """Describe LookAhead: the optimizer inside, the slow weights, and the number of steps that says when they mix."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`; the number of steps is under :data:`LOOKAHEAD_STEP`."""
@@ -132,13 +132,13 @@ class LookAheadMixin:
         if self._global_step_var is None:  # as the first step makes it
             name = paddle.base.unique_name.generate("lookahead_step")
             self._global_step_var = paddle.static.create_global_var([1], 0, "int32", persistable=True, name=name)
-        inner = optimizer_sharded_state_dict(self.inner_optimizer, model_sharded_state_dict)
+        inner = describe_optimizer(self.inner_optimizer, model_sharded_state_dict)
         steps = make_replicated_sharded_weight(LOOKAHEAD_STEP, self._global_step_var)
         return {**inner, **describe_states(self, model_sharded_state_dict, names), LOOKAHEAD_STEP: steps}
 
 
 class LBFGSMixin:
-    """For LBFGS, which keeps its history in lists of its own, of all parameters laid end to end: it is extra state."""
+    """Describe LBFGS, which keeps its history in lists, of all parameters laid end to end: it is extra state."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Raise ValueError: the lists have the length of the steps so far, which a fresh job cannot know."""
@@ -170,38 +170,6 @@ class LBFGSMixin:
         self.state.update({name: copied(value) for name, value in state_dict["state"].items()})
 
 
-def init_optimizer_state(
-    optimizer: Any, model_sharded_state_dict: ShardedStateDict, catalog: Any = None
-) -> ShardedStateDict:
-    """Creates the state that the first step would create, so that a fresh job can load all of it.
-
-    ``optimizer.sharded_state_dict()`` does so as well; with a catalog the result has only what a checkpoint can fill.
-
-    Args:
-        optimizer: An optimizer of any kind that ``install()`` serves; it is in effect from then on.
-        model_sharded_state_dict: The model's ``sharded_state_dict()``.
-        catalog: The names that a checkpoint has: its catalog, a dict by name, or any collection of names. States of a
-            parameter of which it has no state at all (frozen or unused when it was saved) are left out of the result;
-            where it has some, all are in it, so that a load says what is missing.
-
-    Returns:
-        The optimizer's state, to be loaded.
-
-    Raises:
-        ValueError: As :func:`optimizer_sharded_state_dict`.
-    """
-    state = optimizer_sharded_state_dict(optimizer, model_sharded_state_dict)
-    if catalog is None:
-        return state
-    names = catalog if isinstance(catalog, Mapping) else getattr(catalog, "keys", catalog)
-    parameters = {name.rpartition(".")[0] for name in names}
-    return {
-        key: weight
-        for key, weight in state.items()
-        if any(name.rpartition(".")[0] in parameters for name in (key, *weight.aliases))
-    }
-
-
 def names_by_tensor(model: Mapping[str, ShardedWeight]) -> dict[str, list[str]]:
     """Structured names, sorted, by the name of the parameter behind them."""
     names: dict[str, list[str]] = {}
@@ -219,7 +187,7 @@ def _parameters(optimizer: Any) -> Iterable[Any]:
 
 
 def require_described(parameters: Iterable[Any], names: Mapping[str, list[str]]) -> None:
-    """Checks that the model's dict has all parameters.
+    """Check that the model's dict has all parameters.
 
     Raises:
         ValueError: It has not.
@@ -236,7 +204,7 @@ def require_described(parameters: Iterable[Any], names: Mapping[str, list[str]])
 
 
 def create_accumulators(optimizer: Any, parameters: list[Any], names: Mapping[str, list[str]]) -> None:
-    """Creates the accumulators that the first step would create, and takes no step.
+    """Create the accumulators that the first step would create, and take no step.
 
     Args:
         optimizer: The optimizer that steps.
@@ -257,7 +225,7 @@ def describe_states(
     flat_ranges: Mapping[str, slice] | None = None,
     owned: Collection[str] | None = None,
 ) -> ShardedStateDict:
-    """Describes all accumulators and master weights of an optimizer.
+    """Describe all accumulators and master weights of an optimizer.
 
     Args:
         optimizer: The optimizer that steps; it has the tables.
@@ -305,7 +273,7 @@ def describe_states(
 
 
 def _one_stage() -> bool:
-    """Whether every rank builds the same layers, so that their count means the same on all of them."""
+    """Return whether every rank builds the same layers, so that their count means the same on all of them."""
     from paddle.distributed.fleet.base import topology
 
     hcg = topology._HYBRID_PARALLEL_GROUP
@@ -313,7 +281,7 @@ def _one_stage() -> bool:
 
 
 def without_prefix(accumulator: str, optimizer_name: str | None) -> str:
-    """An accumulator's name without the name that the optimizer was given."""
+    """Return an accumulator's name without the name that the optimizer was given."""
     prefix = f"{optimizer_name}_"
     return accumulator[len(prefix) :] if optimizer_name and accumulator.startswith(prefix) else accumulator
 
@@ -324,7 +292,7 @@ def _describe(
     key = f"{parameter}.{suffix}"
     shape, expected = tuple(int(n) for n in tensor.shape), tuple(reference.local_shape)
     if flat is None and is_dist_tensor(tensor):
-        # Stages 1 and 2 cut states whose parameter is whole: a state has placements of its own.
+        # Stages 1 and 2 split states whose parameter is whole: a state has placements of its own.
         return make_replicated_sharded_weight(key, tensor)
     # An integer is a counter (ASGD's m), also where the parameter has one element here and more on other ranks.
     if scalar or (shape in ((), (1,)) and "int" in str(tensor.dtype)):
@@ -352,7 +320,7 @@ def _describe(
 
 
 def _describe_flat(key: str, tensor: Any, reference: ShardedWeight, flat: slice) -> ShardedWeight:
-    """A state that is one flattened range of its parameter's box, with padding behind it."""
+    """Describe a state that is one flattened range of its parameter's box, with padding behind it."""
     size = int(flat.stop) - int(flat.start)
     if is_dist_tensor(tensor):
         tensor = tensor._local_value()  # fused states are labelled Replicate, with another range on every rank

@@ -2,7 +2,7 @@
 
 V1 and stage 2 give whole parameters to ranks; with tensor fusion V1 lays those of a rank end to end in buffers, each
 padded, and steps on the buffers, whose states are taken apart again here. V2 lays all parameters end to end in buffers,
-pads each, and cuts the buffers evenly, so that a rank owns a flattened range of some parameters.
+pads each, and splits the buffers evenly, so that a rank owns a flattened range of some parameters.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paddle_flexckpt.parallel.experts import check_experts
-from paddle_flexckpt.parallel.fully_shard import Held, StateTables
+from paddle_flexckpt.parallel.fully_shard import BufferSlot, StateTables
 from paddle_flexckpt.parallel.offload import stage2_tables
 from paddle_flexckpt.parallel.optimizers import (
     create_accumulators,
@@ -24,10 +24,10 @@ from paddle_flexckpt.sharded_weight import ShardedStateDict
 
 
 class ShardingV1Mixin:
-    """For DygraphShardingOptimizer: whole states on the rank that owns the parameter."""
+    """Describe a DygraphShardingOptimizer: whole states on the rank that owns the parameter."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns.
+        """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns.
 
         Raises:
             ValueError: As well, if a fused parameter has left its buffer.
@@ -58,13 +58,13 @@ def _fused_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
         ValueError: A parameter has memory of its own. Nothing has been created then.
     """
     inner, buffers = optimizer._inner_opt, optimizer._rank2fused[optimizer._sharding_rank]
-    held: list[dict[str, Held]] = [{} for _ in buffers]
+    held: list[dict[str, BufferSlot]] = [{} for _ in buffers]
     for parameter in parameters:
         size, width = int(parameter._numel()), int(parameter.element_size())
         for buffer, members in zip(buffers, held):
             begin = (parameter.data_ptr() - buffer.data_ptr()) // width
             if begin >= 0 and begin + size <= int(buffer.shape[0]):
-                members[parameter.name] = Held(slice(0, size), begin)
+                members[parameter.name] = BufferSlot(slice(0, size), begin)
                 break
         else:
             raise ValueError(
@@ -81,10 +81,10 @@ def _fused_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
 
 
 class ShardingV2Mixin:
-    """For DygraphShardingOptimizerV2: flattened ranges of states."""
+    """Describe a DygraphShardingOptimizerV2: flattened ranges of states."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes its range of each parameter."""
+        """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes its range of each parameter."""
         _collect_buffers(self)
         names = names_by_tensor(model_sharded_state_dict)
         groups = {p.name: buffer._comm_group for buffer in self._comm_buffer_list for p in buffer._params}
@@ -117,13 +117,13 @@ def _collect_buffers(optimizer: Any) -> None:
 
 
 def _grad_views(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Every parameter's view of its communication buffer, over all buffers and groups."""
+    """Return every parameter's view of its communication buffer, over all buffers and groups."""
     for buffer in optimizer._comm_buffer_list:
         yield from buffer._sharding_param_grad_view.items()
 
 
 def _owned_range(view: Any) -> slice:
-    """This rank's range of a parameter, without the padding behind it.
+    """Return this rank's range of a parameter, without the padding behind it.
 
     The view's begin and end are positions in the buffer, where the parameter starts at ``_index`` and takes
     ``_padded_size`` elements, of which the first ``numel`` are its own.
@@ -136,10 +136,10 @@ def _owned_range(view: Any) -> slice:
 
 
 class ShardingStage2Mixin:
-    """For GroupShardedOptimizerStage2: whole states on the rank that owns the parameter."""
+    """Describe a GroupShardedOptimizerStage2: whole states on the rank that owns the parameter."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns."""
+        """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns."""
         names = names_by_tensor(model_sharded_state_dict)
         check_experts(dict.fromkeys(names, self._group), model_sharded_state_dict, names)
         owned = [p for p in self._segment_params()[self._rank] if not p.stop_gradient]

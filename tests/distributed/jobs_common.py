@@ -18,6 +18,7 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.utils import sequence_parallel_utils as sequence
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.testing import cpu_world
 
 # Extents that the degrees 1, 2 and 4 divide, and no two alike, so that a wrong axis shows.
@@ -330,3 +331,40 @@ def lacked_bytes(source, target, rank, size, target_size=None):
             masks.append(mask)
         total += int((masks[0] & ~masks[1]).sum()) * zoo_value(name).itemsize
     return total
+
+
+def here():
+    return dist.get_rank(), dist.get_world_size()
+
+
+def counted(group):
+    """A communicator of a group, and a function that says how many collectives Paddle was asked for since."""
+    comm = communicator_for(group)
+    calls = []
+    native = dist.all_gather_object
+
+    def all_gather_object(*args, **kwargs):
+        calls.append(1)
+        return native(*args, **kwargs)
+
+    dist.all_gather_object = all_gather_object
+
+    def done():
+        dist.all_gather_object = native
+        return len(calls)
+
+    return comm, done
+
+
+def pair(values, axis=0):
+    """``values`` cut in two along an axis, this rank's half as a shard named "w"."""
+    array = np.asarray(values, "float32")
+    rank, size = here()
+    part = np.split(array, size, axis)[rank]
+    offset = [0] * array.ndim
+    offset[axis] = part.shape[axis] * rank
+    return {"w": fc.ShardedWeight("w", paddle.to_tensor(part), part.shape, array.shape, offset)}
+
+
+def full(shape, value=0.0):
+    return {"w": paddle.full(shape, value)}

@@ -2,6 +2,8 @@
 
 A: silently wrong data. B: wrong refusals. What concerns AOA (A3, A4, A7-A10, A20, A21, B7-B15, B20-B22), asynchronous
 saving (A17) and extra state (A19) has no counterpart in this version.
+
+The jobs: what Paddle's own FlexCheckpoint gets wrong between ranks, views and nested states.
 """
 
 from __future__ import annotations
@@ -16,12 +18,159 @@ import pytest
 
 pytest.importorskip("paddle")
 import paddle
+import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from tests.distributed import jobs_bad_input, jobs_checkpoint, jobs_defects
+from tests.distributed import jobs_bad_input
+from tests.distributed import jobs_common as common
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
+
+# -- what each rank runs -----------------------------------------------------------------------------------------------
+
+
+def nested(directory):
+    """A nested dict, saved from shards and plain tensors, loaded nested and flat."""
+    rank, _ = common.here()
+    source = {
+        "model": {"layer": common.pair([1, 2, 3, 4])},
+        "optimizer": {"step": paddle.full([1], 7.0)},
+        "nothing": {},
+    }
+    fc.save_state_dict(source, directory)
+    deep = {"model": {"layer": {"w": paddle.zeros([4])}}, "optimizer": {"step": paddle.zeros([1])}}
+    fc.load_state_dict(deep, directory, strict=True)
+    flat = {"model.layer.w": paddle.zeros([4])} if rank else {"optimizer.step": paddle.zeros([1])}
+    fc.load_state_dict(flat, directory, strict=True)
+    return {
+        "deep": [deep["model"]["layer"]["w"].numpy().tolist(), deep["optimizer"]["step"].numpy().tolist()],
+        "flat": {key: tensor.numpy().tolist() for key, tensor in flat.items()},
+    }
+
+
+def strided(directory):
+    """Transposed views and column slices as sources and as targets."""
+    rank, _ = common.here()
+    array = np.arange(48, dtype="float32").reshape(6, 8)
+    half = array[:, 4 * rank : 4 * rank + 4]
+
+    def views(values):
+        """A transposed view, and a column slice of a wider tensor, that hold the same ``[6, 4]`` values."""
+        wide = paddle.to_tensor(np.concatenate([np.full((6, 1), -1), values, np.full((6, 1), -2)], 1).astype("float32"))
+        return {"transposed": paddle.to_tensor(np.ascontiguousarray(values.T)).T, "slice": wide[:, 1:5]}, wide
+
+    def columns(tensors):
+        return {key: fc.ShardedWeight(key, tensor, (6, 4), (6, 8), (0, 4 * rank)) for key, tensor in tensors.items()}
+
+    def rows():
+        return {
+            key: fc.ShardedWeight(key, paddle.zeros([3, 8]), (3, 8), (6, 8), (3 * rank, 0))
+            for key in ("transposed", "slice")
+        }
+
+    zeros = np.zeros((6, 4), "float32")
+    sources, _ = views(half)
+    targets, wide = views(zeros)
+    moved, _ = views(zeros)
+    contiguous = [tensor.is_contiguous() for tensor in (*sources.values(), *targets.values(), *moved.values())]
+    fc.save_state_dict(columns(sources), directory)
+    fc.load_state_dict(columns(targets), directory)
+    fc.reshard_sharded_state_dict(columns(sources), columns(moved))
+    # And a real change of layout, into plain tensors: rows.
+    loaded_rows, moved_rows = rows(), rows()
+    fc.load_state_dict(loaded_rows, directory)
+    fc.reshard_sharded_state_dict(columns(sources), moved_rows)
+    got = [(tensor, half) for tensor in (*targets.values(), *moved.values())]
+    got += [(w.local_tensor, array[3 * rank :][:3]) for w in (*loaded_rows.values(), *moved_rows.values())]
+
+    # A view that is older than the flag is no tensor to Paddle any more: an error, and nothing changed.
+    flag = paddle.get_flags("FLAGS_use_stride_kernel")
+    late, _ = views(zeros)
+    state = {"of": {"plain": paddle.zeros([6, 4])}, **columns(late)}
+    fc.save_state_dict({"of.plain": paddle.ones([6, 4]), **columns(sources)}, directory)
+    paddle.set_flags({"FLAGS_use_stride_kernel": False})
+    try:
+        error = common.outcome(lambda: fc.load_state_dict(state, directory))
+        unsaved = common.outcome(lambda: fc.save_state_dict(columns(sources), directory))
+    finally:
+        paddle.set_flags(flag)
+    return {
+        "contiguous": contiguous,
+        "right": [bool((tensor.numpy() == value).all()) for tensor, value in got],
+        "margins": [wide[:, 0].numpy().tolist(), wide[:, 5].numpy().tolist()],
+        "errors": [error, unsaved],
+        "unchanged": [float(t.abs().sum()) for t in (state["of"]["plain"], *late.values())],
+        "ids": sorted(name for name in os.listdir(directory) if name.endswith(".manifest")),
+    }
+
+
+def flattened(directory, shape, ranks):
+    """A tensor flattened over some ranks, loaded whole and flattened over all; resharded likewise (A5)."""
+    group = dist.new_group(list(range(ranks)))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    array = np.arange(int(np.prod(shape)), dtype="float32").reshape(shape)
+
+    def cut(number, filled):
+        start, stop = array.size * rank // number, array.size * (rank + 1) // number
+        part = array.reshape(-1)[start:stop]
+        tensor = paddle.to_tensor(part) if filled else paddle.full([stop - start], -1.0)
+        return {"w": fc.ShardedWeight("w", tensor, shape, shape, [0] * len(shape), True, slice(start, stop))}, part
+
+    if rank < ranks:
+        fc.save_state_dict(cut(ranks, True)[0], directory, group)
+    dist.barrier()
+    target, part = cut(size, False)
+    fc.load_state_dict(target, directory)
+    right = common.same_bytes(target["w"].local_tensor, part)
+    if rank < ranks:
+        whole = {"w": paddle.full(list(shape), -1.0)}
+        fc.reshard_sharded_state_dict(cut(ranks, True)[0], whole, group)
+        right = right and common.same_bytes(whole["w"], array)
+    return right
+
+
+def dist_parameter():
+    """sharded_state_dict() of a semi-automatic layer (A6): shape and offset of this rank's shard."""
+    fc.install()
+    layer = paddle.nn.Linear(4, 2)
+    mesh = dist.ProcessMesh([0, 1], dim_names=["x"])
+    layer.weight = dist.shard_tensor(layer.weight, mesh, [dist.Shard(0)])
+    weight = layer.sharded_state_dict()["weight"]
+    return [list(weight.local_shape), list(weight.global_offset)]
+
+
+def without_cuda(directory):
+    """Save, load and reshard where every call of ``Tensor.cuda`` is an error (B19)."""
+    rank = dist.get_rank()
+    array = np.arange(24, dtype="float32").reshape(4, 6)
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("Tensor.cuda() was called")
+
+    native = paddle.Tensor.cuda
+    paddle.Tensor.cuda = refuse
+    try:
+        source = {"w": fc.ShardedWeight("w", paddle.to_tensor(array[2 * rank :][:2]), (2, 6), (4, 6), (2 * rank, 0))}
+        targets = [{"w": fc.ShardedWeight("w", paddle.zeros([4, 3]), (4, 3), (4, 6), (0, 3 * rank))} for _ in range(2)]
+        fc.save_state_dict(source, directory)
+        fc.load_state_dict(targets[0], directory)
+        fc.reshard_sharded_state_dict(source, targets[1])
+    finally:
+        paddle.Tensor.cuda = native
+    return [common.same_bytes(target["w"].local_tensor, array[:, 3 * rank :][:, :3]) for target in targets]
+
+
+def replicas_that_disagree(directory):
+    """The same key on every rank, all of it, with other values: experts under one name, replicas out of step (U8)."""
+    state = {"w": paddle.full([3 << 8, 1 << 10], float(dist.get_rank()))}
+    target = {"w": paddle.full([3 << 8, 1 << 10], -1.0)}
+    errors = [common.outcome(lambda: fc.save_state_dict(state, directory))]
+    errors.append(common.outcome(lambda: fc.reshard_sharded_state_dict(state, target)))
+    return errors
+
+
+# -- what is asserted -------------------------------------------------------------------------------------------------
 
 
 def filled(shape, value=0.0, dtype="float32"):
@@ -63,11 +212,11 @@ def test_A02_global_shape_mismatch_is_an_error(tmp_path, saved, target):
 
 @pytest.mark.parametrize("shape", [[2, 10, 12], [2, 3, 4], [3, 2, 2, 5]], ids=str)
 def test_A05_flattened_shards_of_three_and_more_axes(world4, tmp_path, shape):
-    assert world4.run(jobs_defects.flattened, directory=str(tmp_path), shape=shape, ranks=3) == [True] * 4
+    assert world4.run(flattened, directory=str(tmp_path), shape=shape, ranks=3) == [True] * 4
 
 
 def test_A06_a_dist_tensor_is_no_replica_but_stands_where_its_placements_put_it(world2):
-    assert world2.run(jobs_defects.dist_parameter) == [[[2, 2], [0, 0]], [[2, 2], [2, 0]]]
+    assert world2.run(dist_parameter) == [[[2, 2], [0, 0]], [[2, 2], [2, 0]]]
 
 
 def test_A11_a_failed_load_leaves_nothing_to_the_next(tmp_path):
@@ -125,7 +274,7 @@ def test_A14_a_flipped_bit_is_found(tmp_path):
 
 
 def test_A15_strided_tensors(world2, tmp_path):
-    first, second = world2.run(jobs_checkpoint.strided, directory=str(tmp_path))
+    first, second = world2.run(strided, directory=str(tmp_path))
     assert first["errors"] == second["errors"]
     for report in (first, second):
         assert report["contiguous"] == [False] * 6  # they really are strided
@@ -191,7 +340,7 @@ def test_A18_a_fresh_optimizer_is_restored(installed, tmp_path):
 
 
 def test_B01_nested_state_dicts(world2, tmp_path):
-    first, second = world2.run(jobs_checkpoint.nested, directory=str(tmp_path))
+    first, second = world2.run(nested, directory=str(tmp_path))
     assert first["deep"] == second["deep"] == [[1, 2, 3, 4], [7]]
     assert first["flat"] == {"optimizer.step": [7]}
     assert second["flat"] == {"model.layer.w": [1, 2, 3, 4]}
@@ -268,7 +417,7 @@ def test_B18_async_saves_report_what_became_of_them(tmp_path):
 
 
 def test_B19_resharding_on_a_cpu_calls_no_cuda(world2, tmp_path):
-    assert world2.run(jobs_defects.without_cuda, directory=str(tmp_path)) == [[True, True]] * 2
+    assert world2.run(without_cuda, directory=str(tmp_path)) == [[True, True]] * 2
 
 
 # -- U: found while training hybrid-parallel models --------------------------------------------------------------------
@@ -283,7 +432,7 @@ def test_U08_one_key_for_two_tensors_is_an_error(world2, case):
 
 
 def test_U08_replicas_that_disagree_are_an_error(world2, tmp_path):
-    for errors in world2.run(jobs_defects.replicas_that_disagree, directory=str(tmp_path)):
+    for errors in world2.run(replicas_that_disagree, directory=str(tmp_path)):
         for error in errors:
             assert error is not None
             assert "key 'w'" in error[1]

@@ -1,18 +1,100 @@
-"""Two ranks that saved replicas: each reads its own copy, and the other's where its own is damaged."""
+"""Two ranks that saved replicas: each reads its own copy, and the other's where its own is damaged.
+
+The jobs: what every rank has is saved by every rank, and one copy of it is damaged.
+"""
 
 from __future__ import annotations
 
+import logging
 import shutil
 
+import numpy as np
 import pytest
 
 pytest.importorskip("paddle")
+import paddle
+import paddle.distributed as dist
+
 import paddle_flexckpt as fc
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from tests.distributed import jobs_replica_reads as jobs
 from tests.native.samples import flip
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
+
+# -- what each rank runs -----------------------------------------------------------------------------------------------
+
+# Three blocks.
+SHAPE = (600, 1024)
+
+
+def whole():
+    return np.random.RandomState(7).randn(*SHAPE).astype("float32")
+
+
+def own(rank):
+    return np.arange(5, dtype="float32") + 10 * rank
+
+
+def source():
+    """``w`` and ``b`` on every rank, and of ``v`` a part that nobody else has."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    return {
+        "w": paddle.to_tensor(whole()),
+        "b": paddle.to_tensor(whole()[0]).astype("bfloat16"),
+        "v": fc.ShardedWeight("v", paddle.to_tensor(own(rank)), (5,), (5 * world,), (5 * rank,)),
+    }
+
+
+def save(directory):
+    report = fc.save_state_dict(source(), directory, save_replicas=True)
+    return {"written": report.bytes_written, "total": report.total_bytes, "held": report.held_bytes}
+
+
+def _equal(a, b):
+    return a.dtype == b.dtype and bool((a.astype("float32") == b.astype("float32")).all())
+
+
+class _Warnings(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.texts = []
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def load(directory, keys=("w", "b", "v"), **options):
+    """What a load reports, or its error; which targets are not what was saved; and the warnings of this rank."""
+    expected = source()
+    state = {}
+    for key in keys:
+        if key == "v":
+            part = paddle.full([5], -1.0)
+            state[key] = fc.ShardedWeight("v", part, (5,), expected[key].global_shape, expected[key].global_offset)
+        else:
+            state[key] = paddle.full(expected[key].shape, -1.0).astype(expected[key].dtype)
+    heard = _Warnings()
+    logger = logging.getLogger("paddle_flexckpt")
+    logger.addHandler(heard)
+    try:
+        report, error = fc.load_state_dict(state, directory, **options), None
+    except fc.CheckpointError as raised:
+        report, error = None, (type(raised).__name__, str(raised))
+    finally:
+        logger.removeHandler(heard)
+    local = {key: getattr(value, "local_tensor", value) for key, value in state.items()}
+    wanted = {key: getattr(expected[key], "local_tensor", expected[key]) for key in keys}
+    return {
+        "error": error,
+        "wrong": [key for key in keys if not _equal(local[key], wanted[key])],
+        "touched": [key for key in keys if not _equal(local[key], paddle.full_like(local[key], -1.0))],
+        "warnings": heard.texts,
+        "report": report and report.as_dict(),
+        "summary": report and report.summary(),
+    }
+
+
+# -- what is asserted -------------------------------------------------------------------------------------------------
 
 BLOCK = 1 << 20
 W_BYTES, B_BYTES, V_BYTES = 600 * 1024 * 4, 1024 * 2, 20
@@ -22,7 +104,7 @@ NEEDED = W_BYTES + B_BYTES + V_BYTES
 @pytest.fixture(scope="module")
 def saved(world2, tmp_path_factory):
     path = tmp_path_factory.mktemp("replicas") / "checkpoint"
-    for report in world2.run(jobs.save, directory=str(path)):
+    for report in world2.run(save, directory=str(path)):
         assert report == {"written": NEEDED, "total": 2 * NEEDED, "held": 2 * NEEDED}
     return path
 
@@ -44,12 +126,12 @@ def damage(checkpoint, key, rank, byte):
     flip(path, begin + byte)
 
 
-def load(world2, checkpoint, **options):
-    return world2.run(jobs.load, directory=str(checkpoint), **options)
+def load_on_both(world2, checkpoint, **options):
+    return world2.run(load, directory=str(checkpoint), **options)
 
 
 def test_without_damage_nothing_is_said(world2, checkpoint):
-    for result in load(world2, checkpoint, verify="full"):
+    for result in load_on_both(world2, checkpoint, verify="full"):
         assert (result["wrong"], result["error"], result["warnings"]) == ([], None, [])
         report = result["report"]
         assert report["replicas_used"] == {}
@@ -60,7 +142,7 @@ def test_without_damage_nothing_is_said(world2, checkpoint):
 @pytest.mark.parametrize("verify", ["read", "full"])
 def test_a_damaged_block_is_read_from_the_other_ranks_file(world2, checkpoint, verify):
     damage(checkpoint, "w", 1, BLOCK + 5)
-    first, second = load(world2, checkpoint, verify=verify)
+    first, second = load_on_both(world2, checkpoint, verify=verify)
     for result in (first, second):
         assert (result["error"], result["wrong"]) == (None, [])
         assert result["report"]["total_bytes"] == 2 * NEEDED
@@ -85,7 +167,7 @@ def test_a_file_that_is_gone_is_made_up_for_as_far_as_there_are_replicas(world2,
     path = place_of(checkpoint, "w", 0)[0]
     path.unlink()
     other = place_of(checkpoint, "w", 1)[0]
-    first, second = load(world2, checkpoint, keys=("w", "b"))
+    first, second = load_on_both(world2, checkpoint, keys=("w", "b"))
     for result in (first, second):
         assert (result["error"], result["wrong"]) == (None, [])
         assert result["report"]["bytes_read"] == W_BYTES + B_BYTES
@@ -99,7 +181,7 @@ def test_a_file_that_is_gone_is_made_up_for_as_far_as_there_are_replicas(world2,
         )
     assert "2 tensors were read from replicas" in first["warnings"][0]
     # What rank 0 alone had is lost, and that is an error on both ranks, before anything is read.
-    results = load(world2, checkpoint)
+    results = load_on_both(world2, checkpoint)
     assert results[0]["error"] == results[1]["error"]
     kind, text = results[0]["error"]
     assert kind == "CorruptCheckpointError"
@@ -109,7 +191,7 @@ def test_a_file_that_is_gone_is_made_up_for_as_far_as_there_are_replicas(world2,
 
 def test_without_permission_damage_is_an_error_on_both_ranks(world2, checkpoint):
     damage(checkpoint, "w", 1, 0)
-    results = load(world2, checkpoint, use_replicas=False)
+    results = load_on_both(world2, checkpoint, use_replicas=False)
     assert results[0]["error"] == results[1]["error"]
     kind, text = results[0]["error"]
     assert kind == "CorruptCheckpointError"
@@ -121,7 +203,7 @@ def test_without_permission_damage_is_an_error_on_both_ranks(world2, checkpoint)
 def test_damage_to_all_copies_is_an_error_that_names_them_on_both_ranks(world2, checkpoint):
     for rank in (0, 1):
         damage(checkpoint, "w", rank, 2 * BLOCK + 100 + rank)
-    results = load(world2, checkpoint)
+    results = load_on_both(world2, checkpoint)
     assert results[0]["error"] == results[1]["error"]
     kind, text = results[0]["error"]
     assert kind == "CorruptCheckpointError"
@@ -135,7 +217,7 @@ def test_copies_damaged_in_different_blocks_still_make_a_whole(world2, checkpoin
     damage(checkpoint, "w", 0, 10)
     damage(checkpoint, "w", 1, 2 * BLOCK + 10)
     assert fc.verify_checkpoint(checkpoint).recoverable
-    for rank, result in enumerate(load(world2, checkpoint, verify="full")):
+    for rank, result in enumerate(load_on_both(world2, checkpoint, verify="full")):
         assert (result["error"], result["wrong"]) == (None, [])
         assert list(result["report"]["replicas_used"]) == ["w"]
         assert result["report"]["bytes_verified"] == NEEDED
@@ -146,6 +228,6 @@ def test_copies_damaged_in_different_blocks_still_make_a_whole(world2, checkpoin
 def test_whole_tensors_in_one_process(checkpoint):
     damage(checkpoint, "w", 0, 0)
     merged = fc.load_merged_state_dict(checkpoint)
-    assert bytes(merged["w"].numpy().tobytes()) == jobs.whole().tobytes()
+    assert bytes(merged["w"].numpy().tobytes()) == whole().tobytes()
     with pytest.raises(fc.CorruptCheckpointError, match="bytes 0 to 1048576"):
         fc.load_merged_state_dict(checkpoint, use_replicas=False)

@@ -16,7 +16,7 @@ import pytest
 from tests.ramdisk import memory_directory
 
 pytest.importorskip("paddle")
-pytestmark = [pytest.mark.paddle, pytest.mark.slow]
+pytestmark = pytest.mark.paddle
 ROOT = Path(__file__).resolve().parents[2]
 STATE_MIB, BUDGET_MIB = 1024, 64
 

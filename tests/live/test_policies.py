@@ -144,13 +144,14 @@ def numbers(name: str) -> np.ndarray:
     return np.clip(values, -400, 400).astype(np.float32).astype(dtype_of(name).numpy)
 
 
-@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(FLOATS, 2)))
-def test_casts_between_floats_round_like_ml_dtypes(move, source, target):
-    values = numbers(source)
-    into = np.zeros(5000, dtype=dtype_of(target).numpy)
-    report = move({"w": values}, {"w": into}, dtype="cast")
-    assert into.tobytes() == values.astype(into.dtype).tobytes()
-    assert report.cast == {"w": f"{source} -> {target}"}
+def test_casts_between_floats_round_like_ml_dtypes(move):
+    pairs = {f"{source} -> {target}": (source, target) for source, target in itertools.permutations(FLOATS, 2)}
+    values = {pair: numbers(source) for pair, (source, _) in pairs.items()}
+    into = {pair: np.zeros(5000, dtype=dtype_of(target).numpy) for pair, (_, target) in pairs.items()}
+    report = move(values, into, dtype="cast")
+    assert report.cast == {pair: pair for pair in pairs}
+    for pair, array in into.items():
+        assert array.tobytes() == values[pair].astype(array.dtype).tobytes(), pair
 
 
 def test_a_cast_where_no_dtype_differs_is_reported_as_none(move):

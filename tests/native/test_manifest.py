@@ -83,7 +83,6 @@ def sections(data: bytes) -> dict[str, range]:
     return parts
 
 
-@pytest.mark.slow
 def test_every_flipped_bit_is_refused(manifest):
     data = manifest.encode()
     parts = sections(data)

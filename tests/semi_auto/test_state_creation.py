@@ -1,19 +1,98 @@
-"""States that are created before the first step: of parameter groups, and from an incomplete given state."""
+"""States that are created before the first step: of parameter groups, and from an incomplete given state.
+
+The jobs: jobs of test_state_creation.
+"""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 import numpy as np
-import paddle
 import pytest
+
+pytest.importorskip("paddle")
+import paddle
+import paddle.distributed as dist
 from paddle.utils import unique_name
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.parallel.dist_model import DistModelMixin, _split
-from tests.semi_auto import jobs_state_creation as jobs
+from paddle_flexckpt.parallel.state_creation import create_states
+from tests.semi_auto import training
 
 pytestmark = pytest.mark.paddle
+
+# -- what each rank runs -----------------------------------------------------------------------------------------------
+
+
+def given_without_one(fully):
+    """A semi-automatic optimizer that was given all states but one: the error, what is left, and what a second try has.
+
+    Args:
+        fully: Whether the model is under ``fully_shard`` without fusion; otherwise stage 1.
+
+    Returns:
+        The error; numbers of states created and of entries left after it; the number of states once all are given.
+    """
+    from paddle.distributed.fsdp import fully_shard
+
+    fc.install()
+    mesh = dist.ProcessMesh(list(range(dist.get_world_size())), dim_names=["dp"])
+    dist.auto_parallel.set_mesh(mesh)
+
+    def make():
+        with paddle.utils.unique_name.guard():
+            layer = paddle.nn.Linear(4, 6)
+            dist.shard_layer(layer, mesh)
+            if fully:
+                fully_shard(layer, mesh=mesh, enable_tensor_fusion_and_overlap=False)
+        inner = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
+        return layer, inner if fully else dist.shard_optimizer(inner, dist.ShardingStage1("dp", mesh))
+
+    with paddle.utils.unique_name.guard():
+        _, optimizer = make()
+        create_states(optimizer)
+        state = optimizer.state_dict()
+        given = {name: paddle.ones(tensor.shape) for name, tensor in state.items() if name != "LR_Scheduler"}
+    layer, fresh = make()
+    text = ""
+    with paddle.utils.unique_name.guard():
+        fresh.set_state_dict({name: t for name, t in given.items() if name != "linear_0.b_0.dist_moment2_0"})
+        shards = layer.sharded_state_dict()
+        try:
+            fresh.sharded_state_dict(shards)
+        except ValueError as error:
+            text = str(error)
+        inner = getattr(fresh, "_inner_opt", fresh)
+        left = [sum(map(len, inner._accumulators.values())), len(inner._accumulators_holder)]
+        fresh.set_state_dict(given)
+        return [text, left, len(fresh.sharded_state_dict(shards))]
+
+
+def frozen_in_between():
+    """Tensor fusion whose states are asked for, and again after a parameter has been frozen and thawed.
+
+    Returns:
+        The error with the parameter frozen; whether the states are the same, under the same names, once it is thawed.
+    """
+    fc.install()
+    built = training.build("dp2-fusion", "uneven")
+
+    def ask():
+        shards = built.optimizer.sharded_state_dict(built.model.sharded_state_dict())
+        return {key: [str(shard.flattened_range), shard.local_tensor.data_ptr()] for key, shard in shards.items()}
+
+    before, text = ask(), ""
+    built.model.cube.weight.stop_gradient = True
+    try:
+        ask()
+    except ValueError as error:
+        text = str(error)
+    built.model.cube.weight.stop_gradient = False
+    return [text, ask() == before]
+
+
+# -- what is asserted -------------------------------------------------------------------------------------------------
 
 
 def build(kind="AdamW", groups=False, **named):
@@ -97,7 +176,7 @@ def test_a_given_state_that_lacks_one_is_an_error_and_can_be_given_again(install
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("fully", [False, True])
 def test_the_same_of_a_semi_automatic_optimizer(world2, fully):
-    for text, left, whole in world2.run(jobs.given_without_one, fully=fully):
+    for text, left, whole in world2.run(given_without_one, fully=fully):
         assert text.startswith("AdamW: what set_state_dict() was given lacks a state that the first step needs")
         assert "linear_0.b_0.dist_moment2_0" in text
         assert left == [0, 7]
@@ -107,7 +186,7 @@ def test_the_same_of_a_semi_automatic_optimizer(world2, fully):
 @pytest.mark.multiprocess
 def test_states_of_fused_parts_are_not_described_as_those_of_other_parts(world2):
     """A parameter that is frozen leaves the buffers, and all behind it stand elsewhere."""
-    for rank, (text, same) in enumerate(world2.run(jobs.frozen_in_between)):
+    for rank, (text, same) in enumerate(world2.run(frozen_in_between)):
         assert text.startswith(f"rank {rank}: the first step fuses other parameters than those that states")
         assert "Remedy: set stop_gradient" in text
         assert same

@@ -14,7 +14,7 @@ from pathlib import Path
 SOURCES = Path(__file__).with_name("plugin")
 LIBRARY = "libpaddle-rehearsal.so"
 _FLAGS = (
-    "-std=c++17 -O2 -g1 -fPIC -Wall -Wno-unused-variable -pthread -fvisibility=hidden -DPADDLE_WITH_CUSTOM_DEVICE"
+    "-std=c++17 -O1 -g1 -fPIC -Wall -Wno-unused-variable -pthread -fvisibility=hidden -DPADDLE_WITH_CUSTOM_DEVICE"
 ).split()
 
 

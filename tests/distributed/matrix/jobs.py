@@ -15,7 +15,7 @@ from paddle.distributed.sharding import group_sharded_parallel
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing import cpu_world
-from tests.distributed import jobs_experts
+from tests.distributed import test_experts as experts
 from tests.distributed.matrix.network import LENGTH, VOCABULARY, build, fill
 from tests.distributed.matrix.strategies import AFTER, BY_NAME
 
@@ -94,18 +94,18 @@ class ExpertTrainer:
     def __init__(self, name, salt):
         fc.install()
         strategy = BY_NAME[name]
-        group, place, degree = jobs_experts.layout(strategy.experts, strategy.mp)
-        self.net = jobs_experts.Net(group, salt, place, degree)
-        self.optimizer = jobs_experts.adamw(self.net)
+        group, place, degree = experts.layout(strategy.experts, strategy.mp)
+        self.net = experts.Net(group, salt, place, degree)
+        self.optimizer = experts.adamw(self.net)
 
     def steps(self, first, last):
         # An expert without tokens has no gradient in a fresh job and a zero one, which AdamW steps on, after
         # clear_grad(): a job that goes on forgets its gradients, as one that resumes has none.
         self.optimizer.clear_grad(set_to_zero=False)
-        return jobs_experts.train(self.net, self.optimizer, range(first, last))
+        return experts.train(self.net, self.optimizer, range(first, last))
 
     def state(self):
-        return jobs_experts.state_of(self.net, self.optimizer)
+        return experts.state_of(self.net, self.optimizer)
 
     def shards(self):
         return self.state()
