@@ -36,7 +36,7 @@ def compile_program(
     master_weights: Literal["exact", "convert"] = "exact",
     completion: Sequence[str] = (),
 ) -> TensorMapping:
-    """Compiles AOA statements for a source and a destination.
+    """Compile AOA statements for a source and a destination.
 
     Args:
         aoa_config: The statements; see ``docs/aoa.md``.
@@ -60,7 +60,7 @@ def compile_program(
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Suspends the cyclic garbage collector: hundreds of thousands of live objects are made, and none is in a cycle.
+    """Suspend the cyclic garbage collector: hundreds of thousands of objects are made, and none is in a cycle.
 
     Its passes over them would be a quarter of the time.
     """
@@ -179,7 +179,7 @@ class _Compilation:
         )
 
     def _feed(self, base: str, state: str, info: TensorInfo) -> None:
-        """Emits one target key, where the program says something about it."""
+        """Emit one target key, where the program says something about it."""
         program, key = self._program, state_key(base, state)
         own = program.state_values.get(state, {}).get(base)
         value = program.values.get(base)
@@ -206,7 +206,7 @@ class _Compilation:
         self._emitter.add(key, found, info.dtype)
 
     def _state_value(self, value: Value, base: str, state: str, info: TensorInfo) -> Value | None:
-        """A target state's value from its parameter's; inputs are source keys."""
+        """Return a target state's value from its parameter's; inputs are source keys."""
         program = self._program
         if not value.inputs:
             return Value(of_constants(value.structure, state, info), ())
@@ -229,7 +229,7 @@ class _Compilation:
         return program.states.value(value, state, parameters_too=True)
 
     def _is_scalar(self, base: str, state: str) -> bool:
-        """Whether a source state is one number that says nothing about single elements of its parameter."""
+        """Return whether a source state is one number that says nothing about single elements of its parameter."""
         source = self._program.source
         info = source.states[base].get(state)
         return info is not None and int(np.prod(info.shape)) == 1 and info.shape != source.base_info(base).shape
@@ -241,7 +241,7 @@ class _Compilation:
         )
 
     def _scalar(self, value: Value, base: str, state: str) -> Value:
-        """A scalar goes along with its parameter; where several parameters meet they have to agree."""
+        """Return a scalar state: it goes along with its parameter, and where several meet they have to agree."""
         states = self._program.source.states
         keys = [state_key(name, state) for name in dict.fromkeys(value.inputs) if state in states[name]]
         keys = [key for key in keys if key not in self._program.removed]
@@ -256,7 +256,7 @@ class _Compilation:
         return Value(computed(Same(tuple(keys)), None, [structure] * len(keys)).structure, tuple(keys))
 
     def _derive(self) -> tuple[str, ...]:
-        """The outputs where there is no destination."""
+        """Return the outputs where there is no destination."""
         program, outputs = self._program, []
         names = [name for name in program.values if name not in program.read]
         names += [n for n in program.source.states if n not in program.values and n not in program.read]

@@ -38,7 +38,7 @@ class Expanded:
 def expand_program(
     aoa_config: AoaConfig | Statements, source: Catalog, target: Catalog | None = None
 ) -> list[Expanded]:
-    """All statements with ids, stars, transposes and fused layouts written out, as the in-tree engine writes them.
+    """Write out all ids, stars, transposes and fused layouts of statements, as the in-tree engine does.
 
     Args:
         aoa_config: The statements.
@@ -60,7 +60,7 @@ def expand_program(
 def explain(
     aoa_config: AoaConfig | Statements, source: Catalog, target: Catalog | None = None, keys: Iterable[str] = ()
 ) -> str:
-    """Tells where each target comes from.
+    """Tell where each target comes from.
 
     Args:
         aoa_config: The statements.
@@ -105,7 +105,7 @@ def explain(
 
 
 def _present(catalog: Catalog) -> list[str]:
-    """The keys that a catalog has rows of."""
+    """Return the keys that a catalog has rows of."""
     return [catalog.keys[key] for key in np.unique(catalog.key)]
 
 

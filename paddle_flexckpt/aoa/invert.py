@@ -199,7 +199,7 @@ class _Inverse:
         return ", ".join([" -> ".join(sides), *rest, *self._suffix])
 
     def _check_ids(self) -> None:
-        """The ids of an inverse statement come from the right names: they have to tell them."""
+        """Refuse right names that do not tell the ids: those of an inverse statement come from them."""
         for name in self._right:
             for part in parse_name(name).parts:
                 if isinstance(part, Placeholder) and not part.is_solvable:

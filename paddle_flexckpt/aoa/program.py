@@ -68,7 +68,7 @@ class Program:
         self._position = 0
 
     def run(self, statements: Sequence[Statement]) -> None:
-        """Carries out statements.
+        """Carry out statements.
 
         Raises:
             AoaError: Some do not fit the tensors; all that do not follow from others are listed.
@@ -105,7 +105,7 @@ class Program:
         self._index.add([name], parse_name(name))
 
     def _is_parameter(self, template: Template) -> bool:
-        """Whether a parameter of one of the sides has that name."""
+        """Return whether a parameter of one of the sides has that name."""
         if template.text == NOTHING:
             return False
         return bool(self._index.bindings(template) or self._destination_index().bindings(template))
@@ -120,7 +120,7 @@ class Program:
             self._problems.append(describe_problem(str(error), place.at(error.column), texts))
 
     def _run_rule(self, rule: Rule) -> None:
-        """Carries a rule out for all ids: all left names are read before any right name is assigned."""
+        """Carry a rule out for all ids: all left names are read before any right name is assigned."""
         before = len(self._problems)
         bindings = self.bindings(rule)
         left = [template.formatter(rule.placeholders) for template in rule.left]
@@ -148,7 +148,7 @@ class Program:
         self._commit(rule, assigned)
 
     def _run_plain(self, rule: Rule, bindings: Sequence[Ids]) -> bool:
-        """Carries out a rule that is the same for all ids, column by column: most are, tens of thousands of times.
+        """Carry out a rule that is the same for all ids, column by column: most are, tens of thousands of times.
 
         Returns:
             False if something is wrong with some of the ids; nothing was assigned then.
@@ -216,7 +216,7 @@ class Program:
             raise ExpandedError(str(error), concrete.statement.place.text) from error
 
     def star_keys(self, name: str, is_left: bool) -> list[str]:
-        """The keys that a name with stars stands for."""
+        """Return the keys that a name with stars stands for."""
         if is_left:
             return self._index.star(name)
         if self.target is None:
@@ -229,7 +229,7 @@ class Program:
         return self._target_index
 
     def bindings(self, rule: Rule) -> list[Ids]:
-        """The combinations of ids for which the rule is carried out."""
+        """Return the combinations of ids for which the rule is carried out."""
         if not rule.placeholders:
             return [()]
         by_target = rule.left[0].text == NOTHING
@@ -264,7 +264,7 @@ class Program:
         )
 
     def _assignments(self, rule: Rule, origin: Origin, left: list[str], right: list[str]) -> list[_Assignment]:
-        """What a rule assigns for one combination of ids."""
+        """Return what a rule assigns for one combination of ids."""
         if self._poisoned and not self._poisoned.isdisjoint(left):
             self._poisoned.update(right)
             return []
@@ -275,7 +275,7 @@ class Program:
     def _evaluated(
         self, rule: Rule, ids: Ids, left: list[str], right: list[str], state: str | None
     ) -> Sequence[Value] | None:
-        """Values of the right names, or None where there is nothing to assign."""
+        """Return values of the right names, or None where there is nothing to assign."""
         if left[0] == NOTHING:
             self._note_traced(rule, ids, (1, 1))
             return self._fill(rule, right[0], state)
@@ -305,7 +305,7 @@ class Program:
             self.trace[rule, ids if rule.placeholders else (), parts] = None
 
     def _lookup(self, name: str, state: str | None, by_key: bool) -> Value | None:
-        """What a name stands for; ``by_key``: the statement has the name of the state itself."""
+        """Return what a name stands for; ``by_key``: the statement has the name of the state itself."""
         if state is not None:
             value = self.state_values.get(state, {}).get(name)
             if value is not None:
@@ -322,26 +322,26 @@ class Program:
         return self._find(name)
 
     def _moved(self, name: str, state: str) -> Value | None:
-        """What a name stands for as a state, or for PARAMETER as what is none."""
+        """Return what a name stands for as a state, or for PARAMETER as what is none."""
         value = self._lookup(name, state, True) if state != PARAMETER else self.state_values.get(state, {}).get(name)
         return value if value is not None else self._find(state_key(name, state))
 
     def _find(self, name: str) -> Value | None:
-        """What a name stands for as a parameter: what was assigned last, else the source key."""
+        """Return what a name stands for as a parameter: what was assigned last, else the source key."""
         value = self.values.get(name)
         if value is None and name in self.source.states:
             value = Value(self.source_structure(self.source.base_info(name)), (name,))
         return value
 
     def source_structure(self, info: TensorInfo) -> Structure:
-        """The structure of a tensor as it is; one for all of the same shape and dtype."""
+        """Return the structure of a tensor as it is; one for all of the same shape and dtype."""
         structure = self._sources.get(id(info))
         if structure is None:
             structure = self._sources[id(info)] = source_structure(info).structure
         return structure
 
     def _parts(self, rule: Rule, ids: Ids, left: list[Value], right: list[str]) -> tuple[int, int]:
-        """In how many tensor-parallel parts a fused tensor on the left, and one on the right, is cut."""
+        """Return in how many tensor-parallel parts a fused tensor on the left, and one on the right, is cut."""
         numbers = dict(zip(rule.placeholders, ids))
         ndim = len(left[0].structure.shape)
         following = self.rules[self._position + 1 :]
@@ -369,7 +369,7 @@ class Program:
         )
 
     def _fill(self, rule: Rule, name: str, state: str | None) -> list[Value] | None:
-        """The value of ``_ -> name``, or None where there is no such destination key."""
+        """Return the value of ``_ -> name``, or None where there is no such destination key."""
         states = {} if self.target is None else self.target.states.get(name, {})
         if not states or (state is not None and state not in states):
             if self.target is not None and rule.statement.has("fill") and not rule.is_optional:

@@ -129,7 +129,7 @@ class Reversal:
             self._problems.append(describe_problem(message, origin.rule.place))
 
     def _keep(self, name: str) -> None:
-        """What was removed keeps what the destination has."""
+        """Keep what the destination has of a tensor that was removed."""
         forward, back = self._forward, self._back
         if name in forward.source.states and name not in back.values:
             back.assign(name, None, Value(keep(forward.source.base_info(name)).structure, ()), None)
