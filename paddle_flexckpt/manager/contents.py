@@ -115,11 +115,6 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 def check_same_metrics(ranks: Sequence[int], metrics: Sequence[Mapping[str, str]], context: str) -> None:
     """Check that all ranks were given the same metrics.
 
-    Args:
-        ranks: Numbers of the ranks.
-        metrics: Of each of them, in exact text.
-        context: What is being done, for the error.
-
     Raises:
         ValidationError: They differ; the same on every rank.
     """

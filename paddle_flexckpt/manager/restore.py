@@ -83,13 +83,6 @@ def restore_checkpoint(
 ) -> RestoreReport:
     """Restore the checkpoint in a step's directory; first its extra state, which is small and touches nothing.
 
-    Args:
-        directory: The step's directory.
-        step: The step.
-        comm: The ranks that take part.
-        targets: What is to be put back.
-        **options: Of :func:`load_state_dict`.
-
     Raises:
         ValidationError: It does not fit; nothing was changed.
         CorruptCheckpointError: It is damaged; targets may be partly overwritten.

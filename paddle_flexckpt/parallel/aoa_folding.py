@@ -45,9 +45,6 @@ def fold(renames: Sequence[Rename]) -> list[str]:
     The first number that differs becomes ``$LAYER_ID``, the second ``$EXPERT_ID``. Where the numbers of model and
     checkpoint differ by a constant, it is added to those that are assigned: ``${LAYER_ID+1}``.
 
-    Args:
-        renames: All parameters of the model, in the order of the statements.
-
     Raises:
         ValueError: A name cannot be written in a statement.
     """

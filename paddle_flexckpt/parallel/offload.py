@@ -31,9 +31,6 @@ def on_host(optimizer: Any) -> AbstractContextManager[None]:
 def stage2_tables(optimizer: Any) -> StateTables:
     """Return the tables of a stage-2 optimizer with offload, by parameter; states that are not there are created.
 
-    Args:
-        optimizer: The GroupShardedOptimizerStage2.
-
     Raises:
         ValueError: The optimizer has parameter groups, which Paddle then steps on in place of the buffer.
     """
@@ -60,12 +57,7 @@ def stage2_tables(optimizer: Any) -> StateTables:
 
 
 def stage3_tables(optimizer: Any, parameters: Collection[Any]) -> StateTables:
-    """Return the tables of an optimizer of stage 3 with offload, with the masters of small half-precision parameters.
-
-    Args:
-        optimizer: The optimizer that steps.
-        parameters: Its trainable parameters.
-    """
+    """Return the tables of a stage-3 optimizer with offload, with the masters of small half-precision parameters."""
     masters = {
         parameter.name: parameter.master_weight
         for parameter in parameters

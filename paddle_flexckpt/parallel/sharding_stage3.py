@@ -162,13 +162,7 @@ def stepped_parameters(optimizer: Any, parameters: Iterable[Any]) -> Iterator[An
 def slice_ranges(
     optimizer: Any, model: Mapping[str, ShardedWeight], names: Mapping[str, list[str]]
 ) -> dict[str, slice]:
-    """Return, by name of parameter, the flattened range of its local box that this rank's states are of.
-
-    Args:
-        optimizer: The optimizer that steps.
-        model: The model's shards by structured name.
-        names: Structured names by name of parameter.
-    """
+    """Return, by name of parameter, the flattened range of its local box that this rank's states are of."""
     ranges: dict[str, slice] = {}
     wrapper = wrapper_of_optimizer(optimizer)
     for name, keys in names.items():

@@ -73,10 +73,6 @@ def create_states(optimizer: Any) -> None:
 def create_dense_states(optimizer: Any, parameters: Iterable[Any]) -> None:
     """Create what the first step of an optimizer would create, where that step creates the states itself.
 
-    Args:
-        optimizer: The optimizer that steps.
-        parameters: What it updates: its parameters, or slices of them.
-
     Raises:
         ValueError: What ``set_state_dict`` was given lacks a state. Nothing has been created then.
     """

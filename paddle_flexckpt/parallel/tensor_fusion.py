@@ -126,11 +126,6 @@ def _place_on_mesh() -> tuple[int, int]:
 def remember_prediction(optimizer: Any, pieces: Iterable[FusedPiece], parameters: list[Any]) -> None:
     """Keep, until the first step, which ranges states are created for.
 
-    Args:
-        optimizer: An optimizer with tensor fusion.
-        pieces: What states are about to be created for, or are there already.
-        parameters: What its first step will update.
-
     Raises:
         ValueError: Before the first step: there are states already, and they are of other ranges.
     """

@@ -16,12 +16,7 @@ from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
 
 @contextlib.contextmanager
 def keep_best_model(trainer: Any, flex: TrainerCheckpointer) -> Iterator[None]:
-    """Load the best model at the end of the training in this context, if that is wanted.
-
-    Args:
-        trainer: The trainer.
-        flex: Its checkpoints.
-    """
+    """Load the best model at the end of the training in this context, if that is wanted."""
     args, callbacks = trainer.args, trainer.callback_handler.callbacks
     if not (flex.options.save and args.load_best_model_at_end):
         yield

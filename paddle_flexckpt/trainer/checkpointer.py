@@ -64,11 +64,7 @@ class TrainerCheckpointer:
     """Save and restore one trainer. All methods communicate, unless they say that they do not."""
 
     def __init__(self, trainer: Any) -> None:
-        """Do nothing yet: a trainer whose flags are not set is not touched.
-
-        Args:
-            trainer: The trainer.
-        """
+        """Do nothing yet: a trainer whose flags are not set is not touched."""
         self._trainer = trainer
         self._restored: Restored | None = None
         self._saving = False

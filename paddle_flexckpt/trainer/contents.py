@@ -90,12 +90,7 @@ def collect_shards(trainer: Any, with_optimizer: bool) -> dict[str, Any]:
 
 
 def write_small_files(trainer: Any, directory: Path) -> None:
-    """Write what is not a tensor: configurations, tokenizer, training arguments.
-
-    Args:
-        trainer: The trainer.
-        directory: Where; it is made.
-    """
+    """Write what is not a tensor: configurations, tokenizer, training arguments."""
     import paddle
 
     directory.mkdir(parents=True, exist_ok=True)

@@ -77,12 +77,6 @@ class AverageState:
     ) -> bool:
         """Fill the averages from a checkpoint of this library; return whether it has some.
 
-        Args:
-            path: The checkpoint.
-            describe: Gives the shards of model and optimizer.
-            comm: All ranks.
-            options: How to load.
-
         Raises:
             ValidationError: They do not fit.
             CorruptCheckpointError: They are damaged.

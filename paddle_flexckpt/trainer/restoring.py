@@ -53,13 +53,6 @@ class Restored:
 def restore_from(trainer: Any, path: str, everything: bool, options: TrainerOptions, comm: Communicator) -> Restored:
     """Fill the trainer's tensors and put scheduler and scaler back, on all ranks.
 
-    Args:
-        trainer: The trainer, after it has wrapped model and optimizer.
-        path: The checkpoint's directory.
-        everything: Whether optimizer, scheduler and scaler are restored too, or the model alone.
-        options: How to load.
-        comm: All ranks.
-
     Raises:
         ValidationError: It does not fit; nothing was changed.
         CorruptCheckpointError: It is damaged; tensors may be partly overwritten.

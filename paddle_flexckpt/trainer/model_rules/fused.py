@@ -33,11 +33,7 @@ class FusedLayer:
 
 
 def fused_layers(model: Any) -> list[FusedLayer]:
-    """Return the layers of a model whose outputs every rank holds side by side.
-
-    Args:
-        model: A model of PaddleNLP or PaddleFormers.
-    """
+    """Return the layers of a model whose outputs every rank holds side by side."""
     config = getattr(model, "config", None)
     layers = [FusedLayer("gate_up_fused_proj", _FFN), FusedLayer("up_gate_proj", _FFN)]
     module = type(model).__module__
@@ -89,12 +85,7 @@ def _is_plain(action: Any) -> bool:
 
 
 def layer_of(layers: Mapping[str, FusedLayer], path: str) -> FusedLayer | None:
-    """Return the fused layer of a path: the one whose own path is its longest end; None where there is none.
-
-    Args:
-        layers: By their paths.
-        path: Name of a layer in a model.
-    """
+    """Return the fused layer of a path: the one whose own path is its longest end; None where there is none."""
     parts = path.split(".")
     ends = (".".join(parts[first:]) for first in range(len(parts)))
     return next((layers[end] for end in ends if end in layers), None)

@@ -76,11 +76,6 @@ def _vocabulary_axis(layer: Any, name: str, tensor: Any, preferred: int | None) 
 def complete_rules(layer: Any, own: dict[str, Any], stop: type) -> dict[str, Any]:
     """Return the rules of a layer: the registry's, or else its own, and then what parameters tell themselves.
 
-    Args:
-        layer: The layer.
-        own: What its ``_get_shard_rules()`` says.
-        stop: ``paddle.nn.Layer``.
-
     Raises:
         ValueError: A ``split_axis`` is no axis.
     """

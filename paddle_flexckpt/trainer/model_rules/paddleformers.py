@@ -49,9 +49,6 @@ def with_tied_names(described: Callable[..., ShardedStateDict]) -> Callable[...,
     """Wrap the ``sharded_state_dict`` of PaddleFormers' pipelines: add a tied weight's names on other stages.
 
     Without a pipeline the state of a tied weight stands under one of its names, which a stage may not have.
-
-    Args:
-        described: The method as it is.
     """
 
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> ShardedStateDict:
