@@ -19,7 +19,6 @@ KNOWN_CIRCLES = (
     {"aoa.compile", "aoa.invert", "aoa.invert_boxes"},
     {"catalog.orders", "catalog.table"},
     {"live.device_memory", "live.tensors"},
-    {"live.loader", "live.node_loads", "live.resharder"},
 )
 FLOOR = (
     *("algebra", "catalog", "planning", "aoa", "media.remote", "native.reader", "native.listing"),
