@@ -1,7 +1,7 @@
 """Collect what the manager saves: shards of model, optimizer and caller, the run's extra state, its record.
 
 The record is one small tensor among those of the extra state, ``extra_state.manager``: step, time and metrics, as JSON.
-It is all that retention and the choice of the best checkpoint have to read.
+It is all that retention and the choice of the best checkpoint have to read. Tested in tests/manager/test_manager.py.
 """
 
 from __future__ import annotations

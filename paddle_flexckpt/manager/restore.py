@@ -1,4 +1,7 @@
-"""Restoring the checkpoint of one step, and the report of it."""
+"""Restoring the checkpoint of one step, and the report of it.
+
+Tested in tests/manager/test_manager.py and tests/manager/test_unreadable.py.
+"""
 
 from __future__ import annotations
 

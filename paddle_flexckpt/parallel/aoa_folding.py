@@ -1,4 +1,7 @@
-"""Folding: one statement with placeholders instead of one for every layer and expert."""
+"""Folding: one statement with placeholders instead of one for every layer and expert.
+
+Tested in tests/parallel/test_gen_aoa_statements.py.
+"""
 
 from __future__ import annotations
 

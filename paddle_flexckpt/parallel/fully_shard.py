@@ -5,6 +5,7 @@ parameters themselves have memory only while their layer runs. The optimizer ste
 of a buffer, and here they are taken apart again into ranges of parameters, without the padding.
 
 Without fusion parameters and states are plain DistTensors, and nothing here is needed.
+Tested in tests/semi_auto/test_fully_shard.py.
 """
 
 from __future__ import annotations

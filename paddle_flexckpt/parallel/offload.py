@@ -6,6 +6,7 @@ the optimizer steps on the buffer, so that its states are those of the buffer. H
 Stage 3 keeps a float32 master of every slice, and of every parameter that is too small to be sliced. A slice's master
 *is* the slice from the end of a backward on, and what a forward leaves there in the parameter's own dtype is a copy of
 it: so the slice is described by its master. A small parameter is a copy of its master too, in memory of the device.
+Tested in tests/distributed/test_sharding.py.
 """
 
 from __future__ import annotations

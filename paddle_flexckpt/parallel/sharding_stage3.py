@@ -7,6 +7,7 @@ Small parameters are not sliced at all.
 
 So nothing is communicated here: layers describe parameters by their shapes, and what is released is then described by
 its slice. The optimizer steps on the slices, under the parameter's name with ``slice@`` in front.
+Tested in tests/parallel/test_sharding.py.
 """
 
 from __future__ import annotations

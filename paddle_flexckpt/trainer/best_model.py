@@ -2,7 +2,7 @@
 
 The trainer's own loop knows its own files alone, and warns where they are not there. So its flag is off between the
 begin of the loop, where callbacks look at it, and its end, where the first callback loads the best model before the
-others see the end of the training.
+others see the end of the training. Tested in tests/trainer/test_trainer.py.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ A save, on all ranks:
 4. Model, optimizer and extra state are saved as one checkpoint; its manifest is the commit.
 5. What comes after a commit: the export, the signal of the job's scheduler, rotation. For a save in the background this
    is done when it is collected: at the next save, or at the end of the training.
+Tested in tests/trainer/test_trainer.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Collect what a trainer's checkpoint holds: shards of model and optimizer, and the trainer's own small files."""
+"""Collect what a trainer's checkpoint holds: shards of model and optimizer, and the trainer's own small files.
+
+Tested in tests/trainer/test_trainer.py.
+"""
 
 from __future__ import annotations
 

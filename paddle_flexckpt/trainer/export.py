@@ -1,4 +1,4 @@
-"""Write the weights of a trainer's checkpoint in Hugging Face's format."""
+"""Write the weights of a trainer's checkpoint in Hugging Face's format. Tested in tests/trainer/test_trainer.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Restoring a trainer from a checkpoint directory, of this library or of another format."""
+"""Restoring a trainer from a checkpoint directory, of this library or of another format.
+
+Tested in tests/trainer/test_unified_resume.py.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 ``_get_tensor_parallel_mappings`` of PaddleNLP's models says how a whole parameter is split: ``is_naive_2fuse`` gives
 every rank its parts of two that are fused, ``is_naive_3fuse`` of three. A plain split (grouped q, k and v too) is
 the same under every degree. What the mappings do not say, or not by the name that the parameter has, is in a table.
+Tested in tests/trainer/test_model_rules_unit.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Find the rules of model libraries' layers: heads over a split vocabulary, and what tells its ``split_axis``."""
+"""Find the rules of model libraries' layers: heads over a split vocabulary, and what tells its ``split_axis``.
+
+Tested in tests/trainer/test_model_rules_unit.py.
+"""
 
 from __future__ import annotations
 

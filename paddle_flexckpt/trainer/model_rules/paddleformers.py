@@ -3,6 +3,7 @@
 Their ``_get_tensor_parallel_mappings`` do not tell it. Their AOA statements from Hugging Face's weights do: one with
 ``fused_ffn`` or ``fused_qkv_old`` makes a parameter whose parts every rank holds side by side. With ``fused_qkv`` they
 are in the order of the key and value heads, and a plain split is the same under every degree.
+Tested in tests/trainer/test_model_rules_paddleformers.py.
 """
 
 from __future__ import annotations
