@@ -23,6 +23,7 @@ from pathlib import Path
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.manager.steps import try_lock
 from paddle_flexckpt.media.backend import exists, map_files
+from paddle_flexckpt.media.local import sync_path
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.listing import is_complete
 
@@ -85,11 +86,7 @@ class TrainerDirectories:
         """Make the small files of a directory durable, so that a checkpoint that survives a crash has them."""
         directory = self.directory(step)
         for path in (*(path for path in directory.iterdir() if path.is_file()), directory, self.root):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync_path(os.fspath(path))
 
     def rotate(self, limit: int | None, best: str | os.PathLike[str] | None, busy: Collection[int] = ()) -> list[int]:
         """Remove all but the newest checkpoints, and what interrupted saves and removals have left.
