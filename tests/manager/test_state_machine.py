@@ -30,7 +30,7 @@ pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.live.communicator import SoloCommunicator
-from paddle_flexckpt.manager import manager as manager_module
+from paddle_flexckpt.manager import contents as contents_module
 from paddle_flexckpt.manager.policies import (
     KeepBest,
     KeepEvery,
@@ -95,7 +95,7 @@ class Managed(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         # Thousands of lines about damage would hide the one that fails.
         self.patch.setattr(logging.getLogger("paddle_flexckpt"), "disabled", True)
-        self.patch.setattr(manager_module, "time", SimpleNamespace(time=lambda: self.now))
+        self.patch.setattr(contents_module, "time", SimpleNamespace(time=lambda: self.now))
 
     @initialize(keep=KEEPS)
     def begin(self, keep) -> None:
