@@ -1,4 +1,4 @@
-"""Memory that targets share with sources, which they would overwrite while these are still read."""
+"""Refuse targets that share memory with sources: they would overwrite what is still to be read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paddle_flexckpt.live.tensors import address_range
 
 @dataclass(frozen=True)
 class _Span:
-    """The memory of one shard: addresses ``[begin, end)``, what it is, and which target it is (None: a source)."""
+    """Hold the memory of one shard: addresses ``[begin, end)``, what it is, and which target it is (None: a source)."""
 
     begin: int
     end: int
