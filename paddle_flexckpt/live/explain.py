@@ -1,4 +1,7 @@
-"""explain and invert for what users have in hand: checkpoints, state dicts, or catalogs."""
+"""explain and invert for what users have in hand: checkpoints, state dicts, or catalogs.
+
+Tested in tests/aoa/test_docs.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ Tensors = Union[Location, Mapping[str, Any], Catalog]
 
 
 def explain(aoa_config: AoaConfig, src: Tensors, dst: Tensors | None = None, keys: Iterable[str] = ()) -> str:
-    """Tells where each target of a load with AOA statements would come from; nothing is read but the manifest.
+    """Tell where each target of a load with AOA statements would come from; nothing is read but the manifest.
 
     Args:
         aoa_config: The statements, as in :func:`load_state_dict`.
@@ -35,7 +38,7 @@ def explain(aoa_config: AoaConfig, src: Tensors, dst: Tensors | None = None, key
 
 
 def invert(aoa_config: AoaConfig, src: Tensors | None = None, dst: Tensors | None = None) -> dict[str, Any]:
-    """The statements that undo others: what is loaded with the ones is given back by the others.
+    """Return the statements that undo others: what is loaded with the ones is given back by the others.
 
     Args:
         aoa_config: The statements, as in :func:`load_state_dict`.
@@ -53,7 +56,7 @@ def invert(aoa_config: AoaConfig, src: Tensors | None = None, dst: Tensors | Non
 
 
 def _catalog(tensors: Tensors) -> Catalog:
-    """The shards of a checkpoint or of a state, without a run's extra state."""
+    """Return the shards of a checkpoint or of a state, without a run's extra state."""
     if isinstance(tensors, Catalog):
         return tensors
     if isinstance(tensors, Mapping):
