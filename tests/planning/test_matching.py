@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.catalog import CatalogBuilder, ValidationError, concat, group_replicas, validate_coverage
+from paddle_flexckpt.catalog import CatalogBuilder, Problem, ValidationError, concat, group_replicas, validate_coverage
 from paddle_flexckpt.planning import Pieces, ShardMatcher, matching, plan_read
 from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
 from tests.planning.simulate import blank, carry_out, counters, read_positions, storages
@@ -135,6 +135,22 @@ def test_groups_and_coverage_that_the_caller_has_make_no_difference(case):
     groups = group_replicas(source)
     ready = ShardMatcher(source, groups, validate_coverage(source, groups))
     assert_same(ready.match(target), ShardMatcher(source).match(target))
+
+
+def test_groups_that_were_narrowed_are_read_from_what_is_left_of_them():
+    source = catalog_of(whole_on(range(4)))
+    groups = group_replicas(source).without_others(np.asarray([2]))
+    pieces = ShardMatcher(source, groups).match(catalog_of(whole_on(range(6))))
+    assert pieces.source.tolist() == [2] * 6
+
+
+def test_too_many_overlaps_that_the_caller_has_found_are_an_error():
+    source = catalog_of(whole_on([0]))
+    problem = Problem("too many shards overlap", key="w")
+    coverage = replace(validate_coverage(source, group_replicas(source)), tangled=[problem])
+    with pytest.raises(ValidationError) as caught:
+        ShardMatcher(source, coverage=coverage)
+    assert list(caught.value.problems) == [problem]
 
 
 @examples(60)
