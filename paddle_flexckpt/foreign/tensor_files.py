@@ -29,7 +29,7 @@ from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.json_cursor import JsonCursor
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.safetensors_header import StoredTensor, header_bytes, parse_header
+from paddle_flexckpt.native.safetensors_header import StoredTensor, read_header
 
 TENSOR_FILE, INDEX_FILE = ".safetensors", ".safetensors.index.json"
 # What a safetensors header calls an element type; complex128 has no code of its own.
@@ -95,17 +95,13 @@ class Weights:
     """Describe whole tensors in one or several safetensors files.
 
     Attributes:
-        source: The index, or the one file.
         files: The files, by name.
         where: The name of the file that each tensor is in.
-        settings: What else the index says.
         digest: A hash of the index.
     """
 
-    source: str
     files: Mapping[str, TensorFile]
     where: Mapping[str, str]
-    settings: Mapping[str, Any]
     digest: bytes = b""
 
 
@@ -144,10 +140,9 @@ def read_tensor_file(backend: Backend, name: str, named_by: str | None = None) -
     path = backend.where(name)
     try:
         with backend.open(name) as file:
-            length = header_bytes(file.read(0, 8), file.size, path)
-            text = file.read(8, length)
-            header = parse_header(text, file.size, path)
-            return TensorFile(name, file.size, header.tensors, header.metadata, xxhash.xxh3_128_digest(text))
+            header = read_header(file, path)
+            digest = xxhash.xxh3_128_digest(header.text)
+            return TensorFile(name, file.size, header.tensors, header.metadata, digest)
     except FileNotFoundError as error:
         who = f"; {named_by} names it" if named_by else ""
         remedy = "Remedy: restore the file or load another checkpoint"
@@ -207,7 +202,7 @@ def read_weights(backend: Backend, source: str) -> Weights:
     """
     if not source.endswith(INDEX_FILE):
         file = read_tensor_file(backend, source)
-        return Weights(source, {source: file}, dict.fromkeys(file.tensors, source), {})
+        return Weights({source: file}, dict.fromkeys(file.tensors, source))
     index = read_tensor_index(backend, source)
     if index.files is None:
         raise CorruptCheckpointError(f"{backend.where(source)} has no weight_map. Remedy: restore it")
@@ -227,7 +222,7 @@ def read_weights(backend: Backend, source: str) -> Weights:
     if problems:
         error = ValidationError(problems, f"{path} and its files are not of one save. Remedy: restore them")
         raise CorruptCheckpointError(str(error))
-    return Weights(source, files, index.files, index.settings, index.digest)
+    return Weights(files, index.files, index.digest)
 
 
 def _is_shared(tensor: str, file: TensorFile, other: TensorFile | None) -> bool:

@@ -18,8 +18,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 from paddle_flexckpt.catalog import (
     CorruptCheckpointError,
@@ -63,15 +62,8 @@ class _Where(TypedDict):
     file: str
 
 
-@dataclass(frozen=True)
-class _RankFile:
-    """Describe a file of a rank's own states.
-
-    Attributes:
-        file: The file.
-        at: The rank's place: ``tp``, ``pp``, ``shard`` and ``moe``, as far as the file's name has them.
-        rank: Its number among the files.
-    """
+class _RankFile(NamedTuple):
+    """Describe a file of a rank's states: the place (``tp``, ``pp``, ``shard``, ``moe``) in its name, its number."""
 
     file: TensorFile
     at: Mapping[str, int]

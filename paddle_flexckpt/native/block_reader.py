@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.media.backend import Backend, map_files
-from paddle_flexckpt.native.checksums import HashThread, VerifyMode, hash_block
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.media.backend import Location, map_files
+from paddle_flexckpt.media.opening import open_backend
+from paddle_flexckpt.native.checksums import HashThread, VerifyMode, hash_block, verify_mode
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.replicas import ReplicaChoice
 from paddle_flexckpt.native.row_files import DamagedCopy, RowFiles
@@ -44,14 +45,41 @@ class BlockReader:
         choice: Says which row serves an item.
         hashing_begun: Groups of blocks that have been read and given to the thread that hashes.
         hashing_done: Those of them that have been compared with their checksums.
+        count: What has been read.
     """
 
-    def __init__(self, backend: Backend, manifest: Manifest, verify: VerifyMode, use_replicas: bool) -> None:
-        """Open nothing yet; arguments as of :class:`FileReader`."""
+    def __init__(
+        self,
+        directory: Location,
+        manifest: Manifest,
+        verify: bool | VerifyMode = "read",
+        use_replicas: bool = True,
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            directory: Where the files are.
+            manifest: What they hold.
+            verify: Which bytes are compared with their checksums; see :func:`verify_mode`.
+            use_replicas: Whether a replica in another file serves where one is damaged.
+
+        Raises:
+            ValidationError: There is no such mode, or there are no checksums for it.
+        """
+        backend, mode = open_backend(directory), verify_mode(verify)
+        if manifest.foreign and mode == "full":
+            raise ValidationError(
+                [
+                    f"{backend.path} is another program's checkpoint ({manifest.origin}), without checksums: "
+                    "verify='full' cannot be kept. Remedy: load it with another mode, and save it again"
+                ]
+            )
         self.files = RowFiles(backend, manifest)
+        self.count = self.files.count
         self.choice = ReplicaChoice(backend, manifest, use_replicas)
         self.hashing_begun = self.hashing_done = 0
-        self._backend, self._manifest, self._verify = backend, manifest, verify
+        self._backend, self._manifest = backend, manifest
+        self._verify: VerifyMode = "off" if manifest.foreign else mode
         self._block_bytes = manifest.checksums.block_bytes
         self._byte_length = manifest.catalog.byte_length
         self._hashing = HashThread()
@@ -64,7 +92,13 @@ class BlockReader:
         self.files.close()
 
     def check_files(self, items: np.ndarray) -> None:
-        """Open the files of items; where one is not as it was, look for a replica. Errors of :meth:`resolve`."""
+        """Open the files of items and check their size and save token, before any target is touched.
+
+        Items of a file that is not as it was will be read from their replicas, if all of them have one.
+
+        Raises:
+            CorruptCheckpointError: A file is missing, of another size, or of another save.
+        """
         items = np.unique(items)
         files = np.unique(self._manifest.catalog.file[items]).tolist()
 
@@ -79,6 +113,11 @@ class BlockReader:
             if not usable:
                 for item in items[self._manifest.catalog.file[items] == file].tolist():
                     self.resolve(item)
+
+    @property
+    def replicas_used(self) -> dict[str, str]:
+        """Return what was damaged and which file served instead, by key."""
+        return self.choice.used
 
     def resolve(self, item: int) -> int:
         """Return the row to read an item from: itself, or a replica where its file is not as it was.
@@ -102,7 +141,7 @@ class BlockReader:
 
     def needs_whole_blocks(self, row: int) -> bool:
         """Return whether nothing of a row may be read unverified: with ``verify="full"``, or once it is damaged."""
-        return self._verify == "full" or self.choice.is_damaged(row)
+        return self._verify == "full" or row in self.choice.damaged
 
     def block_length(self, item: int, block: int) -> int:
         """Return the bytes of a block."""
@@ -114,15 +153,15 @@ class BlockReader:
         Returns:
             False where the block has to be read whole instead.
         """
-        row, count = self.resolve(item), self.files.count
+        row = self.resolve(item)
         if self.needs_whole_blocks(row):
             return False
-        before = count.bytes_read
+        before = self.count.bytes_read
         try:
             self.files.read(row, position, buffer)
         except (DamagedCopy, OSError):
-            count.bytes_extra += count.bytes_read - before
-            self.choice.note_damage(row)
+            self.count.bytes_extra += self.count.bytes_read - before
+            self.choice.damaged.add(row)
             return False
         return True
 
@@ -141,19 +180,19 @@ class BlockReader:
             CorruptCheckpointError: No copy is as it was written.
             OSError: The only copy cannot be read.
         """
-        failures, count = list(failures), self.files.count
+        failures = list(failures)
         tried = [row for row, _ in failures]
         for row in self.choice.candidates(item):
             if row in tried:
                 continue
-            before = count.bytes_read
+            before = self.count.bytes_read
             try:
                 self.files.read(row, block * self._block_bytes, buffer)
                 if self._verify != "off":
                     self._compare(row, block, len(buffer), hash_block(buffer))
             except (CorruptCheckpointError, DamagedCopy, OSError) as error:
-                count.bytes_extra += count.bytes_read - before
-                self.choice.note_damage(row)
+                self.count.bytes_extra += self.count.bytes_read - before
+                self.choice.damaged.add(row)
                 failures.append((row, error))
                 continue
             self.choice.serve(item, row, failures)
@@ -162,19 +201,19 @@ class BlockReader:
 
     def read_blocks(self, item: int, first: int, buffer: np.ndarray) -> None:
         """Fill a buffer with full blocks of an item; each few of them are hashed while the next are read."""
-        size, count = self._block_bytes, self.files.count
+        size = self._block_bytes
         buffers = [buffer[start : start + size] for start in range(0, len(buffer), size)]
         for start in range(0, len(buffers), HASHED_AT_ONCE):
             several = buffers[start : start + HASHED_AT_ONCE]
-            row, before = self.resolve(item), count.bytes_read
+            row, before = self.resolve(item), self.count.bytes_read
             hashed = None
-            if not self.choice.is_damaged(row):
+            if row not in self.choice.damaged:
                 try:
                     for number, each in enumerate(several, first + start):
                         self.files.read(row, number * size, each)
                     hashed = _Hashed(item, row, first + start, several, self._hashing.hash(several))
                 except (DamagedCopy, OSError):
-                    count.bytes_extra += count.bytes_read - before
+                    self.count.bytes_extra += self.count.bytes_read - before
             self.wait_for_hashes(HASHED_BEHIND)
             if hashed is not None:
                 self._hashed.append(hashed)
@@ -198,8 +237,8 @@ class BlockReader:
                 try:
                     self._compare(row, number, len(buffer), got)
                 except DamagedCopy as error:
-                    self.files.count.bytes_extra += len(buffer)
-                    self.choice.note_damage(row)
+                    self.count.bytes_extra += len(buffer)
+                    self.choice.damaged.add(row)
                     self.read_block(item, number, buffer, [(row, error)])
             self.hashing_done += 1
 
@@ -213,4 +252,4 @@ class BlockReader:
                 f"{int(self._manifest.catalog.byte_offset[row]) + position} of the file) are damaged: expected "
                 f"xxh3 {expected:016x}, got {got:016x}"
             )
-        self.files.count.bytes_verified += length
+        self.count.bytes_verified += length

@@ -6,7 +6,6 @@ Removers and replacers must take this lock exclusively first.
 
 from __future__ import annotations
 
-import re
 from types import TracebackType
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
@@ -87,20 +86,11 @@ class CheckpointDirectory:
         """Return the path of a checkpoint's manifest, whether it is there or not."""
         return self.backend.where(f"{unique_id}.manifest")
 
-    def data_files(self, unique_id: int) -> list[tuple[int, str]]:
-        """Return rank and name of all data files of an id, of every generation, in the order of ranks."""
-        found = [
-            (int(match[1]), int(match[3] or 0), match[0]) for match in self._data_files() if int(match[2]) == unique_id
-        ]
-        return [(rank, name) for rank, _, name in sorted(found)]
-
-    def data_ids(self) -> set[int]:
-        """Return the ids that data files have, committed or not."""
-        return {int(match[2]) for match in self._data_files()}
-
-    def _data_files(self) -> list[re.Match[str]]:
-        matches = map(OF_RANK.fullmatch, self.backend.names())
-        return [match for match in matches if match and match[4] == "safetensors"]
+    def data_files(self) -> list[tuple[int, int, str]]:
+        """Return id, rank and name of all data files, committed or not, in the order of ids, ranks and generations."""
+        matches = [match for match in map(OF_RANK.fullmatch, self.backend.names()) if match]
+        found = [(int(m[2]), int(m[1]), int(m[3] or 0), m[0]) for m in matches if m[4] == "safetensors"]
+        return [(unique_id, rank, name) for unique_id, rank, _, name in sorted(found)]
 
     def files_of(self, manifest: Manifest) -> list[str]:
         """Return the names of a checkpoint's data files, and of older ones that it has replaced."""

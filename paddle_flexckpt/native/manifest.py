@@ -19,7 +19,7 @@ from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationE
 from paddle_flexckpt.media.backend import InputFile
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.checksums import ALGORITHM, BLOCK_BYTES, Checksums
-from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header
+from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header, read_header
 
 # Version 2 has tensors whose elements lie part by part: a reader of version 1 would take them for natural order.
 FORMAT_VERSIONS = ("1", "2")
@@ -98,7 +98,7 @@ class Manifest:
 
     @property
     def info(self) -> SaveInfo:
-        """The save that it is of."""
+        """Return the save that it is of."""
         return SaveInfo(self.save_token, self.unique_id, self.world_size, self.step)
 
     def nodes_of(self, file: str) -> list[str]:
@@ -107,7 +107,7 @@ class Manifest:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the data files by name."""
+        """Return the sizes of the data files by name."""
         return dict(zip(self.catalog.files, self.file_bytes.tolist()))
 
     @property
@@ -117,7 +117,7 @@ class Manifest:
 
     @property
     def format_version(self) -> str:
-        """The oldest version whose readers understand all that is here."""
+        """Return the oldest version whose readers understand all that is here."""
         return format_version(self.catalog)
 
     def encode(self) -> bytes:
@@ -284,8 +284,7 @@ def read_save_token(file: InputFile, name: str) -> str:
     Raises:
         CorruptCheckpointError: The header is not that of a manifest.
     """
-    length = header_bytes(file.read(0, 8), file.size, name)
-    token = parse_header(file.read(8, length), file.size, name).metadata.get("save_token")
+    token = read_header(file, name).metadata.get("save_token")
     if token is None:
         raise CorruptCheckpointError(f"{name} is damaged or not a manifest: it has no save token")
     return token

@@ -47,15 +47,7 @@ class RebuiltManifest:
 
 @dataclass(frozen=True)
 class _DataFile:
-    """Describe one data file.
-
-    Attributes:
-        rank: The rank that wrote it, from its name.
-        name: Its name.
-        size: Its bytes.
-        data_start: Where its first tensor begins.
-        header: What it says.
-    """
+    """Describe one data file: the rank in its name, its name, bytes and header, and where its first tensor begins."""
 
     rank: int
     name: str
@@ -69,7 +61,7 @@ class _DataFile:
 
     @property
     def save(self) -> SaveInfo:
-        """The save that it is of; for files that agree about it."""
+        """Return the save that it is of; for files that agree about it."""
         info = self.header.info
         step = int(info["step"]) if info["step"] else None
         return SaveInfo(self.token, int(info["unique_id"]), int(info["world_size"]), step)
@@ -101,9 +93,9 @@ def rebuild_manifest(
     if unique_id in directory.list_ids() and not overwrite:
         problem = Problem("there is a manifest", file=manifest_file, remedy="overwrite=True replaces it")
         raise ValidationError([problem], context)
-    names = directory.data_files(unique_id)
+    names = [(rank, name) for each, rank, name in directory.data_files() if each == unique_id]
     if not names:
-        got = f"ids {sorted(directory.data_ids())}"
+        got = f"ids {sorted({each for each, _, _ in directory.data_files()})}"
         raise ValidationError(
             [Problem("there are no data files of this id", got=got, remedy="correct the id")], context
         )

@@ -50,7 +50,7 @@ class ReplicaChoice:
     """Choose the replica that an item is read from, by what has turned out to be damaged.
 
     Attributes:
-        used: By key, what was damaged and which file served instead.
+        damaged: Rows of which something is known to be damaged.
     """
 
     def __init__(self, backend: Backend, manifest: Manifest, allowed: bool) -> None:
@@ -66,20 +66,12 @@ class ReplicaChoice:
         self._replicas = StoredReplicas(manifest)
         self._allowed = allowed
         self._serving: dict[int, int] = {}
-        self._damaged: set[int] = set()
+        self.damaged: set[int] = set()
         self._told: dict[str, dict[tuple[int, int], str]] = {}
 
     def serving(self, item: int) -> int:
         """Return the row that an item is read from."""
         return self._serving.get(item, item)
-
-    def is_damaged(self, row: int) -> bool:
-        """Return whether something of a row is known to be damaged."""
-        return row in self._damaged
-
-    def note_damage(self, row: int) -> None:
-        """Note that something of a row is damaged."""
-        self._damaged.add(row)
 
     def candidates(self, item: int) -> Iterator[int]:
         """Yield the rows to read an item from, best first."""
@@ -87,7 +79,7 @@ class ReplicaChoice:
         yield first
         if self._allowed:
             # The sort is stable. What is damaged in one place may be whole in another, so it comes last.
-            yield from sorted(self._replicas.others(first), key=lambda row: row in self._damaged)
+            yield from sorted(self._replicas.others(first), key=lambda row: row in self.damaged)
 
     def serve(self, item: int, row: int, failures: list[tuple[int, Exception]]) -> None:
         """Note that a row serves for an item from now on, after other rows have been tried."""
