@@ -27,13 +27,14 @@ from paddle_flexckpt.catalog import (
     group_replicas,
     validate_coverage,
 )
-from paddle_flexckpt.foreign.huggingface import MODEL_FILE, find_weights
-from paddle_flexckpt.foreign.tensor_files import (
+from paddle_flexckpt.foreign.huggingface import (
     INDEX_FILE,
+    MODEL_FILE,
     StoredShard,
     TensorFile,
     TensorIndex,
     Weights,
+    find_weights,
     manifest_of_files,
     read_tensor_file,
     read_tensor_index,
@@ -88,7 +89,7 @@ def read_unified_manifest(backend: Backend) -> Manifest:
     models = [read_weights(backend, source) for source in _model_sources(backend, names)]
     shapes = {tensor: _shape(weights, tensor) for weights in models for tensor in weights.where}
     optimizer = OPTIMIZER + INDEX_FILE
-    index = read_tensor_index(backend, optimizer) if optimizer in names else TensorIndex(optimizer, None, {}, b"")
+    index = read_tensor_index(backend, optimizer) if optimizer in names else TensorIndex(None, {}, b"")
     _check_quantisation(backend, index)
     shards = [shard for weights in models for shard in _whole(weights, "{}")]
     read: list[Weights] = list(models)
@@ -144,8 +145,8 @@ def _check_quantisation(backend: Backend, index: TensorIndex) -> None:
     if stage != "O0":
         raise ValidationError(
             [
-                f"{backend.where(index.name)}: the optimizer states are quantised (ckpt_quant_stage {stage!r}), which "
-                f"is not read here. Remedy: {_RESUME} with --ckpt_quant_stage O0"
+                f"{backend.where(OPTIMIZER + INDEX_FILE)}: the optimizer states are quantised (ckpt_quant_stage "
+                f"{stage!r}), which is not read here. Remedy: {_RESUME} with --ckpt_quant_stage O0"
             ]
         )
 

@@ -148,11 +148,7 @@ class BlockReader:
         return min(self._block_bytes, int(self._byte_length[item]) - block * self._block_bytes)
 
     def read_unverified(self, item: int, position: int, buffer: np.ndarray) -> bool:
-        """Fill a buffer from a part of a block, which cannot be verified.
-
-        Returns:
-            False where the block has to be read whole instead.
-        """
+        """Fill a buffer from a part of a block, which cannot be verified; False: the block has to be read whole."""
         row = self.resolve(item)
         if self.needs_whole_blocks(row):
             return False
@@ -170,11 +166,7 @@ class BlockReader:
     ) -> None:
         """Fill a buffer with a block of an item or of a replica, the first that is as it was written.
 
-        Args:
-            item: The item.
-            block: Number of the block.
-            buffer: As long as the block.
-            failures: Rows that have been tried, and what was wrong with them.
+        Rows in ``failures`` have been tried.
 
         Raises:
             CorruptCheckpointError: No copy is as it was written.

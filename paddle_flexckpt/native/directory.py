@@ -6,8 +6,6 @@ Removers and replacers must take this lock exclusively first.
 
 from __future__ import annotations
 
-from types import TracebackType
-
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Location, map_files
 from paddle_flexckpt.media.locks import Lock
@@ -114,19 +112,18 @@ class CheckpointDirectory:
         Returns:
             A flag for each file of the manifest; and by name, what is wrong with those that are here but not usable.
         """
-        here, wrong = set(self.backend.names()), dict[str, str]()
+        here, sizes = set(self.backend.names()), manifest.sizes
 
-        def usable(item: tuple[str, int]) -> bool:
+        def problem(name: str) -> str:
             try:
-                check_data_file(self.backend, manifest, *item).close()
+                check_data_file(self.backend, manifest, name, sizes[name]).close()
             except (CorruptCheckpointError, OSError) as error:
-                wrong[item[0]] = str(error)
-                return False
-            return True
+                return str(error) or repr(error)
+            return ""
 
-        sizes = manifest.sizes
-        good = iter(map_files(self.backend, usable, [item for item in sizes.items() if item[0] in here]))
-        return [name in here and next(good) for name in sizes], wrong
+        names = [name for name in sizes if name in here]
+        problems = dict(zip(names, map_files(self.backend, problem, names)))
+        return [problems.get(name) == "" for name in sizes], {name: text for name, text in problems.items() if text}
 
 
 class LockedManifest:
@@ -171,9 +168,7 @@ class LockedManifest:
     def __enter__(self) -> Manifest:
         return self.manifest
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._lock.release()
 
 

@@ -83,15 +83,7 @@ class Manifest:
         sizes: Mapping[str, int],
         block_bytes: int = BLOCK_BYTES,
     ) -> Manifest:
-        """Make the manifest of data files.
-
-        Args:
-            info: The save that they are of.
-            catalog: Their items.
-            checksums: Of the items' blocks, in the order of items.
-            sizes: Bytes of the files by name.
-            block_bytes: Bytes of a block.
-        """
+        """Make the manifest of data files: their items, the checksums of these in order, and the files' sizes."""
         values = Checksums.of_items(np.asarray(checksums, dtype=np.uint64), catalog.byte_length, block_bytes)
         file_bytes = np.asarray([sizes[name] for name in catalog.files], dtype=np.int64)
         return cls(catalog, values, file_bytes, info.save_token, info.unique_id, info.world_size, info.step)
@@ -275,15 +267,7 @@ def format_version(catalog: Catalog) -> str:
 
 
 def read_save_token(file: InputFile, name: str) -> str:
-    """Read the save token of a manifest, of which only the header is read.
-
-    Args:
-        file: The manifest.
-        name: Its name, for errors.
-
-    Raises:
-        CorruptCheckpointError: The header is not that of a manifest.
-    """
+    """Read the save token of a manifest, of which only the header is read; CorruptCheckpointError if it has none."""
     token = read_header(file, name).metadata.get("save_token")
     if token is None:
         raise CorruptCheckpointError(f"{name} is damaged or not a manifest: it has no save token")

@@ -77,13 +77,7 @@ class NodeDirectory(SaveDirectory):
                     replaced.release()
 
     def prepare_save(self, save: SaveNames, rank: int, manifest: Manifest, node: str) -> None:
-        """Make a save ready to be published.
-
-        Args:
-            save: The save.
-            rank: The committer of this node.
-            manifest: Of all nodes.
-            node: The name of this one.
+        """Make a save ready to be published: write the manifest of all nodes as the committer of this one.
 
         Raises:
             CorruptCheckpointError: A data file of this node is not as it was written.

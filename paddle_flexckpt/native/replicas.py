@@ -54,13 +54,7 @@ class ReplicaChoice:
     """
 
     def __init__(self, backend: Backend, manifest: Manifest, allowed: bool) -> None:
-        """Note nothing yet.
-
-        Args:
-            backend: Where the files are.
-            manifest: Of them.
-            allowed: Whether replicas serve for one another.
-        """
+        """Note nothing yet; ``allowed`` says whether replicas serve for one another."""
         self._backend = backend
         self._manifest = manifest
         self._replicas = StoredReplicas(manifest)
@@ -91,12 +85,7 @@ class ReplicaChoice:
             told.setdefault((other, row), f"{self._describe(other, error)}; read from {self.where(row)} instead")
 
     def error(self, failures: list[tuple[int, Exception]], touched: bool) -> Exception:
-        """Return the error where no copy can be read.
-
-        Args:
-            failures: The rows that were tried, and why they cannot be read.
-            touched: Whether targets may have been touched.
-        """
+        """Return the error where no copy can be read, of all rows tried; ``touched``: targets may have been touched."""
         if len(failures) == 1 and not isinstance(failures[0][1], DamagedCopy):
             return failures[0][1]
         text = "; nor can its replica be read: ".join(self._describe(row, error) for row, error in failures)
