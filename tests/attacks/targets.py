@@ -160,7 +160,7 @@ def _directory(kind: str) -> Path:
 
 def _read_metadata(data: bytes) -> None:
     with _in_place(_directory("metadata") / "0.metadata", data) as path:
-        catalog = read_paddle_manifest(path)
+        catalog = read_paddle_manifest(path).catalog
     validate_coverage(catalog, group_replicas(catalog))
 
 
