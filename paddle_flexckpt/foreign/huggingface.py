@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
 import xxhash
 
 from paddle_flexckpt.catalog import (
@@ -26,7 +25,6 @@ from paddle_flexckpt.catalog import (
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.media.file_names import check_file_name
-from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.json_cursor import JsonCursor
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.safetensors_header import StoredTensor, read_header
@@ -297,13 +295,4 @@ def manifest_of_files(
     seen = xxhash.xxh3_128()
     for digest in [*digests, *(file.digest for file in files)]:
         seen.update(digest)
-    return Manifest(
-        catalog=catalog,
-        checksums=Checksums.none(len(catalog)),
-        file_bytes=np.asarray([sizes[name] for name in catalog.files], dtype=np.int64),
-        # Ranks compare it: all have read the same headers.
-        save_token=seen.hexdigest(),
-        unique_id=0,
-        world_size=world_size,
-        origin=origin,
-    )
+    return Manifest.of_foreign(origin, catalog, sizes, seen.hexdigest(), 0, world_size)

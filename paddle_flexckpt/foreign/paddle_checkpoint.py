@@ -30,7 +30,6 @@ from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.media.backend import Backend, Location
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.media.opening import open_backend
-from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.safetensors_header import read_header
 
@@ -93,22 +92,13 @@ def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manife
     problems = validate_shards(catalog)
     if problems:
         raise ValidationError(problems, f"{file} is not usable")
-    indices, sizes = [], []
+    indices, sizes = [], {}
     for data_file in catalog.files:
-        stretches, size = _index(backend, data_file)
+        stretches, sizes[data_file] = _index(backend, data_file)
         indices.append(stretches)
-        sizes.append(size)
-    offsets = _byte_offsets(catalog, indices, backend)
-    return Manifest(
-        catalog=replace(catalog, byte_offset=offsets),
-        checksums=Checksums.none(len(catalog)),
-        file_bytes=np.asarray(sizes, dtype=np.int64),
-        # Ranks compare it: all have read the same metadata.
-        save_token=xxhash.xxh3_128_hexdigest(data),
-        unique_id=chosen,
-        world_size=len({*catalog.rank.tolist()}),
-        origin="paddle",
-    )
+    catalog = replace(catalog, byte_offset=_byte_offsets(catalog, indices, backend))
+    digest, world_size = xxhash.xxh3_128_hexdigest(data), len({*catalog.rank.tolist()})
+    return Manifest.of_foreign("paddle", catalog, sizes, digest, chosen, world_size)
 
 
 def _rank_of(file: str) -> int:

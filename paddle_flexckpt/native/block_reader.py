@@ -6,9 +6,10 @@ checkpoint has one. A block is read again whole, so that nothing of the damaged 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ from paddle_flexckpt.native.row_files import DamagedCopy, RowFiles
 HASHED_AT_ONCE = 8
 # Groups of them that may wait for their hashes: reading gets no further ahead, and meets them while they are in cache.
 HASHED_BEHIND = 2
+# Blocks kept that were read whole for a part of them; bounds their memory to 16 MiB.
+KEPT_BLOCKS = 16
 
 
 class _Hashed(NamedTuple):
@@ -35,6 +38,15 @@ class _Hashed(NamedTuple):
     first: int
     buffers: list[np.ndarray]
     hashes: Future[list[int]]
+
+
+@dataclass
+class _KeptBlock:
+    """Hold a verified block: its memory, as long as the longest block, its bytes, and those no target needed."""
+
+    memory: np.ndarray
+    length: int
+    unused: int
 
 
 class BlockReader:
@@ -85,11 +97,14 @@ class BlockReader:
         self._hashing = HashThread()
         # What has been read into targets and is being hashed, in order.
         self._hashed: deque[_Hashed] = deque()
+        self._staging = np.empty(self._block_bytes, dtype=np.uint8)
+        self._kept: OrderedDict[tuple[int, int], _KeptBlock] = OrderedDict()
 
     def close(self) -> None:
         """Close all files."""
         self._hashing.close()
         self.files.close()
+        self._kept.clear()
 
     def check_files(self, items: np.ndarray) -> None:
         """Open the files of items and check their size and save token, before any target is touched.
@@ -190,6 +205,25 @@ class BlockReader:
             self.choice.serve(item, row, failures)
             return
         raise self.choice.error(failures, touched=True)
+
+    def keep_block(self, item: int, block: int, used: int) -> np.ndarray:
+        """Return a verified block, valid until the next call; ``used`` says how many bytes of it will be."""
+        kept = self._kept.pop((item, block), None)
+        if kept is None:
+            length = self.block_length(item, block)
+            if len(self._kept) < KEPT_BLOCKS:
+                memory = np.empty(self._block_bytes, dtype=np.uint8)
+            else:
+                memory = self._kept.popitem(last=False)[1].memory
+            self.read_block(item, block, memory[:length])
+            kept = _KeptBlock(memory, length, length)
+            self.count.bytes_extra += length
+        self._kept[item, block] = kept
+        # What several targets want was needed once.
+        needed = min(kept.unused, used)
+        kept.unused -= needed
+        self.count.bytes_extra -= needed
+        return kept.memory[: kept.length]
 
     def read_blocks(self, item: int, first: int, buffer: np.ndarray) -> None:
         """Fill a buffer with full blocks of an item; each few of them are hashed while the next are read."""

@@ -88,6 +88,14 @@ class Manifest:
         file_bytes = np.asarray([sizes[name] for name in catalog.files], dtype=np.int64)
         return cls(catalog, values, file_bytes, info.save_token, info.unique_id, info.world_size, info.step)
 
+    @classmethod
+    def of_foreign(
+        cls, origin: str, catalog: Catalog, sizes: Mapping[str, int], digest: str, unique_id: int, world_size: int
+    ) -> Manifest:
+        """Make the manifest of another program's files; ranks compare the digest of what it has been made of."""
+        file_bytes = np.asarray([sizes[name] for name in catalog.files], dtype=np.int64)
+        return cls(catalog, Checksums.none(len(catalog)), file_bytes, digest, unique_id, world_size, origin=origin)
+
     @property
     def info(self) -> SaveInfo:
         """Return the save that it is of."""
@@ -151,9 +159,7 @@ class Manifest:
             length = header_bytes(data[:8], len(data), file, _MAX_HEADER_BYTES)
             info = dict(parse_header(data[8 : 8 + length], len(data), file).metadata)
             arrays = safetensors_numpy.load(data)
-        except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{file} is damaged or not a manifest: {error}") from error
-        except (SafetensorError, ValueError, KeyError) as error:
+        except (CorruptCheckpointError, SafetensorError, ValueError, KeyError) as error:
             raise CorruptCheckpointError(f"{file} is damaged or not a manifest: {error}") from error
         if info.get("format") != "flexckpt" or "format_version" not in info:
             got = info.get("format")

@@ -14,58 +14,26 @@ replicas, :class:`FileReader` carries out copies.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import dtype_of
-from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.block_reader import HASHED_AT_ONCE, BlockReader
-from paddle_flexckpt.native.checksums import VerifyMode
-from paddle_flexckpt.native.manifest import Manifest
 
 # A run at least this long is worth a system call of its own (a pread costs about as much as copying 16 KiB).
 MIN_PREAD_BYTES = 16 << 10
-# Blocks kept that were read whole for a part of them; bounds their memory to 16 MiB.
-KEPT_BLOCKS = 16
-
-
-@dataclass
-class _KeptBlock:
-    """Hold a verified block: its memory, as long as the longest block, its bytes, and those no target needed."""
-
-    memory: np.ndarray
-    length: int
-    unused: int
 
 
 class FileReader(BlockReader):
     """Read items of one checkpoint. Each file is opened when first needed and stays open until the reader closes."""
-
-    def __init__(
-        self,
-        directory: Location,
-        manifest: Manifest,
-        verify: bool | VerifyMode = "read",
-        use_replicas: bool = True,
-    ) -> None:
-        """Open nothing yet; arguments and errors as of :class:`BlockReader`."""
-        super().__init__(directory, manifest, verify, use_replicas)
-        self._staging = np.empty(self._block_bytes, dtype=np.uint8)
-        self._kept: OrderedDict[tuple[int, int], _KeptBlock] = OrderedDict()
 
     def __enter__(self) -> FileReader:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def close(self) -> None:
-        """Close all files."""
-        super().close()
-        self._kept.clear()
 
     def read(self, item: int, copy: StridedCopy, target: np.ndarray) -> None:
         """Carry out one strided copy from an item to memory.
@@ -140,7 +108,7 @@ class FileReader(BlockReader):
         if len(buffer) == self.block_length(item, block):
             self.read_block(item, block, buffer)
         elif not self.read_unverified(item, position, buffer):
-            buffer[:] = self._keep_block(item, block, len(buffer))[start : start + len(buffer)]
+            buffer[:] = self.keep_block(item, block, len(buffer))[start : start + len(buffer)]
 
     def _read_scattered(self, item: int, copy: StridedCopy, target: np.ndarray, dtype: np.dtype) -> None:
         """Copy scattered runs out of whole, verified blocks, one block after the other."""
@@ -156,27 +124,8 @@ class FileReader(BlockReader):
             (first,) = copy.part(begin, begin + 1)
             block = first.source_base // per_block
             end = copy.count_before((block + 1) * per_block)
-            storage = self._keep_block(item, block, (end - begin) * dtype.itemsize).view(dtype)
+            storage = self.keep_block(item, block, (end - begin) * dtype.itemsize).view(dtype)
             for part in copy.part(begin, end):
                 inside = replace(part, source_base=part.source_base - block * per_block)
                 part.scatter_into(target)[...] = inside.gather_from(storage)
             begin = end
-
-    def _keep_block(self, item: int, block: int, used: int) -> np.ndarray:
-        """Return a verified block, valid until the next call; ``used`` says how many bytes of it will be."""
-        kept = self._kept.pop((item, block), None)
-        if kept is None:
-            length = self.block_length(item, block)
-            if len(self._kept) < KEPT_BLOCKS:
-                memory = np.empty(self._block_bytes, dtype=np.uint8)
-            else:
-                memory = self._kept.popitem(last=False)[1].memory
-            self.read_block(item, block, memory[:length])
-            kept = _KeptBlock(memory, length, length)
-            self.count.bytes_extra += length
-        self._kept[item, block] = kept
-        # What several targets want was needed once.
-        needed = min(kept.unused, used)
-        kept.unused -= needed
-        self.count.bytes_extra -= needed
-        return kept.memory[: kept.length]

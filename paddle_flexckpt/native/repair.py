@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,14 +33,8 @@ from paddle_flexckpt.native.header import DataFileHeader, read_header
 from paddle_flexckpt.native.manifest import FORMAT_VERSIONS, Manifest, SaveInfo, merge_parts
 
 
-@dataclass(frozen=True)
-class RebuiltManifest:
-    """Hold a manifest that has not been written yet.
-
-    Attributes:
-        manifest: It.
-        left_out: Names of data files of the same id that belong to other saves.
-    """
+class RebuiltManifest(NamedTuple):
+    """Hold a manifest that is not written yet, and the names of the id's data files that belong to other saves."""
 
     manifest: Manifest
     left_out: list[str]

@@ -156,16 +156,7 @@ class _FileVerifier:
         got: object = None,
         blocks: range | None = None,
     ) -> None:
-        """Note a problem.
-
-        Args:
-            what: The problem.
-            row: The item that it is about; None: the file.
-            stretch: The first byte of the file that it is about, and the first one beyond.
-            expected: What should have been there.
-            got: What was there.
-            blocks: Blocks of the item that are damaged.
-        """
+        """Note a problem of the file or of an item: damaged bytes of the file, and blocks of the item."""
         catalog = self._manifest.catalog
         problem = Problem(
             what,
