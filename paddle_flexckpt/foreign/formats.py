@@ -5,6 +5,8 @@ one alone: ``{id}.metadata`` is Paddle's own; the directories ``model_state``, `
 ``master_weight`` with such files in them are a FlexCheckpoint of PaddleFormers; safetensors files of optimizer states,
 master weights or adapters are a unified checkpoint of PaddleNLP, and so are weights alone whose files say
 ``format: np``; other safetensors files are a Hugging Face directory.
+
+Tested in tests/foreign/test_huggingface.py and tests/foreign/test_paddleformers_checkpoint.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Nothing is looked up or imported by the names in a pickle. Each name in the table stands for a function of this module,
 which checks its arguments and makes plain data of them.
+
+Tested in tests/foreign/test_pickle_reader.py and tests/attacks/test_pickles.py.
 """
 
 from __future__ import annotations

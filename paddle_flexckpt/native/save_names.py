@@ -1,4 +1,7 @@
-"""Name the files of a save."""
+"""Name the files of a save.
+
+Tested in tests/native/test_directory.py.
+"""
 
 from __future__ import annotations
 
