@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Order, Problem, ValidationError
-from paddle_flexckpt.engine.names import raw_parameter
 from paddle_flexckpt.live.fused import order_of, with_orders_of_states
-from paddle_flexckpt.live.tensors import address_range, dtype_name, element_count, is_contiguous, is_initialized
+from paddle_flexckpt.live.tensors import dtype_name, element_count, is_contiguous, is_initialized
 from paddle_flexckpt.sharded_weight import ShardedWeight, is_sharded_weight, make_replicated_sharded_weight
 
 _SCHEDULER = "LR_Scheduler"  # where Paddle's optimizer.state_dict() has the state of its scheduler
@@ -35,20 +34,6 @@ class LocalState:
     def tensor(self, row: int) -> Any:
         """The live tensor of a row."""
         return self.weights[row].local_tensor
-
-    def place(self, row: int) -> tuple[tuple[int, int], str, str] | None:
-        """Return memory, dtype and part of a row: equal for the same part in the same memory; None without elements."""
-        span = address_range(self.tensor(row))
-        return None if span is None else (span, self.catalog.dtype_name(row), self.catalog.describe(row))
-
-    def names_by_tensor(self) -> dict[str, list[str]]:
-        """Keys, sorted, by the name of the tensor behind them, without ``.dist``."""
-        names: dict[str, list[str]] = {}
-        for row, weight in enumerate(self.weights):
-            name = tensor_name(weight)
-            if name is not None:
-                names.setdefault(raw_parameter(name), []).append(self.catalog.key_name(row))
-        return {name: sorted(keys) for name, keys in names.items()}
 
 
 def tensor_name(value: Any) -> str | None:

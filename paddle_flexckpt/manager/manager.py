@@ -9,14 +9,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_same
-from paddle_flexckpt.engine.mapping import config_digest
-from paddle_flexckpt.engine.options import GROUP, OptimizerStates, Strict, encode_options, same_on_all_ranks
+from paddle_flexckpt.engine.options import GROUP, encode_options, same_on_all_ranks, takes
 from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.saver import save_state_dict
@@ -30,7 +29,7 @@ from paddle_flexckpt.manager.contents import (
     encode_record,
     said_by_all,
 )
-from paddle_flexckpt.manager.pending import PendingSaves
+from paddle_flexckpt.manager.pending import PendingSteps
 from paddle_flexckpt.manager.policies import (
     KeepBest,
     KeepPolicy,
@@ -40,13 +39,11 @@ from paddle_flexckpt.manager.policies import (
     StepRecord,
     check_policies,
 )
-from paddle_flexckpt.manager.preemption import PreemptionSignals
 from paddle_flexckpt.manager.readiness import OWN_OBJECTS, check, given
-from paddle_flexckpt.manager.restore import RestoreReport, Targets, restore_first
-from paddle_flexckpt.manager.schedule import SaveSchedule
+from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, Targets, restore_first
+from paddle_flexckpt.manager.schedule import PreemptionSignals, SaveSchedule
 from paddle_flexckpt.manager.steps import UNIQUE_ID, StepDirectories, Which
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.listing import CheckpointInfo
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
@@ -119,7 +116,7 @@ class CheckpointManager:
         options = locals()
         self._comm = communicator_for(process_group)
         self._async_save = async_save
-        self._pending = PendingSaves(self._comm)
+        self._pending = PendingSteps(self._comm)
         self._closed = False
         # Steps that a restore has found damaged: a save may replace them.
         self._damaged: set[int] = set()
@@ -262,7 +259,7 @@ class CheckpointManager:
             numbers_said = {"time": time.time(), "metrics": {name: repr(number) for name, number in numbers.items()}}
             return (contents, numbers), join((head, json.dumps(numbers_said).encode()))
 
-        self._pending.settle(context, wait_for=step)
+        self._pending.collect(context, wait_for=step)
         (contents, numbers), answers = self._comm.together(prepare, context)
         said = said_by_all(answers, context)
         check_same_metrics(self._comm.ranks, [each["metrics"] for each in said], context)
@@ -306,7 +303,7 @@ class CheckpointManager:
         """
         self._check_open()
         if self._pending.steps:
-            self._pending.settle(f"cannot finish the saves in {self.path!r}", wait_for="all")
+            self._pending.collect(f"cannot finish the saves in {self.path!r}", wait_for="all")
             self._retain("all saves in the background are complete", None)
 
     def close(self) -> None:
@@ -333,7 +330,7 @@ class CheckpointManager:
 
         self._comm.together(work, f"{done}, but what need not be kept in {self.path!r} could not be removed")
 
-    @same_on_all_ranks(**OWN_OBJECTS)
+    @takes(RestoreOptions, **OWN_OBJECTS)
     def restore(
         self,
         step: Which = "latest",
@@ -343,32 +340,14 @@ class CheckpointManager:
         lr_scheduler: Any = None,
         scaler: Any = None,
         state: Mapping[str, Any] | None = None,
-        rng: bool = True,
-        fallback: bool = False,
-        aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        strict: Strict = "missing",
-        dtype: Literal["raise", "cast"] = "raise",
-        tied_names: bool = True,
-        master_weights: Literal["exact", "convert"] = "exact",
-        fused: Literal["convert", "exact"] = "convert",
-        mw_name_compatibility: bool = True,
-        verify: bool | VerifyMode = "read",
-        use_replicas: bool = True,
-        optimizer_states: OptimizerStates = "raise",
+        **options: Any,
     ) -> RestoreReport:
         """Put model, optimizer and the run's extra state back to what they were at a step, in place.
 
         Args:
-            step: A step, ``"latest"``, or ``"best"`` by the manager's first KeepBest.
             model: As in :meth:`save`; so are ``optimizer``, ``lr_scheduler`` and ``scaler``.
             state: As in :meth:`save`; its tensors are written.
-            rng: Whether to restore the random number generators, where the layout is the same.
-            fallback: Whether, where that checkpoint is damaged or cannot be read, to go on to the next lower step that
-                can (for ``"best"``, to the next best). Damage that only reading finds leaves targets partly
-                overwritten; the next checkpoint overwrites all of them, and a target that it lacks is an error
-                whatever ``strict`` says. What is no damage (names, shapes, dtypes) is raised: an older checkpoint would
-                not be better.
-            aoa_config: As in :func:`load_state_dict`; so are the arguments that follow. Without ``optimizer``,
+            **options: Like ``step``, of :class:`~paddle_flexckpt.manager.restore.RestoreOptions`. Without an optimizer,
                 ``optimizer_states="ignore"`` says that the model alone is wanted.
 
         Returns:
@@ -379,27 +358,26 @@ class CheckpointManager:
             CorruptCheckpointError: It is damaged, or with ``fallback`` all are; targets may be partly overwritten.
             CheckpointError: A save in the background has failed; nothing was changed.
         """
-        options = locals()
+        asked = RestoreOptions(step=step, **options)
         context = f"cannot restore a step from {self.path!r}"
 
         def prepare() -> tuple[Targets, bytes]:
             self._check_open()
             if step not in ("latest", "best"):
                 check_step(step)
-            targets = Targets(collect_shards(model, optimizer, state), lr_scheduler, scaler, rng)
-            order, damaged = self._steps.order(step, self._best(), fallback) if self._comm.position == 0 else ([], {})
-            digest = config_digest(aoa_config, master_weights)
-            head = encode_options(CheckpointManager.restore, options, aoa_config=digest, **given(options))
+            targets = Targets(collect_shards(model, optimizer, state), lr_scheduler, scaler, asked.rng)
+            order: Any = ([], {})
+            if self._comm.position == 0:
+                order = self._steps.order(step, self._best(), asked.fallback)
+            order, damaged = order
+            head = asked.encode("restore", **given({"lr_scheduler": lr_scheduler, "scaler": scaler}))
             return targets, join((head, json.dumps([order, list(damaged.items())]).encode()))
 
-        self._pending.settle(context, wait_for="all")
+        self._pending.collect(context, wait_for="all")
         targets, answers = self._comm.together(prepare, context)
         order, damaged = said_by_all(answers, context)[0]
         candidates = [(each, self._steps.directory(each)) for each in order]
-        loading: dict[str, Any] = {"aoa_config": aoa_config, "strict": strict, "dtype": dtype, "tied_names": tied_names}
-        loading.update(master_weights=master_weights, fused=fused, mw_name_compatibility=mw_name_compatibility)
-        loading.update(verify=verify, use_replicas=use_replicas, optimizer_states=optimizer_states)
-        report = restore_first(candidates, dict(damaged), self._comm, targets, fallback, context, **loading)
+        report = restore_first(candidates, dict(damaged), self._comm, targets, asked, context)
         self._damaged |= set(report.skipped)
         self._schedule.note(report.step, saved=False)
         return report

@@ -25,9 +25,8 @@ from dataclasses import astuple, dataclass
 from typing import Any, Union
 
 from paddle_flexckpt.parallel.aoa_folding import FIELDS, Rename, fold
-from paddle_flexckpt.parallel.layers import own_state
+from paddle_flexckpt.parallel.layers import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin, own_state
 from paddle_flexckpt.parallel.sharding_stage3 import parameter_name
-from paddle_flexckpt.parallel.tensor_parallel import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin
 
 Rule = Union[Mapping[str, str], Callable[[Any, str], Mapping[str, str]]]
 _HOOK = "_get_aoa_rules"

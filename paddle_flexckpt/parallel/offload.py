@@ -14,7 +14,7 @@ from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from paddle_flexckpt.parallel.fully_shard import Held, StateTables
+from paddle_flexckpt.parallel.fully_shard import BufferSlot, StateTables
 from paddle_flexckpt.parallel.sharding_stage3 import is_small
 from paddle_flexckpt.parallel.state_creation import create_dense_states
 
@@ -53,7 +53,7 @@ def stage2_tables(optimizer: Any) -> StateTables:
     begin, held = 0, {}
     for master in storage._params:
         size = int(master._numel())
-        held[master.name] = Held(slice(0, size), begin)
+        held[master.name] = BufferSlot(slice(0, size), begin)
         begin += size + int(storage.param2align[master.name])
     tables.add_buffer(inner, buffer, buffer, held)
     return tables

@@ -1,6 +1,6 @@
 """Stage 3 of group sharding, and ``fully_shard``: parameters of which this rank holds a slice.
 
-Both flatten a large parameter, pad it, cut it evenly over the ranks and release the rest: the parameter keeps its shape
+Both flatten a large parameter, pad it, split it evenly over the ranks and release the rest: it keeps its shape
 but has no memory, and its elements stand in ``parameter.fw_storage``. Around a layer's forward and backward, and after
 ``get_all_parameters()``, a parameter is gathered (``status`` is "all"): then it has all of its memory and no slice.
 Small parameters are not sliced at all.
@@ -123,7 +123,7 @@ def storage_range(storage: Any, begin: int, size: int, parameter: str) -> Any:
 
     # _slice() shares whatever FLAGS_use_stride_kernel says, but it cannot give nothing.
     tensor = storage._slice(begin, begin + size) if size else paddle.empty([0], dtype=storage.dtype)
-    tensor.name = _PREFIX + parameter  # storage that was gathered and cut again has lost its name
+    tensor.name = _PREFIX + parameter  # storage that was gathered and split again has lost its name
     return tensor
 
 

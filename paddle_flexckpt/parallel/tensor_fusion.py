@@ -1,6 +1,6 @@
 """Dynamic tensor fusion of semi-automatic sharding stage 1: which part of which parameter a rank steps.
 
-Paddle lays the parameters one behind the other into buffers (each padded, a new buffer after 256 MB) and cuts every
+Paddle lays the parameters one behind the other into buffers (each padded, a new buffer after 256 MB) and splits every
 buffer into equal parts, one per rank of the mesh axis "dp". A rank has optimizer states for its part only, and they
 are one-dimensional: a part of the flattened parameter. The buffers are made in the first step; what they will be can be
 told before, so that states can be created and loaded before any step.

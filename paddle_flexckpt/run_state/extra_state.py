@@ -34,9 +34,10 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.engine.options import GROUP, PATH, same_on_all_ranks
+from paddle_flexckpt.engine.transfer import quiet_loads
 from paddle_flexckpt.foreign.formats import SourceDirectory, shown
 from paddle_flexckpt.live.communicator import communicator_for
-from paddle_flexckpt.live.loader import load_state_dict, quiet_loads
+from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import empty_tensors
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.directory import LockedManifest

@@ -1,7 +1,7 @@
 """Find the parameters of a library's model that fuse several side by side on every rank.
 
-``_get_tensor_parallel_mappings`` of PaddleNLP's models says how a whole parameter is cut: ``is_naive_2fuse`` gives
-every rank its parts of two that are fused, ``is_naive_3fuse`` of three. A plain cut (grouped q, k and v among them) is
+``_get_tensor_parallel_mappings`` of PaddleNLP's models says how a whole parameter is split: ``is_naive_2fuse`` gives
+every rank its parts of two that are fused, ``is_naive_3fuse`` of three. A plain split (grouped q, k and v too) is
 the same under every degree. What the mappings do not say, or not by the name that the parameter has, is in a table.
 """
 

@@ -2,7 +2,7 @@
 
 Their ``_get_tensor_parallel_mappings`` do not tell it. Their AOA statements from Hugging Face's weights do: one with
 ``fused_ffn`` or ``fused_qkv_old`` makes a parameter whose parts every rank holds side by side. With ``fused_qkv`` they
-are in the order of the key and value heads, and a plain cut is the same under every degree.
+are in the order of the key and value heads, and a plain split is the same under every degree.
 """
 
 from __future__ import annotations
