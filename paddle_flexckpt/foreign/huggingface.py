@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import xxhash
@@ -46,17 +45,8 @@ _EXPERT = re.compile(r"\bexperts?\b")
 PADDLE_FORMAT = "np"
 
 
-@dataclass(frozen=True)
-class TensorFile:
-    """Describe a safetensors file.
-
-    Attributes:
-        name: Its name in its directory.
-        size: Its bytes.
-        tensors: What its header says of its tensors, by name.
-        info: Its ``__metadata__``.
-        digest: A hash of its header.
-    """
+class TensorFile(NamedTuple):
+    """Describe a safetensors file: its name, bytes, tensors by name, ``__metadata__``, and a hash of its header."""
 
     name: str
     size: int
@@ -90,18 +80,8 @@ class Weights(NamedTuple):
     digest: bytes = b""
 
 
-@dataclass(frozen=True)
-class StoredShard:
-    """Tell what a tensor of a file is a part of.
-
-    Attributes:
-        key: The tensor's name in the catalog.
-        tensor: Its name in the file.
-        file: The file.
-        global_shape: Shape of the whole tensor; None if the file has all of it.
-        offset: Where this part begins; None likewise.
-        rank: The rank that wrote it.
-    """
+class StoredShard(NamedTuple):
+    """Place a file's tensor: its key in the catalog, its name in the file, and, if it is a part, where it begins."""
 
     key: str
     tensor: str
