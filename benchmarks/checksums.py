@@ -27,7 +27,7 @@ import numpy as np
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.native import blocks, data_file
+from paddle_flexckpt.native import checksums, data_file
 
 LIMITS = {"disk save": 1.05, "disk load": 1.05, "RAM disk save": 1.10, "RAM disk load": 1.10}
 
@@ -73,7 +73,7 @@ def measure(medium: str, directory: Path, nbytes: int, tensors: int, turns: int)
     def save_without() -> None:
         with (
             mock.patch.object(data_file, "hash_block", lambda block: 0),
-            mock.patch.object(blocks, "hash_block", lambda block: 0),
+            mock.patch.object(checksums, "hash_block", lambda block: 0),
         ):
             save()
 

@@ -35,7 +35,7 @@ class LocalPart:
 
 
 def is_dist_tensor(value: Any) -> bool:
-    """Whether a value is a DistTensor."""
+    """Return whether a value is a DistTensor."""
     is_dist = getattr(value, "is_dist", None)
     return bool(callable(is_dist) and is_dist())
 
@@ -80,7 +80,7 @@ def compute_local_shape_and_global_offset(
 
 
 def local_part(key: str, tensor: Any) -> LocalPart:
-    """This rank's part of a DistTensor.
+    """Return this rank's part of a DistTensor.
 
     Args:
         key: Its name in the state, for errors.

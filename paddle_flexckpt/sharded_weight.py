@@ -33,7 +33,7 @@ class ShardedWeightDesc:
 
 @dataclass(frozen=True)
 class FusedAxis:
-    """A shard rule for a parameter that fuses several (q, k and v; gate and up) along the axis that is cut.
+    """A shard rule for a parameter that fuses several (q, k and v; gate and up) along the axis that is split.
 
     Every rank holds its parts of all of them side by side, so the whole tensor in rank order is another permutation for
     every degree of tensor parallelism. A save records rule and degree. Under that degree such a parameter loads as it
@@ -167,14 +167,14 @@ def _place_of(
 
 
 def is_sharded_weight(value: Any) -> bool:
-    """Whether a value is a ShardedWeight, of this library or of Paddle."""
+    """Return whether a value is a ShardedWeight, of this library or of Paddle."""
     return isinstance(value, ShardedWeight) or (
         _PaddleShardedWeight is not object and isinstance(value, _PaddleShardedWeight)
     )
 
 
 def is_sharded_state_dict(o: Any) -> bool:
-    """Whether an object is a dict of ShardedWeights.
+    """Return whether an object is a dict of ShardedWeights.
 
     Raises:
         TypeError: Some of its values are ShardedWeights and some are not.
@@ -193,7 +193,7 @@ def is_sharded_state_dict(o: Any) -> bool:
 
 
 def shard_weight(key: str, weight: Any, axis: int, group: Any) -> ShardedWeight:
-    """Describes a tensor as this rank's equal part, along one axis, of a tensor cut over a process group.
+    """Describe a tensor as this rank's equal part, along one axis, of a tensor split over a process group.
 
     Args:
         key: Name of the tensor.
@@ -219,7 +219,7 @@ def shard_weight(key: str, weight: Any, axis: int, group: Any) -> ShardedWeight:
 
 
 def make_tp_sharded_weight_for_checkpoint(key: str, tensor: Any, tensor_parallel_axis: int = 0) -> ShardedWeight:
-    """Describes a tensor as cut over fleet's model-parallel group along an axis.
+    """Describe a tensor as split over fleet's model-parallel group along an axis.
 
     Args:
         key: Name of the tensor.
@@ -250,7 +250,7 @@ def model_parallel_group(key: str) -> Any:
 
 
 def make_replicated_sharded_weight(key: str, tensor: Any) -> ShardedWeight:
-    """Describes a tensor of which every rank holds all; a DistTensor as its placements say."""
+    """Describe a tensor of which every rank holds all; a DistTensor as its placements say."""
     shape = tuple(int(n) for n in tensor.shape)
     return ShardedWeight(key, tensor, shape, shape, (0,) * len(shape))
 
@@ -263,7 +263,7 @@ make_replicated_sharded_tensor = make_replicated_sharded_weight
 def create_sharded_weight_with_new_local(
     new_key: str, new_local_tensor: Any, reference_tensor: ShardedWeight
 ) -> ShardedWeight:
-    """Describes another tensor as cut exactly like a reference (an optimizer's state like its parameter).
+    """Describe another tensor as split exactly like a reference (an optimizer's state like its parameter).
 
     A DistTensor is described by its own placements.
 
@@ -294,7 +294,7 @@ def build_sharded_state_dict(
     prefix: str = "",
     group: Any = None,
 ) -> dict[str, ShardedWeight]:
-    """Describes the tensors of a state dict as shards.
+    """Describe the tensors of a state dict as shards.
 
     Args:
         state_dict: Names and local tensors.
@@ -331,7 +331,7 @@ def build_sharded_state_dict(
 
 
 def build_shard_desc(val: ShardedWeight) -> ShardedWeightDesc:
-    """The description of a shard without its data."""
+    """Return the description of a shard without its data."""
     return ShardedWeightDesc(
         key=val.key,
         local_shape=tuple(val.local_shape),
@@ -342,7 +342,7 @@ def build_shard_desc(val: ShardedWeight) -> ShardedWeightDesc:
 
 
 def merge_shard_info_list(list_of_dicts: Iterable[Mapping[str, Iterable[Any]]]) -> dict[str, list[Any]]:
-    """One dict with the lists of all, joined per key in order."""
+    """Return one dict with the lists of all, joined per key in order."""
     merged: dict[str, list[Any]] = {}
     for info in list_of_dicts:
         for key, values in info.items():

@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and what they stand for."""
+"""Add arguments that several commands share, and read what they stand for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 
 
 def add_aoa(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Adds ``--aoa``."""
+    """Add ``--aoa``."""
     parser.add_argument(
         "--aoa",
         required=required,
@@ -21,19 +21,19 @@ def add_aoa(parser: argparse.ArgumentParser, required: bool = True) -> None:
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, required_id: bool = False) -> None:
-    """Adds ``CHECKPOINT`` and ``--id``."""
+    """Add ``CHECKPOINT`` and ``--id``."""
     parser.add_argument("source", metavar="CHECKPOINT", help="directory or URL of the checkpoint")
     chosen = "its id" if required_id else "its id; by default the highest"
     parser.add_argument("--id", type=int, dest="unique_id", metavar="ID", required=required_id, help=chosen)
 
 
 def aoa_config(value: str) -> AoaConfig:
-    """What ``--aoa`` names."""
+    """Return what ``--aoa`` names."""
     return sys.stdin.read() if value == "-" else value
 
 
 def catalog_of(path: str) -> Catalog:
-    """The shards of a checkpoint's newest save, without a run's extra state.
+    """Return the shards of a checkpoint's newest save, without a run's extra state.
 
     Raises:
         CheckpointError: There is no checkpoint, or its manifest is damaged.

@@ -10,7 +10,7 @@ from paddle_flexckpt.cli.arguments import add_aoa, aoa_config, catalog_of
 
 
 def add_command(commands: Any) -> None:
-    """Adds the command's parser."""
+    """Add the command's parser."""
     parser = commands.add_parser("expand", help="AOA statements with ids, stars and fused layouts written out")
     parser.add_argument("source", metavar="CHECKPOINT", help="directory of the source checkpoint")
     parser.add_argument("target", metavar="TARGET", nargs="?", help="directory of a checkpoint of the destination")
@@ -19,7 +19,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """The text to print."""
+    """Return the text to print."""
     target = None if options.target is None else catalog_of(options.target)
     lines: list[str] = []
     for expanded in aoa.expand_program(aoa_config(options.aoa), catalog_of(options.source), target):

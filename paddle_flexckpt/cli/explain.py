@@ -10,7 +10,7 @@ from paddle_flexckpt.cli.arguments import add_aoa, aoa_config, catalog_of
 
 
 def add_command(commands: Any) -> None:
-    """Adds the command's parser."""
+    """Add the command's parser."""
     parser = commands.add_parser("explain", help="where each tensor comes from under AOA statements")
     parser.add_argument("source", metavar="CHECKPOINT", help="directory or URL of the source checkpoint")
     parser.add_argument(
@@ -25,6 +25,6 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """The text to print."""
+    """Return the text to print."""
     target = None if options.target is None else catalog_of(options.target)
     return aoa.explain(aoa_config(options.aoa), catalog_of(options.source), target, options.key)

@@ -10,7 +10,7 @@ from paddle_flexckpt.engine.export import export_safetensors
 
 
 def add_command(commands: Any) -> None:
-    """Adds the command's parser."""
+    """Add the command's parser."""
     parser = commands.add_parser("export", help="write whole tensors as safetensors files")
     parser.add_argument("source", metavar="CHECKPOINT", help="directory or URL of the checkpoint")
     parser.add_argument("output", metavar="OUTPUT", help="directory or URL to write to; nothing may be there")
@@ -30,7 +30,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """The text to print."""
+    """Return the text to print."""
     report = export_safetensors(
         options.source,
         options.output,

@@ -16,7 +16,7 @@ from paddle_flexckpt.report import format_bytes
 
 
 def add_command(commands: Any) -> None:
-    """Adds the command's parser."""
+    """Add the command's parser."""
     parser = commands.add_parser("inspect", help="list what a checkpoint holds")
     add_checkpoint(parser)
     parser.add_argument(
@@ -26,7 +26,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """The text to print."""
+    """Return the text to print."""
     directory = SourceDirectory(options.source)
     manifest = directory.read_manifest(options.unique_id)
     if options.key:
@@ -46,7 +46,7 @@ def _head(directory: CheckpointDirectory, manifest: Manifest) -> str:
 
 
 def _rows_by_key(catalog: Catalog) -> list[tuple[str, np.ndarray]]:
-    """The rows of each key, sorted by name."""
+    """Return the rows of each key, sorted by name."""
     order = np.argsort(catalog.key, kind="stable")
     numbers, starts = np.unique(catalog.key[order], return_index=True)
     rows = np.split(order, starts[1:])

@@ -11,7 +11,7 @@ from paddle_flexckpt.cli.arguments import add_aoa, aoa_config, catalog_of
 
 
 def add_command(commands: Any) -> None:
-    """Adds the command's parser."""
+    """Add the command's parser."""
     parser = commands.add_parser("invert", help="the AOA statements that undo others, as JSON")
     add_aoa(parser)
     parser.add_argument(
@@ -24,6 +24,6 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """The text to print."""
+    """Return the text to print."""
     source, target = (None if path is None else catalog_of(path) for path in (options.source, options.target))
     return json.dumps(aoa.invert(aoa_config(options.aoa), source, target), indent=2, ensure_ascii=False)

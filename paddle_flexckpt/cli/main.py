@@ -16,7 +16,7 @@ _COMMANDS = (inspect, verify, repair, export, explain, expand, invert, rules, pa
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="flexckpt", description="Inspect and transform flexible checkpoints.")
     parser.add_argument("--version", action="version", version=f"flexckpt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Run one command.
 
     Args:
         arguments: The command line without the program's name; by default the process's own.

@@ -1,4 +1,4 @@
-"""What a command that can find something wrong gives back."""
+"""Hold what a command that can find something wrong returns."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from paddle_flexckpt.engine.verification import repair_manifest
 
 
 def add_command(commands: Any) -> None:
-    """Adds the command's parser."""
+    """Add the command's parser."""
     parser = commands.add_parser(
         "repair",
         help="rebuild a lost manifest from the data files",
@@ -25,7 +25,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """The text to print."""
+    """Return the text to print."""
     report = repair_manifest(
         options.source,
         options.unique_id,

@@ -11,7 +11,7 @@ from paddle_flexckpt.catalog import ValidationError
 
 
 def add_command(commands: Any) -> None:
-    """Adds the command's parser."""
+    """Add the command's parser."""
     parser = commands.add_parser("rules", help="AOA statements for common models, as JSON")
     parser.add_argument("name", metavar="FAMILY", nargs="?", help="a model family; by default all are listed")
     parser.add_argument("--variant", help="which parameters the Paddle model fuses; without it the family is described")
@@ -27,7 +27,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> str:
-    """The text to print."""
+    """Return the text to print."""
     if options.name is None:
         return "\n".join(f"{name:14} {describe_model_rules(name)['description']}" for name in rule_names())
     if options.variant is None:

@@ -12,7 +12,7 @@ from paddle_flexckpt.engine.verification import verify_checkpoint
 
 
 def add_command(commands: Any) -> None:
-    """Adds the command's parser."""
+    """Add the command's parser."""
     parser = commands.add_parser("verify", help="read a whole checkpoint and list all that is damaged")
     add_checkpoint(parser)
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
@@ -20,7 +20,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> Outcome:
-    """One line for each problem and one for all; code 1 if there is a problem."""
+    """Return one line for each problem and one for all; code 1 if there is a problem."""
     report = verify_checkpoint(options.source, options.unique_id)
     code = 0 if report.ok else 1
     if options.json:

@@ -1,4 +1,4 @@
-"""What a checkpoint of the manager holds: the shards of model, optimizer and caller, the run's extra state, its record.
+"""Collect what the manager saves: shards of model, optimizer and caller, the run's extra state, its record.
 
 The record is one small tensor among those of the extra state, ``extra_state.manager``: step, time and metrics, as JSON.
 It is all that retention and the choice of the best checkpoint have to read.
@@ -72,7 +72,7 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
 
 
 def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The caller's own values, checked for names that the extra state has another use for.
+    """Return the caller's own values, checked for names that the extra state has another use for.
 
     Raises:
         ValidationError: It is not a dict, or a name is taken or no text.
@@ -88,7 +88,7 @@ def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
-    """Metrics as plain numbers.
+    """Return metrics as plain numbers.
 
     Raises:
         ValidationError: It is not a dict of names to numbers.
@@ -113,7 +113,7 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def check_same_metrics(ranks: Sequence[int], metrics: Sequence[Mapping[str, str]], context: str) -> None:
-    """Checks that all ranks were given the same metrics.
+    """Check that all ranks were given the same metrics.
 
     Args:
         ranks: Numbers of the ranks.
@@ -136,13 +136,13 @@ def check_same_metrics(ranks: Sequence[int], metrics: Sequence[Mapping[str, str]
 
 
 def check_step(step: object) -> None:
-    """Raises ValidationError where this is not the number of a step."""
+    """Raise ValidationError where this is not the number of a step."""
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValidationError([f"step has to be an integer >= 0; got {step!r}"])
 
 
 def said_by_all(answers: list[bytes], context: str) -> list[Any]:
-    """What each rank said, from messages of a head that has to be the same on every rank and a JSON text.
+    """Return what each rank said, from messages of a head that has to be the same on all and a JSON text.
 
     Raises:
         ValidationError: Heads differ; the same on every rank.
@@ -151,7 +151,7 @@ def said_by_all(answers: list[bytes], context: str) -> list[Any]:
 
 
 def encode_record(record: StepRecord) -> np.ndarray:
-    """The record as it is saved: uint8 ``[bytes]``, the same on every rank."""
+    """Return the record as it is saved: uint8 ``[bytes]``, the same on every rank."""
     text = encode(
         {"version": _VERSION, "step": record.step, "time": record.time, "metrics": dict(record.metrics)}, RECORD
     )
@@ -159,7 +159,7 @@ def encode_record(record: StepRecord) -> np.ndarray:
 
 
 def decode_record(array: np.ndarray) -> StepRecord:
-    """The record of :func:`encode_record`.
+    """Return the record of :func:`encode_record`.
 
     Raises:
         CorruptCheckpointError: It is not one.

@@ -56,7 +56,7 @@ _FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 class CheckpointManager:
-    """The checkpoints of a run, each in a directory of its own, ``{root}/step_{step:08d}``.
+    """Save, keep and restore the checkpoints of a run, each in a directory of its own, ``{root}/step_{step:08d}``.
 
     ::
 
@@ -99,7 +99,7 @@ class CheckpointManager:
         scaler: Any = None,
         state: Mapping[str, Any] | None = None,
     ) -> None:
-        """Makes no directory yet.
+        """Make no directory yet.
 
         Args:
             root: The directory of the run, on storage that all ranks share.
@@ -169,12 +169,12 @@ class CheckpointManager:
 
     @property
     def preempted(self) -> bool:
-        """Whether this rank has got one of the preemption signals. Other ranks may not have; communicates nothing."""
+        """Return whether this rank has got a preemption signal. Other ranks may not have; communicate nothing."""
         return self._signals.received
 
     @property
     def should_stop(self) -> bool:
-        """Whether a rank had got a preemption signal at the last :meth:`should_save`.
+        """Return whether a rank had got a preemption signal at the last :meth:`should_save`.
 
         The same on every rank; communicates nothing.
         """
@@ -182,7 +182,7 @@ class CheckpointManager:
 
     @same_on_all_ranks()
     def should_save(self, step: int) -> bool:
-        """Whether to save now: a policy wants it, or a rank has got a preemption signal and nothing was saved since.
+        """Return whether to save now: a policy wants it, or a rank got a preemption signal and nothing was saved since.
 
         The step that was saved or restored last is not saved again. One small collective; none with
         ``preemption_signals=()`` and policies that need no clock.
@@ -220,7 +220,7 @@ class CheckpointManager:
         save_replicas: bool = False,
         check_replicas: CheckReplicas = True,
     ) -> SaveReport | SaveHandle:
-        """Saves a step, and removes what need not be kept any longer.
+        """Save a step, and remove what need not be kept any longer.
 
         Args:
             step: Training step.
@@ -299,7 +299,7 @@ class CheckpointManager:
         return report
 
     def wait(self) -> None:
-        """Waits for the saves in the background, and removes what need not be kept any longer.
+        """Wait for the saves in the background, and remove what need not be kept any longer.
 
         Raises:
             CheckpointError: One of them has failed, or something old could not be removed.
@@ -310,7 +310,7 @@ class CheckpointManager:
             self._retain("all saves in the background are complete", None)
 
     def close(self) -> None:
-        """As :meth:`wait`; and puts the old signal handlers back. A second call does nothing.
+        """Do as :meth:`wait`, and put the old signal handlers back. A second call does nothing.
 
         Raises:
             CheckpointError: As in :meth:`wait`; the manager is closed all the same.
@@ -324,7 +324,7 @@ class CheckpointManager:
             self._signals.close()
 
     def _retain(self, done: str, newest: int | None) -> None:
-        """Removes what may go; ``done`` is what has gone well, for the error."""
+        """Remove what may go; ``done`` is what has gone well, for the error."""
 
         def work() -> tuple[None, bytes]:
             if self._comm.position == 0:
@@ -356,7 +356,7 @@ class CheckpointManager:
         use_replicas: bool = True,
         optimizer_states: OptimizerStates = "raise",
     ) -> RestoreReport:
-        """Puts model, optimizer and the run's extra state back to what they were at a step, in place.
+        """Put model, optimizer and the run's extra state back to what they were at a step, in place.
 
         Args:
             step: A step, ``"latest"``, or ``"best"`` by the manager's first KeepBest.
@@ -405,16 +405,16 @@ class CheckpointManager:
         return report
 
     def all_steps(self) -> list[int]:
-        """Steps that have a checkpoint, in rising order. One that is on its way is not there yet."""
+        """Return the steps that have a checkpoint, in rising order. One that is on its way is not there yet."""
         return list(self._look(self._steps.steps))
 
     def latest_step(self) -> int | None:
-        """The highest of :meth:`all_steps`; None without one."""
+        """Return the highest of :meth:`all_steps`; None without one."""
         return max(self.all_steps(), default=None)
 
     @same_on_all_ranks()
     def best_step(self, metric: str | None = None, mode: Mode = "min") -> int | None:
-        """The step whose checkpoint is the best by a metric; None if none has it.
+        """Return the step whose checkpoint is the best by a metric; None if none has it.
 
         Args:
             metric: Its name; None: that of the manager's first KeepBest, and its mode.
@@ -431,7 +431,7 @@ class CheckpointManager:
         return order[0] if order else None
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """What there is of :meth:`all_steps`, and whether it is complete, as :func:`list_checkpoints` says it."""
+        """Return what there is of :meth:`all_steps`, and whether it is complete, as :func:`list_checkpoints` does."""
         return [CheckpointInfo(**each) for each in self._look(lambda: [c.as_dict() for c in self._steps.checkpoints()])]
 
     def _best(self) -> KeepBest | None:

@@ -1,4 +1,4 @@
-"""Saves in the background that are not known to have ended, on all ranks alike."""
+"""Track saves in the background that are not known to have ended, on all ranks alike."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _RUNNING, _ENDED, _FAILED = range(3)
 
 
 class PendingSaves:
-    """The saves in the background. Every rank has the same ones: only :meth:`settle` communicates."""
+    """Track the saves in the background. Every rank has the same ones: only :meth:`settle` communicates."""
 
     def __init__(self, comm: Communicator) -> None:
-        """Args: comm: the ranks that save."""
+        """Take the ranks that save."""
         self._comm = comm
         self._saves: list[tuple[int, SaveHandle]] = []
 
     @property
     def steps(self) -> set[int]:
-        """Their steps."""
+        """Return their steps."""
         return {step for step, _ in self._saves}
 
     def add(self, step: int, handle: SaveHandle) -> None:
-        """Notes a save that has begun."""
+        """Note a save that has begun."""
         self._saves.append((step, handle))
 
     def settle(self, context: str, wait_for: int | Literal["all"] | None = None) -> None:
-        """Forgets those that have ended on all ranks. Without any, nothing is communicated.
+        """Forget those that have ended on all ranks. Without any, nothing is communicated.
 
         Args:
             context: What is being done, for the error.

@@ -1,4 +1,4 @@
-"""When to save, and what to keep: pure functions of steps, times and metrics.
+"""Decide when to save and what to keep, by pure functions of steps, times and metrics.
 
 Retention is a function of the records of the checkpoints that there are. A policy says which of them it keeps; what no
 policy keeps may be removed. So nothing has to be remembered between runs, and a run that was interrupted goes on as if
@@ -21,7 +21,7 @@ Policy = TypeVar("Policy")
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What is known about the checkpoint of one step without reading its tensors.
+    """Hold what is known about the checkpoint of one step without reading its tensors.
 
     Attributes:
         step: Training step.
@@ -35,14 +35,14 @@ class StepRecord:
 
 
 class SavePolicy(ABC):
-    """Says at which steps to save."""
+    """Say at which steps to save."""
 
     #: Whether the answer depends on a clock, so that ranks have to agree on it.
     uses_clock = False
 
     @abstractmethod
     def wants(self, step: int, seconds: float) -> bool:
-        """Whether to save now.
+        """Return whether to save now.
 
         Args:
             step: The step that has just ended.
@@ -52,41 +52,41 @@ class SavePolicy(ABC):
 
 @dataclass(frozen=True)
 class SaveEvery(SavePolicy):
-    """At every step that is a multiple of ``steps``."""
+    """Save at every step that is a multiple of ``steps``."""
 
     steps: int
 
     def __post_init__(self) -> None:
-        """Raises ValidationError where ``steps`` is not a positive integer."""
+        """Raise ValidationError where ``steps`` is not a positive integer."""
         _check_count(self, "steps", self.steps)
 
     def wants(self, step: int, seconds: float) -> bool:
-        """Whether the step is a multiple."""
+        """Return whether the step is a multiple."""
         return step % self.steps == 0
 
 
 @dataclass(frozen=True)
 class SaveInterval(SavePolicy):
-    """At the first step that ends ``seconds`` or more after the last save, by the coordinator's clock."""
+    """Save at the first step that ends ``seconds`` or more after the last save, by the coordinator's clock."""
 
     seconds: float
     uses_clock = True
 
     def __post_init__(self) -> None:
-        """Raises ValidationError where ``seconds`` is not a positive number."""
+        """Raise ValidationError where ``seconds`` is not a positive number."""
         _check_seconds(self, self.seconds)
 
     def wants(self, step: int, seconds: float) -> bool:
-        """Whether the time has come."""
+        """Return whether the time has come."""
         return seconds >= self.seconds
 
 
 class KeepPolicy(ABC):
-    """Says which checkpoints to keep."""
+    """Say which checkpoints to keep."""
 
     @abstractmethod
     def kept(self, records: Sequence[StepRecord]) -> Collection[int]:
-        """The steps that this policy keeps.
+        """Return the steps that this policy keeps.
 
         Args:
             records: Of all checkpoints that there are, each step once, in rising order.
@@ -95,65 +95,65 @@ class KeepPolicy(ABC):
 
 @dataclass(frozen=True)
 class KeepLatest(KeepPolicy):
-    """The ``count`` highest steps."""
+    """Keep the ``count`` highest steps."""
 
     count: int
 
     def __post_init__(self) -> None:
-        """Raises ValidationError where ``count`` is not a positive integer."""
+        """Raise ValidationError where ``count`` is not a positive integer."""
         _check_count(self, "count", self.count)
 
     def kept(self, records: Sequence[StepRecord]) -> Collection[int]:
-        """The last ones."""
+        """Return the last ones."""
         return sorted(record.step for record in records)[-self.count :]
 
 
 @dataclass(frozen=True)
 class KeepEvery(KeepPolicy):
-    """Every step that is a multiple of ``steps``, for ever."""
+    """Keep every step that is a multiple of ``steps``, for ever."""
 
     steps: int
 
     def __post_init__(self) -> None:
-        """Raises ValidationError where ``steps`` is not a positive integer."""
+        """Raise ValidationError where ``steps`` is not a positive integer."""
         _check_count(self, "steps", self.steps)
 
     def kept(self, records: Sequence[StepRecord]) -> Collection[int]:
-        """The multiples."""
+        """Return the multiples."""
         return [record.step for record in records if record.step % self.steps == 0]
 
 
 @dataclass(frozen=True)
 class KeepBest(KeepPolicy):
-    """The ``count`` best by a metric; of equally good ones the later. Those without it, or with NaN, do not count."""
+    """Keep the ``count`` best by a metric; of equals the later. Those without it, or with NaN, do not count."""
 
     count: int
     metric: str = "loss"
     mode: Mode = "min"
 
     def __post_init__(self) -> None:
-        """Raises ValidationError where ``count`` is not a positive integer or there is no such mode."""
+        """Raise ValidationError where ``count`` is not a positive integer or there is no such mode."""
         _check_count(self, "count", self.count)
         if self.mode not in ("min", "max"):
             raise ValidationError([f"KeepBest: mode has to be 'min' or 'max'; got {self.mode!r}"])
 
     def kept(self, records: Sequence[StepRecord]) -> Collection[int]:
-        """The best ones."""
+        """Return the best ones."""
         return best_first(records, self.metric, self.mode)[: self.count]
 
 
 @dataclass(frozen=True)
 class KeepInterval(KeepPolicy):
-    """The oldest, and from each one kept so the next that was saved ``seconds`` or more after it, for ever."""
+    """Keep the oldest, and after each one kept the next that was saved ``seconds`` or more later, for ever."""
 
     seconds: float
 
     def __post_init__(self) -> None:
-        """Raises ValidationError where ``seconds`` is not a positive number."""
+        """Raise ValidationError where ``seconds`` is not a positive number."""
         _check_seconds(self, self.seconds)
 
     def kept(self, records: Sequence[StepRecord]) -> Collection[int]:
-        """One for each interval."""
+        """Return one for each interval."""
         kept: list[StepRecord] = []
         for record in sorted(records, key=lambda record: (record.time, record.step)):
             if not kept or record.time >= kept[-1].time + self.seconds:
@@ -164,7 +164,7 @@ class KeepInterval(KeepPolicy):
 def steps_to_remove(
     records: Sequence[StepRecord], policies: Sequence[KeepPolicy], newest: int | None = None
 ) -> list[int]:
-    """The steps that may go, in rising order: those that no policy keeps.
+    """Return the steps that may go, in rising order: those that no policy keeps.
 
     Never among them: the highest step, and the one that was saved last. Without policies nothing goes.
 
@@ -183,14 +183,14 @@ def steps_to_remove(
 
 
 def best_first(records: Sequence[StepRecord], metric: str, mode: Mode) -> list[int]:
-    """Steps that have the metric, the best one first; of equally good ones the later first."""
+    """Return the steps that have the metric, the best one first; of equally good ones the later first."""
     sign = 1.0 if mode == "min" else -1.0
     known = [record for record in records if not math.isnan(record.metrics.get(metric, math.nan))]
     return [record.step for record in sorted(known, key=lambda r: (sign * r.metrics[metric], -r.step))]
 
 
 def check_policies(name: str, given: Policy | Sequence[Policy], kind: type) -> tuple[Policy, ...]:
-    """One policy or several, as a tuple.
+    """Return one policy or several, as a tuple.
 
     Args:
         name: What they are called, for the error.

@@ -12,14 +12,14 @@ from paddle_flexckpt.catalog import ValidationError
 
 
 class PreemptionSignals:
-    """Handlers of some signals that set a flag, and nothing else: saving is the loop's, between two steps.
+    """Set a flag when a signal comes, and do nothing else: the loop saves, between two steps.
 
     A handler that was there before and is a Python function is called as well; Python's own handler of SIGINT, which
     raises KeyboardInterrupt, is not. Without signals nothing is installed.
     """
 
     def __init__(self, signals: Iterable[int]) -> None:
-        """Installs the handlers.
+        """Install the handlers.
 
         Raises:
             ValidationError: This is not the main thread, or something is not a signal that can be handled; nothing is
@@ -48,16 +48,16 @@ class PreemptionSignals:
 
     @property
     def watches(self) -> bool:
-        """Whether there are signals to wait for."""
+        """Return whether there are signals to wait for."""
         return bool(self._previous)
 
     @property
     def received(self) -> bool:
-        """Whether one of the signals has come."""
+        """Return whether one of the signals has come."""
         return self._received
 
     def close(self) -> None:
-        """Puts the old handlers back.
+        """Put the old handlers back.
 
         Where that cannot be done, in another thread or because somebody's handler has come on top of this one, this one
         stays, and does what the old one did.

@@ -24,7 +24,7 @@ logger = logging.getLogger("paddle_flexckpt")
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """What a restore did on this rank.
+    """Report what a restore did on this rank.
 
     Attributes:
         step: The step that was restored.
@@ -41,7 +41,7 @@ class RestoreReport:
     skipped: dict[int, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields but the caller's own values and positions in the data, JSON-safe."""
+        """Return all fields but the caller's own values and positions in the data, JSON-safe."""
         return {
             "step": self.step,
             "path": self.path,
@@ -52,7 +52,7 @@ class RestoreReport:
         }
 
     def summary(self) -> str:
-        """One line."""
+        """Return one line."""
         text = f"restored step {self.step}: {self.load.summary()}"
         if self.extra.not_restored:
             text += f", not restored: {', '.join(sorted(self.extra.not_restored))}"
@@ -63,7 +63,7 @@ class RestoreReport:
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """What is to be put back on this rank.
+    """Hold what is to be put back on this rank.
 
     Attributes:
         shards: Names to ShardedWeights or tensors.
@@ -81,7 +81,7 @@ class Targets:
 def restore_checkpoint(
     directory: Backend, step: int, comm: Communicator, targets: Targets, **options: Any
 ) -> RestoreReport:
-    """Restores the checkpoint in a step's directory; first its extra state, which is small and touches nothing.
+    """Restore the checkpoint in a step's directory; first its extra state, which is small and touches nothing.
 
     Args:
         directory: The step's directory.
@@ -180,7 +180,7 @@ def restore_first(
 
 
 def _strict_after_damage(strict: Strict) -> Strict:
-    """What a fall-back asks for: a target that it lacks would keep what a damaged checkpoint has left there."""
+    """Return the strictness of a fall-back: a target that it lacks would keep what a damaged checkpoint left."""
     if strict is False:
         return "missing"
     return True if strict == "unexpected" else strict

@@ -1,4 +1,4 @@
-"""When to save: the policies, and preemption, on all ranks alike."""
+"""Decide when to save, on all ranks alike: the policies, and preemption."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paddle_flexckpt.manager.preemption import PreemptionSignals
 
 
 class SaveSchedule:
-    """Says when to save.
+    """Say when to save.
 
     Attributes:
         should_stop: Whether a rank had got a signal when ranks last agreed; the same on every rank.
     """
 
     def __init__(self, comm: Communicator, policies: Sequence[SavePolicy], signals: PreemptionSignals) -> None:
-        """Args: comm: the ranks that save. policies: any of them may want it. signals: of this rank."""
+        """Take the ranks that save, the policies, any of which may want it, and the signals of this rank."""
         self._comm = comm
         self._policies = policies
         self._signals = signals
@@ -33,7 +33,7 @@ class SaveSchedule:
         self._last_time = time.monotonic()
 
     def should_save(self, step: int, context: str) -> bool:
-        """Whether to save now. One collective at the most, and none without signals and clocks.
+        """Return whether to save now. One collective at the most, and none without signals and clocks.
 
         Args:
             step: The step that has just ended.

@@ -1,4 +1,4 @@
-"""The root directory: one directory for each step, what is known of it, and its removal.
+"""Look after the root directory: one directory for each step, what is known of it, and its removal.
 
 A removal is carried through whatever happens in between. First a file of the root, ``step_{step:08d}.removing``, says
 which files are to go; then the manifest goes, and with it the checkpoint; then the files, the directory, and last the
@@ -42,7 +42,7 @@ _REMOVING = re.compile(r"step_(\d{8,})\.removing", re.ASCII)
 
 @dataclass(frozen=True)
 class _Known:
-    """What has been read of one checkpoint.
+    """Hold what has been read of one checkpoint.
 
     Attributes:
         token: Of its save: another save of the same step is another checkpoint.
@@ -56,10 +56,10 @@ class _Known:
 
 
 class StepDirectories:
-    """The directories of a root. One process uses it at a time: the coordinator's."""
+    """Look after the directories of a root. One process uses it at a time: the coordinator's."""
 
     def __init__(self, root: Location) -> None:
-        """Args: root: the directory; it need not exist."""
+        """Take the root directory; it need not exist."""
         backend = open_destination(root)
         # A program that changes its directory has the same run still.
         self._root = reopen(backend.reopen_token()) if type(backend) is LocalBackend else backend
@@ -67,11 +67,11 @@ class StepDirectories:
         self._known: dict[int, _Known] = {}
 
     def directory(self, step: int) -> Backend:
-        """The directory of a step, whether it exists or not."""
+        """Return the directory of a step, whether it exists or not."""
         return self._root.child(name_of(step))
 
     def steps(self) -> list[int]:
-        """Steps that have a checkpoint, damaged or not, in rising order."""
+        """Return the steps that have a checkpoint, damaged or not, in rising order."""
         steps = self._directories()
         there = map_files(self._root, self._may_have_checkpoint, steps)
         return [step for step, is_there in zip(steps, there) if is_there]
@@ -87,7 +87,7 @@ class StepDirectories:
         return sorted(int(match[1]) for name, match in matches if match and name_of(int(match[1])) == name)
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """What there is, and whether it is complete, in rising order of steps."""
+        """Return what there is, and whether it is complete, in rising order of steps."""
         found = []
         for step in self.steps():
             directory = self.directory(step)
@@ -99,7 +99,7 @@ class StepDirectories:
         return found
 
     def records(self) -> tuple[list[StepRecord], dict[int, str]]:
-        """What is known of the checkpoints that a manager saved, and what is wrong with those that are damaged.
+        """Return what is known of the checkpoints that a manager saved, and what is wrong with damaged ones.
 
         Read are the first bytes of the manifests, and the records of those that are new.
         """
@@ -138,7 +138,7 @@ class StepDirectories:
             return _Known(token, None, str(error))
 
     def order(self, which: Which, best: KeepBest | None, fallback: bool) -> tuple[list[int], dict[int, str]]:
-        """The steps to restore, in the order in which they are tried.
+        """Return the steps to restore, in the order in which they are tried.
 
         Args:
             which: The first of them.
@@ -175,7 +175,7 @@ class StepDirectories:
         return order if fallback else order[:1], damaged
 
     def best(self, best: KeepBest | None, fallback: bool = False) -> tuple[list[int], dict[int, str]]:
-        """Steps by a metric, the best one first, and those that are damaged; errors as of :meth:`order`."""
+        """Return steps by a metric, the best one first, and those that are damaged; errors as of :meth:`order`."""
         if best is None:
             raise ValidationError(
                 ["which checkpoint is the best is not said. Remedy: give the manager a KeepBest, or name the metric"]
@@ -190,7 +190,7 @@ class StepDirectories:
         return best_first(records, best.metric, best.mode), damaged
 
     def prepare(self, step: int, replace: bool) -> None:
-        """Makes way for a save.
+        """Make way for a save.
 
         Raises:
             ValidationError: There is a checkpoint of this step, and it is not to be replaced.
@@ -208,7 +208,7 @@ class StepDirectories:
             )
 
     def retain(self, policies: Sequence[KeepPolicy], newest: int | None, busy: Collection[int]) -> list[int]:
-        """Removes what no policy keeps, and what dead saves and interrupted removals left behind.
+        """Remove what no policy keeps, and what dead saves and interrupted removals left behind.
 
         A checkpoint that is being read, or that no manager saved, or that is damaged, is left alone.
 
@@ -246,11 +246,11 @@ class StepDirectories:
         return removed
 
     def _interrupted(self) -> list[int]:
-        """Steps whose removal has begun."""
+        """Return the steps whose removal has begun."""
         return sorted(int(match[1]) for match in map(_REMOVING.fullmatch, self._root.names()) if match)
 
     def _remove(self, step: int) -> bool:
-        """Removes a checkpoint; returns whether that could be done now."""
+        """Remove a checkpoint; return whether that could be done now."""
         backend = self.directory(step)
         directory = open_to_save(backend)
         with contextlib.ExitStack() as stack:
@@ -279,7 +279,7 @@ class StepDirectories:
         return True
 
     def _finish_removal(self, step: int) -> bool:
-        """Carries an interrupted removal through; returns whether that could be done now."""
+        """Carry an interrupted removal through; return whether that could be done now."""
         backend = self.directory(step)
         with contextlib.ExitStack() as stack:
             if exists(backend):
@@ -299,13 +299,13 @@ class StepDirectories:
         return True
 
     def _end_removal(self, step: int) -> None:
-        """Removes the directory, unless something is in it, and then the note; the lock, too, may be a file in it."""
+        """Remove the directory, unless something is in it, and then the note; the lock, too, may be a file in it."""
         self.directory(step).remove_directory()
         self._root.sync()
         self._root.remove(_marker_of(step))
 
     def _remove_dead_save(self, step: int) -> bool:
-        """Removes what saves that died left behind, and the directory if nothing else is in it.
+        """Remove what saves that died left behind, and the directory if nothing else is in it.
 
         Files of unknown origin stay: their manifest may have been lost. Returns whether there was something.
         """
@@ -327,7 +327,7 @@ def name_of(step: int) -> str:
 
 
 def save_token_in(directory: Backend) -> str:
-    """What tells this checkpoint of a step from others; errors of :func:`read_save_token`, FileNotFoundError."""
+    """Return what tells this checkpoint of a step from others; errors of :func:`read_save_token`."""
     with directory.open(_MANIFEST) as file:
         return read_save_token(file, directory.where(_MANIFEST))
 
@@ -337,14 +337,14 @@ def _marker_of(step: int) -> str:
 
 
 def _remove_files(directory: Backend, files: Sequence[str]) -> None:
-    """Removes data files; they are gone for good when this returns."""
+    """Remove data files; they are gone for good when this returns."""
     map_files(directory, directory.remove, files)
     directory.sync()
     open_to_save(directory).update_companion()
 
 
 def try_lock(directory: Backend, stack: contextlib.ExitStack) -> bool:
-    """Takes the right to save there for the time of a context; returns whether nobody else has it."""
+    """Take the right to save there for the time of a context; return whether nobody else has it."""
     try:
         lock = directory.locks.take()
     except (CheckpointError, FileNotFoundError):

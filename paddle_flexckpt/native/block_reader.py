@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.media.backend import Backend, map_files
-from paddle_flexckpt.native.blocks import HashedBlocks, HashThread
-from paddle_flexckpt.native.checksums import VerifyMode, hash_block
+from paddle_flexckpt.native.checksums import HashThread, VerifyMode, hash_block
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.replicas import ReplicaChoice
 from paddle_flexckpt.native.row_files import DamagedCopy, RowFiles
@@ -23,6 +24,16 @@ from paddle_flexckpt.native.row_files import DamagedCopy, RowFiles
 HASHED_AT_ONCE = 8
 # Groups of them that may wait for their hashes: reading gets no further ahead, and meets them while they are in cache.
 HASHED_BEHIND = 2
+
+
+class _Hashed(NamedTuple):
+    """Blocks that are being hashed: of which item, read from which row, the number of the first, and their bytes."""
+
+    item: int
+    row: int
+    first: int
+    buffers: list[np.ndarray]
+    hashes: Future[list[int]]
 
 
 class BlockReader:
@@ -44,8 +55,8 @@ class BlockReader:
         self._block_bytes = manifest.checksums.block_bytes
         self._byte_length = manifest.catalog.byte_length
         self._hashing = HashThread()
-        # Items and blocks of theirs that have been read into targets and are being hashed, in order.
-        self._hashed: deque[tuple[int, HashedBlocks]] = deque()
+        # What has been read into targets and is being hashed, in order.
+        self._hashed: deque[_Hashed] = deque()
 
     def close(self) -> None:
         """Close all files."""
@@ -161,12 +172,12 @@ class BlockReader:
                 try:
                     for number, each in enumerate(several, first + start):
                         self.files.read(row, number * size, each)
-                    hashed = self._hashing.hash(row, first + start, several)
+                    hashed = _Hashed(item, row, first + start, several, self._hashing.hash(several))
                 except (DamagedCopy, OSError):
                     count.bytes_extra += count.bytes_read - before
             self.wait_for_hashes(HASHED_BEHIND)
             if hashed is not None:
-                self._hashed.append((item, hashed))
+                self._hashed.append(hashed)
                 self.hashing_begun += 1
                 continue
             for number, each in enumerate(several, first + start):  # one by one, each with the replicas there are
@@ -182,14 +193,14 @@ class BlockReader:
             CorruptCheckpointError: A block does not have its checksum, and there is no replica.
         """
         while len(self._hashed) > behind:
-            item, hashed = self._hashed.popleft()
-            for number, (buffer, got) in enumerate(zip(hashed.buffers, hashed.hashes.result()), hashed.first):
+            item, row, first, buffers, hashes = self._hashed.popleft()
+            for number, (buffer, got) in enumerate(zip(buffers, hashes.result()), first):
                 try:
-                    self._compare(hashed.row, number, len(buffer), got)
+                    self._compare(row, number, len(buffer), got)
                 except DamagedCopy as error:
                     self.files.count.bytes_extra += len(buffer)
-                    self.choice.note_damage(hashed.row)
-                    self.read_block(item, number, buffer, [(hashed.row, error)])
+                    self.choice.note_damage(row)
+                    self.read_block(item, number, buffer, [(row, error)])
             self.hashing_done += 1
 
     def _compare(self, row: int, block: int, length: int, got: int) -> None:

@@ -6,6 +6,8 @@ its 8 bytes of checksum cost nothing: 1 TiB of data has 8 MiB of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +23,7 @@ VerifyMode = Literal["read", "full", "off"]
 
 
 def verify_mode(value: bool | str) -> VerifyMode:
-    """What an argument ``verify`` means.
+    """Return what an argument ``verify`` means.
 
     Args:
         value: ``"read"`` or True: blocks that are read whole are compared with their checksums. ``"full"``: blocks of
@@ -42,8 +44,28 @@ def verify_mode(value: bool | str) -> VerifyMode:
 
 
 def hash_block(block: np.ndarray | memoryview | bytes) -> int:
-    """Checksum of one block; the block has to be contiguous."""
+    """Return the checksum of one block, which has to be contiguous."""
     return xxhash.xxh3_64_intdigest(block)
+
+
+class HashThread:
+    """Hash in one thread, so that reading and writing need not wait for it; all three let other threads run."""
+
+    def __init__(self) -> None:
+        """Start nothing yet."""
+        self._executor: ThreadPoolExecutor | None = None
+
+    def hash(self, blocks: Sequence[np.ndarray]) -> Future[list[int]]:
+        """Hash blocks, which have to stay as they are until that is done."""
+        if self._executor is None:
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="flexckpt-hash")
+        return self._executor.submit(lambda: [hash_block(block) for block in blocks])
+
+    def close(self) -> None:
+        """Wait for what is being hashed."""
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +84,7 @@ class Checksums:
 
     @classmethod
     def of_items(cls, values: np.ndarray, byte_length: np.ndarray, block_bytes: int = BLOCK_BYTES) -> Checksums:
-        """Attaches checksum values to items of the given lengths (bytes).
+        """Attach checksum values to items of the given lengths (bytes).
 
         Raises:
             ValueError: There are not exactly as many values as blocks.
@@ -74,13 +96,13 @@ class Checksums:
 
     @classmethod
     def none(cls, items: int) -> Checksums:
-        """No checksums, for so many items of files that came without."""
+        """Make no checksums, for so many items of files that came without."""
         return cls(np.zeros(0, dtype=np.uint64), np.zeros(items + 1, dtype=np.int64))
 
     def of_item(self, item: int) -> np.ndarray:
-        """Checksums of all blocks of one item, uint64."""
+        """Return the checksums of all blocks of one item, uint64."""
         return self.values[self.first[item] : self.first[item + 1]]
 
     def of_block(self, item: int, block: int) -> int:
-        """Checksum of one block of one item."""
+        """Return the checksum of one block of one item."""
         return int(self.values[self.first[item] + block])

@@ -12,7 +12,7 @@ import numpy as np
 from paddle_flexckpt.catalog import Catalog, dtype_of
 from paddle_flexckpt.media.backend import InputFile
 from paddle_flexckpt.native.json_cursor import JsonCursor
-from paddle_flexckpt.native.manifest import format_version
+from paddle_flexckpt.native.manifest import SaveInfo, format_version
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 
 
@@ -31,17 +31,12 @@ class DataFileHeader:
     entries: dict[str, dict[str, Any]]
 
     @classmethod
-    def of_items(
-        cls, items: Catalog, *, save_token: str, unique_id: int, world_size: int, step: int | None
-    ) -> DataFileHeader:
-        """The header of one file.
+    def of_items(cls, items: Catalog, save: SaveInfo) -> DataFileHeader:
+        """Make the header of one file.
 
         Args:
             items: Its items in the order of their byte offsets, which count from the start of the data.
-            save_token: Random text of the save.
-            unique_id: The checkpoint's id.
-            world_size: Ranks that take part in the save.
-            step: Training step, if known.
+            save: The save that it is of.
         """
         shards, entries = {}, {}
         flattened = items.is_flattened
@@ -70,12 +65,12 @@ class DataFileHeader:
                 shards[name]["order"] = order.encode()
         info = {
             # First, so that it stands within the first bytes of the file.
-            "save_token": save_token,
+            "save_token": save.save_token,
             "format": "flexckpt",
             "format_version": format_version(items),
-            "unique_id": str(unique_id),
-            "world_size": str(world_size),
-            "step": "" if step is None else str(step),
+            "unique_id": str(save.unique_id),
+            "world_size": str(save.world_size),
+            "step": "" if save.step is None else str(save.step),
         }
         return cls(info, shards, entries)
 

@@ -18,7 +18,7 @@ from safetensors import numpy as safetensors_numpy
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError, concat, dtype_of
 from paddle_flexckpt.media.backend import InputFile
 from paddle_flexckpt.media.file_names import check_file_name
-from paddle_flexckpt.native.checksums import ALGORITHM, Checksums
+from paddle_flexckpt.native.checksums import ALGORITHM, BLOCK_BYTES, Checksums
 from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header
 
 # Version 2 has tensors whose elements lie part by part: a reader of version 1 would take them for natural order.
@@ -37,9 +37,19 @@ _CATALOG = "catalog."
 NATIVE = "native"
 
 
+@dataclass(frozen=True)
+class SaveInfo:
+    """Tell which save files are of; :class:`Manifest` says what the attributes are."""
+
+    save_token: str
+    unique_id: int
+    world_size: int
+    step: int | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """What a checkpoint (or one rank's part of it) consists of.
+    """Describe what a checkpoint (or one rank's part of it) consists of.
 
     Attributes:
         catalog: One row per stored item; ``byte_offset`` counts from the start of the file.
@@ -63,6 +73,33 @@ class Manifest:
     step: int | None = None
     origin: str = NATIVE
     nodes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @classmethod
+    def of_save(
+        cls,
+        info: SaveInfo,
+        catalog: Catalog,
+        checksums: np.ndarray | Sequence[int],
+        sizes: Mapping[str, int],
+        block_bytes: int = BLOCK_BYTES,
+    ) -> Manifest:
+        """Make the manifest of data files.
+
+        Args:
+            info: The save that they are of.
+            catalog: Their items.
+            checksums: Of the items' blocks, in the order of items.
+            sizes: Bytes of the files by name.
+            block_bytes: Bytes of a block.
+        """
+        values = Checksums.of_items(np.asarray(checksums, dtype=np.uint64), catalog.byte_length, block_bytes)
+        file_bytes = np.asarray([sizes[name] for name in catalog.files], dtype=np.int64)
+        return cls(catalog, values, file_bytes, info.save_token, info.unique_id, info.world_size, info.step)
+
+    @property
+    def info(self) -> SaveInfo:
+        """The save that it is of."""
+        return SaveInfo(self.save_token, self.unique_id, self.world_size, self.step)
 
     def nodes_of(self, file: str) -> list[str]:
         """Return the nodes that have a data file; none where all ranks shared one directory."""
@@ -266,15 +303,7 @@ def merge_parts(parts: Sequence[Manifest]) -> Manifest:
     catalog = concat([part.catalog for part in parts])
     values = np.concatenate([part.checksums.values for part in parts])
     sizes = {name: size for part in parts for name, size in part.sizes.items()}
-    return Manifest(
-        catalog=catalog,
-        checksums=Checksums.of_items(values, catalog.byte_length, parts[0].checksums.block_bytes),
-        file_bytes=np.asarray([sizes[name] for name in catalog.files], dtype=np.int64),
-        save_token=tokens[0],
-        unique_id=parts[0].unique_id,
-        world_size=parts[0].world_size,
-        step=parts[0].step,
-    )
+    return Manifest.of_save(parts[0].info, catalog, values, sizes, parts[0].checksums.block_bytes)
 
 
 def _narrow(column: np.ndarray) -> np.ndarray:

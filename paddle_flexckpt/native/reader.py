@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,14 +24,23 @@ from paddle_flexckpt.catalog import ValidationError, dtype_of
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.block_reader import HASHED_AT_ONCE, BlockReader
-from paddle_flexckpt.native.blocks import KeptBlock, ReadCount
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.row_files import ReadCount
 
 # A run at least this long is worth a system call of its own (a pread costs about as much as copying 16 KiB).
 MIN_PREAD_BYTES = 16 << 10
 # Blocks kept that were read whole for a part of them; bounds their memory to 16 MiB.
 KEPT_BLOCKS = 16
+
+
+@dataclass
+class _KeptBlock:
+    """A whole, verified block: its memory, as long as the longest block, its bytes, and those no target has needed."""
+
+    memory: np.ndarray
+    length: int
+    unused: int
 
 
 class FileReader:
@@ -71,7 +80,7 @@ class FileReader:
         self._files = self._blocks.files
         self._block_bytes = manifest.checksums.block_bytes
         self._staging = np.empty(self._block_bytes, dtype=np.uint8)
-        self._kept: OrderedDict[tuple[int, int], KeptBlock] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], _KeptBlock] = OrderedDict()
 
     def __enter__(self) -> FileReader:
         return self
@@ -227,7 +236,7 @@ class FileReader:
             else:
                 memory = self._kept.popitem(last=False)[1].memory
             self._blocks.read_block(item, block, memory[:length])
-            kept = KeptBlock(memory, length, length)
+            kept = _KeptBlock(memory, length, length)
             self.count.bytes_extra += length
         self._kept[item, block] = kept
         # What several targets want was needed once.

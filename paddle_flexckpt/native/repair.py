@@ -24,11 +24,11 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.media.backend import fill
-from paddle_flexckpt.native.checksums import BLOCK_BYTES, Checksums, hash_block
+from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_block
 from paddle_flexckpt.native.data_file import TOKEN_WINDOW
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.header import DataFileHeader, read_header
-from paddle_flexckpt.native.manifest import FORMAT_VERSIONS, Manifest, merge_parts
+from paddle_flexckpt.native.manifest import FORMAT_VERSIONS, Manifest, SaveInfo, merge_parts
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,13 @@ class _DataFile:
     @property
     def token(self) -> str:
         return self.header.info.get("save_token", "")
+
+    @property
+    def save(self) -> SaveInfo:
+        """The save that it is of; for files that agree about it."""
+        info = self.header.info
+        step = int(info["step"]) if info["step"] else None
+        return SaveInfo(self.token, int(info["unique_id"]), int(info["world_size"]), step)
 
 
 def rebuild_manifest(
@@ -241,14 +248,7 @@ def _items(file: _DataFile) -> Catalog:
             Order.decode(shard["order"]) if "order" in shard else None,
         )
     items = builder.build()
-    info = header.info
-    again = DataFileHeader.of_items(
-        items,
-        save_token=file.token,
-        unique_id=int(info["unique_id"]),
-        world_size=int(info["world_size"]),
-        step=int(info["step"]) if info["step"] else None,
-    )
+    again = DataFileHeader.of_items(items, file.save)
     if again != header:
         names = sorted(header.entries.keys() | header.shards.keys() | again.entries.keys())
         differing = [
@@ -256,7 +256,7 @@ def _items(file: _DataFile) -> Catalog:
             for name in names
             if (header.entries.get(name), header.shards.get(name)) != (again.entries.get(name), again.shards.get(name))
         ]
-        raise ValueError(f"it contradicts itself about {differing or sorted(info)}")
+        raise ValueError(f"it contradicts itself about {differing or sorted(header.info)}")
     return replace(items, byte_offset=items.byte_offset + file.data_start)
 
 
@@ -272,13 +272,4 @@ def _part(directory: CheckpointDirectory, file: _DataFile, items: Catalog) -> Ma
                 if fill(stream, view, begin + first) < len(view):
                     raise CorruptCheckpointError(f"{path} became shorter while it was read")
                 sums.append(hash_block(view))
-    info = file.header.info
-    return Manifest(
-        catalog=items,
-        checksums=Checksums.of_items(np.asarray(sums, dtype=np.uint64), items.byte_length),
-        file_bytes=np.asarray([file.size], dtype=np.int64),
-        save_token=file.token,
-        unique_id=int(info["unique_id"]),
-        world_size=int(info["world_size"]),
-        step=int(info["step"]) if info["step"] else None,
-    )
+    return Manifest.of_save(file.save, items, sums, {file.name: file.size})

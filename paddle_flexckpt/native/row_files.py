@@ -4,18 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.media.backend import Backend, InputFile
-from paddle_flexckpt.native.blocks import ReadCount
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.manifest import Manifest
 
 # Pages of a memory map count as resident until they are given back; this bounds them.
 MAP_SPAN_BYTES = 16 << 20
+
+
+@dataclass
+class ReadCount:
+    """Count what has been read.
+
+    Attributes:
+        bytes_read: Bytes of tensors copied out of files.
+        bytes_verified: Bytes of these that were compared with their checksum (whole blocks).
+        bytes_extra: Bytes of these that no target needed: the rest of blocks that were read whole to be verified, and
+            what was read of damaged blocks before a replica served instead.
+        reads: Number of ``pread`` calls and mapped copies.
+        files: Names of the files opened.
+    """
+
+    bytes_read: int = 0
+    bytes_verified: int = 0
+    bytes_extra: int = 0
+    reads: int = 0
+    files: set[str] = field(default_factory=set)
 
 
 class DamagedCopy(Exception):

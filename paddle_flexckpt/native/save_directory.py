@@ -27,9 +27,9 @@ import numpy as np
 from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Location, map_files, publish, write_file
 from paddle_flexckpt.media.locks import Lock, SaveLock
-from paddle_flexckpt.native.data_file import DataFileWriter
+from paddle_flexckpt.native.data_file import write_data_file
 from paddle_flexckpt.native.directory import CheckpointDirectory, is_before
-from paddle_flexckpt.native.manifest import Manifest, merge_parts
+from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
 from paddle_flexckpt.native.save_names import MANIFEST, MARKER, SaveNames, save_of
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -169,7 +169,7 @@ class SaveDirectory(CheckpointDirectory):
             save: The save.
             rank: The rank.
             items: Its rows of the write plan.
-            data: Their bytes, as for :meth:`DataFileWriter.write`.
+            data: Their bytes, as for :func:`write_data_file`.
             world_size: Ranks that take part.
             step: Training step, if known.
 
@@ -182,10 +182,7 @@ class SaveDirectory(CheckpointDirectory):
         self, save: SaveNames, items: Catalog, data: Iterable[np.ndarray], *, world_size: int, step: int | None = None
     ) -> Manifest:
         """Write a rank's data file and return its part; arguments and errors as of :meth:`write_share`."""
-        writer = DataFileWriter(
-            self.backend, items, save_token=save.token, unique_id=save.unique_id, world_size=world_size, step=step
-        )
-        return writer.write(data)
+        return write_data_file(self.backend, items, data, SaveInfo(save.token, save.unique_id, world_size, step))
 
     def write_part(self, save: SaveNames, rank: int, part: Manifest) -> None:
         """Write a rank's part; its data file is durable already."""

@@ -237,13 +237,7 @@ class _FileVerifier:
         manifest = self._manifest
         items = manifest.catalog.take(self._rows)
         begin = int(items.byte_offset.min(initial=manifest.file_bytes[self._file]))
-        wanted = DataFileHeader.of_items(
-            replace(items, byte_offset=items.byte_offset - begin),
-            save_token=manifest.save_token,
-            unique_id=manifest.unique_id,
-            world_size=manifest.world_size,
-            step=manifest.step,
-        )
+        wanted = DataFileHeader.of_items(replace(items, byte_offset=items.byte_offset - begin), manifest.info)
         expected = wanted.encode()
         try:
             # The header's length may be what is damaged: compare where it should stand.

@@ -22,7 +22,7 @@ _WORDS = frozenset("_ fused_qkv fused_qkv_old fused_ffn copy stack unstack sum a
 
 @dataclass(frozen=True)
 class Rename:
-    """The statement of one parameter.
+    """Hold the statement of one parameter.
 
     Attributes:
         key: The model's name.
@@ -40,7 +40,7 @@ class Rename:
 
 
 def fold(renames: Sequence[Rename]) -> list[str]:
-    """Statements, one for all parameters whose names differ in numbers alone and that are treated alike.
+    """Return statements, one for all parameters treated alike whose names differ in numbers alone.
 
     The first number that differs becomes ``$LAYER_ID``, the second ``$EXPERT_ID``. Where the numbers of model and
     checkpoint differ by a constant, it is added to those that are assigned: ``${LAYER_ID+1}``.
@@ -66,7 +66,7 @@ def fold(renames: Sequence[Rename]) -> list[str]:
 
 
 def _quoted(name: str) -> str:
-    """A name as it stands in a statement: between quotes where it has to be."""
+    """Return a name as it stands in a statement: between quotes where it has to be."""
     return name if _UNQUOTED.fullmatch(name) and name not in _WORDS else f'"{name}"'
 
 
@@ -75,7 +75,7 @@ def _pattern(name: str) -> str:
 
 
 def _folded(members: list[Rename]) -> str | None:
-    """One statement for several parameters, or None if there is none."""
+    """Return one statement for several parameters, or None if there is none."""
     first = members[0]
     if len(members) < 2 or not first.folds:
         return None
@@ -100,7 +100,7 @@ def _folded(members: list[Rename]) -> str | None:
 
 
 def _varying(names: list[str]) -> list[int]:
-    """Positions of the parts, numbers all, that are not the same in names of one pattern."""
+    """Return the positions of the parts, numbers all, that are not the same in names of one pattern."""
     parts = [name.split(".") for name in names]
     return [at for at, column in enumerate(zip(*parts)) if len(set(column)) > 1]
 
@@ -115,7 +115,7 @@ def _shifted(placeholder: str, shift: int) -> str:
 
 
 def _filled(template: str, key: str, hf: str) -> str:
-    """The statement of a template, its names quoted where they have to be."""
+    """Return the statement of a template, its names quoted where they have to be."""
     parts = hf.split(".")
     values = {"paddle": key, "hf": hf, "hf_layer": ".".join(parts[:-1]), "hf_parent": ".".join(parts[:-2])}
 

@@ -43,7 +43,7 @@ def gen_aoa_statements(
     rules: Mapping[type, Rule] | None = None,
     process_group: Any = None,
 ) -> list[str]:
-    """The AOA statements between a Hugging Face checkpoint and a model, from the model's layers.
+    """Return the AOA statements between a Hugging Face checkpoint and a model, from the model's layers.
 
     A layer's rules are, the first that there are: those of ``rules`` for its class; those that its method
     ``_get_aoa_rules(direction)`` returns; those of Paddle's layers that this library knows (linear layers: weight
@@ -108,7 +108,7 @@ def gen_aoa_statements(
 
 
 def _known_rules() -> dict[type, Rule]:
-    """Rules for Paddle's layers."""
+    """Return the rules for Paddle's layers."""
     import paddle
     from paddle.distributed.fleet.layers.mpu import mp_layers
     from paddle.distributed.fleet.utils import sequence_parallel_utils as sequence_parallel
@@ -128,7 +128,7 @@ def _known_rules() -> dict[type, Rule]:
 
 
 def _spoken(model: Any, direction: str, given: Mapping[type, Rule], known: Mapping[type, Rule]) -> dict[str, str]:
-    """Treatments by dotted name of the parameter in the tree; the outermost layer's counts."""
+    """Return treatments by dotted name of the parameter in the tree; the outermost layer's counts."""
     spoken: dict[str, str] = {}
     for path, layer in model.named_sublayers(include_self=True):
         rule, checked = _rule_of(layer, given, known)
@@ -141,7 +141,7 @@ def _spoken(model: Any, direction: str, given: Mapping[type, Rule], known: Mappi
 
 
 def _rule_of(layer: Any, given: Mapping[type, Rule], known: Mapping[type, Rule]) -> tuple[Rule | None, bool]:
-    """A layer's rule, and whether it is a user's."""
+    """Return a layer's rule, and whether it is a user's."""
     classes = type(layer).__mro__
     rule = next((given[cls] for cls in classes if cls in given), None)
     if rule is not None:
@@ -202,7 +202,7 @@ class _Owner:
 
 
 def _owners(model: Any) -> dict[Any, list[_Owner]]:
-    """Parameters and buffers of the tree by identity and by name of the tensor."""
+    """Return parameters and buffers of the tree by identity and by name of the tensor."""
     found: dict[Any, list[_Owner]] = {}
     for path, layer in model.named_sublayers(include_self=True):
         for name, tensor in own_state(layer).items():
@@ -213,7 +213,7 @@ def _owners(model: Any) -> dict[Any, list[_Owner]]:
 
 
 def _owner_of(key: str, weight: Any, owners: Mapping[Any, list[_Owner]]) -> _Owner:
-    """Where a key's tensor stands in the tree; of a tied one, the place whose name ends as the key does."""
+    """Return where a key's tensor stands in the tree; of a tied one, the place whose name ends as the key does."""
     tensor = weight.local_tensor
     # What stands for a slice of a parameter (stage 3) is another tensor, named after the parameter.
     candidates = owners.get(id(tensor)) or owners.get(parameter_name(str(tensor.name)))
@@ -226,7 +226,7 @@ def _owner_of(key: str, weight: Any, owners: Mapping[Any, list[_Owner]]) -> _Own
 
 
 def _common_end(one: str, other: str) -> int:
-    """Number of last components that two dotted names have in common."""
+    """Return the number of last components that two dotted names have in common."""
     pairs = zip(reversed(one.split(".")), reversed(other.split(".")))
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(one.count("."), other.count(".")) + 1)
 
@@ -235,7 +235,7 @@ def _common_end(one: str, other: str) -> int:
 
 
 def _rename(key: str, main: str, treatment: str, direction: str, hf_names: Any) -> Rename:
-    """The statement of a parameter.
+    """Return the statement of a parameter.
 
     Args:
         key: Its name.

@@ -25,10 +25,10 @@ _NO_STATE = re.compile(r"learning_rate_\d+|eager_tmp_\d+|gradient_merge_.*|.*@GR
 
 
 class DistModelMixin:
-    """What ``install()`` gives to the DistModel that ``dist.to_static`` returns."""
+    """Describe the DistModel that ``dist.to_static`` returns."""
 
     def sharded_state_dict(self: Any) -> ShardedStateDict:
-        """Describes the parameters, and in mode "train" the optimizer's states, as shards.
+        """Describe the parameters, and in mode "train" the optimizer's states, as shards.
 
         With tensor fusion a rank describes its ranges of the states, without padding. The learning rate is left out: a
         scheduler's state is saved with :func:`collect_extra_state`.
@@ -109,7 +109,7 @@ def _split(raw: str, names: Mapping[str, str], optimizer_name: str | None) -> tu
 
 
 def _slice_ranges(optimizer: Any, model: Mapping[str, ShardedWeight], names: Mapping[str, str]) -> dict[str, slice]:
-    """By raw name of parameter, the range of its local box that this rank's states are of; empty without fusion.
+    """Return, by raw name of parameter, the range of its local box that this rank's states are of.
 
     Each buffer has its parameters one behind the other, each padded, and is cut evenly over the ranks. Paddle keeps for
     each parameter the padded size, and where this rank's piece begins and ends within its part of the buffer.

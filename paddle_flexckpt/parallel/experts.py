@@ -1,4 +1,4 @@
-"""Mixtures of experts: every expert under its number in the whole layer, whichever rank holds it.
+"""Describe mixtures of experts: every expert under its number in the whole layer, whichever rank holds it.
 
 Under expert parallelism every rank's list of experts starts at 0, so that ``experts.0.weight`` is another tensor on
 every rank. Taken as they are, such names would make replicas of what are different experts.
@@ -47,7 +47,7 @@ class ExpertParallelMixin:
     """
 
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
-        """As :meth:`LayerMixin.sharded_state_dict`, with the experts' numbers in the whole layer.
+        """Do as :meth:`LayerMixin.sharded_state_dict`, with the experts' numbers in the whole layer.
 
         Args:
             structured_name_prefix: Put in front of every name; with its dot.
@@ -67,11 +67,11 @@ class ExpertParallelMixin:
         return _renumbered(sharded, structured_name_prefix, numbers, ranks)
 
     def _get_expert_lists(self) -> tuple[str, ...]:
-        """Names of the attributes that hold the lists of this rank's experts."""
+        """Return the names of the attributes that hold the lists of this rank's experts."""
         return ("experts",)
 
     def _get_expert_group(self) -> Any:
-        """The process group whose ranks hold different experts; None where this rank has all of them."""
+        """Return the process group whose ranks hold different experts; None where this rank has all of them."""
         for name in _GROUP_NAMES:
             if hasattr(self, name):
                 return getattr(self, name)
@@ -81,13 +81,13 @@ class ExpertParallelMixin:
         )
 
     def _get_expert_count(self) -> int | None:
-        """Number of experts of the whole layer, per list; None if the layer does not know it."""
+        """Return the number of experts of the whole layer, per list; None if the layer does not know it."""
         count = getattr(self, "num_experts", None)
         return count if isinstance(count, int) else None
 
 
 class MoELayerMixin:
-    """What ``install()`` gives to ``paddle.incubate``'s MoELayer on top of :class:`ExpertParallelMixin`."""
+    """Describe ``paddle.incubate``'s MoELayer, on top of :class:`ExpertParallelMixin`."""
 
     def _get_expert_group(self: Any) -> Any:
         return self.group
@@ -99,7 +99,7 @@ class MoELayerMixin:
 
 
 def _position(layer: Any) -> tuple[int, int, frozenset[int]]:
-    """This rank's place in the expert-parallel group, the group's size, and its global ranks."""
+    """Return this rank's place in the expert-parallel group, the group's size, and its global ranks."""
     group = layer._get_expert_group()
     if group is None or group.nranks == 1:  # Paddle gives the rank of a group of one as -1, member or not
         from paddle.distributed import get_rank
@@ -111,7 +111,7 @@ def _position(layer: Any) -> tuple[int, int, frozenset[int]]:
 
 
 def _numbers(layer: Any, name: str, place: int, size: int) -> dict[str, int]:
-    """Numbers in the whole layer of a list's experts, by their names in the list."""
+    """Return the numbers in the whole layer of a list's experts, by their names in the list."""
     where = f"{type(layer).__name__}.{name}"
     experts = getattr(layer, name, None)
     slots = list(getattr(experts, "_sub_layers", {}).items())
@@ -146,7 +146,7 @@ def _numbers(layer: Any, name: str, place: int, size: int) -> dict[str, int]:
 
 
 def _whole_but_marked(layer: Any, prefix: str, lists: list[str], ranks: frozenset[int], total: int) -> list[Any]:
-    """Tensors that are marked is_distributed though this rank has all of them.
+    """Return the tensors that are marked is_distributed though this rank has all of them.
 
     Raises:
         ValueError: One of an expert may just as well be cut.
@@ -173,7 +173,7 @@ def _whole_but_marked(layer: Any, prefix: str, lists: list[str], ranks: frozense
 
 
 def _is_whole(tensor: Any, expert_ranks: frozenset[int]) -> bool:
-    """Whether an expert's tensor that is marked is_distributed cannot be a part of one.
+    """Return whether an expert's tensor that is marked is_distributed cannot be a part of one.
 
     It cannot where all ranks that could have the other parts hold other experts.
     """
@@ -189,7 +189,7 @@ def _is_whole(tensor: Any, expert_ranks: frozenset[int]) -> bool:
 
 @contextlib.contextmanager
 def _unmarked(tensors: list[Any]) -> Iterator[None]:
-    """Takes the mark is_distributed off while open.
+    """Take the mark is_distributed off while open.
 
     The experts describe themselves, through whatever their classes override, and could not be told otherwise.
     """
@@ -205,7 +205,7 @@ def _unmarked(tensors: list[Any]) -> Iterator[None]:
 def _renumbered(
     sharded: ShardedStateDict, prefix: str, numbers: dict[str, dict[str, int]], ranks: frozenset[int]
 ) -> ShardedStateDict:
-    """The experts' keys with their numbers in the whole layer."""
+    """Return the experts' keys with their numbers in the whole layer."""
     renamed: ShardedStateDict = {}
     for key, weight in sharded.items():
         name, _, rest = key[len(prefix) :].partition(".")

@@ -1,4 +1,4 @@
-"""``fully_shard`` on a process mesh, with fused parameters (its default): slices of buffers.
+"""Describe ``fully_shard`` on a process mesh, with fused parameters (its default): slices of buffers.
 
 Parameters of one kind stand end to end in a buffer, each padded, and each rank holds an equal piece of the buffer. The
 parameters themselves have memory only while their layer runs. The optimizer steps on the pieces: its states are those
@@ -24,7 +24,7 @@ _MEMBERS = "_flexckpt_members"
 
 @dataclass
 class StateTables:
-    """An optimizer's tables with names of parameters in place of names of buffers.
+    """Hold an optimizer's tables with names of parameters in place of names of buffers.
 
     The attributes have the names that they have in Paddle's optimizers.
 
@@ -82,7 +82,7 @@ class Held:
 
 
 def fused_context() -> Any:
-    """What ``fully_shard`` with fused parameters has registered, or None."""
+    """Return what ``fully_shard`` with fused parameters has registered, or None."""
     try:
         from paddle.distributed.auto_parallel.fully_shard_fusion import get_fsdp_context
     except ImportError:  # Paddle before 3.3
@@ -91,7 +91,7 @@ def fused_context() -> Any:
 
 
 def steps_on_buffers(parameters: Iterable[Any]) -> bool:
-    """Whether an optimizer of these parameters steps on the buffers of ``fully_shard``.
+    """Return whether an optimizer of these parameters steps on the buffers of ``fully_shard``.
 
     An optimizer that was made before ``fully_shard`` has the dense parameters of before: the names of what is fused
     since are theirs with ``.dist`` behind. Another model's parameters may have names that are fused, too.
@@ -105,7 +105,7 @@ def steps_on_buffers(parameters: Iterable[Any]) -> bool:
 
 
 def describe_fused(weight: ShardedWeight) -> ShardedWeight:
-    """A parameter's shard as it is stored: a range of a buffer for a fused one, anything else unchanged.
+    """Return a parameter's shard as it is stored: a range of a buffer for a fused one, any other unchanged.
 
     What has been gathered of it is dropped. What a later forward gathers is not: so describe anew for each load.
 
@@ -153,7 +153,7 @@ def fused_tables(optimizer: Any) -> StateTables | None:
 
 
 def _members(context: Any) -> frozenset[int]:
-    """What is fused, by identity. It never changes; with the context it is kept, as it is asked per parameter."""
+    """Return what is fused, by identity. It never changes, and is asked per parameter: so the context keeps it."""
     members: frozenset[int] | None = getattr(context, _MEMBERS, None)
     if members is None:
         groups = context.buffer_manager.buffer_groups
@@ -163,7 +163,7 @@ def _members(context: Any) -> frozenset[int]:
 
 
 def _piece(context: Any, buffer: Any) -> slice:
-    """The elements of a buffer that this rank holds.
+    """Return the elements of a buffer that this rank holds.
 
     Raises:
         ValueError: It holds something else than an equal piece.
@@ -183,7 +183,7 @@ def _piece(context: Any, buffer: Any) -> slice:
 
 
 def _held(buffer: Any, piece: slice, parameter: Any) -> Held:
-    """What a piece of a buffer has of one of the buffer's parameters."""
+    """Return what a piece of a buffer has of one of the buffer's parameters."""
     offset = int(buffer.param_offsets[parameter.name])
     size = math.prod(int(n) for n in parameter.shape)
     first, last = min(max(piece.start - offset, 0), size), min(max(piece.stop - offset, 0), size)
@@ -195,7 +195,7 @@ def _slice(buffer: Any, flat: Held, parameter: str) -> Any:
 
 
 def _drop_gathered(context: Any, buffer: Any) -> None:
-    """Frees the whole buffers that Paddle keeps for the next layer or the next forward, if one of them is there.
+    """Free the whole buffers that Paddle keeps for the next layer or forward, if one of them is there.
 
     They would be used again after a load, with the values from before it. Paddle gathers them anew when it needs them.
 

@@ -1,10 +1,9 @@
-"""install() and uninstall(): give Paddle's classes the methods of the mixins, and take them back."""
+"""Give Paddle's classes the methods of the mixins, and take them back."""
 
 from __future__ import annotations
 
 import inspect
 from types import FunctionType
-from typing import Any
 
 from paddle_flexckpt.parallel.dist_model import DistModelMixin
 from paddle_flexckpt.parallel.experts import ExpertParallelMixin, MoELayerMixin
@@ -24,14 +23,15 @@ from paddle_flexckpt.parallel.sharding import ShardingStage2Mixin, ShardingV1Mix
 from paddle_flexckpt.parallel.tensor_fusion import TensorFusionMixin
 from paddle_flexckpt.parallel.tensor_parallel import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin
 from paddle_flexckpt.parallel.wrappers import WrapperMixin
+from paddle_flexckpt.undo import Undo
 
 # Where a class had a method of its own, it stays reachable under this prefix.
 _KEPT = "_paddle_"
-_MARK = "_flexckpt_methods"
+_changes = Undo()
 
 
 def _assignments() -> list[tuple[type, tuple[type, ...]]]:
-    """Paddle's classes and the mixins that each of them gets."""
+    """Return Paddle's classes and the mixins that each of them gets."""
     import paddle
     from paddle.distributed.auto_parallel import api as semi_auto
     from paddle.distributed.fleet.layers.mpu import mp_layers
@@ -79,12 +79,12 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
 
 
 def _tensor_fusion(optimizer: type) -> tuple[type, ...]:
-    """For a method that came with Paddle 3.1."""
+    """Return the mixin for a method that came with Paddle 3.1."""
     return (TensorFusionMixin,) if hasattr(optimizer, "_tensor_fusion") else ()
 
 
 def _fully_shard() -> tuple[type, ...]:
-    """The wrapper of ``fully_shard`` without a process mesh, which came with Paddle 3.3."""
+    """Return the wrapper of ``fully_shard`` without a process mesh, which came with Paddle 3.3."""
     try:
         from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_fully_shard import FullyShard
     except ImportError:
@@ -93,40 +93,27 @@ def _fully_shard() -> tuple[type, ...]:
 
 
 def install() -> None:
-    """Gives ``sharded_state_dict`` to Paddle's layers and optimizers.
+    """Give ``sharded_state_dict`` to Paddle's layers and optimizers.
 
     Calling it again does nothing. A method that Paddle has already stays reachable with ``_paddle_`` in front, e.g.
     ``layer._paddle_sharded_state_dict()``; :func:`uninstall` puts it back.
     """
+    if is_installed():
+        return
     for owner, mixins in _assignments():
-        if _MARK in vars(owner):
-            continue
-        methods: dict[str, Any] = {}
-        for mixin in mixins:
-            members = vars(mixin).items()
-            methods.update(
-                {name: member for name, member in members if isinstance(member, (FunctionType, OverInstance))}
-            )
-        for name, method in methods.items():
-            if name in vars(owner):
-                setattr(owner, _KEPT + name, vars(owner)[name])
-            setattr(owner, name, method)
-        setattr(owner, _MARK, tuple(methods))
+        members = {name: member for mixin in mixins for name, member in vars(mixin).items()}
+        for name, member in members.items():
+            if isinstance(member, (FunctionType, OverInstance)):
+                if name in vars(owner):
+                    _changes.set(owner, _KEPT + name, vars(owner)[name])
+                _changes.set(owner, name, member)
 
 
 def uninstall() -> None:
-    """Takes back what :func:`install` gave; Paddle is as before."""
-    for owner, _ in _assignments():
-        for name in vars(owner).get(_MARK, ()):
-            if _KEPT + name in vars(owner):
-                setattr(owner, name, vars(owner)[_KEPT + name])
-                delattr(owner, _KEPT + name)
-            else:
-                delattr(owner, name)
-        if _MARK in vars(owner):
-            delattr(owner, _MARK)
+    """Take back what :func:`install` gave; Paddle is as before."""
+    _changes.put_back()
 
 
 def is_installed() -> bool:
-    """Whether :func:`install` is in effect."""
-    return all(_MARK in vars(owner) for owner, _ in _assignments())
+    """Return whether :func:`install` is in effect."""
+    return bool(_changes)

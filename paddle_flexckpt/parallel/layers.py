@@ -1,4 +1,4 @@
-"""Layers: ``sharded_state_dict`` for every ``paddle.nn.Layer``."""
+"""Give ``sharded_state_dict`` to every ``paddle.nn.Layer``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPLETE_RULES = "_complete_shard_rules"
 
 
 class LayerMixin:
-    """What ``install()`` gives to ``paddle.nn.Layer``.
+    """Describe a ``paddle.nn.Layer``.
 
     The protocol: 1. a layer's own parameters and persistable buffers are described by its shard rules; 2. every
     sub-layer describes itself under its name; 3. names of one and the same (tied) parameter learn of each other. A
@@ -28,7 +28,7 @@ class LayerMixin:
     """
 
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
-        """Describes the layer's and its sub-layers' parameters and persistable buffers as shards.
+        """Describe the layer's and its sub-layers' parameters and persistable buffers as shards.
 
         Args:
             structured_name_prefix: Put in front of every name; with its dot.
@@ -52,19 +52,19 @@ class LayerMixin:
         return sharded
 
     def _get_shard_rules(self) -> dict[str, int | FusedAxis] | None:
-        """The cut axis of each of the layer's own parameters that is cut; None where none is.
+        """Return the split axis of each of the layer's own parameters that is split; None where none is.
 
         A parameter that fuses several along that axis (q, k and v; gate and up) has a :class:`FusedAxis` as its rule.
         """
         return None
 
     def _get_shard_group(self) -> Any:
-        """The process group that cuts the parameters; None is fleet's model-parallel group."""
+        """Return the process group that splits the parameters; None is fleet's model-parallel group."""
         return getattr(self, "model_parallel_group", None)
 
 
 def shard_rules(layer: Any) -> dict[str, int | FusedAxis]:
-    """The rules in effect for a layer's own parameters.
+    """Return the rules in effect for a layer's own parameters.
 
     They are the layer's own, unless :data:`COMPLETE_RULES` is there: that knows rules for classes of other libraries.
     """
@@ -77,7 +77,7 @@ def shard_rules(layer: Any) -> dict[str, int | FusedAxis]:
 
 
 def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
-    """A layer's own parameters and persistable buffers as its rules say, without its sub-layers'.
+    """Return a layer's own parameters and persistable buffers as its rules say, without its sub-layers'.
 
     Raises:
         ValueError: A cut parameter has no rule, or a rule has no parameter.
@@ -111,7 +111,7 @@ def running_statistics(layer: Any) -> tuple[str, ...]:
 
 
 def own_state(layer: Any) -> dict[str, Any]:
-    """A layer's own parameters and persistable buffers by attribute name, without its sub-layers'.
+    """Return a layer's own parameters and persistable buffers by attribute name, without its sub-layers'.
 
     Read from the layer itself, not from ``state_dict()``: a layer that overrides that to rename would be described
     under both the old and the new names.
@@ -128,7 +128,7 @@ def _is_absent(layer: Any, name: str) -> bool:
 
 
 def note_tied(sharded: ShardedStateDict) -> None:
-    """Tells every name of a tied parameter the others."""
+    """Tell every name of a tied parameter the others."""
     names: dict[Any, list[str]] = {}
     for key, weight in sharded.items():
         if is_sharded_weight(weight):

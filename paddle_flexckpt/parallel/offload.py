@@ -1,4 +1,4 @@
-"""Offload of group sharding: master weights and states in host memory, which the optimizer steps on.
+"""Serve the offload of group sharding: master weights and states in host memory, which the optimizer steps on.
 
 Stage 2 (float16 parameters) lays the master weights of a rank's parameters end to end in a buffer, each padded, and
 the optimizer steps on the buffer, so that its states are those of the buffer. Here they are taken apart again.

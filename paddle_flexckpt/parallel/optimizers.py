@@ -1,4 +1,4 @@
-"""Optimizers: accumulators and master weights, described as their parameters are.
+"""Describe optimizers: accumulators and master weights, as their parameters are.
 
 Names are the in-tree ones: ``{parameter}.{accumulator}_0`` and ``{parameter}.w_0`` for the float32 master weight. They
 come from the optimizer's own tables, not from parsing tensor names, so an optimizer with a ``name``, or with
@@ -70,11 +70,11 @@ class OverInstance:
 
 
 class OptimizerMixin:
-    """What ``install()`` gives to optimizers."""
+    """Describe an optimizer."""
 
     @OverInstance
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Describes the optimizer's state as shards.
+        """Describe the optimizer's state as shards.
 
         Accumulators that do not exist yet, because the optimizer has not stepped, are created with their initial
         values for every trainable parameter; nothing else changes. So the state of a fresh optimizer can be loaded.
@@ -110,18 +110,18 @@ class OptimizerMixin:
 
 
 class MixPrecisionMixin:
-    """For MixPrecisionOptimizer, which passes on what it does not have; stage 3 sets its attributes on it."""
+    """Describe a MixPrecisionOptimizer, which passes on what it does not have; stage 3 sets its attributes on it."""
 
     @OverInstance
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """As the optimizer inside; if stage 3 has put its slices into this one, as :class:`OptimizerMixin`."""
+        """Describe the optimizer inside; if stage 3 has put its slices into this one, do as :class:`OptimizerMixin`."""
         if "update_slice" in vars(self):
             return OptimizerMixin.sharded_state_dict(self, model_sharded_state_dict)
         return self._inner_opt.sharded_state_dict(model_sharded_state_dict)
 
 
 class LookAheadMixin:
-    """For LookAhead: the optimizer inside, the slow weights, and the number of steps, which says when they mix."""
+    """Describe LookAhead: the optimizer inside, the slow weights, and the number of steps that says when they mix."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`; the number of steps is under :data:`LOOKAHEAD_STEP`."""
@@ -138,7 +138,7 @@ class LookAheadMixin:
 
 
 class LBFGSMixin:
-    """For LBFGS, which keeps its history in lists of its own, of all parameters laid end to end: it is extra state."""
+    """Describe LBFGS, which keeps its history in lists, of all parameters laid end to end: it is extra state."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Raise ValueError: the lists have the length of the steps so far, which a fresh job cannot know."""
@@ -173,7 +173,7 @@ class LBFGSMixin:
 def init_optimizer_state(
     optimizer: Any, model_sharded_state_dict: ShardedStateDict, catalog: Any = None
 ) -> ShardedStateDict:
-    """Creates the state that the first step would create, so that a fresh job can load all of it.
+    """Create the state that the first step would create, so that a fresh job can load all of it.
 
     ``optimizer.sharded_state_dict()`` does so as well; with a catalog the result has only what a checkpoint can fill.
 
@@ -219,7 +219,7 @@ def _parameters(optimizer: Any) -> Iterable[Any]:
 
 
 def require_described(parameters: Iterable[Any], names: Mapping[str, list[str]]) -> None:
-    """Checks that the model's dict has all parameters.
+    """Check that the model's dict has all parameters.
 
     Raises:
         ValueError: It has not.
@@ -236,7 +236,7 @@ def require_described(parameters: Iterable[Any], names: Mapping[str, list[str]])
 
 
 def create_accumulators(optimizer: Any, parameters: list[Any], names: Mapping[str, list[str]]) -> None:
-    """Creates the accumulators that the first step would create, and takes no step.
+    """Create the accumulators that the first step would create, and take no step.
 
     Args:
         optimizer: The optimizer that steps.
@@ -257,7 +257,7 @@ def describe_states(
     flat_ranges: Mapping[str, slice] | None = None,
     owned: Collection[str] | None = None,
 ) -> ShardedStateDict:
-    """Describes all accumulators and master weights of an optimizer.
+    """Describe all accumulators and master weights of an optimizer.
 
     Args:
         optimizer: The optimizer that steps; it has the tables.
@@ -305,7 +305,7 @@ def describe_states(
 
 
 def _one_stage() -> bool:
-    """Whether every rank builds the same layers, so that their count means the same on all of them."""
+    """Return whether every rank builds the same layers, so that their count means the same on all of them."""
     from paddle.distributed.fleet.base import topology
 
     hcg = topology._HYBRID_PARALLEL_GROUP
@@ -313,7 +313,7 @@ def _one_stage() -> bool:
 
 
 def without_prefix(accumulator: str, optimizer_name: str | None) -> str:
-    """An accumulator's name without the name that the optimizer was given."""
+    """Return an accumulator's name without the name that the optimizer was given."""
     prefix = f"{optimizer_name}_"
     return accumulator[len(prefix) :] if optimizer_name and accumulator.startswith(prefix) else accumulator
 
@@ -352,7 +352,7 @@ def _describe(
 
 
 def _describe_flat(key: str, tensor: Any, reference: ShardedWeight, flat: slice) -> ShardedWeight:
-    """A state that is one flattened range of its parameter's box, with padding behind it."""
+    """Describe a state that is one flattened range of its parameter's box, with padding behind it."""
     size = int(flat.stop) - int(flat.start)
     if is_dist_tensor(tensor):
         tensor = tensor._local_value()  # fused states are labelled Replicate, with another range on every rank

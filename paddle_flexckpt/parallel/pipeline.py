@@ -1,4 +1,4 @@
-"""Pipelines: names that say which layer of the description a parameter is of, not which stage holds it.
+"""Name parameters of pipelines by their layer of the description, not by the stage that holds it.
 
 A parameter's key is ``{index}.{name in the layer}``, where ``index`` counts the entries of the list of LayerDescs that
 the PipelineLayer was given. So the same list gives the same keys with any number of stages and of virtual stages.
@@ -30,10 +30,10 @@ from paddle_flexckpt.sharded_weight import ShardedStateDict
 
 
 class PipelineLayerMixin:
-    """For PipelineLayer."""
+    """Describe a PipelineLayer."""
 
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
-        """Describes the parameters and persistable buffers of this stage, each layer by its own sharded_state_dict().
+        """Describe the parameters and persistable buffers of this stage, each layer by its own sharded_state_dict().
 
         Args:
             structured_name_prefix: Put in front of every name; with its dot.
@@ -71,7 +71,7 @@ class PipelineLayerMixin:
         return sharded
 
     def _get_pipeline_names(self: Any) -> Mapping[str, str] | None:
-        """Names to use instead of the numbered ones, for a subclass to override.
+        """Return names to use instead of the numbered ones, for a subclass to override.
 
         Returns:
             Other names by numbered key, ``{index}.{name in the layer}``, for every parameter of this stage at least;
@@ -83,7 +83,7 @@ class PipelineLayerMixin:
 
 @dataclass(frozen=True)
 class _Shard:
-    """A described parameter, before it has its name.
+    """Hold a described parameter, before it has its name.
 
     Attributes:
         weight: Its shard.
@@ -101,7 +101,7 @@ class _Shard:
 
 
 def _shards(pipeline: Any, prefix: str) -> Iterator[_Shard]:
-    """All parameters and persistable buffers of this stage; a shared layer is described once."""
+    """Return all parameters and persistable buffers of this stage; a shared layer is described once."""
     positions = positions_of(pipeline)
     for position in positions:
         if position.shared is None:
@@ -132,7 +132,7 @@ def _of_layer(position: Position, prefix: str) -> Iterator[_Shard]:
 
 
 def _of_shared(held: list[Position], descs: Mapping[int, Any], prefix: str) -> Iterator[_Shard]:
-    """The parameters of a shared layer.
+    """Return the parameters of a shared layer.
 
     Args:
         held: The positions of this stage.
@@ -158,7 +158,7 @@ def _of_shared(held: list[Position], descs: Mapping[int, Any], prefix: str) -> I
 
 
 def _described(position: Position, prefix: str) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
-    """``(name, shard, other names)`` of the layer's parameters; names are as in the layer."""
+    """Return ``(name, shard, other names)`` of the layer's parameters; names are as in the layer."""
     path = f"{prefix}{position.index}."
     for key, weight in position.layer.sharded_state_dict(structured_name_prefix=path).items():
         if not key.startswith(path):
@@ -175,7 +175,7 @@ def _origin(position: Position, local: str) -> str:
 
 
 def _builds(desc: Any) -> Any:
-    """What a desc builds its layer of: a class, or the one in its LayerSpec."""
+    """Return what a desc builds its layer of: a class, or the one in its LayerSpec."""
     return desc.layer_spec.layer if getattr(desc, "using_layer_spec", False) else desc.layer_func
 
 
@@ -185,7 +185,7 @@ def _attributes(desc: Any) -> list[str]:
 
 
 def _naming(pipeline: Any, method: Any) -> Callable[[_Shard], tuple[str, tuple[str, ...]]]:
-    """How a shard gets its name and its other names: by the subclass's mapping, if it has one."""
+    """Return how a shard gets its name and its other names: by the subclass's mapping, if it has one."""
     names = pipeline._get_pipeline_names()
     if names is not None:
         return partial(_by_number, names)

@@ -1,4 +1,4 @@
-"""Which layers of a pipeline's description a stage holds, and where each of them stands in it."""
+"""Find which layers of a pipeline's description a stage holds, and where each of them stands in it."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Position:
 
 
 def shared_name(desc: Any) -> str | None:
-    """The name under which an entry of the description is shared between stages, if it is."""
+    """Return the name under which an entry of the description is shared between stages, if it is."""
     from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SharedLayerDesc
 
     return desc.layer_name if isinstance(desc, SharedLayerDesc) else None
 
 
 def positions_of(pipeline: Any) -> list[Position]:
-    """The layers of this stage in the order of the description; functions in it have no parameters.
+    """Return the layers of this stage in the order of the description; functions in it have no parameters.
 
     Raises:
         ValueError: ``run_function`` is not what the description says.
@@ -68,7 +68,7 @@ def positions_of(pipeline: Any) -> list[Position]:
 
 
 def layers_beside(pipeline: Any, positions: Iterable[Position]) -> Iterator[tuple[str, Any]]:
-    """The sub-layers, with their names, that a subclass has besides the layers of the description.
+    """Return the sub-layers, with their names, that a subclass has besides the layers of the description.
 
     Raises:
         ValueError: A sub-layer that looks like one of the description is not in ``run_function``.
@@ -92,7 +92,7 @@ def layers_beside(pipeline: Any, positions: Iterable[Position]) -> Iterator[tupl
 
 
 def _segments(pipeline: Any) -> Iterator[tuple[int, list[Any], bool]]:
-    """``(index of the first, functions, whether it is a chunk)`` of each part of the description that is held."""
+    """Return ``(index of the first, functions, whether it is a chunk)`` of each part of the description held here."""
     kind = type(pipeline).__name__
     chunked = hasattr(pipeline, "_start_poss")  # virtual stages, or DualPipeV
     if chunked:
@@ -115,6 +115,6 @@ def _segments(pipeline: Any) -> Iterator[tuple[int, list[Any], bool]]:
 
 
 def _grouped(function: Any) -> list[Any]:
-    """The layers in a CUDAGraphedLayer, into which Paddle puts neighbours; none if it is something else."""
+    """Return the layers in a CUDAGraphedLayer, into which Paddle puts neighbours; none if it is something else."""
     group = getattr(getattr(function, "context", None), "layer", None)
     return list(getattr(group, "run_function", ()))

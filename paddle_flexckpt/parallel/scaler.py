@@ -11,7 +11,7 @@ _HOME = "paddle.distributed.auto_parallel.api"
 
 
 class ScalerMixin:
-    """What ``install()`` gives to gradient scalers of Paddle before 3.1.1.
+    """Mend gradient scalers of Paddle before 3.1.1.
 
     ``dist.shard_scaler`` sets a method on the scaler that unscales every gradient that is defined. One that has no
     memory (``clear_grad(set_to_zero=False)`` leaves such, and so do the parameters of other pipeline stages in a
@@ -20,7 +20,7 @@ class ScalerMixin:
 
     @OverInstance
     def _unscale(self: Any, optimizer: Any) -> None:
-        """As Paddle's, of the parameters whose gradients have memory."""
+        """Unscale as Paddle does, but only parameters whose gradients have memory."""
         own = vars(self).get("_unscale")
         if own is None:
             self._paddle__unscale(optimizer)
@@ -47,7 +47,7 @@ def _lacks_memory(gradient: Any) -> bool:
 
 
 def unscales_without_looking(version: str) -> bool:
-    """Whether a release of Paddle unscales gradients that have no memory: those before 3.1.1 do.
+    """Return whether a release of Paddle unscales gradients that have no memory: those before 3.1.1 do.
 
     Args:
         version: ``paddle.__version__``; ``0.0.0`` is a build from source.

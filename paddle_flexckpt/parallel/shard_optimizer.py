@@ -1,4 +1,4 @@
-"""``dist.shard_optimizer``: each state by placements of its own, or as a range of a fused buffer."""
+"""Serve ``dist.shard_optimizer``: each state by placements of its own, or as a range of a fused buffer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paddle_flexckpt.sharded_weight import ShardedStateDict
 
 
 class ShardOptimizerMixin:
-    """What ``install()`` gives to the optimizer that ``dist.shard_optimizer`` returns."""
+    """Describe the optimizer that ``dist.shard_optimizer`` returns."""
 
     def state_dict(self: Any) -> dict[str, Any]:
         """Paddle's state dict, and asking for it changes nothing.
@@ -31,7 +31,7 @@ class ShardOptimizerMixin:
 
     @OverInstance
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Describes the optimizer's state as shards, and changes nothing but that missing states are created.
+        """Describe the optimizer's state as shards, and change nothing but that missing states are created.
 
         Every state stands where its own placements put it, which under stages 1 and 2 is not where its parameter is.
         With tensor fusion a rank describes its ranges of the flattened parameters: before the first step already, for

@@ -24,10 +24,10 @@ from paddle_flexckpt.sharded_weight import ShardedStateDict
 
 
 class ShardingV1Mixin:
-    """For DygraphShardingOptimizer: whole states on the rank that owns the parameter."""
+    """Describe a DygraphShardingOptimizer: whole states on the rank that owns the parameter."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns.
+        """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns.
 
         Raises:
             ValueError: As well, if a fused parameter has left its buffer.
@@ -81,10 +81,10 @@ def _fused_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
 
 
 class ShardingV2Mixin:
-    """For DygraphShardingOptimizerV2: flattened ranges of states."""
+    """Describe a DygraphShardingOptimizerV2: flattened ranges of states."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes its range of each parameter."""
+        """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes its range of each parameter."""
         _collect_buffers(self)
         names = names_by_tensor(model_sharded_state_dict)
         groups = {p.name: buffer._comm_group for buffer in self._comm_buffer_list for p in buffer._params}
@@ -117,13 +117,13 @@ def _collect_buffers(optimizer: Any) -> None:
 
 
 def _grad_views(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Every parameter's view of its communication buffer, over all buffers and groups."""
+    """Return every parameter's view of its communication buffer, over all buffers and groups."""
     for buffer in optimizer._comm_buffer_list:
         yield from buffer._sharding_param_grad_view.items()
 
 
 def _owned_range(view: Any) -> slice:
-    """This rank's range of a parameter, without the padding behind it.
+    """Return this rank's range of a parameter, without the padding behind it.
 
     The view's begin and end are positions in the buffer, where the parameter starts at ``_index`` and takes
     ``_padded_size`` elements, of which the first ``numel`` are its own.
@@ -136,10 +136,10 @@ def _owned_range(view: Any) -> slice:
 
 
 class ShardingStage2Mixin:
-    """For GroupShardedOptimizerStage2: whole states on the rank that owns the parameter."""
+    """Describe a GroupShardedOptimizerStage2: whole states on the rank that owns the parameter."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """As :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns."""
+        """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns."""
         names = names_by_tensor(model_sharded_state_dict)
         check_experts(dict.fromkeys(names, self._group), model_sharded_state_dict, names)
         owned = [p for p in self._segment_params()[self._rank] if not p.stop_gradient]

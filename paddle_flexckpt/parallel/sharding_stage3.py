@@ -21,7 +21,7 @@ _PREFIX = "slice@"
 
 
 def parameter_name(name: str) -> str:
-    """The name of the parameter that a tensor of this name is a slice of; any other name as it is."""
+    """Return the name of the parameter that a tensor of this name is a slice of; any other name as it is."""
     return name[len(_PREFIX) :] if name.startswith(_PREFIX) else name
 
 
@@ -36,7 +36,7 @@ def identity(weight: ShardedWeight) -> Any:
 
 
 def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
-    """A parameter's shard as it is stored: the slice of a released one, anything else unchanged.
+    """Return a parameter's shard as it is stored: the slice of a released one, any other unchanged.
 
     A gathered parameter is described by its own memory, of which every rank has all; when Paddle releases it, it takes
     the slices from there. Of a released one there may be copies (``get_all_parameters(convert2cpu=True)``, or gathered
@@ -88,7 +88,7 @@ def is_small(parameter: Any) -> bool:
 
 
 def _wrapper_of(layer: Any, parameter: str) -> Any:
-    """The wrapper that slices a layer's parameter.
+    """Return the wrapper that slices a layer's parameter.
 
     The layer does not know it, but the hook that gathers its parameters before each forward does.
     """
@@ -111,14 +111,14 @@ def _drop_copies(parameter: Any, wrapper: Any) -> None:
 
 
 def _range_of(wrapper: Any, parameter: str, weight: ShardedWeight) -> slice:
-    """This rank's range of a parameter, without the padding behind it."""
+    """Return this rank's range of a parameter, without the padding behind it."""
     size = math.prod(weight.local_shape)
     begin, end = wrapper._param2buffer[parameter][wrapper._rank]
     return slice(min(int(begin), size), min(int(end), size))
 
 
 def storage_range(storage: Any, begin: int, size: int, parameter: str) -> Any:
-    """A range of a one-dimensional storage, sharing its memory, named as a slice of a parameter."""
+    """Return a range of a one-dimensional storage, sharing its memory, named as a slice of a parameter."""
     import paddle
 
     # _slice() shares whatever FLAGS_use_stride_kernel says, but it cannot give nothing.
@@ -131,7 +131,7 @@ def storage_range(storage: Any, begin: int, size: int, parameter: str) -> Any:
 
 
 def stepped_parameters(optimizer: Any, parameters: Iterable[Any]) -> Iterator[Any]:
-    """What the optimizer's step works on: the slices of sliced parameters, other parameters as they are.
+    """Return what the optimizer's step works on: the slices of sliced parameters, other parameters as they are.
 
     Args:
         optimizer: The optimizer that steps.
@@ -162,7 +162,7 @@ def stepped_parameters(optimizer: Any, parameters: Iterable[Any]) -> Iterator[An
 def slice_ranges(
     optimizer: Any, model: Mapping[str, ShardedWeight], names: Mapping[str, list[str]]
 ) -> dict[str, slice]:
-    """By name of parameter, the flattened range of its local box that this rank's states are of.
+    """Return, by name of parameter, the flattened range of its local box that this rank's states are of.
 
     Args:
         optimizer: The optimizer that steps.
@@ -181,7 +181,7 @@ def slice_ranges(
 
 
 def wrapper_of_optimizer(optimizer: Any) -> Any:
-    """The stage-3 wrapper whose slices the optimizer steps on, if it has one."""
+    """Return the stage-3 wrapper whose slices the optimizer steps on, if it has one."""
     return getattr(getattr(optimizer, "update_slice", None), "__self__", None)
 
 

@@ -1,4 +1,4 @@
-"""States of optimizers, created without a step; those of semi-automatic ones above all.
+"""Create states of optimizers without a step; those of semi-automatic ones above all.
 
 Paddle creates the states of ``dist.shard_optimizer`` in the first step, and when it is asked for them before, it takes
 one on gradients of zero. Weight decay then changes the parameters, the beta powers are one step ahead, and gradients
@@ -42,7 +42,7 @@ def no_new_states() -> Iterator[None]:
 
 
 def create_states(optimizer: Any) -> None:
-    """Creates the accumulators and master weights that the first step would create, and takes no step.
+    """Create the accumulators and master weights that the first step would create, and take no step.
 
     Parameters, gradients and states that exist stay as they are. No rank talks to another. Frozen parameters, and
     parameters on a mesh that this rank is not on, get no states.
@@ -71,7 +71,7 @@ def create_states(optimizer: Any) -> None:
 
 
 def create_dense_states(optimizer: Any, parameters: Iterable[Any]) -> None:
-    """Creates what the first step of an optimizer would create, where that step creates the states itself.
+    """Create what the first step of an optimizer would create, where that step creates the states itself.
 
     Args:
         optimizer: The optimizer that steps.
@@ -100,7 +100,7 @@ def _create(optimizer: Any, parameters: list[Any] | dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _all_or_nothing(optimizer: Any) -> Iterator[None]:
-    """Takes back what was created of an optimizer whose given state turns out to be incomplete.
+    """Take back what was created of an optimizer whose given state turns out to be incomplete.
 
     Paddle takes what ``set_state_dict`` was given out of it, state by state, and stops at one that is not there; but
     where that is among the last, it silently begins anew.
@@ -152,7 +152,7 @@ def _put_back(table: dict[Any, Any], before: Mapping[Any, Any]) -> None:
 
 @contextlib.contextmanager
 def _same_options(optimizer: Any) -> Iterator[None]:
-    """Puts back what a parameter group sets on its optimizer: betas, for one.
+    """Put back what a parameter group sets on its optimizer: betas, for one.
 
     Paddle keeps what a group leaves unsaid in a table of defaults: ``beta1`` is set as ``_beta1``.
     """
@@ -181,7 +181,7 @@ def _create_group_states(optimizer: Any) -> None:
 
 
 def _create_fused_states(optimizer: Any) -> None:
-    """States of this rank's part of each fused parameter, as one-dimensional as the step's own."""
+    """Create states of this rank's part of each fused parameter, as one-dimensional as the step's own."""
     import paddle.distributed as dist
     from paddle.distributed.auto_parallel.api import _dtensor_from_local
 
@@ -201,7 +201,7 @@ def _create_fused_states(optimizer: Any) -> None:
 
 
 def _create_fully_shard_states(optimizer: Any) -> None:
-    """``fully_shard`` without fused buffers: states are cut as their parameters are."""
+    """Create states under ``fully_shard`` without fused buffers, split as their parameters are."""
     from paddle.base import framework
     from paddle.distributed.auto_parallel.fully_shard import shard_accumulators
 
@@ -218,13 +218,13 @@ def _create_fully_shard_states(optimizer: Any) -> None:
 
 
 def under_fully_shard(parameters: Iterable[Any]) -> bool:
-    """Whether parameters are those of a model under ``fully_shard`` on a mesh, fused or not."""
+    """Return whether parameters are those of a model under ``fully_shard`` on a mesh, fused or not."""
     parameters = list(parameters)
     return steps_on_buffers(parameters) or any(hasattr(parameter, "_need_shard_auto") for parameter in parameters)
 
 
 def _fully_sharded_buffers(optimizer: Any) -> list[Any]:
-    """This rank's parts of the buffers of ``fully_shard``, which any step updates in place of the parameters."""
+    """Return this rank's parts of the buffers of ``fully_shard``, which a step updates in place of parameters."""
     if not steps_on_buffers(trainable_parameters(optimizer._param_groups)):
         return []
     groups = fused_context().buffer_manager.buffer_groups

@@ -19,7 +19,7 @@ _PREDICTED = "_flexckpt_predicted_ranges"
 
 @dataclass(frozen=True)
 class FusedPiece:
-    """What one rank steps of one parameter.
+    """Hold what one rank steps of one parameter.
 
     Attributes:
         parameter: The live parameter; it is whole on every rank of the axis "dp".
@@ -34,17 +34,17 @@ class FusedPiece:
 
 
 def uses_tensor_fusion(optimizer: Any) -> bool:
-    """Whether a semi-automatic optimizer steps fused buffers."""
+    """Return whether a semi-automatic optimizer steps fused buffers."""
     return bool(getattr(optimizer, "enable_tensor_fusion", False))
 
 
 def is_fused(optimizer: Any) -> bool:
-    """Whether the buffers exist: they do after the first step."""
+    """Return whether the buffers exist: they do after the first step."""
     return uses_tensor_fusion(optimizer) and not optimizer.do_tensor_fusion_once
 
 
 def fused_pieces(optimizer: Any, parameters: Iterable[Any]) -> list[FusedPiece]:
-    """What this rank steps, in the order of the buffers.
+    """Return what this rank steps, in the order of the buffers.
 
     Args:
         optimizer: An optimizer with tensor fusion.
@@ -65,7 +65,7 @@ def fused_pieces(optimizer: Any, parameters: Iterable[Any]) -> list[FusedPiece]:
 
 
 def _cut(buffers: list[tuple[int, list[tuple[Any, int]]]], place: int, degree: int) -> list[FusedPiece]:
-    """This rank's part of each buffer; ``buffers`` are sizes, and parameters with where they begin."""
+    """Return this rank's part of each buffer; ``buffers`` are sizes, and parameters with where they begin."""
     pieces = []
     for number, (size, members) in enumerate(buffers):
         first = size // degree * place
@@ -78,7 +78,7 @@ def _cut(buffers: list[tuple[int, list[tuple[Any, int]]]], place: int, degree: i
 
 
 def _buffers(optimizer: Any, parameters: list[Any], degree: int) -> list[tuple[int, list[tuple[Any, int]]]]:
-    """The buffers that the first step will make."""
+    """Return the buffers that the first step will make."""
     from paddle.base import core
     from paddle.distributed.fleet.utils.tensor_fusion_helper import align, alignment, get_current_device_type
 
@@ -101,7 +101,7 @@ def _buffers(optimizer: Any, parameters: list[Any], degree: int) -> list[tuple[i
 
 
 def _place_on_mesh() -> tuple[int, int]:
-    """This rank's place on the axis "dp" of the global mesh, and the size of the axis."""
+    """Return this rank's place on the axis "dp" of the global mesh, and the size of the axis."""
     import paddle.distributed as dist
     from paddle.distributed.auto_parallel.sharding import get_mesh_comm_list
 
@@ -124,7 +124,7 @@ def _place_on_mesh() -> tuple[int, int]:
 
 
 def remember_prediction(optimizer: Any, pieces: Iterable[FusedPiece], parameters: list[Any]) -> None:
-    """Keeps, until the first step, which ranges states are created for.
+    """Keep, until the first step, which ranges states are created for.
 
     Args:
         optimizer: An optimizer with tensor fusion.
@@ -141,10 +141,10 @@ def remember_prediction(optimizer: Any, pieces: Iterable[FusedPiece], parameters
 
 
 class TensorFusionMixin:
-    """What ``install()`` gives to semi-automatic optimizers that can fuse."""
+    """Serve semi-automatic optimizers that can fuse."""
 
     def _tensor_fusion(self: Any, params_grads: list[Any]) -> Any:
-        """As Paddle's, after a look whether states that exist already are those of the buffers to be made.
+        """Do as Paddle does, after a look whether states that exist are those of the buffers to be made.
 
         Raises:
             ValueError: Before anything is fused: states have been created, and loaded perhaps, for other parts.
@@ -155,7 +155,7 @@ class TensorFusionMixin:
 
 
 def _check_prediction(optimizer: Any, parameters: list[Any]) -> None:
-    """Compares what the states are of with what the first step is about to fuse."""
+    """Compare what the states are of with what the first step is about to fuse."""
     import paddle.distributed as dist
 
     predicted = getattr(optimizer, _PREDICTED, None)
@@ -179,7 +179,7 @@ def _check_prediction(optimizer: Any, parameters: list[Any]) -> None:
 
 
 def trainable_parameters(entries: Iterable[Any]) -> list[Any]:
-    """What a first step updates on this rank, if every trainable parameter has a gradient.
+    """Return what a first step updates on this rank, if every trainable parameter has a gradient.
 
     Parameters on meshes of other ranks (other pipeline stages) have no data here, and get no states here.
 

@@ -9,24 +9,24 @@ from __future__ import annotations
 
 
 class VocabParallelMixin:
-    """For VocabParallelEmbedding."""
+    """Split a VocabParallelEmbedding."""
 
     def _get_shard_rules(self) -> dict[str, int]:
-        """The vocabulary is cut."""
+        """Return that the vocabulary is split."""
         return {"weight": 0}
 
 
 class ColumnParallelMixin:
-    """For ColumnParallelLinear and ColumnSequenceParallelLinear."""
+    """Split a ColumnParallelLinear or ColumnSequenceParallelLinear."""
 
     def _get_shard_rules(self) -> dict[str, int]:
-        """The outputs are cut, and with them the bias."""
+        """Return that the outputs are split, and with them the bias."""
         return {"weight": 1, "bias": 0}
 
 
 class RowParallelMixin:
-    """For RowParallelLinear and RowSequenceParallelLinear."""
+    """Split a RowParallelLinear or RowSequenceParallelLinear."""
 
     def _get_shard_rules(self) -> dict[str, int]:
-        """The inputs are cut; the bias is added after the sum, so every rank has all of it."""
+        """Return that the inputs are split; the bias is added after the sum, so every rank has all of it."""
         return {"weight": 0}

@@ -1,4 +1,4 @@
-"""Wrappers: what wraps a model or an optimizer adds nothing to a checkpoint, least of all a prefix to its keys.
+"""Describe wrappers of a model or an optimizer: they add nothing to a checkpoint, least of all a prefix to its keys.
 
 Paddle's wrappers of optimizers (HybridParallelOptimizer, HeterParallelOptimizer) pass on what they do not have, so that
 the method of the optimizer inside answers; they need no mixin.
@@ -17,10 +17,10 @@ _OPTIMIZER_NAMES = ("_inner_opt", "inner_opt", "_optim", "_optimizer", "optimize
 
 
 class WrapperMixin:
-    """For DataParallel, GroupShardedStage2, MixPrecisionLayer and the wrappers of fleet (MetaParallelBase)."""
+    """Describe DataParallel, GroupShardedStage2, MixPrecisionLayer and the wrappers of fleet (MetaParallelBase)."""
 
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
-        """That of the wrapped model.
+        """Describe the wrapped model.
 
         Args:
             structured_name_prefix: Put in front of every name; with its dot.
@@ -44,7 +44,7 @@ def build_overlap_buffers(model: Any) -> None:
 
 
 def wrapped_model(wrapper: Any) -> Any:
-    """The model inside a wrapper that has nothing else to save.
+    """Return the model inside a wrapper that has nothing else to save.
 
     Raises:
         ValueError: It has, or there is no model.

@@ -1,4 +1,4 @@
-"""The flags: fields that training arguments get, and what they mean."""
+"""Define the flags: fields that training arguments get, and what they mean."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OWN_LAYOUT = (
 
 @dataclass
 class FlexTrainingArguments:
-    """The fields, for ``class MyArguments(FlexTrainingArguments, TrainingArguments)``.
+    """Add the fields of the flags, for ``class MyArguments(FlexTrainingArguments, TrainingArguments)``.
 
     ``install()`` gives them to TrainingArguments itself. The texts are those of ``--help``. Argument parsers evaluate
     the types, on Python 3.9 too.
@@ -105,7 +105,7 @@ class FlexTrainingArguments:
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """What the flags mean.
+    """Hold what the flags mean.
 
     Attributes:
         save: Whether checkpoints are saved by this library.
@@ -137,7 +137,7 @@ class TrainerOptions:
     ignore_optimizer_states: bool = False
 
     def loading(self) -> dict[str, Any]:
-        """The options of :func:`load_state_dict`."""
+        """Return the options of :func:`load_state_dict`."""
         return {
             "aoa_config": self.aoa_config,
             "strict": self.strict,
@@ -149,12 +149,12 @@ class TrainerOptions:
 
 
 def flag_types() -> dict[str, Any]:
-    """Types of the flags by name: argument parsers want types, not their names."""
+    """Return the types of the flags by name: argument parsers want types, not their names."""
     return get_type_hints(FlexTrainingArguments)
 
 
 def options_of(args: Any) -> TrainerOptions:
-    """The options in training arguments; those without the fields have none of them set.
+    """Return the options in training arguments; those without the fields have none of them set.
 
     Raises:
         ValidationError: A flag has a value that it cannot have, or contradicts another.
@@ -209,7 +209,7 @@ _SWITCHES = (
 
 
 def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
-    """Flags of the library's own formats that cannot be kept together with these."""
+    """Return what is wrong with flags of the library's own formats that contradict these."""
     problems = []
     flag = f"--{'save' if save else 'load'}_checkpoint_format {FLEX}"
     # PaddleFormers sets its own flag from the format.
@@ -242,7 +242,7 @@ def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
 
 
 def _semi_automatic(args: Any, flag: str) -> list[str]:
-    """What cannot be with the semi-automatic trainer."""
+    """Return what is wrong with flags under the semi-automatic trainer."""
     if library_of(args) != "paddlenlp":
         return [f"{flag} does not serve PaddleFormers' semi-automatic trainer (--enable_auto_parallel)"]
     problems = []
@@ -259,7 +259,7 @@ def _semi_automatic(args: Any, flag: str) -> list[str]:
 
 
 def library_of(thing: Any) -> str:
-    """Which library a trainer, or its arguments, are of: the first of its classes that is one's own says so."""
+    """Return which library a trainer, or its arguments, are of: its first class from a library decides."""
     for cls in type(thing).__mro__:
         package = cls.__module__.partition(".")[0]
         if package in ("paddlenlp", "paddleformers"):
@@ -268,7 +268,7 @@ def library_of(thing: Any) -> str:
 
 
 def _aoa_config(value: Any) -> Any:
-    """Statements as :func:`load_state_dict` takes them: a list becomes a config, all else stays.
+    """Return statements as :func:`load_state_dict` takes them: a list becomes a config, all else stays.
 
     Raises:
         ValueError: It is neither JSON nor the name of a file.

@@ -1,4 +1,4 @@
-"""The best model at the end of a training, from checkpoints of this library.
+"""Load the best model at the end of a training, from checkpoints of this library.
 
 The trainer's own loop knows its own files alone, and warns where they are not there. So its flag is off between the
 begin of the loop, where callbacks look at it, and its end, where the first callback loads the best model before the
@@ -16,7 +16,7 @@ from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
 
 @contextlib.contextmanager
 def keep_best_model(trainer: Any, flex: TrainerCheckpointer) -> Iterator[None]:
-    """Loads the best model at the end of the training in this context, if that is wanted.
+    """Load the best model at the end of the training in this context, if that is wanted.
 
     Args:
         trainer: The trainer.
@@ -38,7 +38,7 @@ def keep_best_model(trainer: Any, flex: TrainerCheckpointer) -> Iterator[None]:
 
 
 def _callbacks(trainer: Any, flex: TrainerCheckpointer) -> tuple[Any, Any]:
-    """The first and the last of the trainer's callbacks."""
+    """Return the first and the last of the trainer's callbacks."""
     base = _callback_class(trainer)
 
     class First(base):  # type: ignore[misc, valid-type]
@@ -57,7 +57,7 @@ def _callbacks(trainer: Any, flex: TrainerCheckpointer) -> tuple[Any, Any]:
 
 
 def _callback_class(trainer: Any) -> type:
-    """The library's base class of callbacks, whose methods do nothing."""
+    """Return the library's base class of callbacks, whose methods do nothing."""
     for callback in trainer.callback_handler.callbacks:
         for cls in type(callback).__mro__:
             if cls.__name__ == "TrainerCallback":

@@ -31,8 +31,6 @@ from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.loader import load_state_dict, quiet_loads
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager.pending import PendingSaves
-from paddle_flexckpt.parallel import install as install_parallel
-from paddle_flexckpt.parallel import is_installed as is_parallel_installed
 from paddle_flexckpt.parallel.state_creation import no_new_states
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
 from paddle_flexckpt.trainer.arguments import TrainerOptions, library_of, options_of
@@ -65,10 +63,10 @@ _DONE = ".checkpoint_done"
 
 
 class TrainerCheckpointer:
-    """The checkpoints of one trainer. All methods communicate, unless they say that they do not."""
+    """Save and restore one trainer. All methods communicate, unless they say that they do not."""
 
     def __init__(self, trainer: Any) -> None:
-        """Does nothing yet: a trainer whose flags are not set is not touched.
+        """Do nothing yet: a trainer whose flags are not set is not touched.
 
         Args:
             trainer: The trainer.
@@ -81,9 +79,7 @@ class TrainerCheckpointer:
 
     @functools.cached_property
     def _comm(self) -> Communicator:
-        """All ranks; with the methods and the rules that describing the model takes."""
-        if not is_parallel_installed():
-            install_parallel()
+        """Return all ranks, after installing the methods and rules that describe the model."""
         install_model_rules(library_of(self._trainer))
         return communicator_for(None)
 
@@ -93,16 +89,16 @@ class TrainerCheckpointer:
 
     @property
     def options(self) -> TrainerOptions:
-        """What the trainer's arguments ask for."""
+        """Return what the trainer's arguments ask for."""
         return options_of(self._trainer.args)
 
     @property
     def saving(self) -> bool:
-        """Whether the trainer's own ``_save_checkpoint`` runs for this library; communicates nothing."""
+        """Return whether the trainer's own ``_save_checkpoint`` runs for this library; communicates nothing."""
         return self._saving
 
     def resolve(self, wanted: Any) -> str | None:
-        """The directory to resume from.
+        """Return the directory to resume from.
 
         Args:
             wanted: A directory; True for the latest that can be resumed from; None or False for none. Where some ranks
@@ -125,7 +121,7 @@ class TrainerCheckpointer:
         return self._comm.together(choose, context)[1][0].decode()
 
     def check_export(self) -> None:
-        """Raises ValidationError where weights are to be exported and there are no rules for the model."""
+        """Raise ValidationError where weights are to be exported and there are no rules for the model."""
         model = self._trainer.model
         if self.options.export_hf and not is_peft(model):
             self._comm.together(lambda: (hf_rules(type(model), model.config), b""), "cannot export the weights")
@@ -151,7 +147,7 @@ class TrainerCheckpointer:
         check_same(self._comm.together(tell, context)[1], context)
 
     def _contents(self, everything: bool) -> dict[str, Any]:
-        """What is saved: shards and extra state; ``everything``: not the model alone."""
+        """Return what is saved: shards and extra state; ``everything``: not the model alone."""
         trainer = self._trainer
         shards = collect_shards(trainer, everything)
         if self.average is not None and everything:
@@ -183,7 +179,7 @@ class TrainerCheckpointer:
         return last
 
     def save(self, upstream: Callable[..., Any], model: Any, metrics: Any) -> Any:
-        """Saves the trainer's step.
+        """Save the trainer's step.
 
         Args:
             upstream: The trainer's own ``_save_checkpoint``, bound.
@@ -232,14 +228,14 @@ class TrainerCheckpointer:
         return result
 
     def _settle(self, context: str, wait_for: Any = None) -> None:
-        """Finishes the background saves that have ended, or all that are waited for."""
+        """Finish the background saves that have ended, or all that are waited for."""
         before = self._pending.steps
         if before:
             self._pending.settle(context, wait_for)
             self._committed(sorted(before - self._pending.steps))
 
     def _committed(self, steps: list[int]) -> None:
-        """What comes after commits."""
+        """Do what comes after commits."""
         directories, args = self._directories(), self._trainer.args
         for step in steps:
             path = directories.directory(step)
@@ -258,7 +254,7 @@ class TrainerCheckpointer:
         directories.rotate(self._trainer.args.save_total_limit, best, self._pending.steps)
 
     def _on_coordinator(self, context: str, work: Callable[..., Any], *arguments: Any) -> None:
-        """Does something on the coordinator; an error of it is one on every rank."""
+        """Do something on the coordinator; an error of it is one on every rank."""
 
         def alone() -> tuple[None, bytes]:
             if self._comm.position == 0:
@@ -268,13 +264,13 @@ class TrainerCheckpointer:
         self._comm.together(alone, context)
 
     def write_small_files(self, output_dir: str | os.PathLike[str]) -> None:
-        """What the trainer's ``save_model`` writes during a save of this library; communicates nothing."""
+        """Write what the trainer's ``save_model`` writes during a save of this library; communicate nothing."""
         if self._comm.position == 0:
             write_small_files(self._trainer, Path(output_dir))
 
     @contextlib.contextmanager
     def _upstream_saving(self) -> Iterator[None]:
-        """The trainer's own ``_save_checkpoint`` writes no optimizer, removes nothing and signals nothing in here."""
+        """Keep the trainer's own ``_save_checkpoint`` from writing the optimizer, removing and signalling."""
         args = self._trainer.args
         ignored, signal, own = args.ignore_save_lr_and_optim, os.environ.pop(_SIGNAL, None), type(args)
         args.ignore_save_lr_and_optim, self._saving = True, True
@@ -290,7 +286,7 @@ class TrainerCheckpointer:
                 os.environ[_SIGNAL] = signal
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Fills model, optimizer, scheduler and scaler, after the trainer has wrapped them.
+        """Fill model, optimizer, scheduler and scaler, after the trainer has wrapped them.
 
         Args:
             path: Of :meth:`resolve`.
@@ -317,7 +313,7 @@ class TrainerCheckpointer:
         self._log(self._restored)
 
     def _earlier(self, path: str) -> str | None:
-        """The complete checkpoint before one; None if there is none."""
+        """Return the complete checkpoint before one; None if there is none."""
 
         def look() -> tuple[None, bytes]:
             if self._comm.position != 0:
@@ -330,16 +326,16 @@ class TrainerCheckpointer:
 
     @property
     def restored_native(self) -> bool:
-        """Whether a checkpoint of this library was restored; communicates nothing."""
+        """Return whether a checkpoint of this library was restored; communicates nothing."""
         return self._restored is not None and self._restored.native
 
     @property
     def restored_from(self) -> str | None:
-        """The directory that was restored, which a fall-back may have changed; communicates nothing."""
+        """Return the directory that was restored, which a fall-back may have changed; communicates nothing."""
         return None if self._restored is None else self._restored.path
 
     def restore_random_state(self) -> bool:
-        """Puts the random number generators back, once; communicates nothing.
+        """Put the random number generators back, once; communicate nothing.
 
         Returns:
             Whether that was for this library to do: the checkpoint is one of its own.
@@ -354,17 +350,17 @@ class TrainerCheckpointer:
         return True
 
     def load_model(self, path: str | os.PathLike[str]) -> None:
-        """Fills the model alone, for the best checkpoint at the end and for evaluation; errors of :meth:`restore`."""
+        """Fill the model alone, for the best checkpoint at the end and for evaluation; errors of :meth:`restore`."""
         restore_from(self._trainer, os.fspath(path), False, self.options, self._comm)
 
     def load_hugging_face(self, path: str | os.PathLike[str]) -> None:
-        """Fills the model alone from Hugging Face weights, by the rules of its own class; errors of :meth:`restore`."""
+        """Fill the model alone from Hugging Face weights, by the rules of its own class; errors of :meth:`restore`."""
         model = self._trainer.model
         options = dataclasses.replace(self.options, aoa_config=hf_rules(type(model), model.config)["from_hf"])
         restore_from(self._trainer, os.fspath(path), False, options, self._comm)
 
     def save_model(self, output_dir: str | os.PathLike[str]) -> None:
-        """Saves the model alone, as a checkpoint in a directory of its own: what is loaded for evaluation.
+        """Save the model alone, as a checkpoint in a directory of its own: what is loaded for evaluation.
 
         Raises:
             ValidationError: It cannot be saved; what was there is still there.
@@ -386,7 +382,7 @@ class TrainerCheckpointer:
         self._on_coordinator(context, write_small_files, self._trainer, path)
 
     def restore_average(self) -> None:
-        """Fills the moving averages from the checkpoint that was restored, where both have some.
+        """Fill the moving averages from the checkpoint that was restored, where both have some.
 
         Raises:
             ValidationError: They do not fit.
@@ -417,7 +413,7 @@ class TrainerCheckpointer:
         average.take(targets)
 
     def finish(self) -> None:
-        """Waits for the saves in the background, and does what comes after them.
+        """Wait for the saves in the background, and do what comes after them.
 
         Raises:
             CheckpointError: One of them has failed.

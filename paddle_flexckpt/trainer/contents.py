@@ -1,4 +1,4 @@
-"""What a trainer's checkpoint holds: the shards of model and optimizer, and the trainer's own small files."""
+"""Collect what a trainer's checkpoint holds: shards of model and optimizer, and the trainer's own small files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PEFT_BUFFERS = ("activation_quanter", "weight_quanter")
 
 
 def is_peft(model: Any) -> bool:
-    """Whether a model trains a few parameters beside a model that is not saved again."""
+    """Return whether a model trains a few parameters beside a model that is not saved again."""
     return any(cls.__name__ in _PEFT_CLASSES for cls in type(model).__mro__)
 
 
@@ -32,7 +32,7 @@ def is_semi_automatic(trainer: Any) -> bool:
 
 
 def _static_shards(trainer: Any) -> ShardedStateDict | None:
-    """All of a static model (``--to_static`` of the semi-automatic trainer); None where the trainer has none.
+    """Return all of a static model (semi-automatic, ``--to_static``); None where the trainer has none.
 
     Its program holds parameters and optimizer states together.
     """
@@ -46,7 +46,7 @@ def _static_shards(trainer: Any) -> ShardedStateDict | None:
 
 
 def model_shards(trainer: Any) -> ShardedStateDict:
-    """The shards of the trainer's model: all, or those that a parameter-efficient wrapper trains.
+    """Return the shards of the trainer's model: all, or those that a parameter-efficient wrapper trains.
 
     Raises:
         ValueError: A layer cannot be described.
@@ -78,7 +78,7 @@ def model_shards(trainer: Any) -> ShardedStateDict:
 
 
 def collect_shards(trainer: Any, with_optimizer: bool) -> dict[str, Any]:
-    """The shards of model and, if asked for, optimizer; errors of :func:`model_shards`."""
+    """Return the shards of model and, if asked for, optimizer; errors of :func:`model_shards`."""
     static = _static_shards(trainer) if with_optimizer else None
     if static is not None:
         return dict(static)
@@ -90,7 +90,7 @@ def collect_shards(trainer: Any, with_optimizer: bool) -> dict[str, Any]:
 
 
 def write_small_files(trainer: Any, directory: Path) -> None:
-    """Writes what is not a tensor: configurations, tokenizer, training arguments.
+    """Write what is not a tensor: configurations, tokenizer, training arguments.
 
     Args:
         trainer: The trainer.
@@ -117,7 +117,7 @@ def write_small_files(trainer: Any, directory: Path) -> None:
 
 
 def _write_config(model: Any, directory: Path) -> None:
-    """Writes a model's configuration as that of the whole model: the checkpoint is of no degree of parallelism."""
+    """Write a model's configuration as that of the whole model: the checkpoint has no degree of parallelism."""
     config = copy.deepcopy(model.config)
     parameters = [parameter for parameter in model.parameters() if "float" in str(parameter.dtype)]
     if parameters:

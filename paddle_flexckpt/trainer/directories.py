@@ -1,4 +1,4 @@
-"""The checkpoints in a trainer's output directory: which are whole, which is the last, which may go.
+"""Look after the checkpoints in a trainer's output directory: which are whole, the last, or may go.
 
 ``{output_dir}/checkpoint-{step}/`` holds the trainer's own small files and, in ``flex_checkpoint/``, one checkpoint of
 this library with the id 0. What tells such a directory from one of the trainer's own format is the file
@@ -37,29 +37,29 @@ _NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
 
 
 class TrainerDirectories:
-    """The checkpoint directories of one run. One process changes them at a time: the coordinator's."""
+    """Look after the checkpoint directories of one run. One process changes them at a time: the coordinator's."""
 
     def __init__(self, output_dir: str | os.PathLike[str]) -> None:
-        """Args: output_dir: the trainer's output directory; it need not exist."""
+        """Take the trainer's output directory; it need not exist."""
         self.root = Path(output_dir)
 
     def directory(self, step: int) -> Path:
-        """The directory of a step, whether it exists or not."""
+        """Return the directory of a step, whether it exists or not."""
         return self.root / f"checkpoint-{step}"
 
     def steps(self) -> list[int]:
-        """Steps that have a directory, whatever is in it, in rising order."""
+        """Return the steps that have a directory, whatever is in it, in rising order."""
         if not self.root.is_dir():
             return []
         matches = [_NAME.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir()]
         return sorted(int(match[1]) for match in matches if match)
 
     def usable(self) -> list[int]:
-        """Steps that can be resumed from, as far as their files show, in rising order."""
+        """Return the steps that can be resumed from, as far as their files show, in rising order."""
         return [step for step in self.steps() if is_usable(self.directory(step))]
 
     def last(self, below: int | None = None) -> str | None:
-        """The directory of the highest step that can be resumed from; None if there is none.
+        """Return the directory of the highest step that can be resumed from; None if there is none.
 
         Args:
             below: Only steps before this one count.
@@ -68,7 +68,7 @@ class TrainerDirectories:
         return str(self.directory(steps[-1])) if steps else None
 
     def begin(self, step: int) -> None:
-        """Makes the directory of a save, and marks it as one of this library.
+        """Make the directory of a save, and mark it as one of this library.
 
         Raises:
             CheckpointError: A checkpoint of this step is half removed, and somebody still reads it.
@@ -82,7 +82,7 @@ class TrainerDirectories:
         mark_directory(directory, step)
 
     def make_durable(self, step: int) -> None:
-        """Makes the small files of a directory durable, so that a checkpoint that survives a crash has them."""
+        """Make the small files of a directory durable, so that a checkpoint that survives a crash has them."""
         directory = self.directory(step)
         for path in (*(path for path in directory.iterdir() if path.is_file()), directory, self.root):
             descriptor = os.open(path, os.O_RDONLY)
@@ -92,7 +92,7 @@ class TrainerDirectories:
                 os.close(descriptor)
 
     def rotate(self, limit: int | None, best: str | os.PathLike[str] | None, busy: Collection[int] = ()) -> list[int]:
-        """Removes all but the newest checkpoints, and what interrupted saves and removals have left.
+        """Remove all but the newest checkpoints, and what interrupted saves and removals have left.
 
         Kept besides: the best one, one that is being read or saved, and one whose manifest has been lost.
 
@@ -123,7 +123,7 @@ class TrainerDirectories:
         return removed
 
     def _remove(self, step: int) -> bool:
-        """Removes a directory, the checkpoint in it first; returns whether that could be done now."""
+        """Remove a directory, the checkpoint in it first; return whether that could be done now."""
         directory = self.directory(step)
         backend = open_backend(directory / SUBDIRECTORY)
         with contextlib.ExitStack() as stack:
@@ -149,7 +149,7 @@ class TrainerDirectories:
 
 
 def mark_directory(directory: Path, step: int) -> None:
-    """Makes a directory, and marks it as one of this library.
+    """Make a directory, and mark it as one of this library.
 
     Raises:
         OSError: The file system refused.
@@ -159,13 +159,13 @@ def mark_directory(directory: Path, step: int) -> None:
 
 
 def is_flex(directory: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint directory is of this library, complete or not."""
+    """Return whether a checkpoint directory is of this library, complete or not."""
     path = Path(directory)
     return (path / _MARKER).exists() or (path / SUBDIRECTORY).is_dir()
 
 
 def is_usable(directory: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint directory can be resumed from, as far as names and sizes of its files show.
+    """Return whether a checkpoint directory can be resumed from, as far as names and sizes of its files show.
 
     Of the trainer's own formats there is no telling whether they are complete; one with its state is believed.
     """
@@ -176,7 +176,7 @@ def is_usable(directory: str | os.PathLike[str]) -> bool:
 
 
 def _is_leftover(directory: Path) -> bool:
-    """Whether nothing in a directory without a checkpoint is worth keeping: it is of a dead save or a removal."""
+    """Return whether a directory without a checkpoint is left over from a dead save or a removal."""
     if not is_flex(directory):
         return False
     if (directory / _REMOVING).exists():
@@ -194,7 +194,7 @@ def _is_leftover(directory: Path) -> bool:
 
 
 def to_rotate(steps: Sequence[int], limit: int | None, best: int | None) -> list[int]:
-    """The steps that have to go so that the newest ``limit`` stay, the best among them.
+    """Return the steps that have to go so that the newest ``limit`` stay, the best among them.
 
     With a limit of one and another best, two stay: the newest is never removed.
     """
@@ -211,13 +211,13 @@ def to_rotate(steps: Sequence[int], limit: int | None, best: int | None) -> list
 
 
 def step_of(directory: str | os.PathLike[str] | None) -> int | None:
-    """The step in the name of a checkpoint's directory; None if it has another name."""
+    """Return the step in the name of a checkpoint's directory; None if it has another name."""
     match = None if directory is None else _NAME.fullmatch(Path(directory).name)
     return int(match[1]) if match else None
 
 
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """The directory of the highest step that can be resumed from; None if there is none.
+    """Return the directory of the highest step that can be resumed from; None if there is none.
 
     What interrupted saves have left is passed over.
     """

@@ -19,10 +19,10 @@ _NEEDED = ("_build_ema_save_sharded_state_dict", "_fc_to_buffer_format", "save",
 
 
 class AverageState:
-    """The averages of one trainer."""
+    """Save and restore the averages of one trainer."""
 
     def __init__(self, buffer: Any) -> None:
-        """Args: buffer: of the trainer's callback; what it would save itself is left to the checkpoint from now on.
+        """Take over a buffer of the trainer's callback: what it would save itself is left to the checkpoint.
 
         Raises:
             ValidationError: It is not of a known kind.
@@ -43,7 +43,7 @@ class AverageState:
         buffer.save = _saved_with_the_checkpoint
 
     def shards(self, shards: Mapping[str, Any]) -> dict[str, Any]:
-        """The averages as shards of a checkpoint; none before the first has been taken.
+        """Return the averages as shards of a checkpoint; none before the first has been taken.
 
         Args:
             shards: The shards of model and optimizer: they say how the averages are cut.
@@ -69,21 +69,21 @@ class AverageState:
         return targets
 
     def take(self, targets: Mapping[str, Any]) -> None:
-        """Takes what was loaded as the averages."""
+        """Take what was loaded as the averages."""
         self._buffer._fc_to_buffer_format({key[len(PREFIX) :]: weight for key, weight in targets.items()})
 
 
 def average_state(trainer: Any) -> AverageState:
-    """The averages of a trainer whose callback has just been added; errors of :class:`AverageState`."""
+    """Return the averages of a trainer whose callback has just been added; errors of :class:`AverageState`."""
     return AverageState(getattr(trainer.callback_handler.callbacks[-1], "buffer", None))
 
 
 def _average_of(weight: Any, values: Any) -> Any:
-    """The average of a shard, cut as it is."""
+    """Return the average of a shard, cut as it is."""
     average = copy.copy(weight)
     average.key, average.local_tensor, average.aliases = PREFIX + weight.key, values, ()
     return average
 
 
 def _saved_with_the_checkpoint(global_step: int) -> None:
-    """In place of the buffer's ``save``: the averages are shards of the checkpoint of the same step."""
+    """Save nothing, in place of the buffer's ``save``: the averages are shards of the checkpoint of the same step."""

@@ -1,4 +1,4 @@
-"""The weights of a trainer's checkpoint in Hugging Face's format."""
+"""Write the weights of a trainer's checkpoint in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EXPORTED = "huggingface"
 
 
 def export_weights(trainer: Any, directory: Path) -> None:
-    """Writes the model's weights of a complete checkpoint as safetensors with Hugging Face's names and layouts.
+    """Write the model's weights of a complete checkpoint as safetensors with Hugging Face's names and layouts.
 
     They go to ``{directory}/huggingface``, which is there when it is complete; configuration and tokenizer are copied
     beside them. One process does it.

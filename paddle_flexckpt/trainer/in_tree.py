@@ -1,4 +1,4 @@
-"""Paddle's own checkpoint functions, replaced by those of this library for whoever calls them.
+"""Put this library behind Paddle's own checkpoint functions, for whoever calls them.
 
 ``paddle.distributed.save_state_dict``, ``load_state_dict`` and ``load_merged_state_dict`` keep their signatures, their
 results and their way of choosing an id; what they write and read is the native format (and they read Paddle's as well).
@@ -9,7 +9,6 @@ finds the one that every save writes for Paddle's own loader, and no other.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +18,34 @@ from paddle_flexckpt.live.loader import load_state_dict as load
 from paddle_flexckpt.live.merged import load_merged_state_dict as load_merged
 from paddle_flexckpt.live.saver import save_state_dict as save
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.trainer.undo import Undo
+from paddle_flexckpt.undo import Undo
 
-_MARK = "_flexckpt_replaced"
+_changes = Undo()
 
 
 def replace_in_tree() -> None:
-    """Replaces Paddle's functions, in ``paddle.distributed`` and in every module that has imported one by its name.
+    """Replace Paddle's functions, in ``paddle.distributed`` and in every module that has imported one by its name.
 
     Calling it again does nothing. Modules that import them by name afterwards get these, too.
     """
     import paddle.distributed as dist
 
-    if _MARK in vars(dist):
+    if is_in_tree_replaced():
         return
-    undo = Undo()
     for function in (save_state_dict, load_state_dict, load_merged_state_dict):
-        name = function.__name__
-        before = getattr(dist, name, None)
-        if before is None:
-            continue  # Paddle before 3.2 has no load_merged_state_dict
-        for module in list(sys.modules.values()):
-            if isinstance(module, type(sys)) and vars(module).get(name) is before:
-                undo.set(module, name, function)
-    setattr(dist, _MARK, undo)
+        before = getattr(dist, function.__name__, None)
+        if before is not None:  # Paddle before 3.2 has no load_merged_state_dict
+            _changes.replace_everywhere(function.__name__, before, function)
 
 
 def restore_in_tree() -> None:
-    """Takes back what :func:`replace_in_tree` did; without it, does nothing."""
-    import paddle.distributed as dist
-
-    if _MARK in vars(dist):
-        vars(dist)[_MARK].put_back()
-        delattr(dist, _MARK)
+    """Take back what :func:`replace_in_tree` did; without it, do nothing."""
+    _changes.put_back()
 
 
 def is_in_tree_replaced() -> bool:
-    """Whether :func:`replace_in_tree` is in effect."""
-    dist = sys.modules.get("paddle.distributed")
-    return dist is not None and _MARK in vars(dist)
+    """Return whether :func:`replace_in_tree` is in effect."""
+    return bool(_changes)
 
 
 def save_state_dict(
@@ -70,7 +58,7 @@ def save_state_dict(
     safetensors: bool = False,
     save_replicas: bool = False,
 ) -> None:
-    """As Paddle's function of this name, by :func:`paddle_flexckpt.save_state_dict`; errors are those of that.
+    """Save as Paddle's function of this name, by :func:`paddle_flexckpt.save_state_dict`; errors are those of that.
 
     Without an id it takes the highest there is, as Paddle does, and replaces that checkpoint once the new one is
     complete. A save in the background (``async_save``) has no handle: it is complete before the interpreter exits, and
@@ -120,7 +108,7 @@ def load_state_dict(
     worker_groups: Any = None,
     comm_method: str = "broadcast",
 ) -> None:
-    """As Paddle's function of this name, by :func:`paddle_flexckpt.load_state_dict`; errors are those of that."""
+    """Load as Paddle's function of this name, by :func:`paddle_flexckpt.load_state_dict`; errors are those of that."""
     load(state_dict, path, process_group, coordinator_rank, unique_id, offload, mw_name_compatibility, aoa_config)
 
 
@@ -132,7 +120,7 @@ def load_merged_state_dict(
     aoa_config: Any = None,
     safetensors: bool = False,
 ) -> dict[str, Any]:
-    """As Paddle's function of this name, by :func:`paddle_flexckpt.load_merged_state_dict`; errors are those of that.
+    """Load as Paddle's function of this name, by :func:`paddle_flexckpt.load_merged_state_dict`; errors likewise.
 
     Returns:
         Names to tensors; on the device, unless ``offload`` keeps them on the CPU.
@@ -146,5 +134,5 @@ def load_merged_state_dict(
 
 
 def _is_there(path: Any) -> bool:
-    """Whether a path is a directory of this machine's file systems; a URL is not."""
+    """Return whether a path is a directory of this machine's file systems; a URL is not."""
     return "://" not in os.fspath(path) and os.path.isdir(path)

@@ -1,4 +1,4 @@
-"""install() and uninstall(): the mixin's methods and the flags, given to a library's own classes."""
+"""Give the mixin's methods and the flags to a library's own classes, and take them back."""
 
 from __future__ import annotations
 
@@ -10,52 +10,42 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
-from paddle_flexckpt.parallel import install as install_parallel
-from paddle_flexckpt.trainer import in_tree
 from paddle_flexckpt.trainer.arguments import SHARED, FlexTrainingArguments, flag_types, options_of
 from paddle_flexckpt.trainer.directories import is_flex, is_usable, latest_checkpoint
-from paddle_flexckpt.trainer.mixin import KEPT, FlexTrainerMixin
-from paddle_flexckpt.trainer.model_rules import install_model_rules, uninstall_model_rules
-from paddle_flexckpt.trainer.paddleformers_mixin import PaddleFormersMixin
-from paddle_flexckpt.trainer.undo import Undo
+from paddle_flexckpt.trainer.mixin import KEPT, FlexTrainerMixin, PaddleFormersMixin
+from paddle_flexckpt.trainer.model_rules.install import check_library, install_model_rules, uninstall_model_rules
+from paddle_flexckpt.undo import Undo
 
-LIBRARIES = ("paddlenlp", "paddleformers")
 _MIXINS: dict[str, tuple[type, ...]] = {
     "paddlenlp": (FlexTrainerMixin,),
     "paddleformers": (FlexTrainerMixin, PaddleFormersMixin),
 }
-_UNDO = "_flexckpt_undo"
+_installed: dict[str, Undo] = {}
 # The trainer of --enable_auto_parallel.
 _SEMI_AUTOMATIC = "AutoTrainer"
 # Methods that a version of a library, or all but its semi-automatic trainer, may lack.
 _OPTIONAL = frozenset({"_load_best_model_from_peft_checkpoint", "_wrap_for_auto", "_wrap_for_dist_loader"})
 
 
-def install(library: str = "paddlenlp", replace_in_tree: bool = False) -> None:
-    """Gives a library's Trainer FlexCheckpoint, and its TrainingArguments the flags. Calling it again does nothing.
+def install(library: str = "paddlenlp") -> None:
+    """Give a library's Trainer FlexCheckpoint, and its TrainingArguments the flags. Calling it again does nothing.
 
-    Every trainer and every arguments class derived from them has them too. Without the flags nothing changes.
+    Every trainer and every arguments class derived from them has them too. Without the flags nothing changes. It calls
+    ``paddle_flexckpt.install()`` and ``install_model_rules()``. The launcher calls it for scripts.
 
     Args:
         library: ``"paddlenlp"`` or ``"paddleformers"``.
-        replace_in_tree: Leave the library as it is, and replace the functions of Paddle that it saves and loads with
-            (:func:`~paddle_flexckpt.trainer.in_tree.replace_in_tree`).
 
     Raises:
         ValueError: There is no such library.
         ImportError: It is not installed.
         RuntimeError: Its trainer lacks a method that has to be wrapped: the version is not supported.
     """
-    if library not in LIBRARIES:
-        raise ValueError(f"library has to be one of {', '.join(LIBRARIES)}; got {library!r}")
-    if replace_in_tree:
-        in_tree.replace_in_tree()
+    check_library(library)
+    if library in _installed:
         return
-    trainers = importlib.import_module(f"{library}.trainer.trainer")
-    arguments = importlib.import_module(f"{library}.trainer.training_args")
-    trainer, args = trainers.Trainer, arguments.TrainingArguments
-    if _UNDO in vars(trainer):
-        return
+    trainer = importlib.import_module(f"{library}.trainer.trainer").Trainer
+    arguments = importlib.import_module(f"{library}.trainer.training_args").TrainingArguments
     every = {
         name: method
         for mixin in _MIXINS[library]
@@ -69,7 +59,6 @@ def install(library: str = "paddlenlp", replace_in_tree: bool = False) -> None:
             f"{library} {getattr(importlib.import_module(library), '__version__', '')}: its Trainer has no "
             f"{', '.join(missing)}: this version is not supported. Remedy: use PaddleNLP 3.0.0b4 or PaddleFormers 1.2.0"
         )
-    install_parallel()
     install_model_rules(library)
     undo = Undo()
     if library == "paddlenlp":
@@ -80,28 +69,22 @@ def install(library: str = "paddlenlp", replace_in_tree: bool = False) -> None:
     _serve_semi_automatic(trainer, every, undo)
     for name in ("_flex_instance", "_flex_resuming"):
         undo.set(trainer, name, None)
-    _add_fields(args, undo)
-    _wrap_check(args, undo)
+    _add_fields(arguments, undo)
+    _wrap_check(arguments, undo)
     _wrap_last_checkpoint(library, undo)
-    setattr(trainer, _UNDO, undo)
+    _installed[library] = undo
 
 
 def uninstall(library: str = "paddlenlp") -> None:
-    """Takes back what :func:`install` gave; the library is as before. Without it, does nothing."""
-    in_tree.restore_in_tree()
-    module = sys.modules.get(f"{library}.trainer.trainer")
-    if module is None or _UNDO not in vars(module.Trainer):
-        return
-    undo: Undo = vars(module.Trainer)[_UNDO]
-    delattr(module.Trainer, _UNDO)
-    undo.put_back()
-    uninstall_model_rules(library)
+    """Take back what :func:`install` gave; the library is as before. Without it, do nothing."""
+    if library in _installed:
+        _installed.pop(library).put_back()
+        uninstall_model_rules(library)
 
 
 def is_installed(library: str = "paddlenlp") -> bool:
-    """Whether :func:`install` is in effect for a library."""
-    module = sys.modules.get(f"{library}.trainer.trainer")
-    return module is not None and _UNDO in vars(module.Trainer)
+    """Return whether :func:`install` is in effect for a library."""
+    return library in _installed
 
 
 def _serve_semi_automatic(trainer: Any, methods: dict[str, FunctionType], undo: Undo) -> None:
@@ -125,17 +108,17 @@ def _serve_semi_automatic(trainer: Any, methods: dict[str, FunctionType], undo: 
 
 
 def _name_former_modules(undo: Undo) -> None:
-    """Lets PaddleNLP 3.0.0b4's semi-automatic trainer be imported, which wants modules that Paddle 3.2 has renamed."""
+    """Let PaddleNLP 3.0.0b4's semi-automatic trainer be imported, which wants modules that Paddle 3.2 has renamed."""
     before, now = "paddle.distributed.checkpoint", "paddle.distributed.flex_checkpoint.dcp"
     if importlib.util.find_spec(before) is not None:
         return
     names = ("", ".load_state_dict", ".metadata", ".utils")
     sys.modules.update({before + name: importlib.import_module(now + name) for name in names})
-    undo.steps.append(lambda: [sys.modules.pop(before + name, None) for name in names].clear())
+    undo.call(lambda: [sys.modules.pop(before + name, None) for name in names])
 
 
 def _add_fields(arguments: Any, undo: Undo) -> None:
-    """Adds the flags to a dataclass and to all derived from it that exist already.
+    """Add the flags to a dataclass and to all derived from it that exist already.
 
     A dataclass collects its bases' fields when it is made, so each of them is made anew, bases first.
     """
@@ -154,7 +137,7 @@ def _add_fields(arguments: Any, undo: Undo) -> None:
 
 
 def _with_derived(cls: type) -> Iterator[type]:
-    """A class and all dataclasses derived from it, bases first."""
+    """Yield a class and all dataclasses derived from it, bases first."""
     found: list[type] = [cls]
     for each in found:
         below: list[type] = each.__subclasses__()
@@ -164,7 +147,7 @@ def _with_derived(cls: type) -> Iterator[type]:
 
 
 def _remake(cls: Any, undo: Undo) -> None:
-    """Makes a dataclass anew, with the fields that its bases have got."""
+    """Make a dataclass anew, with the fields that its bases have got."""
     undo.keep_all(cls)
     parameters = cls.__dataclass_params__
     own = vars(cls).get("__annotations__", {})
@@ -185,7 +168,7 @@ def _remake(cls: Any, undo: Undo) -> None:
 
 
 def _wrap_check(arguments: Any, undo: Undo) -> None:
-    """Flags that contradict each other are an error when the arguments are made, not at the first save."""
+    """Make flags that contradict each other an error when the arguments are made, not at the first save."""
     before = arguments.__post_init__
 
     def __post_init__(self: Any) -> None:
@@ -196,19 +179,16 @@ def _wrap_check(arguments: Any, undo: Undo) -> None:
 
 
 def _wrap_last_checkpoint(library: str, undo: Undo) -> None:
-    """Scripts that look for the last checkpoint themselves do not find what a dead save has left."""
+    """Keep scripts that look for the last checkpoint themselves from finding what a dead save has left."""
     name = "get_last_checkpoint"
     before = getattr(importlib.import_module(f"{library}.trainer.trainer_utils"), name)
 
     def get_last_checkpoint(folder: Any, *args: Any, **kwargs: Any) -> Any:
-        """The library's own, but for directories of a save of paddle_flexckpt that was interrupted."""
+        """Return what the library's own does, but for directories of a save of paddle_flexckpt that was interrupted."""
         found = before(folder, *args, **kwargs)
         return latest_checkpoint(folder) if found is not None and not _is_whole(found) else found
 
-    for module_name in [each for each in sys.modules if each.partition(".")[0] == library]:
-        module = sys.modules.get(module_name)
-        if module is not None and vars(module).get(name) is before:
-            undo.set(module, name, get_last_checkpoint)
+    undo.replace_everywhere(name, before, get_last_checkpoint, library)
 
 
 def _is_whole(directory: Any) -> bool:

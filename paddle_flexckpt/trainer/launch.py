@@ -1,4 +1,4 @@
-"""``paddle.distributed.launch`` for training scripts that know nothing of this library.
+"""Launch training scripts that know nothing of this library, in place of ``paddle.distributed.launch``.
 
 python -m paddle_flexckpt.trainer.launch --nproc_per_node 2 script.py --save_checkpoint_format flex_checkpoint ...
 """
@@ -11,7 +11,7 @@ from paddle_flexckpt.trainer import run
 
 
 def main() -> None:
-    """Puts :mod:`paddle_flexckpt.trainer.run` before the script, and launches that."""
+    """Put :mod:`paddle_flexckpt.trainer.run` before the script, and launch that."""
     from paddle.distributed.launch.context.args_envs import parse_args
     from paddle.distributed.launch.main import launch
 

@@ -1,21 +1,24 @@
-"""FlexTrainerMixin: the methods of a trainer that save and resume."""
+"""Hold the methods of a trainer that save and resume: the mixins for PaddleNLP's and PaddleFormers' trainers."""
 
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from typing import Any
 
+from paddle_flexckpt.trainer.arguments import FLEX
 from paddle_flexckpt.trainer.best_model import keep_best_model
 from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
 from paddle_flexckpt.trainer.contents import is_semi_automatic
 from paddle_flexckpt.trainer.directories import is_flex
+from paddle_flexckpt.trainer.ema import average_state
 
 KEPT = "_flexckpt_upstream_"
 
 
 class FlexTrainerMixin:
-    """Saves and resumes through FlexCheckpoint where the flags say so, and is the trainer as it was where they do not.
+    """Save and resume through FlexCheckpoint where the flags say so; elsewhere leave the trainer as it was.
 
     ``class MyTrainer(FlexTrainerMixin, Trainer)``, or ``install()``, which gives the same methods to Trainer itself.
     """
@@ -27,7 +30,7 @@ class FlexTrainerMixin:
     _flex_steps_per_epoch: int = 1
 
     def train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's, after choosing the checkpoint to resume from; at its end saves in the background are done.
+        """Train as the trainer does, after choosing the checkpoint to resume from, and finish saves in the background.
 
         Args:
             resume_from_checkpoint: A directory; True for the latest that is complete; None or False.
@@ -72,7 +75,7 @@ class FlexTrainerMixin:
         return upstream(*bound.args, **bound.kwargs)
 
     def save_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the trainer's; within a save of this library the small files alone."""
+        """Save the model as the trainer does; within a save of this library, the small files alone."""
         flex = checkpointer_of(self)
         if not flex.saving:
             return upstream_of(self, "save_model")(*args, **kwargs)
@@ -108,7 +111,7 @@ class FlexTrainerMixin:
         return None  # once model and optimizer are wrapped, with the optimizer
 
     def _wrap_for_auto(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """The semi-automatic trainer's, which wraps model and optimizer within its loop."""
+        """Check the state when the semi-automatic trainer has wrapped model and optimizer, within its loop."""
         wrapped = upstream_of(self, "_wrap_for_auto")(*args, **kwargs)
         flex = checkpointer_of(self)
         if flex.options.save:
@@ -116,7 +119,7 @@ class FlexTrainerMixin:
         return wrapped
 
     def _wrap_for_dist_loader(self: Any, train_dataloader: Any) -> Any:
-        """The semi-automatic trainer's: it resumes with the shuffle of the first epoch, whichever it is in."""
+        """Resume with the shuffle of the right epoch: the semi-automatic trainer takes the first one's."""
         import paddle
 
         loader = upstream_of(self, "_wrap_for_dist_loader")(train_dataloader)
@@ -146,8 +149,48 @@ class FlexTrainerMixin:
         return upstream_of(self, "_load_best_model_from_peft_checkpoint")()
 
 
+class PaddleFormersMixin(FlexTrainerMixin):
+    """Do the same for PaddleFormers: ``class MyTrainer(PaddleFormersMixin, Trainer)`` with its Trainer.
+
+    Its ``train()`` does not call ``_load_from_checkpoint`` under its own flag of the same name, but
+    ``_load_flex_checkpoint``, once model and optimizer are wrapped; and its ``save_model()`` ends in
+    ``_save_flex_model_state``. Its ``_save_flex_optimizer_state`` is not reached: only the ranks that it chooses would
+    come there, and a save needs all of them.
+    """
+
+    def _load_flex_checkpoint(self: Any, resume_from_checkpoint: Any) -> None:
+        flex = checkpointer_of(self)
+        if getattr(self.args, "load_from_hf", False):
+            flex.load_hugging_face(resume_from_checkpoint)
+            if hasattr(self.model, "_synchronize_shared_weights"):
+                self.model._synchronize_shared_weights()
+            return
+        flex.restore(resume_from_checkpoint)
+
+    def _save_flex_model_state(self: Any, output_dir: str | os.PathLike[str]) -> None:
+        checkpointer_of(self).save_model(output_dir)
+
+    def _save_flex_optimizer_state(self: Any, output_dir: str | os.PathLike[str]) -> None:
+        raise RuntimeError(
+            f"{type(self).__name__} saves its optimizer on its own, for {os.fspath(output_dir)}: with paddle_flexckpt "
+            "it is saved with the model, by all ranks. Remedy: call _save_checkpoint()"
+        )
+
+    def add_non_zcc_ema_callback(self: Any, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        """Add the trainer's callback; the averages become a part of the checkpoint, not files beside it."""
+        flex = checkpointer_of(self)
+        upstream = upstream_of(self, "add_non_zcc_ema_callback")
+        if self.args.save_checkpoint_format != FLEX:
+            upstream(resume_from_checkpoint, *args, **kwargs)
+            return
+        # Files of the library's own format are left to it; a checkpoint of this library has none.
+        upstream(None if flex.restored_native else resume_from_checkpoint, *args, **kwargs)
+        flex.average = average_state(self)
+        flex.restore_average()
+
+
 def checkpointer_of(trainer: Any) -> TrainerCheckpointer:
-    """What saves and restores a trainer; made when it is first asked for."""
+    """Return what saves and restores a trainer; made when it is first asked for."""
     if trainer._flex_instance is None:
         trainer._flex_instance = TrainerCheckpointer(trainer)
     found: TrainerCheckpointer = trainer._flex_instance
@@ -155,7 +198,7 @@ def checkpointer_of(trainer: Any) -> TrainerCheckpointer:
 
 
 def upstream_of(trainer: Any, name: str) -> Callable[..., Any]:
-    """The trainer's own method: kept by ``install()``, or that of the class behind the mixin."""
+    """Return the trainer's own method: kept by ``install()``, or that of the class behind the mixin."""
     kept = getattr(trainer, KEPT + name, None)
     found: Callable[..., Any] = kept if kept is not None else getattr(super(FlexTrainerMixin, trainer), name)
     return found

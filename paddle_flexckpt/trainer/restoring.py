@@ -25,7 +25,7 @@ _SCHEDULER, _SCALER = "scheduler.pdparams", "scaler.pdparams"
 
 @dataclass
 class Restored:
-    """What was restored.
+    """Hold what was restored.
 
     Attributes:
         path: The directory.
@@ -42,7 +42,7 @@ class Restored:
     not_restored: dict[str, str] = field(default_factory=dict)
 
     def restore_random_state(self) -> dict[str, str]:
-        """Puts the generators back, the first time; returns what could not be, and why."""
+        """Put the generators back, the first time; return what could not be, and why."""
         state, self.state = self.state, {}
         if not state:
             return {}
@@ -51,7 +51,7 @@ class Restored:
 
 
 def restore_from(trainer: Any, path: str, everything: bool, options: TrainerOptions, comm: Communicator) -> Restored:
-    """Fills the trainer's tensors and puts scheduler and scaler back, on all ranks.
+    """Fill the trainer's tensors and put scheduler and scaler back, on all ranks.
 
     Args:
         trainer: The trainer, after it has wrapped model and optimizer.
@@ -93,7 +93,7 @@ def _restore_native(
 
 
 def _loading(trainer: Any, everything: bool, options: TrainerOptions) -> dict[str, Any]:
-    """How to load: with its optimizer, or the model alone."""
+    """Return how to load: with the optimizer, or the model alone."""
     if everything and trainer.optimizer is not None:
         return options.loading()
     return {**options.loading(), "optimizer_states": "ignore"}
@@ -111,7 +111,7 @@ def _other_samples(before: int, now: int) -> dict[str, str]:
 
 
 def _restore_foreign(trainer: Any, path: Path) -> dict[str, str]:
-    """Scheduler and scaler of another format; returns what could not be restored, and why."""
+    """Restore scheduler and scaler of another format; return what could not be restored, and why."""
     missing = {"rng": "the checkpoint is not of this library; generators are left to the trainer"}
     scaler = trainer.scaler if trainer.do_grad_scaling else None
     for name, file, target, restore in (

@@ -1,4 +1,4 @@
-"""Runs a training script that knows nothing of this library, with its flags.
+"""Run a training script that knows nothing of this library, with its flags.
 
     python -m paddle_flexckpt.trainer.run script.py --save_checkpoint_format flex_checkpoint ...
     python -m paddle_flexckpt.trainer.run -m package.module ...
@@ -24,7 +24,7 @@ _LIBRARIES = ("paddlenlp", "paddleformers")
 
 
 class _InstallingLoader(importlib.abc.Loader):
-    """Loads a module as its own loader does, and then does something more."""
+    """Load a module as its own loader does, and then do something more."""
 
     def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
         self._loader = loader
@@ -39,20 +39,20 @@ class _InstallingLoader(importlib.abc.Loader):
 
 
 class InstallOnImport(importlib.abc.MetaPathFinder):
-    """Installs this library for PaddleNLP or PaddleFormers as soon as the module with that library's trainer is there.
+    """Install this library for PaddleNLP or PaddleFormers once the module with that library's trainer is there.
 
     A script may parse its arguments before it imports the trainer: making a parser imports it, so that the flags are
     known. Nothing is imported earlier than that: PaddleFormers' modules import each other in circles.
     """
 
     def __init__(self) -> None:
-        """Finds nothing until it stands in ``sys.meta_path``."""
+        """Find nothing until it stands in ``sys.meta_path``."""
         self._searching = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Finds the two modules, as the other finders do."""
+        """Find the two modules, as the other finders do."""
         library, _, rest = fullname.partition(".")
         if library not in _LIBRARIES or rest not in ("trainer.trainer", "trainer.argparser") or self._searching:
             return None
@@ -73,7 +73,7 @@ def _install(module: ModuleType) -> None:
 
 
 def _parse_later(module: ModuleType) -> None:
-    """Lets the making of a parser import the trainer first."""
+    """Let the making of a parser import the trainer first."""
     parser: Any = module.__dict__["PdArgumentParser"]
     library, make = module.__name__.partition(".")[0], parser.__init__
 
@@ -86,7 +86,7 @@ def _parse_later(module: ModuleType) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs the script or the module with the rest of the command line."""
+    """Run the script or the module with the rest of the command line."""
     given = sys.argv[1:] if arguments is None else arguments
     if not given or given[0] in ("-h", "--help") or given == ["-m"]:
         raise SystemExit(__doc__)

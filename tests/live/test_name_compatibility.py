@@ -8,14 +8,12 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from paddle import nn
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine import names as engine_names
-from paddle_flexckpt.engine.names import ACCUMULATORS, NameIndex, canonical, split_raw
+from paddle_flexckpt.engine.names import ACCUMULATORS
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.plain_states import plain_state_statements
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
@@ -32,80 +30,6 @@ def numbers(*names, start=1):
 
 def zeros(*names):
     return {name: np.zeros(2, np.float32) for name in names}
-
-
-# -- forms -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("one", "other"), [
-    ("linear_0.w_0.dist_moment1_0", "linear_0.w_0_moment1_0"),
-    ("linear_0.w_0_moment1_3", "linear_0.w_0_moment1_0"),
-    ("linear_0.w_0.dist_fp32_master_0_moment1_0", "linear_0.w_0_moment1_0"),
-    ("linear_0.w_0_fp32_master_1_beta1_pow_acc_2", "linear_0.w_0.dist_beta1_pow_acc_0"),
-    ("linear_0.w_0.dist__avg_squared_grad_0", "linear_0.w_0__avg_squared_grad_1"),
-    ("master_weights.linear_0.w_0.dist", "linear_0.w_0_fp32_master_0"),
-    ("opt.master_weights.linear_0.w_0", "opt.linear_0.w_0.dist_fp32_master_0"),
-    ("master_weights.mine", "mine.dist_fp32_master_0"),
-    ("mine.dist_moment2_max_0", "mine_moment2_max_0"),
-    ("linear_0.w_0.dist_fp32_master_0_named_moment1_1", "linear_0.w_0_named_moment1_0"),
-    ("linear_0.w_0.dist", "linear_0.w_0"),
-    ("linear_0.w_0.dist.dist", "linear_0.w_0"),
-])  # fmt: skip
-def test_names_of_one_tensor_have_one_form(one, other):
-    assert canonical(one) == canonical(other)
-
-
-@pytest.mark.parametrize("name", [
-    "a.weight", "a.weight.moment1_0", "a.weight.w_0", "a.dist.weight", "knn.dist", "scale_m_1", "agent_velocity_1",
-    "layers.1.moment1_1", "linear_0.w_0_custom_1", "my_moment1_1", "linear_1.w_0", "batch_norm_0.w_2",
-])  # fmt: skip
-def test_other_names_stay_as_they_are(name):
-    assert canonical(name) == name
-
-
-def test_a_name_that_the_user_gave_has_to_be_known():
-    assert canonical("mine_moment1_1") == "mine_moment1_1"
-    assert canonical("mine_moment1_1", {"mine"}) == "mine_moment1_0"
-    assert split_raw("mine_moment1_1", {"mine"}) == ("mine", "moment1_0")
-
-
-PARAMETERS = st.builds("{}_{}.{}_{}".format, st.sampled_from(["linear", "embedding", "layer_norm", "m", "moment1_0"]),
-                       st.integers(0, 12), st.sampled_from("wb"), st.integers(0, 2))  # fmt: skip
-DISTS = st.sampled_from(["", ".dist"])
-
-
-@st.composite
-def states(draw):
-    """(parameter, state), and two of the raw names that it may have."""
-    parameter = draw(PARAMETERS)
-    state = draw(st.sampled_from([*ACCUMULATORS, "master"]))
-
-    def name():
-        dist, counter = draw(DISTS), draw(st.integers(0, 11))
-        if state == "master":
-            if draw(st.booleans()):
-                return f"master_weights.{parameter}{dist}"
-            return f"{parameter}{dist}_fp32_master_{counter}"
-        master = draw(st.sampled_from(["", "_fp32_master_0", "_fp32_master_7"]))
-        return f"{parameter}{dist}{master}_{state}_{counter}"
-
-    return (parameter, state), name(), name()
-
-
-@given(states(), states())
-def test_two_names_have_one_form_if_and_only_if_they_mean_one_state(left, right):
-    (one, first, second), (other, third, _) = left, right
-    assert canonical(first) == canonical(second)
-    assert (canonical(first) == canonical(third)) == (one == other)
-    assert canonical(canonical(first)) == canonical(first)
-
-
-@given(st.text("ab._01", min_size=1))
-def test_prefixes_do_not_make_different_names_alike(name):
-    index = NameIndex([f"optimizer.{name}", f"model.{name}x", "model.other"])
-    assert index.find([name]) == [f"optimizer.{name}"]
-    assert index.find([f"optimizer.optimizer.{name}"]) == [f"optimizer.{name}"]
-    assert index.find([f"model.{name}"]) == [], "the model's is not the optimizer's"
 
 
 def test_accumulators_are_those_of_paddle():

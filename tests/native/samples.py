@@ -11,8 +11,8 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, dtype_of
 from paddle_flexckpt.native.checksums import Checksums, hash_block
-from paddle_flexckpt.native.data_file import DataFileWriter
-from paddle_flexckpt.native.manifest import Manifest, merge_parts
+from paddle_flexckpt.native.data_file import write_data_file
+from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
 from paddle_flexckpt.native.save_names import data_file_name
 from tests.property.layouts import Shard
 
@@ -64,7 +64,7 @@ def write_file(directory: Path, shards: Sequence[Shard], values: Sequence[np.nda
     info = {"save_token": TOKEN, "unique_id": 0, "world_size": 1, "step": None, **header}
     rank = shards[0].rank if shards else 0
     items = items_of(shards, data_file_name(rank, info["unique_id"], 0))
-    return DataFileWriter(str(directory), items, **info).write(v.view(np.uint8) for v in values)
+    return write_data_file(str(directory), items, (v.view(np.uint8) for v in values), SaveInfo(**info))
 
 
 def store(directory: Path, shards: Sequence[Shard], block_bytes: int | None = None, **header) -> Stored:

@@ -14,9 +14,10 @@ import xxhash
 from paddle_flexckpt.catalog import ValidationError, dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.media.local import write_all
-from paddle_flexckpt.native import blocks, data_file
+from paddle_flexckpt.native import checksums, data_file
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
-from paddle_flexckpt.native.data_file import TOKEN_WINDOW, DataFileWriter
+from paddle_flexckpt.native.data_file import TOKEN_WINDOW, write_data_file
+from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from tests.native.samples import TOKEN, items_of, store, values_of, whole, write_file
 from tests.property.layouts import Shard
 
@@ -171,8 +172,8 @@ def test_each_block_is_written_once_from_its_own_memory_and_hashed_once_right_af
 
 def test_a_large_item_is_hashed_by_another_thread_while_it_is_written(tmp_path, monkeypatch):
     threads = []
-    hash_block = blocks.hash_block
-    monkeypatch.setattr(blocks, "hash_block", lambda b: threads.append(threading.current_thread()) or hash_block(b))
+    hash_block = checksums.hash_block
+    monkeypatch.setattr(checksums, "hash_block", lambda b: threads.append(threading.current_thread()) or hash_block(b))
     monkeypatch.setattr(data_file, "hash_block", lambda block: pytest.fail("hashed by the thread that writes"))
     shard = whole("a", "uint8", (5 * BLOCK_BYTES + 3,))
     value = values_of(shard, 0)
@@ -201,13 +202,12 @@ def test_write_all_of_nothing_calls_nothing(monkeypatch):
     write_all(-1, memoryview(b""))
 
 
-def writer_for(tmp_path, shards) -> DataFileWriter:
-    items = items_of(shards, "0_0.safetensors")
-    return DataFileWriter(str(tmp_path), items, save_token=TOKEN, unique_id=0, world_size=1)
+def write(tmp_path, shards, data=()) -> Manifest:
+    return write_data_file(str(tmp_path), items_of(shards, "0_0.safetensors"), iter(data), SaveInfo(TOKEN, 0, 1))
 
 
 def test_a_rank_without_items_writes_no_file(tmp_path):
-    part = writer_for(tmp_path, []).write(iter(()))
+    part = write(tmp_path, [])
     assert list(tmp_path.iterdir()) == []
     assert (len(part.catalog), part.catalog.files, part.file_bytes.tolist()) == (0, (), [])
 
@@ -221,19 +221,19 @@ def test_a_file_that_is_there_already_is_another_saves_and_stays(tmp_path):
 
 @pytest.mark.parametrize("counts", [(3,), (3, 4, 1), (3, 5), (4, 3)])
 def test_data_that_is_not_as_planned_is_an_error(tmp_path, counts):
-    writer = writer_for(tmp_path, [whole("a", "uint8", (3,)), whole("b", "uint8", (4,))])
+    shards = [whole("a", "uint8", (3,)), whole("b", "uint8", (4,))]
     with pytest.raises(ValueError, match=r"0_0\.safetensors"):
-        writer.write(np.zeros(n, dtype=np.uint8) for n in counts)
+        write(tmp_path, shards, (np.zeros(n, dtype=np.uint8) for n in counts))
 
 
 def test_a_header_that_safetensors_would_refuse_is_an_error_before_any_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(data_file, "MAX_HEADER_BYTES", 400)
     with pytest.raises(ValueError, match="safetensors allows 400"):
-        writer_for(tmp_path, [whole("k" * 200, "uint8", (3,))])
+        write(tmp_path, [whole("k" * 200, "uint8", (3,))])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_dtype_is_an_error_before_any_byte(tmp_path):
     with pytest.raises(ValidationError, match="float4"):
-        writer_for(tmp_path, [whole("a", "float4", (3,))])
+        write(tmp_path, [whole("a", "float4", (3,))])
     assert list(tmp_path.iterdir()) == []

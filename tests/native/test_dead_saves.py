@@ -11,7 +11,6 @@ import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.native.data_file import DataFileWriter
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
 from tests.native.samples import items_of, values_of, whole
@@ -25,10 +24,8 @@ def begin(path, unique_id=None, ranks=(0, 1), parts=()):
     for rank in ranks:
         shard = whole(f"w{rank}", "float32", (5,), rank)
         items = items_of([shard], ticket.data_file(rank))
-        writer = DataFileWriter(
-            path, items, save_token=ticket.token, unique_id=ticket.unique_id, world_size=len(ranks), step=7
-        )
-        part = writer.write([values_of(shard, 9).view(np.uint8)])
+        data = [values_of(shard, 9).view(np.uint8)]
+        part = directory.write_data(ticket, items, data, world_size=len(ranks), step=7)
         if rank in parts:
             directory.write_part(ticket, rank, part)
     return ticket

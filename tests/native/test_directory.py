@@ -11,7 +11,6 @@ import pytest
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.native.data_file import DataFileWriter
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.save_names import data_file_name
 from tests.crash.file_system import FileSystem
@@ -25,14 +24,8 @@ def save(path, unique_id=None, ranks=(0, 1), seed=0):
     ticket = directory.open_save(unique_id)
     for rank in ranks:
         shard = whole(f"w{rank}", "float32", (5,), rank)
-        writer = DataFileWriter(
-            directory.path,
-            items_of([shard], ticket.data_file(rank)),
-            save_token=ticket.token,
-            unique_id=ticket.unique_id,
-            world_size=len(ranks),
-        )
-        directory.write_part(ticket, rank, writer.write([values_of(shard, seed + rank).view(np.uint8)]))
+        items, data = items_of([shard], ticket.data_file(rank)), [values_of(shard, seed + rank).view(np.uint8)]
+        directory.write_share(ticket, rank, items, data, world_size=len(ranks))
     return directory.commit(ticket, ranks)
 
 
@@ -191,8 +184,7 @@ def test_a_part_of_an_earlier_save_is_refused(tmp_path):
     new = directory.open_save(0)
     for rank, ticket in enumerate((old, new)):
         items = items_of([whole("w", "uint8", (1,), rank)], ticket.data_file(rank))
-        writer = DataFileWriter(directory.path, items, save_token=ticket.token, unique_id=0, world_size=2)
-        directory.write_part(ticket, rank, writer.write([np.zeros(1, dtype=np.uint8)]))
+        directory.write_share(ticket, rank, items, [np.zeros(1, dtype=np.uint8)], world_size=2)
     with pytest.raises(ValidationError, match="different saves"):
         directory.commit(new, [0, 1])
     assert directory.list_ids() == []

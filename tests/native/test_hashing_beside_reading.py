@@ -11,7 +11,7 @@ import pytest
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.engine.reading import read_pieces
-from paddle_flexckpt.native import blocks
+from paddle_flexckpt.native import checksums
 from paddle_flexckpt.native.block_reader import HASHED_AT_ONCE
 from paddle_flexckpt.native.reader import FileReader
 from tests.native.samples import flip, store, whole
@@ -34,6 +34,10 @@ def read(stored, copy=ALL, **options):
     return target, reader.count
 
 
+def name_of_thread() -> str:
+    return threading.current_thread().name
+
+
 def begin_of(stored, row: int) -> int:
     return int(stored.manifest.catalog.byte_offset[row])
 
@@ -53,8 +57,10 @@ def test_every_byte_is_read_once_and_whole_blocks_are_verified(stored, first, ve
 
 def test_the_hashing_is_done_by_a_thread_and_only_by_one(stored, monkeypatch):
     threads = set()
-    hash_block = blocks.hash_block
-    monkeypatch.setattr(blocks, "hash_block", lambda b: threads.add(threading.current_thread().name) or hash_block(b))
+    hash_block = checksums.hash_block
+    monkeypatch.setattr(
+        checksums, "hash_block", lambda b: threads.add(threading.current_thread().name) or hash_block(b)
+    )
     read(stored)
     assert len(threads) == 1
     assert threads.pop().startswith("flexckpt-hash")

@@ -11,10 +11,10 @@ import pytest
 from paddle_flexckpt.catalog import Catalog, ValidationError
 from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.native.data_file import DataFileWriter
+from paddle_flexckpt.native.data_file import write_data_file
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.header import DataFileHeader
-from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from tests.native.samples import Stored, flip, items_of, store, values_of, whole
 from tests.native.test_verify import change, checkpoint, shards_of_two_ranks
 from tests.property.layouts import Shard
@@ -115,8 +115,8 @@ def second_save(path, token: str, generation: int = 1) -> list[str]:
         shards = [shard for shard in shards_of_two_ranks() if shard.rank == rank]
         names.append(f"{rank}_0.{generation}.safetensors")
         items = items_of(shards, names[-1])
-        writer = DataFileWriter(str(path), items, save_token=token, unique_id=0, world_size=2, step=9)
-        writer.write(255 - values_of(shard, 99).view(np.uint8) for shard in shards)
+        data = (255 - values_of(shard, 99).view(np.uint8) for shard in shards)
+        write_data_file(str(path), items, data, SaveInfo(token, 0, 2, 9))
     return names
 
 

@@ -74,9 +74,9 @@ def run(job: dict[str, Any], flags: str) -> dict[str, Any]:
 def main() -> None:
     name, jobs_file, results_file = sys.argv[1:]
     if "REPLACE_IN_TREE" in os.environ:
-        from paddle_flexckpt.trainer import install
+        from paddle_flexckpt.trainer import replace_in_tree
 
-        install("paddleformers", replace_in_tree=True)
+        replace_in_tree()
     if STRATEGIES[name].split_param:
         split_parameters()
     run_jobs(jobs_file, results_file, lambda job: run(job, STRATEGIES[name].flags))

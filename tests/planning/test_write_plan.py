@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from paddle_flexckpt.catalog import concat, validate_coverage, validate_shards
 from paddle_flexckpt.catalog.replicas import group_replicas
 from paddle_flexckpt.planning import plan_write
-from paddle_flexckpt.planning.write_plan import MIN_SPLIT_BYTES, _water_fill
+from paddle_flexckpt.planning.write_plan import MIN_SPLIT_BYTES, _holder_sets, _water_fill
 from tests.planning.simulate import file_storages, storages, write_files
 from tests.property import examples
 from tests.property.layouts import (
@@ -349,12 +350,36 @@ def test_a_tensor_without_elements_keeps_its_key(shape, flat, save_replicas):
     check_files(shards, plan)
     empties = [item for item in items_of(plan) if item.key == "empty"]
     assert len(empties) == (3 if save_replicas else 1)
-    assert all((item.global_shape, item.flat) == (shape, flat) for item in empties)
+    assert all((item.global_shape, item.shape, item.flat) == (shape, shape, flat) for item in empties)
 
 
 def test_an_empty_range_is_not_written():
     shards = [Shard("w", "uint8", (4,), (0,), (4,), flat, 0) for flat in ((0, 0), (0, 4), (4, 4))]
     assert [item.flat for item in items_of(plan_of(shards))] == [(0, 4)]
+    shards.append(Shard("empty", "uint8", (0, 2), (0, 0), (0, 2), None, 0))
+    for save_replicas in (False, True):
+        found = [item.flat for item in items_of(plan_of(shards, save_replicas=save_replicas)) if item.key == "w"]
+        assert found == [(0, 4)]
+
+
+@pytest.mark.parametrize("save_replicas", [False, True])
+def test_what_groups_leave_out_is_not_written(save_replicas):
+    """Of replicas that may differ one counts, and no other may be written beside or instead of it."""
+    shards = [Shard(key, "uint8", (6,), (0,), (6,), None, rank) for rank in range(3) for key in "ab"]
+    groups = group_replicas(catalog_of(shards)).without_others(np.asarray([shards.index(replace(shards[0], rank=2))]))
+    plan = plan_of(shards, save_replicas=save_replicas, min_split_bytes=1, groups=groups)
+    check_items(shards, plan)
+    check_files(shards, plan)
+    assert [(item.rank, item.size) for item in items_of(plan) if item.key == "a"] == [(2, 6)]
+    others = {item.rank for item in items_of(plan) if item.key == "b"}
+    assert others == ({0, 1, 2} if save_replicas else {0, 1})
+    assert plan.source.tolist() == sorted(plan.source.tolist(), key=lambda row: (shards[row].rank, row))
+
+
+def test_the_shards_of_a_tensor_stand_in_a_file_in_the_order_of_their_elements():
+    cells = [(row, column) for column in (0, 2) for row in (0, 3)]
+    shards = [Shard("w", "uint8", (6, 4), cell, (3, 2), None, 0) for cell in cells]
+    assert [item.offset for item in items_of(plan_of(shards))] == sorted(cells)
 
 
 @examples(60)
@@ -416,6 +441,26 @@ def test_a_large_world_in_which_every_shard_has_other_holders():
             shards.append(Shard("w", "bfloat16", (40, 40), offset, shape, None, rank))
     shards.sort(key=lambda s: s.rank)
     check_everything(shards, plan_of(shards, min_split_bytes=8))
+
+
+@examples(60)
+@given(st.lists(st.frozensets(st.integers(0, 6), min_size=1), max_size=12))
+def test_groups_with_the_same_holders_are_planned_together(holders):
+    shards = [
+        Shard(f"t{i:02}", "uint8", (1,), (0,), (1,), None, rank)
+        for rank in range(7)
+        for i, ranks in enumerate(holders)
+        if rank in ranks
+    ]
+    catalog = catalog_of(shards)
+    sets = _holder_sets(group_replicas(catalog), catalog.rank.astype(np.int64))
+    expected: dict = {}
+    for i, ranks in enumerate(holders):
+        expected.setdefault(tuple(sorted(ranks)), []).append(f"t{i:02}")
+    first = group_replicas(catalog).first
+    found = [(tuple(ranks.tolist()), [shards[first[group]].key for group in members]) for members, ranks in sets]
+    assert dict(found) == expected
+    assert [len(ranks) for ranks, _ in found] == sorted(map(len, expected))
 
 
 @examples(200)

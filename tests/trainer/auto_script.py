@@ -21,11 +21,13 @@ from paddle_flexckpt.testing import cpu_world
 cpu_world.install()
 
 import paddle_flexckpt as fc
-import paddle_flexckpt.trainer.paddlenlp  # the one line that a script needs
+from paddle_flexckpt.trainer import install
 from paddle_flexckpt.trainer.contents import collect_shards
 from tests.trainer.job_list import run_jobs
 from tests.trainer.models import Sequences, build_auto
 from tests.trainer.strategies import AUTO
+
+install()  # the one line that a script needs
 
 COMMON = (
     "--device cpu --enable_auto_parallel 1 --max_steps 6 --save_steps 3 --logging_steps 1 --learning_rate 1e-3 "

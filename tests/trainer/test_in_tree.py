@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import paddle
@@ -15,7 +14,7 @@ import pytest
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.trainer import install, is_in_tree_replaced, replace_in_tree, restore_in_tree, uninstall
+from paddle_flexckpt.trainer import is_in_tree_replaced, replace_in_tree, restore_in_tree
 
 NAMES = ("save_state_dict", "load_state_dict", "load_merged_state_dict")
 pytestmark = pytest.mark.skipif(not hasattr(dist, "load_merged_state_dict"), reason="Paddle before 3.2 has not all")
@@ -109,13 +108,3 @@ def test_what_paddle_saved_is_loaded(tmp_path):
     target = zeros()
     dist.load_state_dict(target, str(tmp_path))
     assert np.array_equal(target["a"].numpy(), state(5)["a"].numpy())
-
-
-def test_install_does_it_and_leaves_the_library_alone(tmp_path: Path):
-    install("paddleformers", replace_in_tree=True)  # which need not be there
-    assert is_in_tree_replaced()
-    assert "paddleformers.trainer.trainer" not in sys.modules or not hasattr(
-        sys.modules["paddleformers.trainer.trainer"].Trainer, "_flex_instance"
-    )
-    uninstall("paddleformers")
-    assert not is_in_tree_replaced()

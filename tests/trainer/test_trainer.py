@@ -14,15 +14,16 @@ pytest.importorskip("paddlenlp")
 
 import paddle
 
-import paddle_flexckpt.trainer.paddlenlp  # noqa: F401  # the one line that a script needs
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.native.listing import is_complete
-from paddle_flexckpt.trainer import latest_checkpoint
+from paddle_flexckpt.trainer import install, latest_checkpoint
 from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
 from paddle_flexckpt.trainer.restoring import _other_samples
 from tests.native.samples import flip
 from tests.trainer.matrix import differences, tensors
 from tests.trainer.models import Sequences, build
+
+install()  # the one line that a script needs
 
 FLAGS = {
     "device": os.environ.get("REHEARSED_DEVICE", "cpu"),

@@ -29,11 +29,13 @@ else:
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-import paddle_flexckpt.trainer.paddlenlp  # the one line that a script needs
+from paddle_flexckpt.trainer import install
 from paddle_flexckpt.trainer.contents import collect_shards
 from tests.trainer.job_list import run_jobs
 from tests.trainer.models import Sequences, build
 from tests.trainer.strategies import ON_DEVICE, STRATEGIES, Strategy, split_parameters
+
+install()  # the one line that a script needs
 
 COMMON = (
     f"--device {DEVICE} --max_steps 6 --save_steps 3 --logging_steps 1 --learning_rate 1e-3 --report_to none "

@@ -14,7 +14,8 @@ import numpy as np
 import paddle
 from paddle.base import core
 
-from .patches import PatchSet
+from paddle_flexckpt.undo import Undo
+
 from .process_group import MeshProcessGroup
 
 
@@ -65,7 +66,7 @@ class Reducer:
                 self._group.all_reduce(parameter.grad, core.ReduceOp.AVG)
 
 
-def patch_data_parallel(patches: PatchSet) -> None:
+def patch_data_parallel(patches: Undo) -> None:
     """Give ``DataParallel`` over a mesh group this reducer; other groups keep the native one."""
     native = core.EagerReducer
 

@@ -9,14 +9,29 @@ from typing import Any
 import paddle
 from paddle.base import core
 
-from .patches import ModuleView, PatchSet, replace_everywhere
+from paddle_flexckpt.undo import Undo
 
 # Bytes to which stage 2/3 align a parameter in their fused storage; the same as on a GPU, so that the layouts are the
 # same.
 _ALIGNMENT = 256
 
 
-def patch_group_sharded(patches: PatchSet) -> None:
+class ModuleView:
+    """Look like a module, but for some names that are replaced.
+
+    Some of Paddle's modules ask ``paddle.device`` or ``core`` whether there is a GPU and refuse to work without. Giving
+    *that* module a view with other answers leaves the rest of Paddle with the true ones.
+    """
+
+    def __init__(self, real: Any, **replaced: Any) -> None:
+        self.__dict__.update(replaced)
+        self.__dict__["_real"] = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+
+def patch_group_sharded(patches: Undo) -> None:
     """Make stages 1 (os), 2 (os_g) and 3 (p_g_os) of ``group_sharded_parallel``, and FullyShard, accept a CPU."""
     from paddle.distributed.fleet.meta_parallel.sharding import (
         group_sharded_optimizer_stage2,
@@ -76,7 +91,7 @@ def patch_group_sharded(patches: PatchSet) -> None:
             patches.set(module, "alignment", {**module.alignment, "cpu": _ALIGNMENT})
 
 
-def patch_devices(patches: PatchSet) -> None:
+def patch_devices(patches: Undo) -> None:
     """Answer the questions about the device that hybrid-parallel code asks outside group sharding."""
     from paddle.distributed import fleet  # noqa: F401  loads the modules that are searched below
     from paddle.distributed.fleet.utils import hybrid_parallel_util, tensor_fusion_helper
@@ -90,11 +105,15 @@ def patch_devices(patches: PatchSet) -> None:
         patches.set(core, "nccl_version", lambda: 21800)
 
     # Asserts that the inputs are on a GPU. Other modules have imported it by name.
-    replace_everywhere(patches, hybrid_parallel_util, "broadcast_input_data", broadcast_input_data)
+    patches.replace_everywhere(
+        "broadcast_input_data", hybrid_parallel_util.broadcast_input_data, broadcast_input_data, "paddle"
+    )
 
     # Tensor fusion (sharding V2) looks up its alignment by device type and has none for "cpu"; take the GPU's.
     if hasattr(tensor_fusion_helper, "get_current_device_type"):
-        replace_everywhere(patches, tensor_fusion_helper, "get_current_device_type", lambda: "gpu")
+        patches.replace_everywhere(
+            "get_current_device_type", tensor_fusion_helper.get_current_device_type, lambda: "gpu", "paddle"
+        )
     with contextlib.suppress(ImportError):  # of fused states
         from paddle.optimizer import fusion_utils
 

@@ -13,13 +13,14 @@ import paddle
 from paddle.base import core
 from paddle.distributed import collective, fleet, parallel
 
+from paddle_flexckpt.undo import Undo
+
 from .data_parallel import patch_data_parallel
 from .group_sharded import patch_devices, patch_group_sharded
 from .kernels import patch_kernels
 from .mesh import Mesh
 from .moe import patch_moe
 from .optimizers import patch_adamw, patch_sharding_v2
-from .patches import PatchSet
 from .process_group import MeshProcessGroup
 from .semi_auto import patch_semi_auto, reset_semi_auto
 from .static_graphs import patch_static_graphs
@@ -27,7 +28,7 @@ from .static_graphs import patch_static_graphs
 # More than a job makes on a device; group ids are C integers.
 _GROUPS_OF_A_JOB = 4096
 
-_patches: PatchSet | None = None
+_patches: Undo | None = None
 _mesh: Mesh | None = None
 
 
@@ -59,7 +60,7 @@ def install(
         if close_at_exit:
             atexit.register(_close_at_exit)
     _mesh.timeout = timeout
-    _patches = PatchSet()
+    _patches = Undo()
     _patch_new_group(_patches, _mesh)
     patch_kernels(_patches, mend_split)
     patch_moe(_patches)
@@ -77,7 +78,7 @@ def uninstall() -> None:
     """Take every patch back. Groups that were made meanwhile stay on the mesh, which lasts as long as the process."""
     global _patches
     if _patches is not None:
-        _patches.undo()
+        _patches.put_back()
         _patches = None
 
 
@@ -182,15 +183,15 @@ def tensor_cuda_stays() -> Iterator[None]:
     Paddle's own ``load_state_dict`` calls it without asking whenever a shard moves between ranks (U6); to compare with
     it on a CPU, its call has to be made harmless.
     """
-    patches = PatchSet()
+    patches = Undo()
     patches.set(paddle.Tensor, "cuda", lambda self, *_, **__: self)
     try:
         yield
     finally:
-        patches.undo()
+        patches.put_back()
 
 
-def _patch_new_group(patches: PatchSet, own: Mesh) -> None:
+def _patch_new_group(patches: Undo, own: Mesh) -> None:
     """Make every gloo group a mesh group."""
     native = collective._new_process_group_impl
 

@@ -16,7 +16,8 @@ from paddle.distributed import collective
 from paddle.distributed.communication.reduce import _get_reduce_op
 from paddle.distributed.fleet.layers.mpu import mp_ops
 
-from .patches import PatchSet
+from paddle_flexckpt.undo import Undo
+
 from .process_group import empty_like
 
 
@@ -131,7 +132,7 @@ def mp_allreduce_sum(x: Any, ring_id: int = 0, *_: Any) -> Any:
     return _AllReduceSum.apply(x, ring_id)
 
 
-def patch_kernels(patches: PatchSet, mend_split: bool) -> None:
+def patch_kernels(patches: Undo, mend_split: bool) -> None:
     """Put the stand-ins where Paddle looks for its kernels.
 
     Args:

@@ -8,9 +8,10 @@ import numpy as np
 import paddle
 from paddle import _C_ops, _legacy_C_ops
 
+from paddle_flexckpt.undo import Undo
+
 from .arrays import to_array
 from .kernels import group_of
-from .patches import PatchSet
 
 
 def number_count(numbers: Any, upper_range: int) -> Any:
@@ -89,7 +90,7 @@ def _group_in(attributes: tuple[Any, ...]) -> Any:
     return group_of(named.get("ring_id", 0))
 
 
-def patch_moe(patches: PatchSet) -> None:
+def patch_moe(patches: Undo) -> None:
     """Put the stand-ins where Paddle looks for its kernels."""
     from paddle.incubate.distributed.models.moe import moe_layer
 

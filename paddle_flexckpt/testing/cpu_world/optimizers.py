@@ -9,15 +9,16 @@ from paddle import _C_ops
 from paddle.distributed.auto_parallel import api
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer
 
+from paddle_flexckpt.undo import Undo
+
 from .arrays import copy_into
-from .patches import PatchSet
 
 # Place of `multi_precision` after `found_inf`: beta1, beta2, epsilon, lr_ratio, coeff, with_decay, lazy_mode,
 # min_row_size, *it*.
 _MULTI_PRECISION = 8
 
 
-def patch_adamw(patches: PatchSet) -> None:
+def patch_adamw(patches: Undo) -> None:
     """Emulate AdamW of float16 and bfloat16 parameters: the CPU kernel knows float32 only.
 
     The float32 master weight is updated and rounded into the parameter, which is what the CUDA kernel does.
@@ -58,7 +59,7 @@ def _clear_grad(self: Any, set_to_zero: bool = True) -> None:
                 buffer._clear_grad_storage()
 
 
-def patch_sharding_v2(patches: PatchSet) -> None:
+def patch_sharding_v2(patches: Undo) -> None:
     """Clear V2's gradients in place.
 
     Upstream calls ``clear_gradient(True)``, which on the CPU marks the leaf "fake empty"; the next backward then

@@ -23,7 +23,8 @@ from paddle.distributed import fleet
 from paddle.distributed.auto_parallel import api
 from paddle.distributed.auto_parallel.process_mesh import ProcessMesh
 
-from .patches import PatchSet, replace_everywhere
+from paddle_flexckpt.undo import Undo
+
 from .static_graphs import reset_static_graphs
 
 _HALF = (paddle.float16, paddle.bfloat16)
@@ -61,12 +62,14 @@ def reset_semi_auto() -> None:
     reset_static_graphs()
 
 
-def patch_semi_auto(patches: PatchSet) -> None:
+def patch_semi_auto(patches: Undo) -> None:
     """Mend ``reshard``, ``shard_tensor`` and ``ProcessMesh`` wherever Paddle has a copy of them."""
     patches.set(ProcessMesh, "get_rank_by_dim_and_process_id", _rank_on_axis)
     reshard = _Reshard(api.reshard)
-    replace_everywhere(patches, api, "reshard", _untranslated(reshard))
-    replace_everywhere(patches, api, "shard_tensor", _untranslated(_ShardTensor(api.shard_tensor, reshard)))
+    patches.replace_everywhere("reshard", api.reshard, _untranslated(reshard), "paddle")
+    patches.replace_everywhere(
+        "shard_tensor", api.shard_tensor, _untranslated(_ShardTensor(api.shard_tensor, reshard)), "paddle"
+    )
 
 
 def _untranslated(call: Any) -> Any:

@@ -16,7 +16,7 @@ from paddle import _legacy_C_ops
 from paddle.base import core
 from paddle.distributed.auto_parallel.static import process_group
 
-from .patches import PatchSet, replace_everywhere
+from paddle_flexckpt.undo import Undo
 
 #: Above the numbers that fleet gives its groups.
 _FIRST_NUMBER = 1 << 16
@@ -40,7 +40,7 @@ def reset_static_graphs() -> None:
         paddle.disable_static()
 
 
-def patch_static_graphs(patches: PatchSet) -> None:
+def patch_static_graphs(patches: Undo) -> None:
     """Give static groups gloo communicators, and static graphs the reshards that a CPU has no kernels for."""
     native = process_group.new_process_group
 
@@ -49,7 +49,7 @@ def patch_static_graphs(patches: PatchSet) -> None:
     ) -> Any:
         return native(ranks, number_of(ranks) if group_id is None else group_id, force_new_group, group_type)
 
-    replace_everywhere(patches, process_group, "new_process_group", new_process_group)
+    patches.replace_everywhere("new_process_group", process_group.new_process_group, new_process_group, "paddle")
     patches.set(process_group.ProcessGroup, "instantiate", _instantiate)
     # It asks for a communicator of NCCL. Connecting a group is a rendezvous already.
     patches.set(_legacy_C_ops, "barrier", _barrier)
@@ -80,7 +80,7 @@ def _barrier(*_: Any) -> None:
     return None
 
 
-def _patch_reshards(patches: PatchSet) -> None:
+def _patch_reshards(patches: Undo) -> None:
     """Let static reshards from partial to sharded, and from one sharding to another, go through a replica (S13)."""
     from paddle.distributed.auto_parallel.static.reshard_funcs import (
         p_to_r_reshard_func,

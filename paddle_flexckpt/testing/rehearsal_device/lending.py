@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib
 
+from paddle_flexckpt.undo import Undo
+
 from ..cpu_world.optimizers import patch_sharding_v2
-from ..cpu_world.patches import PatchSet
 from .environment import DEVICE_TYPE
 
 
-def lend() -> PatchSet:
-    """Complete those lists of Paddle that name device types one by one. ``undo()`` of what is returned reverts it.
+def lend() -> Undo:
+    """Complete those lists of Paddle that name device types one by one. ``put_back()`` of what is returned reverts it.
 
     - L1: tensor fusion (sharding V2, fused gradients) pads parameters to an alignment from a table of device types,
       and raises for a type that is not in it. The optimizer's fusion has a copy of that table.
@@ -24,7 +25,7 @@ def lend() -> PatchSet:
     from paddle.optimizer import fusion_utils
 
     auto_cast = importlib.import_module("paddle.amp.auto_cast")  # the package has a function of that name
-    patches = PatchSet()
+    patches = Undo()
     for module in (tensor_fusion_helper, fusion_utils):  # L1
         patches.set(module, "alignment", {**module.alignment, DEVICE_TYPE: 256})
     asked = auto_cast._is_custom_device_bfloat16_supported

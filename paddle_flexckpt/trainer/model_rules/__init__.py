@@ -1,4 +1,4 @@
-"""Rules for the models of PaddleNLP and PaddleFormers: what is cut, fused and shared, and Hugging Face's names."""
+"""Rules for the models of PaddleNLP and PaddleFormers: what is split, fused and shared, and Hugging Face's names."""
 
 from paddle_flexckpt.trainer.model_rules.hf import hf_rules
 from paddle_flexckpt.trainer.model_rules.install import (

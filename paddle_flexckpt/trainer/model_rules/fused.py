@@ -1,4 +1,4 @@
-"""Parameters that fuse several side by side on every rank: which these are in a model of a library.
+"""Find the parameters of a library's model that fuse several side by side on every rank.
 
 ``_get_tensor_parallel_mappings`` of PaddleNLP's models says how a whole parameter is cut: ``is_naive_2fuse`` gives
 every rank its parts of two that are fused, ``is_naive_3fuse`` of three. A plain cut (grouped q, k and v among them) is
@@ -33,7 +33,7 @@ class FusedLayer:
 
 
 def fused_layers(model: Any) -> list[FusedLayer]:
-    """The layers of a model whose outputs every rank holds side by side.
+    """Return the layers of a model whose outputs every rank holds side by side.
 
     Args:
         model: A model of PaddleNLP or PaddleFormers.
@@ -69,7 +69,7 @@ def _qkv(config: Any, groups: int) -> str:
 
 
 def _mappings(model: Any, config: Any) -> Mapping[str, Any]:
-    """What the model says of how whole parameters are cut; nothing where it does not."""
+    """Return what the model says of how whole parameters are split; nothing where it does not."""
     method = getattr(type(model), "_get_tensor_parallel_mappings", None)
     if method is None or config is None or not type(model).__module__.startswith("paddlenlp."):
         return {}
@@ -81,7 +81,7 @@ def _mappings(model: Any, config: Any) -> Mapping[str, Any]:
 
 
 def _is_plain(action: Any) -> bool:
-    """Whether a cut is one of the library's own, whose flags are known."""
+    """Return whether a split is one of the library's own, whose flags are known."""
     function = getattr(action, "func", action)
     return getattr(function, "__qualname__", "").startswith(
         ("get_tensor_parallel_split_func.", "get_tensor_parallel_merge_func.")
@@ -89,7 +89,7 @@ def _is_plain(action: Any) -> bool:
 
 
 def layer_of(layers: Mapping[str, FusedLayer], path: str) -> FusedLayer | None:
-    """The fused layer of a path: the one whose own path is the longest end of it; None where it is of none.
+    """Return the fused layer of a path: the one whose own path is its longest end; None where there is none.
 
     Args:
         layers: By their paths.
@@ -101,7 +101,7 @@ def layer_of(layers: Mapping[str, FusedLayer], path: str) -> FusedLayer | None:
 
 
 def mark_fused(model: Any, sharded: ShardedStateDict) -> None:
-    """Gives the shards of fused parameters their :class:`FusedAxis`.
+    """Give the shards of fused parameters their :class:`FusedAxis`.
 
     Args:
         model: The model.

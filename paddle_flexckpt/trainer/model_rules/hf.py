@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def hf_rules(model_class: type, config: Any) -> dict[str, AoaConfig]:
-    """The statements from Hugging Face's weights to a model's, and back.
+    """Return the statements from Hugging Face's weights to a model's, and back.
 
     Args:
         model_class: A class of models of PaddleNLP or PaddleFormers, with or without a pipeline.
@@ -62,7 +62,7 @@ def hf_rules(model_class: type, config: Any) -> dict[str, AoaConfig]:
 
 
 def without_pipeline(model_class: type) -> type:
-    """The class of the same model without a pipeline: ``LlamaForCausalLM`` for ``LlamaForCausalLMPipe``."""
+    """Return the class of the same model without a pipeline: ``LlamaForCausalLM`` of ``LlamaForCausalLMPipe``."""
     if not model_class.__name__.endswith("Pipe") or not model_class.__module__.endswith("modeling_pp"):
         return model_class
     module = importlib.import_module(model_class.__module__[: -len("_pp")])
@@ -107,14 +107,14 @@ def _renames(model_class: Any, config: Any, tied: bool) -> Iterable[_Statement]:
 
 
 def _fused(model_class: Any, config: Any) -> list[FusedLayer]:
-    """The fused layers that there is a statement for, of a class: no model is built."""
+    """Return the fused layers of a class that there is a statement for: no model is built."""
     shell = model_class.__new__(model_class)
     object.__setattr__(shell, "config", config)
     return [layer for layer in fused_layers(shell) if layer.statement is not None]
 
 
 def _tags(fused: dict[str, FusedLayer], target: str) -> str:
-    """What a statement says of a parameter that every rank holds as parts side by side."""
+    """Return what a statement says of a parameter that every rank holds as parts side by side."""
     path, _, parameter = target.rpartition(".")
     layer = layer_of(fused, path)
     if layer is None:
@@ -149,7 +149,7 @@ def _last_axis(name: str) -> int:
 
 
 def _folded(names: Sequence[str], template: str) -> str:
-    """The statement, with placeholders for the numbers of layer and expert where all its names have the same."""
+    """Return the statement, with placeholders for numbers of layer and expert where all its names have the same."""
     numbers = {tuple(_NUMBER.findall(name)) for name in names}
     if len(numbers) == 1 and 0 < len(next(iter(numbers))) <= len(_PLACEHOLDERS):
         names = [_with_placeholders(name) for name in names]

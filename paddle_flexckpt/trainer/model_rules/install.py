@@ -1,4 +1,4 @@
-"""install_model_rules(): the rules in effect for the models of a library."""
+"""Put the rules of a library's models into effect, and describe such models."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from paddle_flexckpt.trainer.model_rules.fused import mark_fused
 from paddle_flexckpt.trainer.model_rules.layers import complete_rules
 from paddle_flexckpt.trainer.model_rules.paddleformers import with_tied_names
 from paddle_flexckpt.trainer.model_rules.pipeline import pipeline_names
-from paddle_flexckpt.trainer.undo import Undo
+from paddle_flexckpt.undo import Undo
 
 LIBRARIES = ("paddlenlp", "paddleformers")
-# What uninstalling puts back, by library.
-_MARK = "_flexckpt_model_rules"
+_installed: dict[str, Undo] = {}
 # Wrappers that have nothing of their own: the names are those of the model inside.
 _ADAPTERS = ("LoRAModel", "LoKrModel", "VeRAModel")
 
 
 def install_model_rules(library: str) -> None:
-    """Makes ``sharded_state_dict()`` of a library's models right: cut heads, fused parameters, pipelines, experts.
+    """Make ``sharded_state_dict()`` of a library's models right: cut heads, fused parameters, pipelines, experts.
 
-    Calling it again does nothing. It calls ``paddle_flexckpt.install()`` if nobody has.
+    Calling it again does nothing. It calls ``paddle_flexckpt.install()``.
 
     Args:
         library: ``"paddlenlp"`` or ``"paddleformers"``.
@@ -38,42 +37,35 @@ def install_model_rules(library: str) -> None:
     """
     import paddle
 
-    _check(library)
-    if not parallel.is_installed():
-        parallel.install()
-    installed = vars(paddle.nn.Layer).get(_MARK, {})
-    if library in installed:
+    check_library(library)
+    parallel.install()
+    if library in _installed:
         return
-    undo = Undo()
-    for owner, methods in _assignments(library):
+    assignments, undo = _assignments(library), Undo()
+    for owner, methods in assignments:
         for name, method in methods.items():
             undo.set(owner, name, method)
-    setattr(paddle.nn.Layer, _MARK, {**installed, library: undo})
+    _installed[library] = undo
     setattr(paddle.nn.Layer, COMPLETE_RULES, _complete(paddle.nn.Layer))
 
 
 def uninstall_model_rules(library: str) -> None:
-    """Takes back what :func:`install_model_rules` gave; the library's classes are as before.
+    """Take back what :func:`install_model_rules` gave; the library's classes are as before.
 
     Raises:
         ValueError: There is no such library.
     """
     import paddle
 
-    _check(library)
-    installed = dict(vars(paddle.nn.Layer).get(_MARK, {}))
-    if library not in installed:
-        return
-    installed.pop(library).put_back()
-    if installed:
-        setattr(paddle.nn.Layer, _MARK, installed)
-    else:
-        delattr(paddle.nn.Layer, _MARK)
-        delattr(paddle.nn.Layer, COMPLETE_RULES)
+    check_library(library)
+    if library in _installed:
+        _installed.pop(library).put_back()
+        if not _installed:
+            delattr(paddle.nn.Layer, COMPLETE_RULES)
 
 
 def describe_model(model: Any) -> ShardedStateDict:
-    """Describes a model of a library, whatever is wrapped around it, as shards.
+    """Describe a model of a library, whatever is wrapped around it, as shards.
 
     Args:
         model: The model, or a wrapper of fleet, DataParallel, group-sharded or LoRA.
@@ -90,7 +82,8 @@ def describe_model(model: Any) -> ShardedStateDict:
     return sharded
 
 
-def _check(library: str) -> None:
+def check_library(library: str) -> None:
+    """Raise ValueError unless it is one of :data:`LIBRARIES`."""
     if library not in LIBRARIES:
         raise ValueError(f"library has to be one of {', '.join(LIBRARIES)}; got {library!r}")
 
@@ -103,7 +96,7 @@ def _complete(layer_class: type) -> Callable[[Any, dict[str, Any]], dict[str, An
 
 
 def _assignments(library: str) -> list[tuple[Any, dict[str, Any]]]:
-    """The library's classes and the methods that each of them gets."""
+    """Return the library's classes and the methods that each of them gets."""
     models = importlib.import_module(f"{library}.transformers.model_utils")
     made: list[tuple[Any, dict[str, Any]]] = [
         (models.PretrainedModel, {"sharded_state_dict": _marking(models.PretrainedModel)})
@@ -126,10 +119,10 @@ def _methods(mixin: type, others: dict[str, Any]) -> dict[str, Any]:
 
 
 def _marking(owner: Any) -> Callable[..., ShardedStateDict]:
-    """The method of PretrainedModel: as that of the class behind it in the order of a model's classes, and marked."""
+    """Return a method of PretrainedModel that marks fused parameters in what the class behind it returns."""
 
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
-        """Describes the model as shards, with the rules of fused parameters."""
+        """Describe the model as shards, with the rules of fused parameters."""
         sharded: ShardedStateDict = super(owner, self).sharded_state_dict(structured_name_prefix)
         mark_fused(self, sharded)
         return sharded
@@ -143,7 +136,7 @@ def _expert_count(self: Any) -> int | None:
 
 
 def _of_adapter(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
-    """Describes the model inside; a wrapper with state of its own is described as any layer."""
+    """Describe the model inside; a wrapper with state of its own is described as any layer."""
     inside = self._sub_layers.get("model")
     known = {id(tensor) for layer in inside.sublayers(include_self=True) for tensor in own_state(layer).values()}
     for layer in self.sublayers(include_self=True):

@@ -1,4 +1,4 @@
-"""Layers of model libraries: heads over a cut vocabulary, and whatever tells its ``split_axis``."""
+"""Find the rules of model libraries' layers: heads over a split vocabulary, and what tells its ``split_axis``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VOCABULARY_HEADS = (
 
 
 def vocabulary_axes(layer: Any) -> dict[str, int | FusedAxis]:
-    """The axis of the vocabulary in a head's own parameters.
+    """Return the axis of the vocabulary in a head's own parameters.
 
     It is told by the shape, ``[hidden, vocabulary part]`` or, tied or transposed, ``[vocabulary part, hidden]``. Where
     both axes have the extent of a part, the head's ``transpose_y``, the parameter's ``split_axis`` or whether the
@@ -42,7 +42,7 @@ def vocabulary_axes(layer: Any) -> dict[str, int | FusedAxis]:
 
 
 def gemma_axes(layer: Any) -> dict[str, int | FusedAxis]:
-    """As :func:`vocabulary_axes`, for a head whose ``split_axis`` is wrong where the embeddings are tied."""
+    """Do as :func:`vocabulary_axes`, for a head whose ``split_axis`` is wrong where the embeddings are tied."""
     return _axes(layer, 0 if layer.config.tie_word_embeddings else 1)
 
 
@@ -74,7 +74,7 @@ def _vocabulary_axis(layer: Any, name: str, tensor: Any, preferred: int | None) 
 
 
 def complete_rules(layer: Any, own: dict[str, Any], stop: type) -> dict[str, Any]:
-    """The rules in effect for a layer: the registry's, or else its own, and then what parameters tell themselves.
+    """Return the rules of a layer: the registry's, or else its own, and then what parameters tell themselves.
 
     Args:
         layer: The layer.

@@ -1,4 +1,4 @@
-"""What the models of PaddleFormers say of themselves: which parameters are fused, and what else is cut.
+"""Read what PaddleFormers' models say of themselves: which parameters are fused, and what else is split.
 
 Their ``_get_tensor_parallel_mappings`` do not tell it. Their AOA statements from Hugging Face's weights do: one with
 ``fused_ffn`` or ``fused_qkv_old`` makes a parameter whose parts every rank holds side by side. With ``fused_qkv`` they
@@ -21,7 +21,7 @@ _FFN, _QKV = "fused_ffn", "fused_qkv_old"
 
 
 def fused_by_statements(model: Any) -> list[tuple[str, str]]:
-    """Layers with fused outputs, and the statements of their :class:`FusedAxis`.
+    """Return the layers with fused outputs, and the statements of their :class:`FusedAxis`.
 
     Args:
         model: A model. One of another library, or without statements, has none.
@@ -46,7 +46,7 @@ def fused_by_statements(model: Any) -> list[tuple[str, str]]:
 
 
 def with_tied_names(described: Callable[..., ShardedStateDict]) -> Callable[..., ShardedStateDict]:
-    """The ``sharded_state_dict`` of PaddleFormers' pipelines, with the names that a tied weight has on other stages.
+    """Wrap the ``sharded_state_dict`` of PaddleFormers' pipelines: add a tied weight's names on other stages.
 
     Without a pipeline the state of a tied weight stands under one of its names, which a stage may not have.
 
@@ -68,7 +68,7 @@ def with_tied_names(described: Callable[..., ShardedStateDict]) -> Callable[...,
 
 
 def _sinks_axes(layer: Any) -> dict[str, int | FusedAxis]:
-    """Every rank has the sinks of its heads, and the model does not mark them."""
+    """Return the axis of the sinks: every rank has those of its heads, and the model does not mark them."""
     return {"sinks": 0} if layer.config.tensor_model_parallel_size > 1 else {}
 
 

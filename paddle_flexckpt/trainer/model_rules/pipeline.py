@@ -1,4 +1,4 @@
-"""Pipelines of model libraries: the names that their models have without a pipeline.
+"""Find the names that pipelines of model libraries have without a pipeline.
 
 ``add_sequential_layer(layer, name_prefix)`` of PaddleNLP's PipelinePretrainedModel says what the names of each layer
 begin with. A weight that two stages share is known to Paddle under a property of both layers, ``embedding_weight``; a
@@ -26,7 +26,7 @@ _SHARED_ATTRIBUTES = {
 
 
 def register_shared_attribute(layer_class: str, attribute: str, name: str) -> None:
-    """Says what an attribute stands for by which the stages of a pipeline share a weight.
+    """Say what an attribute stands for by which the stages of a pipeline share a weight.
 
     Args:
         layer_class: Name of the class of a layer that has it.
@@ -43,7 +43,7 @@ class PipelineNames(Mapping[str, str]):
     """
 
     def __init__(self, prefixes: Mapping[str, str], shared: Mapping[str, str]) -> None:
-        """Args: prefixes: what names begin with, by index. shared: the names of shared weights, by numbered name."""
+        """Take what names begin with, by index, and the names of shared weights, by numbered name."""
         self._prefixes, self._shared = prefixes, shared
 
     def __getitem__(self, key: str) -> str:
@@ -60,7 +60,7 @@ class PipelineNames(Mapping[str, str]):
 
 
 def pipeline_names(pipeline: Any) -> PipelineNames:
-    """The names of a PipelinePretrainedModel's parameters.
+    """Return the names of a PipelinePretrainedModel's parameters.
 
     A stage that holds only one of the layers that share a weight has to know how the other calls it.
 
@@ -75,7 +75,7 @@ def pipeline_names(pipeline: Any) -> PipelineNames:
 
 
 def shared_names(pipeline: Any) -> list[list[str]]:
-    """The names of each weight that stages share, one for every layer that has it; errors of :func:`pipeline_names`."""
+    """Return the names of each weight that stages share, one for every layer that has it."""
     names = pipeline_names(pipeline)
     found: dict[tuple[str, str], list[str]] = {}
     for index, desc, attribute in _shared_attributes(pipeline):
@@ -84,7 +84,7 @@ def shared_names(pipeline: Any) -> list[list[str]]:
 
 
 def _shared_attributes(pipeline: Any) -> Iterator[tuple[int, Any, str]]:
-    """``(index, desc, attribute)`` of everything that a layer shares with layers of other stages."""
+    """Return ``(index, desc, attribute)`` of everything that a layer shares with layers of other stages."""
     from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SharedLayerDesc
 
     for index, desc in enumerate(pipeline._layers_desc):
@@ -95,7 +95,7 @@ def _shared_attributes(pipeline: Any) -> Iterator[tuple[int, Any, str]]:
 
 
 def _parameter_name(layer_class: Any, attribute: str) -> str:
-    """The name of a parameter in a layer, by the attribute that stages share it by."""
+    """Return the name of a parameter in a layer, by the attribute that stages share it by."""
     for cls in getattr(layer_class, "__mro__", ()):
         if (cls.__name__, attribute) in _SHARED_ATTRIBUTES:
             return _SHARED_ATTRIBUTES[cls.__name__, attribute]

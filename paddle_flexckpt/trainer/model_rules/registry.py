@@ -1,4 +1,4 @@
-"""The registry: which axis of which parameter is cut, for classes of layers that cannot say so themselves.
+"""Register which axis of which parameter is split, for classes of layers that cannot say so themselves.
 
 Rules are kept by the qualified name of the class, so that a rule can be registered for a class whose module nobody has
 imported yet, and finding one imports nothing.
@@ -19,7 +19,7 @@ _RULES: dict[str, ModelRule] = {}
 
 
 def register_model_rule(layer_class: type | str, rule: ModelRule) -> None:
-    """Says which axes of a layer's own parameters tensor parallelism cuts, for a class that is not one's own.
+    """Say which axes of a layer's own parameters tensor parallelism splits, for a class that is not one's own.
 
     It holds for subclasses too, unless they or a class between say something else: with a rule of their own here, or
     with a ``_get_shard_rules()``. A later rule for the same class replaces an earlier one.
@@ -41,17 +41,17 @@ def register_model_rule(layer_class: type | str, rule: ModelRule) -> None:
 
 
 def unregister_model_rule(layer_class: type | str) -> None:
-    """Takes a rule back; without it, does nothing."""
+    """Take a rule back; without it, do nothing."""
     _RULES.pop(layer_class if isinstance(layer_class, str) else qualified_name(layer_class), None)
 
 
 def qualified_name(layer_class: type) -> str:
-    """``package.module.Class``."""
+    """Return ``package.module.Class``."""
     return f"{layer_class.__module__}.{layer_class.__qualname__}"
 
 
 def registered_axes(layer: Any, stop: type) -> dict[str, int | FusedAxis] | None:
-    """What the registry says of a layer's own parameters.
+    """Return what the registry says of a layer's own parameters.
 
     Args:
         layer: The layer.

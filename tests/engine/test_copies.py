@@ -1,0 +1,232 @@
+"""Copies between storages and streams: every element once and in order, in bounded steps where a device takes part."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_flexckpt.algebra import StridedCopy
+from paddle_flexckpt.engine import copies
+from paddle_flexckpt.engine.copies import copy_pieces, copy_values, pack, pack_copy, read_values, unpack, write_values
+from paddle_flexckpt.planning import Pieces
+from tests.property import examples
+
+CHUNK = 24
+
+
+class Device:
+    """A device in the host's memory, which notes what is asked of it."""
+
+    def __init__(self, array):
+        self.array, self.asked = array, []
+
+    @property
+    def dtype(self):
+        return self.array.dtype
+
+    @property
+    def flat(self):
+        return self.array.reshape(-1)
+
+    def along_axes(self, copy, side):
+        return copy.along_axes(side, self.array.shape)
+
+    def read(self, copy):
+        self.asked.append(("read", copy.size * self.dtype.itemsize))
+        return copy.gather_from(self.flat).copy()
+
+    def write(self, copy, values):
+        assert values.dtype == self.dtype
+        self.asked.append(("write", copy.size * self.dtype.itemsize))
+        copy.scatter_into(self.flat)[...] = values.reshape(copy.extents)
+
+    def copy_from(self, source, copy):
+        assert source.dtype == self.dtype
+        self.asked.append(("copy", copy.size * self.dtype.itemsize))
+        copy.scatter_into(self.flat)[...] = copy.gather_from(source.flat)
+
+
+class OtherDevice(Device):
+    """One of another kind."""
+
+
+@pytest.fixture(autouse=True)
+def small_steps(monkeypatch):
+    monkeypatch.setattr(copies, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(copies, "DEVICE_CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(copies._chunks, "__defaults__", (CHUNK,))
+
+
+def numbers(shape, dtype=np.int32, start=0):
+    return np.arange(start, start + np.prod(shape, dtype=int)).astype(dtype).reshape(shape)
+
+
+# All of a (5, 6) matrix but its last row and column, into the transpose of another.
+TURNED = StridedCopy((4, 5), 0, (6, 1), 1, (1, 6))
+# The whole of both.
+PLAIN = StridedCopy((30,), 0, (1,), 0, (1,))
+
+
+def carried_out(copy, source, target):
+    """The target's elements after the copy."""
+    expected = target.copy()
+    for index in np.ndindex(*copy.extents):
+        at = [base + int(np.dot(index, strides)) for base, strides in (
+            (copy.source_base, copy.source_strides), (copy.target_base, copy.target_strides))]  # fmt: skip
+        expected.reshape(-1)[at[1]] = source.reshape(-1)[at[0]].astype(target.dtype)
+    return expected
+
+
+KINDS = [np.asarray, Device, OtherDevice]
+
+
+@pytest.mark.parametrize("copy", [TURNED, PLAIN], ids=["turned", "plain"])
+@pytest.mark.parametrize("dtype", [np.int32, np.float64])
+@pytest.mark.parametrize(("of_source", "of_target"), list(itertools.product(KINDS, KINDS)))
+def test_values_are_copied_between_all_kinds_of_storage(of_source, of_target, dtype, copy):
+    first, second = numbers((5, 6)), numbers((5, 6), dtype, 100)
+    expected = carried_out(copy, first, second)
+    source, target = (
+        kind(array if kind is not np.asarray else array.reshape(-1))
+        for kind, array in ((of_source, first), (of_target, second))
+    )
+    copy_values(copy, source, target)
+    assert second.tolist() == expected.tolist()
+    assert first.tolist() == numbers((5, 6)).tolist()
+    inside = of_source is of_target and of_source is not np.asarray and dtype is np.int32
+    for storage, kinds in ((source, {"read"}), (target, {"copy"} if inside else {"write"})):
+        if isinstance(storage, Device):
+            assert {kind for kind, _ in storage.asked} == (set() if inside and storage is source else kinds)
+    steps = [size for storage in (source, target) if isinstance(storage, Device) for _, size in storage.asked]
+    assert all(size <= CHUNK * np.dtype(dtype).itemsize // 4 for size in steps)
+    if steps and copy is PLAIN:
+        # No more steps than are needed: 120 bytes of the source by 24.
+        assert len(steps) == 5 * sum(isinstance(s, Device) and s.asked != [] for s in (source, target))
+
+
+def test_what_fits_into_one_step_is_not_taken_apart():
+    source, target = Device(numbers((2, 3))), np.zeros(6, np.int32)
+    whole = StridedCopy((2, 2), 0, (3, 1), 0, (3, 1))
+    copy_values(whole, source, target)
+    assert source.asked == [("read", 16)]
+    assert target.tolist() == [0, 1, 0, 3, 4, 0]
+
+
+def test_read_values_are_a_view_of_host_memory_or_a_copy_of_device_memory():
+    array = numbers((5, 6))
+    view = read_values(array.reshape(-1), TURNED)
+    assert np.shares_memory(view, array)
+    assert view.tolist() == read_values(Device(array), TURNED).tolist() == array[:4, :5].tolist()
+
+
+@pytest.mark.parametrize("kind", [np.asarray, Device])
+def test_written_values_are_cast_to_the_storage(kind):
+    array = np.zeros((5, 6), np.float32)
+    values = numbers(20, np.int64)
+    write_values(kind(array.reshape(-1)) if kind is np.asarray else kind(array), TURNED, values)
+    assert array.tolist() == carried_out(TURNED, carried_values(values), np.zeros((5, 6), np.float32)).tolist()
+
+
+def carried_values(values):
+    """A matrix that has the values where TURNED takes them from."""
+    matrix = np.zeros((5, 6), values.dtype)
+    matrix[:4, :5] = values.reshape(4, 5)
+    return matrix
+
+
+def pieces_of(*found):
+    """Pieces from (source, target, copy); copies have as many axes."""
+    return Pieces(
+        *(np.asarray(column, dtype=np.int64) for column in zip(*(
+            (source, target, copy.extents, copy.source_base, copy.source_strides, copy.target_base, copy.target_strides)
+            for source, target, copy in found
+        )))
+    )  # fmt: skip
+
+
+def test_pieces_are_copied_and_their_bytes_counted():
+    sources = [numbers(30), numbers(30, np.int16, 50)]
+    targets = [np.zeros(30, np.int64), np.zeros(30, np.int64)]
+    small = StridedCopy((2, 3), 4, (6, 1), 0, (3, 1))
+    count = copy_pieces(pieces_of((0, 1, TURNED), (1, 0, small)), sources.__getitem__, targets.__getitem__)
+    assert count == 20 * 4 + 6 * 2
+    assert targets[1].tolist() == carried_out(TURNED, sources[0], np.zeros(30, np.int64)).tolist()
+    assert targets[0].tolist() == carried_out(small, sources[1], np.zeros(30, np.int64)).tolist()
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def strided(draw):
+    """A copy from the storage of one array to that of another: axes in any order, parts of each; and both shapes."""
+    ndim = draw(st.integers(0, 3))
+    extents = [draw(st.integers(1, 4)) for _ in range(ndim)]
+    bases, strides, shapes = [], [], []
+    for _ in range(2):
+        order = draw(st.permutations(range(ndim)))
+        low = [draw(st.integers(0, 2)) for _ in range(ndim)]
+        shape = [low[a] + extents[order[a]] + draw(st.integers(0, 2)) for a in range(ndim)]
+        steps = [int(np.prod(shape[a + 1 :])) for a in range(ndim)]
+        bases.append(sum(lo * step for lo, step in zip(low, steps)))
+        strides.append(tuple(steps[order.index(a)] for a in range(ndim)))
+        shapes.append(tuple(shape))
+    return StridedCopy(tuple(extents), bases[0], strides[0], bases[1], strides[1]), *shapes
+
+
+@examples(150)
+@given(strided(), st.sampled_from([np.uint8, np.int32, np.float64]), st.sampled_from([np.int32, np.float64]),
+       st.booleans(), st.booleans())  # fmt: skip
+def test_what_is_packed_is_unpacked(case, source_dtype, target_dtype, from_device, to_device):
+    copy, source_shape, target_shape = case
+    source, target = numbers(source_shape, source_dtype), np.zeros(target_shape, target_dtype)
+    expected = carried_out(copy, source, target)
+    from_storage = Device(source) if from_device else source.reshape(-1)
+    to_storage = Device(target) if to_device else target.reshape(-1)
+    twice = pieces_of((0, 0, copy), (0, 0, copy))
+    sent = []
+    for part in pack(twice, lambda row: from_storage):
+        assert (part.dtype, part.ndim) == (np.uint8, 1)
+        contiguous = not from_device and copy.simplified().is_contiguous()[0]
+        assert part.nbytes <= CHUNK or contiguous
+        assert contiguous == np.shares_memory(part, source)
+        sent.append(part.tobytes())
+    stream = b"".join(sent)
+    assert stream == 2 * copy.gather_from(source.reshape(-1)).tobytes()
+    position = 0
+    for buffer in unpack(twice, lambda row: to_storage, lambda row: source.dtype):
+        straight = not to_device and copy.simplified().is_contiguous()[1] and source_dtype == target_dtype
+        assert straight == np.shares_memory(buffer, target)
+        assert (buffer.dtype, buffer.ndim) == (np.uint8, 1)
+        assert buffer.nbytes <= CHUNK or straight
+        buffer[:] = np.frombuffer(stream, np.uint8, buffer.nbytes, position)
+        position += buffer.nbytes
+    assert position == len(stream)
+    assert target.tolist() == expected.tolist()
+
+
+def test_steps_of_a_stream_are_as_long_as_they_may_be():
+    matrix = numbers((5, 6), np.int16)
+    column = StridedCopy((5, 5), 0, (1, 6), 0, (5, 1))
+    assert [part.nbytes for part in pack_copy(column, matrix.reshape(-1))] == [24, 24, 2]
+    buffers = unpack(pieces_of((0, 0, StridedCopy((5, 5), 0, (5, 1), 0, (1, 6)))), lambda row: matrix.reshape(-1),
+                     lambda row: np.dtype(np.int16))  # fmt: skip
+    assert [buffer.nbytes for buffer in buffers] == [24, 24, 2]
+
+
+def test_elements_that_are_longer_than_a_step_are_packed_one_by_one(monkeypatch):
+    monkeypatch.setattr(copies._chunks, "__defaults__", (8,))
+    matrix = numbers((2, 2), np.complex128)
+    turned = StridedCopy((2, 2), 0, (1, 2), 0, (2, 1))
+    assert [part.nbytes for part in pack_copy(turned, matrix.reshape(-1), np.empty(16, np.uint8))] == [16] * 4
+
+
+def test_one_buffer_serves_all_pieces():
+    matrix = numbers((5, 6), np.int16)
+    buffer = np.zeros(CHUNK, np.uint8)
+    parts = pack_copy(StridedCopy((5, 5), 0, (1, 6), 0, (5, 1)), matrix.reshape(-1), buffer)
+    assert all(np.shares_memory(part, buffer) for part in parts)

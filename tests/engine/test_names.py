@@ -1,0 +1,270 @@
+"""Other names of one state: forms, searches in a source's keys, and what ranks mean by raw names."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.engine.names import (
+    ACCUMULATORS,
+    NameIndex,
+    RawState,
+    Unfound,
+    canonical,
+    check_across_ranks,
+    find_compatible,
+    raw_meanings,
+    raw_parameter,
+    split_raw,
+    without_prefix,
+)
+from tests.property import examples
+
+# -- forms -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("one", "other"), [
+    ("linear_0.w_0.dist_moment1_0", "linear_0.w_0_moment1_0"),
+    ("linear_0.w_0_moment1_3", "linear_0.w_0_moment1_0"),
+    ("linear_0.w_0.dist_fp32_master_0_moment1_0", "linear_0.w_0_moment1_0"),
+    ("linear_0.w_0_fp32_master_1_beta1_pow_acc_2", "linear_0.w_0.dist_beta1_pow_acc_0"),
+    ("linear_0.w_0.dist__avg_squared_grad_0", "linear_0.w_0__avg_squared_grad_1"),
+    ("master_weights.linear_0.w_0.dist", "linear_0.w_0_fp32_master_0"),
+    ("opt.master_weights.linear_0.w_0", "opt.linear_0.w_0.dist_fp32_master_0"),
+    ("master_weights.mine", "mine.dist_fp32_master_0"),
+    ("mine.dist_moment2_max_0", "mine_moment2_max_0"),
+    ("linear_0.w_0.dist_fp32_master_0_named_moment1_1", "linear_0.w_0_named_moment1_0"),
+    ("linear_0.w_0.dist", "linear_0.w_0"),
+    ("linear_0.w_0.dist.dist", "linear_0.w_0"),
+])  # fmt: skip
+def test_names_of_one_tensor_have_one_form(one, other):
+    assert canonical(one) == canonical(other)
+
+
+@pytest.mark.parametrize("name", [
+    "a.weight", "a.weight.moment1_0", "a.weight.w_0", "a.dist.weight", "knn.dist", "scale_m_1", "agent_velocity_1",
+    "layers.1.moment1_1", "linear_0.w_0_custom_1", "my_moment1_1", "linear_1.w_0", "batch_norm_0.w_2",
+])  # fmt: skip
+def test_other_names_stay_as_they_are(name):
+    assert canonical(name) == name
+
+
+def test_a_name_that_the_user_gave_has_to_be_known():
+    assert canonical("mine_moment1_1") == "mine_moment1_1"
+    assert canonical("mine_moment1_1", {"mine"}) == "mine_moment1_0"
+    assert split_raw("mine_moment1_1", {"mine"}) == ("mine", "moment1_0")
+
+
+PARAMETERS = st.builds("{}_{}.{}_{}".format, st.sampled_from(["linear", "embedding", "layer_norm", "m", "moment1_0"]),
+                       st.integers(0, 12), st.sampled_from("wb"), st.integers(0, 2))  # fmt: skip
+DISTS = st.sampled_from(["", ".dist"])
+
+
+@st.composite
+def states(draw):
+    """(parameter, state), and two of the raw names that it may have."""
+    parameter = draw(PARAMETERS)
+    state = draw(st.sampled_from([*ACCUMULATORS, "master"]))
+
+    def name():
+        dist, counter = draw(DISTS), draw(st.integers(0, 11))
+        if state == "master":
+            if draw(st.booleans()):
+                return f"master_weights.{parameter}{dist}"
+            return f"{parameter}{dist}_fp32_master_{counter}"
+        master = draw(st.sampled_from(["", "_fp32_master_0", "_fp32_master_7"]))
+        return f"{parameter}{dist}{master}_{state}_{counter}"
+
+    return (parameter, state), name(), name()
+
+
+@examples(100)
+@given(states(), states())
+def test_two_names_have_one_form_if_and_only_if_they_mean_one_state(left, right):
+    (one, first, second), (other, third, _) = left, right
+    assert canonical(first) == canonical(second)
+    assert (canonical(first) == canonical(third)) == (one == other)
+    assert canonical(canonical(first)) == canonical(first)
+
+
+@examples(100)
+@given(st.text("ab._01", min_size=1))
+def test_prefixes_do_not_make_different_names_alike(name):
+    index = NameIndex([f"optimizer.{name}", f"model.{name}x", "model.other"])
+    assert index.find([name]) == [f"optimizer.{name}"]
+    assert index.find([f"optimizer.optimizer.{name}"]) == [f"optimizer.{name}"]
+    assert index.find([f"model.{name}"]) == [], "the model's is not the optimizer's"
+
+
+def test_what_a_raw_name_consists_of():
+    assert raw_parameter("linear_0.w_0.dist.dist") == "linear_0.w_0"
+    assert raw_parameter("dist.w") == "dist.w"
+    assert split_raw("linear_0.w_0") is None
+    assert split_raw("a.weight.moment1_0") is None
+    assert split_raw("opt.master_weights.linear_0.w_0.dist") == RawState("opt.linear_0.w_0", "w_0")
+    assert split_raw("linear_0.w_0_fp32_master_3") == ("linear_0.w_0", "w_0")
+    assert split_raw("linear_0.w_0.dist_fp32_master_3") == ("linear_0.w_0", "w_0")
+    assert split_raw("mine_fp32_master_0_moment1_2") == ("mine", "moment1_0")
+    assert split_raw("linear_0.b_1_name_moment2_4") == ("linear_0.b_1", "name_moment2_0")
+
+
+def test_prefixes_are_taken_off_once():
+    assert without_prefix("w") == [("", "w")]
+    assert without_prefix("model.model.w") == [("", "model.model.w"), ("model.", "model.w")]
+    assert without_prefix("optimizer.w") == [("", "optimizer.w"), ("optimizer.", "w")]
+
+
+# -- searches ----------------------------------------------------------------------------------------------------------
+
+
+def find(targets, source, claimed=None, structured=None):
+    targets = [target if isinstance(target, Unfound) else Unfound(target, 3) for target in targets]
+    return find_compatible(targets, source, claimed or {}, structured or {})
+
+
+def test_each_target_gets_its_own_key():
+    source = ["model.a.weight", "optimizer.linear_0.w_0_moment1_0", "optimizer.master_weights.linear_0.w_0", "more"]
+    here = ["a.weight", "linear_0.w_0.dist_fp32_master_0_moment1_0", "linear_0.w_0.dist_fp32_master_0"]
+    found = find([*here, "nothing"], source)
+    assert found.names == dict(zip(here, source))
+    assert (found.by_raw_name, found.taken, found.lost_by_raw_name, found.problems) == ({}, {}, [], [])
+    assert find(here, []).names == {}
+
+
+def test_several_keys_for_one_target_are_a_problem():
+    source = [f"linear_0.w_0_moment1_{number}" for number in range(7)]
+    found = find(["linear_0.w_0.dist_moment1_0", "other"], source)
+    (problem,) = found.problems
+    assert (problem.key, problem.rank, problem.got) == ("linear_0.w_0.dist_moment1_0", 3, str(source[:5]))
+    assert "several that may be meant" in problem.what
+    assert f"({source[0]} -> linear_0.w_0.dist_moment1_0)" in problem.remedy
+    assert "mw_name_compatibility=False" in problem.remedy
+    assert found.names == {}
+
+
+def test_a_key_that_another_target_has_by_its_own_name_is_taken():
+    key, mine = "linear_0.w_0_moment1_0", "linear_0.w_0_moment1_1"
+    for owner, place, given_away in ((None, None, False), ("x", "y", False), (None, "x", False), ("x", "x", True)):
+        found = find([Unfound(mine, 0, place=place)], [key], {key: [("first", "z"), (key, owner)]})
+        assert (found.names, found.taken) == (({mine: key}, {}) if given_away else ({}, {mine: "first"}))
+        assert found.problems == []
+    assert find([mine], [key], {"another": [("first", None)]}).names == {mine: key}
+
+
+def test_several_targets_share_a_key_if_they_are_one_tensor():
+    key, names = "linear_0.w_0_moment1_0", ["linear_0.w_0_moment1_1", "linear_0.w_0_moment1_2"]
+    for places, alike in ((("x", "x"), True), (("x", "y"), False), ((None, None), False), (("x", None), False)):
+        found = find([Unfound(n, 2, place=place) for n, place in zip(names, places)], [key])
+        assert found.names == dict.fromkeys(names, key)
+        if alike:
+            assert found.problems == []
+            continue
+        (problem,) = found.problems
+        assert (problem.rank, problem.got, problem.key) == (2, f"targets {names}", None)
+        assert repr(key) in problem.what
+        assert "mw_name_compatibility=False" in problem.remedy
+    more = [Unfound(f"linear_0.w_0_moment1_{number}", 2) for number in range(1, 8)]
+    assert find(more, [key]).problems[0].got == f"targets {[target.key for target in more[:5]]}"
+
+
+def test_a_name_comes_before_aliases_and_these_before_raw_names():
+    raw, target = "linear_0.w_0_moment1_0", Unfound("a.moment1_0", 0, ("b.moment1_0",), ("linear_0.w_0_moment1_0",))
+    assert find([target], ["model.a.moment1_0", "model.b.moment1_0", raw]).names == {target.key: "model.a.moment1_0"}
+    found = find([target], ["model.b.moment1_0", raw])
+    assert (found.names, found.by_raw_name) == ({target.key: "model.b.moment1_0"}, {})
+    found = find([target], [raw])
+    assert (found.names, found.by_raw_name) == ({target.key: raw}, {target.key: raw})
+
+
+@pytest.mark.parametrize("source", ["a.weight.moment1_0", "optimizer.a.weight.moment1_0"])
+@pytest.mark.parametrize("here", ["linear_0.w_0_moment1_0", "optimizer.linear_0.w_0.dist_moment1_3"])
+@pytest.mark.parametrize("known", ["a.weight", "model.a.weight"])
+def test_a_raw_name_is_found_under_the_structured_one(source, here, known):
+    found = find([here], [source], structured={"linear_0.w_0": ["unknown", known]})
+    assert (found.names, found.by_raw_name) == ({here: source}, {})
+    assert find([here], [source], structured={"linear_1.w_0": [known]}).names == {}
+    master = find(["master_weights.linear_0.w_0"], ["a.weight.w_0"], structured={"linear_0.w_0": ["a.weight"]})
+    assert master.names == {"master_weights.linear_0.w_0": "a.weight.w_0"}
+
+
+def test_a_raw_name_that_a_user_gave_is_known_by_the_state():
+    assert find(["mine_moment1_1"], ["mine_moment1_0"]).names == {}
+    assert find(["mine_moment1_1"], ["mine_moment1_0"], structured={"mine": []}).names == {
+        "mine_moment1_1": "mine_moment1_0"
+    }
+
+
+def test_what_only_a_raw_name_could_find_is_told():
+    structured = Unfound("a.moment1_0", 0, raw_names=("linear_0.w_0_moment1_0",))
+    raw = Unfound("linear_0.w_0_moment1_0", 0)
+    other = Unfound("b.weight", 0)
+    assert find([structured, raw, other], ["linear_5.w_0_moment1_0"]).lost_by_raw_name == [structured.key, raw.key]
+    assert find([structured, raw, other], ["c.weight.moment1_0"]).lost_by_raw_name == [raw.key]
+
+
+def test_raw_names_that_lead_to_some_states_alone_are_not_believed():
+    def state(key, number):
+        return Unfound(key, 4, raw_names=(f"linear_{number}.w_0_moment1_0",))
+
+    targets = [state("a.moment1_0", 0), state("b.moment1_0", 1), state("c.moment1_0", 2)]
+    source = ["linear_0.w_0_moment1_0"]
+    found = find([*targets, "linear_9.w_0_moment1_0"], source)
+    (problem,) = found.problems
+    assert found.by_raw_name == {"a.moment1_0": source[0]}
+    assert (problem.key, problem.rank, problem.got) == ("b.moment1_0", 4, "2 states without a key")
+    assert problem.expected == f"'linear_1.w_0_moment1_0', as target 'a.moment1_0' is there as {source[0]!r}"
+    assert "AOA statements" in problem.remedy
+    all_there = [f"linear_{number}.w_0_moment1_0" for number in range(3)]
+    assert find(targets, all_there).problems == []
+    assert find([targets[0], "linear_9.w_0_moment1_0"], source).problems == []
+    assert find(targets[1:], source).problems == []
+
+
+def test_a_raw_name_whose_key_is_taken_is_not_believed_either():
+    key = "linear_0.w_0_moment1_0"
+    found = find([Unfound("a.moment1_0", 0, raw_names=(key,))], [key], {key: [(key, None)]})
+    assert (found.taken, found.by_raw_name, found.names) == ({"a.moment1_0": key}, {}, {})
+
+
+# -- what ranks mean ---------------------------------------------------------------------------------------------------
+
+
+def test_what_raw_names_mean_on_a_rank():
+    asked = []
+
+    def structured():
+        asked.append(1)
+        return {"linear_0.w_0": ["model.a.weight", "b.weight"], "linear_2.w_0": []}
+
+    assert raw_meanings([("a.weight", "model.a.weight", ()), ("x.moment1_0", "y.moment1_0", ())], structured) == {}
+    assert asked == []
+    found = [
+        ("optimizer.linear_0.w_0.dist_moment1_0", "optimizer.linear_0.w_0_moment1_0", ()),
+        ("c.weight.moment1_0", "linear_1.w_0_moment1_0", ("d.weight.moment1_0",)),
+        ("model.c.weight.w_0", "master_weights.linear_1.w_0", ()),
+        ("linear_2.w_0_moment1_1", "linear_2.w_0_moment1_0", ()),
+    ]
+    assert raw_meanings(found, structured) == {
+        "linear_0.w_0": ["a.weight", "b.weight"],
+        "linear_1.w_0": ["c.weight", "d.weight"],
+    }
+    assert asked == [1]
+
+
+def test_a_raw_name_means_one_parameter_on_all_ranks():
+    check_across_ranks(
+        [{"linear_0.w_0": ["a", "b"]}, {"linear_0.w_0": ["b", "c"]}, {"linear_0.w_0": ["c"]}, {}], "load"
+    )
+    check_across_ranks([{"linear_0.w_0": ["a"]}, {"linear_1.w_0": ["b"]}], "load")
+    meanings = [{"linear_0.w_0": ["d", "c", "b", "a"]}, {"linear_0.w_0": ["h", "g", "f", "e"], "linear_1.w_0": ["x"]}]
+    with pytest.raises(ValidationError) as caught:
+        check_across_ranks(meanings, "loading here")
+    (problem,) = caught.value.problems
+    assert problem.got == "['a', 'b', 'c'] and ['e', 'f', 'g']"
+    assert "'linear_0.w_0'" in problem.what
+    assert "sharded_state_dict" in problem.remedy and "AOA statements" in problem.remedy
+    assert "loading here" in str(caught.value)
+    with pytest.raises(ValidationError):
+        check_across_ranks([{"linear_1.w_0": ["y"]}, *meanings[1:]], "")
