@@ -74,6 +74,18 @@ def test_a_name_of_the_floor_does_not_import_paddle(name):
     assert "paddle" not in names
 
 
+def test_collecting_the_tests_of_the_floor_does_not_import_paddle():
+    rooms = [
+        f"tests/{room}" for room in ("algebra", "catalog", "planning", "aoa", "native", "foreign", "media", "engine")
+    ]
+    names, seconds = modules_after(
+        f"import pytest; pytest.main(['--collect-only', '-qq', '-p', 'no:cacheprovider', *{rooms}])"
+    )
+    print(f"collecting: {seconds:.1f} s")
+    assert "_pytest" in names
+    assert "paddle" not in names
+
+
 @pytest.mark.paddle
 def test_every_public_name_resolves():
     pytest.importorskip("paddle")
