@@ -293,14 +293,14 @@ class VerifyReport:
 
     path: str
     unique_id: int
-    files: int
-    keys: int
-    items: int
-    total_bytes: int
-    bytes_read: int
-    bytes_verified: int
-    problems: list[Problem]
-    recoverable: bool
+    files: int = 0
+    keys: int = 0
+    items: int = 0
+    total_bytes: int = 0
+    bytes_read: int = 0
+    bytes_verified: int = 0
+    problems: list[Problem] = field(default_factory=list)
+    recoverable: bool = False
     seconds: dict[str, float] = field(default_factory=dict)
     has_checksums: bool = True
 

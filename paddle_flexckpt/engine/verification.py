@@ -52,8 +52,8 @@ def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyRep
         if not ids or (unique_id is not None and unique_id not in ids):
             # Another program's: what is wrong has its file named.
             seconds = {"total": time.perf_counter() - begin}
-            problem = Problem(str(error))
-            return VerifyReport(directory.path, unique_id or 0, 0, 0, 0, 0, 0, 0, [problem], False, seconds, False)
+            problems = [Problem(str(error))]
+            return VerifyReport(directory.path, unique_id or 0, problems=problems, seconds=seconds, has_checksums=False)
         chosen = ids[-1] if unique_id is None else unique_id
         problem = Problem(
             f"the manifest is damaged: {error}",
@@ -61,7 +61,7 @@ def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyRep
             remedy="restore the file from a copy, or rebuild it with repair_manifest(path, unique_id, overwrite=True)",
         )
         seconds = {"total": time.perf_counter() - begin}
-        return VerifyReport(directory.path, chosen, 0, 0, 0, 0, 0, 0, [problem], False, seconds)
+        return VerifyReport(directory.path, chosen, problems=[problem], seconds=seconds)
     with held as manifest:
         catalog = manifest.catalog
         # Of another program's, the manifest has been made of its files' headers: they fit, or it would not be there.
@@ -86,16 +86,18 @@ def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyRep
 
 
 def _doubts(directory: CheckpointDirectory, manifest: Manifest, found: Verification) -> list[Problem]:
-    """What speaks for it that the manifest is the one that has been replaced, and not the data files."""
+    """Return evidence that the manifest, not the data files, was swapped."""
     file, remedy = directory.manifest_file(manifest.unique_id), "restore the manifest that belongs to the data files"
     names = manifest.catalog.files
     others = [name for _, name in directory.data_files(manifest.unique_id) if name not in names]
     if found.tokens and not found.bytes_verified:
         what, tokens = "no data file is of the save that this manifest belongs to", sorted(set(found.tokens.values()))
-        return [Problem(what, None, None, file, " or ".join(tokens[:3]), manifest.save_token, remedy)]
+        expected = " or ".join(tokens[:3])
+        return [Problem(what, file=file, expected=expected, got=manifest.save_token, remedy=remedy)]
     if names and len(found.missing) == len(names) and others:
         what = "the files that this manifest names are missing, and others of its id are there"
-        return [Problem(what, None, None, file, ", ".join(names[:3]), ", ".join(others[:3]), remedy)]
+        expected, got = ", ".join(names[:3]), ", ".join(others[:3])
+        return [Problem(what, file=file, expected=expected, got=got, remedy=remedy)]
     return []
 
 

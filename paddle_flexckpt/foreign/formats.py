@@ -163,7 +163,7 @@ def open_destination(location: Location) -> Backend:
 
 @dataclass(frozen=True)
 class ForeignSource:
-    """A checkpoint that another program has written.
+    """Tell what another program has written, and read it.
 
     Attributes:
         origin: Which program.

@@ -1,4 +1,4 @@
-"""Hugging Face directories: ``model.safetensors``, or numbered files under an index. All tensors are whole."""
+"""Read Hugging Face directories: ``model.safetensors``, or numbered files under an index. All tensors are whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUMBERED = re.compile(r".*-\d+-of-\d+\.safetensors", re.ASCII)
 
 
 def find_weights(path: str, names: Sequence[str]) -> str | None:
-    """The index or file that a directory's weights are under; None if it has none.
+    """Find the index or file of a directory's weights; None if it has none.
 
     An index comes first, then ``model.safetensors``, then the only file there is. Files that the index does not name
     are not looked at, nor are others beside ``model.safetensors``.
@@ -61,6 +61,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def manifest_of_weights(backend: Backend, weights: Weights, origin: str) -> Manifest:
-    """The manifest of whole tensors under the names that they are stored under."""
+    """Make the manifest of whole tensors under the names that they are stored under."""
     shards = [StoredShard(tensor, tensor, weights.files[name]) for tensor, name in weights.where.items()]
     return manifest_of_files(backend, shards, weights.files.values(), [weights.digest], origin)

@@ -1,4 +1,4 @@
-"""Checkpoints of Paddle's own save_state_dict (``.metadata``, ``.distcp`` or safetensors files), not unpickled.
+"""Read checkpoints of Paddle's own save_state_dict (``.metadata``, ``.distcp`` or safetensors), not unpickled.
 
 Both kinds of data files hold every tensor's elements in one stretch of bytes. So such a checkpoint becomes a manifest
 like any other, without checksums, and is read by byte ranges like any other.
@@ -46,7 +46,7 @@ _STAND_INS = {"bfloat16": "uint16", "float8_e4m3fn": "int8", "float8_e5m2": "int
 
 @dataclass(frozen=True)
 class _Stretch:
-    """Where a tensor is in its file.
+    """Locate a tensor in its file.
 
     Attributes:
         dtype: Its element type's name in that file.
@@ -60,13 +60,13 @@ class _Stretch:
 
 
 def paddle_ids(location: Location) -> list[int]:
-    """Ids of Paddle's own checkpoints in a directory, in rising order."""
+    """Return the ids of Paddle's own checkpoints in a directory, in rising order."""
     names = open_backend(location).names()
     return sorted(int(match[1]) for match in map(_METADATA.fullmatch, names) if match)
 
 
 def read_paddle_metadata(path: Location, unique_id: int | None = None) -> Catalog:
-    """What a checkpoint of Paddle's own holds: one row per shard, with file and first byte.
+    """Read what a checkpoint of Paddle's own holds: one row per shard, with file and first byte.
 
     Args:
         path: Its directory.
@@ -81,7 +81,7 @@ def read_paddle_metadata(path: Location, unique_id: int | None = None) -> Catalo
 
 
 def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manifest:
-    """The same as a manifest without checksums; arguments and errors of :func:`read_paddle_metadata`."""
+    """Read the same as a manifest without checksums; arguments and errors of :func:`read_paddle_metadata`."""
     backend = open_backend(path)
     ids = paddle_ids(backend)
     if not ids or (unique_id is not None and unique_id not in ids):
@@ -129,7 +129,7 @@ def _rank_of(file: str) -> int:
 
 
 def _with_global_shapes(metadata: Metadata) -> Metadata:
-    """Older writers left global shapes out; the shards of a tensor reach to its end."""
+    """Add the global shapes that older writers left out: the shards of a tensor reach to its end."""
     shapes: dict[str, list[LocalTensorMetadata]] = {}
     for key, shards in metadata.state_dict_metadata.items():
         if shards and all(shard.global_shape is None for shard in shards):
@@ -143,7 +143,7 @@ def _with_global_shapes(metadata: Metadata) -> Metadata:
 
 
 def _index(backend: Backend, name: str) -> tuple[Mapping[str, _Stretch], int]:
-    """Where the tensors of a data file are, and the file's size."""
+    """Locate the tensors of a data file; return them and the file's size."""
     path = backend.where(name)
     try:
         file = backend.open(name)
@@ -194,7 +194,7 @@ def _index_distcp(mapped: mmap.mmap | bytes, file: str) -> dict[str, _Stretch]:
 
 
 def _byte_offsets(catalog: Catalog, indices: list[Mapping[str, _Stretch]], backend: Backend) -> np.ndarray:
-    """First byte of every shard; what the files hold has to be what the metadata says."""
+    """Return the first byte of every shard, and check that the files hold what the metadata says."""
     offsets = np.zeros(len(catalog), dtype=np.int64)
     problems: list[Problem | str] = []
     flattened = catalog.is_flattened
@@ -215,7 +215,9 @@ def _byte_offsets(catalog: Catalog, indices: list[Mapping[str, _Stretch]], backe
             code = _STAND_INS.get(dtype.name, dtype.name)
         if (stretch.dtype, stretch.shape) != (code, shape):
             expected, got = f"{code} {list(shape)}", f"{stretch.dtype} {list(stretch.shape)}"
-            problems.append(Problem("a tensor is not what the metadata says", key, None, where, expected, got))
+            problems.append(
+                Problem("a tensor is not what the metadata says", key, file=where, expected=expected, got=got)
+            )
         offsets[row] = stretch.begin
     if problems:
         raise CorruptCheckpointError(str(ValidationError(problems, f"{backend.path} is damaged")))

@@ -1,4 +1,4 @@
-"""The file beside the manifest by which Paddle's own loader reads the data files, or refuses them.
+"""Write the file beside the manifest by which Paddle's own loader reads the data files, or refuses them.
 
 Paddle takes numbered safetensors files for a Hugging Face directory, and every shard in them for a whole tensor,
 unless it finds this file. It is a pickle of Paddle's class ``Metadata``, written here opcode by opcode. Where Paddle
@@ -60,7 +60,7 @@ def _sentence(reason: str) -> str:
 
 
 def _why_not(catalog: Catalog) -> str:
-    """Why Paddle would read these shards wrong; empty if it reads them right."""
+    """Return why Paddle would read these shards wrong; empty if it reads them right."""
     unknown = sorted({catalog.dtypes[dtype] for dtype in np.unique(catalog.dtype)} - _DTYPES)
     if unknown:
         return f"it has tensors of {' and '.join(unknown)}"
@@ -81,7 +81,7 @@ def _why_not(catalog: Catalog) -> str:
 
 
 def _why_not_flattened(catalog: Catalog, rows: np.ndarray) -> str:
-    """As :func:`_why_not`, of flattened ranges.
+    """Return the same for flattened ranges.
 
     Paddle makes a range the smallest box around it, wrongly where there are three axes, and fills the box from those
     ranges alone that are no boxes themselves.
@@ -121,14 +121,14 @@ def _tuple(values: Sequence[int]) -> bytes:
 
 
 class _Pickle:
-    """A pickle in the making: what is said again is called up from the reader's memo."""
+    """Build a pickle, in which what is said again is called up from the reader's memo."""
 
     def __init__(self) -> None:
         self._codes = [_BEGIN[:2]]
         self._memo: dict[bytes, bytes] = {}
 
     def _put(self, code: bytes) -> None:
-        """Puts a value on the stack: by its opcodes the first time, later by its number."""
+        """Put a value on the stack: by its opcodes the first time, later by its number."""
         known = self._memo.get(code)
         if known is None:
             self._memo[code] = b"j" + struct.pack("<I", len(self._memo))
@@ -136,7 +136,7 @@ class _Pickle:
         self._codes.append(known)
 
     def _begin(self, name: str) -> None:
-        """Begins an instance of one of Paddle's classes; a field that is left out has the class's default."""
+        """Begin an instance of one of Paddle's classes; a field that is left out has the class's default."""
         self._put(_text(_CLASSES) + _text(name) + b"\x93")
         self._codes.append(b")\x81}(")
 
@@ -148,7 +148,7 @@ class _Pickle:
         self._codes.append(b"ub")
 
     def metadata(self, catalog: Catalog) -> bytes:
-        """All of it."""
+        """Return all of it."""
         first_axis = (catalog.width - catalog.ndim).tolist()
         whole, offset, shape = (
             [_tuple(row[axis:]) for row, axis in zip(column.tolist(), first_axis)]

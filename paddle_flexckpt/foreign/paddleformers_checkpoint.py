@@ -1,4 +1,4 @@
-"""FlexCheckpoints of PaddleFormers: one checkpoint in several directories of Paddle's own format.
+"""Read FlexCheckpoints of PaddleFormers: one checkpoint in several directories of Paddle's own format.
 
 ``model_state``, ``optimizer_state`` and ``master_weight`` have keys of their own; ``ema_state`` repeats them, and so
 has its name in front of its keys.
@@ -24,7 +24,7 @@ EMA_DIRECTORY = "ema_state"
 
 
 def paddleformers_directories(backend: Backend, directories: Sequence[str]) -> list[str]:
-    """Those of a directory's directories that a FlexCheckpoint of PaddleFormers consists of; none if it is none."""
+    """Return the inner directories that make up a FlexCheckpoint of PaddleFormers; none if it is none."""
     there = [name for name in STATE_DIRECTORIES if name in directories]
     if not any(paddle_ids(inner(backend, name)) for name in there):
         return []
@@ -34,7 +34,7 @@ def paddleformers_directories(backend: Backend, directories: Sequence[str]) -> l
 
 
 def read_paddleformers_manifest(backend: Backend, directories: Sequence[str], unique_id: int | None = None) -> Manifest:
-    """Several directories as one manifest without checksums; its files have their directory in front.
+    """Read several directories as one manifest without checksums; its files have their directory in front.
 
     Args:
         backend: The directory that has them.
@@ -81,7 +81,7 @@ def read_paddleformers_manifest(backend: Backend, directories: Sequence[str], un
 
 
 def _renamed(manifest: Manifest, directory: str) -> Manifest:
-    """The manifest as seen from the directory above."""
+    """Return the manifest as seen from the directory above."""
     catalog = manifest.catalog
     keys = catalog.keys
     if directory == EMA_DIRECTORY:

@@ -1,4 +1,4 @@
-"""safetensors files of other programs, one by one or under an index, and the manifest that is made of them.
+"""Read other programs' safetensors files, one by one or under an index, and make a manifest of them.
 
 A Hugging Face style index is JSON: ``weight_map`` says for every tensor which file it is in. What the index says and
 what the files hold have to be the same; a file that an index names is in the same directory.
@@ -47,7 +47,7 @@ PADDLE_FORMAT = "np"
 
 @dataclass(frozen=True)
 class TensorFile:
-    """A safetensors file.
+    """Describe a safetensors file.
 
     Attributes:
         name: Its name in its directory.
@@ -65,17 +65,17 @@ class TensorFile:
 
     @property
     def is_of_paddle(self) -> bool:
-        """Whether its tensors were Paddle's, written by way of numpy, as PaddleNLP does."""
+        """Return whether its tensors were Paddle's, written by way of numpy, as PaddleNLP does."""
         return self.info.get(_FORMAT) == PADDLE_FORMAT
 
     def dtype(self, tensor: str) -> str:
-        """Name of a tensor's element type."""
+        """Return the name of a tensor's element type."""
         return (_NUMPY_NAMES if self.is_of_paddle else _NAMES)[self.tensors[tensor].code]
 
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """An index of several safetensors files.
+    """Hold an index of several safetensors files.
 
     Attributes:
         name: Its file.
@@ -92,7 +92,7 @@ class TensorIndex:
 
 @dataclass(frozen=True)
 class Weights:
-    """Whole tensors in one or several safetensors files.
+    """Describe whole tensors in one or several safetensors files.
 
     Attributes:
         source: The index, or the one file.
@@ -111,7 +111,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class StoredShard:
-    """What a tensor of a file is a part of.
+    """Tell what a tensor of a file is a part of.
 
     Attributes:
         key: The tensor's name in the catalog.
@@ -131,7 +131,7 @@ class StoredShard:
 
 
 def read_tensor_file(backend: Backend, name: str, named_by: str | None = None) -> TensorFile:
-    """Reads the header of a safetensors file.
+    """Read the header of a safetensors file.
 
     Args:
         backend: Its directory.
@@ -155,7 +155,7 @@ def read_tensor_file(backend: Backend, name: str, named_by: str | None = None) -
 
 
 def read_tensor_index(backend: Backend, name: str) -> TensorIndex:
-    """Reads an index.
+    """Read an index.
 
     Raises:
         CorruptCheckpointError: It is missing, no such JSON, names a file elsewhere, or is larger than
@@ -196,7 +196,7 @@ def read_tensor_index(backend: Backend, name: str) -> TensorIndex:
 
 
 def read_weights(backend: Backend, source: str) -> Weights:
-    """Reads the headers of an index's files, or of one file, and compares them with the index.
+    """Read the headers of an index's files, or of one file, and compare them with the index.
 
     Args:
         backend: The directory.
@@ -223,7 +223,7 @@ def read_weights(backend: Backend, source: str) -> Weights:
             if index.files.get(tensor) != name and not _is_shared(tensor, file, files.get(index.files.get(tensor, ""))):
                 got = index.files.get(tensor, "no file")
                 what = "a file has a tensor that the index has elsewhere"
-                problems.append(Problem(what, tensor, None, backend.where(name), name, got))
+                problems.append(Problem(what, tensor, file=backend.where(name), expected=name, got=got))
     if problems:
         error = ValidationError(problems, f"{path} and its files are not of one save. Remedy: restore them")
         raise CorruptCheckpointError(str(error))
@@ -231,7 +231,7 @@ def read_weights(backend: Backend, source: str) -> Weights:
 
 
 def _is_shared(tensor: str, file: TensorFile, other: TensorFile | None) -> bool:
-    """Whether a tensor stands in two files of PaddleNLP's because two stages of a pipeline share it.
+    """Return whether a tensor stands in two files of PaddleNLP's because two stages of a pipeline share it.
 
     The index has one of them. Experts are no such tensors: those of several ranks may have the same name.
     """
@@ -249,7 +249,7 @@ def manifest_of_files(
     origin: str,
     world_size: int = 1,
 ) -> Manifest:
-    """The manifest of what another program has written into safetensors files, without checksums.
+    """Make a manifest, without checksums, of what another program has written into safetensors files.
 
     Args:
         backend: The directory.

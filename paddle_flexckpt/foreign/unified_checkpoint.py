@@ -1,4 +1,4 @@
-"""Unified checkpoints: what PaddleNLP's Trainer writes with ``--unified_checkpoint 1``, under this library's names.
+"""Read unified checkpoints: what PaddleNLP's Trainer writes with ``--unified_checkpoint 1``, under our names.
 
 ======================  =============================================  =======================================
 what                    files                                          name in the catalog
@@ -57,7 +57,7 @@ _RESUME = "resume once in PaddleNLP under the strategy it was saved under, and s
 
 
 class _Where(TypedDict):
-    """What a problem is about."""
+    """Locate a problem."""
 
     key: str
     file: str
@@ -65,7 +65,7 @@ class _Where(TypedDict):
 
 @dataclass(frozen=True)
 class _RankFile:
-    """A rank's own states.
+    """Describe a file of a rank's own states.
 
     Attributes:
         file: The file.
@@ -79,13 +79,13 @@ class _RankFile:
 
 
 def is_unified_checkpoint(names: Sequence[str]) -> bool:
-    """Whether a directory with files of these names has optimizer states, master weights or adapters of PaddleNLP's."""
+    """Return whether files of these names are optimizer states, master weights or adapters of PaddleNLP's."""
     indices = {OPTIMIZER + INDEX_FILE, MASTERS + INDEX_FILE, PEFT_INDEX}
     return any(name in indices or _MERGED.fullmatch(name) or _SPLIT.fullmatch(name) for name in names)
 
 
 def read_unified_manifest(backend: Backend) -> Manifest:
-    """A unified checkpoint as a manifest without checksums.
+    """Read a unified checkpoint as a manifest without checksums.
 
     Raises:
         CorruptCheckpointError: A file is missing or damaged, or files contradict each other.
@@ -163,20 +163,20 @@ def _shape(weights: Weights, tensor: str) -> tuple[int, ...]:
 
 
 def _whole(weights: Weights, name: str) -> Iterator[StoredShard]:
-    """Whole tensors, each under a name made of its own."""
+    """Yield whole tensors, each under a name made of its own."""
     numbers = {file: number for number, file in enumerate(weights.files)}
     for tensor, file in weights.where.items():
         yield StoredShard(name.format(_key(tensor)), tensor, weights.files[file], rank=numbers[file])
 
 
 def _key(tensor: str) -> str:
-    """``{param}.{kind}`` of ``{param}/{kind}``."""
+    """Return ``{param}.{kind}`` for ``{param}/{kind}``."""
     parameter, slash, kind = tensor.rpartition("/")
     return f"{parameter}.{kind}" if slash else tensor
 
 
 def _masters(weights: Weights, models: Sequence[Weights]) -> Iterator[StoredShard]:
-    """Master weights, but not those copies of parameters that have single precision themselves."""
+    """Yield master weights, but no copies of parameters that have single precision themselves."""
     single = {
         tensor
         for model in models
@@ -187,7 +187,7 @@ def _masters(weights: Weights, models: Sequence[Weights]) -> Iterator[StoredShar
 
 
 def _masters_as_weights(backend: Backend, models: Sequence[Weights]) -> list[StoredShard]:
-    """With ``skip_save_model_weight`` master weights stand where weights do: they are both."""
+    """Return weights as master weights too: with ``skip_save_model_weight`` these stand in their place."""
     found = [shard for weights in models for shard in _whole(weights, "{}" + _MASTER)]
     if not found or any(shard.file.dtype(shard.tensor) != "float32" for shard in found):
         raise CorruptCheckpointError(
@@ -198,7 +198,7 @@ def _masters_as_weights(backend: Backend, models: Sequence[Weights]) -> list[Sto
 
 
 def _rank_files(backend: Backend, names: set[str], kind: str) -> list[_RankFile]:
-    """Files of ranks' own states, all that the places in their names call for."""
+    """Read the files of ranks' own states; check that all are there that the places in their names call for."""
     matches = {name: match for name, match in ((n, _SPLIT.fullmatch(n)) for n in sorted(names)) if match}
     own = {name: match[2] or "" for name, match in matches.items() if match[1] == kind}
     places = {name: {axis: int(at) for axis, at in _COORDINATE.findall(text)} for name, text in own.items()}
@@ -230,7 +230,7 @@ def _rank_files(backend: Backend, names: set[str], kind: str) -> list[_RankFile]
 def _placed(
     backend: Backend, own: Sequence[_RankFile], shapes: Mapping[str, tuple[int, ...]], kind: str
 ) -> list[StoredShard]:
-    """Parts of ranks, each with its place in the whole tensor.
+    """Return the parts of ranks, each with its place in the whole tensor.
 
     Raises:
         ValidationError: The place of one is not known.

@@ -10,7 +10,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any
 
 import numpy as np
 
@@ -19,16 +19,15 @@ from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.engine.copies import CHUNK_BYTES
 from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.save_options import SaveOptions
+from paddle_flexckpt.live.shared_saves import Share
 from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.media.backend import Backend, write_file
 from paddle_flexckpt.media.locks import Lock
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.node_directory import NodeDirectory
-from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import SaveNames
-
-Storage = Literal["shared", "per_node"]
 
 logger = logging.getLogger("paddle_flexckpt")
 # By which ranks find out whether they see the same directory.
@@ -43,25 +42,27 @@ class NodeSave:
         comm: The ranks.
         directory: This rank's directory.
         context: What is being done, for errors.
-        ticket: The save, the same on every rank.
+        names: What the save calls its files, the same on every rank.
         nodes: By node, the positions of its ranks, in rising order. The first of them commits there.
-        names: By node, what manifests and errors call it.
+        node_names: By node, what manifests and errors call it.
         published: Tokens of earlier saves that a node has published.
         aborted: Tokens of earlier saves that were prepared, and that no node has published.
         copies: On how many nodes each data file is to be.
-        may_exist: Whether a node may have published this save: then nothing of it may be removed.
     """
 
     comm: Communicator
     directory: NodeDirectory
     context: str
-    ticket: SaveNames
+    names: SaveNames
     nodes: list[list[int]]
-    names: list[str]
+    node_names: list[str]
     published: set[str]
     aborted: set[str]
-    copies: int = 1
-    may_exist: bool = False
+    copies: int
+    # Whether there is something here that this rank may remove: not while a node may have published this save.
+    _is_removable: bool = False
+    _transport: Transport | None = None
+    _addresses: Sequence[bytes] = ()
 
     @property
     def node(self) -> int:
@@ -73,27 +74,44 @@ class NodeSave:
         """Return whether this rank commits on its node."""
         return self.nodes[self.node][0] == self.comm.position
 
-    def begin(self, copies: int) -> None:
+    def begin(self) -> tuple[SaveNames, bytes]:
         """Mark the save as begun on this rank's node.
 
-        Args:
-            copies: On how many nodes each data file is to be.
+        Returns:
+            The names of the save, and the address of this rank's transport if there will be copies.
 
         Raises:
             ValidationError: There are fewer nodes than copies of each data file are wanted.
         """
+        copies = self.copies
         if not isinstance(copies, int) or isinstance(copies, bool) or not 1 <= copies <= len(self.nodes):
             raise ValidationError(
                 [
-                    f"node_copies has to be 1 to {len(self.nodes)}, the number of nodes ({', '.join(self.names)}); "
-                    f"got {copies!r}. Remedy: lower it, or run on more nodes"
+                    f"node_copies has to be 1 to {len(self.nodes)}, the number of nodes "
+                    f"({', '.join(self.node_names)}); got {copies!r}. Remedy: lower it, or run on more nodes"
                 ]
             )
-        self.copies = copies
+        self._is_removable = True
         if self.is_committer:
-            self.directory.mark_save(self.ticket, self.comm.size, len(self.nodes))
+            self.directory.mark_save(self.names, self.comm.size, len(self.nodes))
+        if copies == 1:
+            return self.names, b""
+        self._transport = self.comm.open_transport()
+        return self.names, self._transport.address()
 
-    def clean_up(self) -> None:
+    def agree(self, names: SaveNames, places: Sequence[bytes], messages: Sequence[bytes]) -> None:
+        """Take what :meth:`begin` returned on every rank; the names are known."""
+        self._addresses = messages
+
+    def write(self, share: Share) -> bytes:
+        """Write this rank's data file; return its part of the manifest."""
+        self._clean_up()
+        part = self.directory.write_data(
+            self.names, share.items, share.data(), world_size=self.comm.size, step=share.step
+        )
+        return part.encode()
+
+    def _clean_up(self) -> None:
         """Finish or remove what dead saves have left on this rank's node."""
         if not self.is_committer:
             return
@@ -101,7 +119,7 @@ class NodeSave:
         for name in filter(_TOKEN.fullmatch, backend.names()):
             backend.remove(name)
         self.directory.publish_prepared(self.published)
-        remove_dead_saves(self.directory, self.ticket, self.aborted)
+        remove_dead_saves(self.directory, self.names, self.aborted)
         left = sorted(set(self.directory.known_saves().prepared))
         if left:
             logger.warning(
@@ -109,76 +127,82 @@ class NodeSave:
                 "until all of the nodes that took part save here again"
             )
 
-    def commit(self, parts: Sequence[bytes], transport: Transport | None, addresses: list[bytes]) -> None:
-        """Make the checkpoint exist, on all nodes.
+    def commit(self, parts: Sequence[bytes]) -> None:
+        """Make the checkpoint exist, on all nodes: prepare, publish, finish. A collective after each.
 
         Args:
-            parts: Of all ranks, encoded.
-            transport: Carries copies of data files, if there are to be any.
-            addresses: Of all ranks' transports.
+            parts: What :meth:`write` returned on every rank.
 
         Raises:
-            CheckpointError: A node could not commit; :attr:`may_exist` tells whether another may have.
+            CheckpointError: A node could not commit.
         """
-        decoded = [Manifest.decode(part, f"the part of rank {rank}") for rank, part in zip(self.comm.ranks, parts)]
-        merged = merge_parts(decoded)
-        sizes = dict(zip(merged.catalog.files, merged.file_bytes.tolist()))
-        placed = [(position, node) for position in range(self.comm.size) for node in self._nodes_of(position)]
-        files: dict[str, list[str]] = {name: [] for name in self.names}
-        for position, node in placed:
-            file = self.ticket.data_file(self.comm.ranks[position])
-            if file in sizes:
-                files[self.names[node]].append(file)
-        manifest = replace(merged, nodes={name: tuple(held) for name, held in files.items()})
         comm, directory, context = self.comm, self.directory, self.context
-        rank, name = comm.rank, self.names[self.node]
+        transport, rank = self._transport, comm.rank
+        manifest = self._merge(parts)
         replaced: list[Lock | None] = []
 
-        def prepare() -> tuple[None, bytes]:
-            if self.is_committer:
-                directory.prepare_save(self.ticket, rank, manifest, name)
-            return None, b""
+        def prepare() -> None:
+            directory.prepare_save(self.names, rank, manifest, self.node_names[self.node])
 
-        def publish() -> tuple[None, bytes]:
-            if self.is_committer:
-                replaced.append(directory.publish_save(self.ticket, rank))
-            return None, b""
+        def publish() -> None:
+            replaced.append(directory.publish_save(self.names, rank))
 
-        def finish() -> tuple[None, bytes]:
-            if self.is_committer:
-                directory.finish(self.ticket, being_read=replaced[0] is None)
-            return None, b""
+        def finish() -> None:
+            directory.finish(self.names, being_read=replaced[0] is None)
 
-        def copy_files() -> tuple[None, bytes]:
-            if transport is not None:
-                self._copy_files(sizes, transport, addresses)
-            return None, b""
+        def on_nodes(step: Callable[[], None], context: str = context) -> None:
+            def work() -> tuple[None, bytes]:
+                if self.is_committer:
+                    step()
+                return None, b""
+
+            comm.together(work, context)
 
         if transport is not None:
-            comm.together(copy_files, context)
-        self.may_exist = True
+            comm.together(lambda: self._copy_files(manifest, transport), context)
+        self._is_removable = False
         try:
-            comm.together(prepare, context)
+            on_nodes(prepare)
         except LostRankError:
             raise  # others may not have noticed, and publish
         except CheckpointError:
-            self.may_exist = False
+            self._is_removable = True
             raise
         try:
-            comm.together(publish, f"{context}: some nodes have published the checkpoint, others could not")
-            comm.together(finish, context)
+            on_nodes(publish, f"{context}: some nodes have published the checkpoint, others could not")
+            on_nodes(finish)
         finally:
             for lock in filter(None, replaced):
                 lock.release()
 
+    def _merge(self, parts: Sequence[bytes]) -> Manifest:
+        """Return the manifest of all ranks' parts, which says which node has which data files."""
+        ranks = self.comm.ranks
+        merged = merge_parts([Manifest.decode(part, f"the part of rank {rank}") for rank, part in zip(ranks, parts)])
+        files: dict[str, list[str]] = {name: [] for name in self.node_names}
+        known = set(merged.catalog.files)
+        for position, rank in enumerate(ranks):
+            file = self.names.data_file(rank)
+            for node in self._nodes_of(position) if file in known else ():
+                files[self.node_names[node]].append(file)
+        return replace(merged, nodes={name: tuple(kept) for name, kept in files.items()})
+
     def discard(self) -> None:
         """Remove what this rank wrote, unless the save may exist."""
-        if self.may_exist:
+        if not self._is_removable:
             return
         for position in range(self.comm.size):
             if self.comm.position in self._receivers(position):
-                _remove(self.directory.backend, self.ticket.data_file(self.comm.ranks[position]))
-        self.directory.discard(self.ticket, self.comm.rank)
+                _remove(self.directory.backend, self.names.data_file(self.comm.ranks[position]))
+        self.directory.discard(self.names, self.comm.rank)
+
+    def lose_rank(self, error: LostRankError) -> None:
+        """Leave everything as it is: nobody knows how far the others are."""
+
+    def release(self) -> None:
+        """Close the transport."""
+        if self._transport is not None:
+            self._transport.close()
 
     def _nodes_of(self, position: int) -> list[int]:
         """Return the nodes that have a rank's data file, its own first."""
@@ -191,59 +215,27 @@ class NodeSave:
         index = self.nodes[own].index(position)
         return [self.nodes[node][index % len(self.nodes[node])] for node in others]
 
-    def _copy_files(self, sizes: dict[str, int], transport: Transport, addresses: list[bytes]) -> None:
+    def _copy_files(self, manifest: Manifest, transport: Transport) -> tuple[None, bytes]:
         """Send this rank's data file to other nodes, and write those of others here."""
         ranks, here, backend = self.comm.ranks, self.comm.position, self.directory.backend
-        names = [self.ticket.data_file(rank) for rank in ranks]
+        sizes = dict(zip(manifest.catalog.files, manifest.file_bytes.tolist()))
+        files = [self.names.data_file(rank) for rank in ranks]
         outgoing = {
-            ranks[other]: _read(backend, names[here]) for other in self._receivers(here) if names[here] in sizes
+            ranks[other]: _read(backend, files[here]) for other in self._receivers(here) if files[here] in sizes
         }
         incoming = {
-            ranks[other]: _write(backend, names[other], sizes[names[other]])
+            ranks[other]: _write(backend, files[other], sizes[files[other]])
             for other in range(self.comm.size)
-            if names[other] in sizes and here in self._receivers(other)
+            if files[other] in sizes and here in self._receivers(other)
         }
-        transport.exchange(addresses, outgoing, incoming)
-
-
-def check_storage(storage: Storage, copies: int = 1, in_background: bool = False) -> None:
-    """Raise ValidationError if there is no such kind of storage, or it cannot be had with the other options."""
-    if storage not in ("shared", "per_node"):
-        raise ValidationError([f"storage has to be 'shared' or 'per_node'; got {storage!r}"])
-    if storage == "per_node" and in_background:
-        raise ValidationError(
-            [
-                "async_save does not work with storage='per_node': the writer processes of all ranks settle a save "
-                "through one directory, which they have to share. Remedy: save with async_save=False"
-            ]
-        )
-    if storage == "shared" and copies != 1:
-        raise ValidationError([f"node_copies={copies!r} needs storage='per_node'"])
-
-
-def check_visible(directory: SaveDirectory, ticket: SaveNames) -> tuple[None, bytes]:
-    """Check that this rank sees the save that another has begun, as it has to with storage that all share.
-
-    Raises:
-        ValidationError: It does not.
-    """
-    if not directory.sees(ticket):
-        marker = directory.backend.where(ticket.marker_file)
-        raise ValidationError(
-            [
-                f"{marker} is not there, with which the coordinator has begun the save: ranks do not share one "
-                "directory. Remedy: give all ranks the same path of storage that they share; or save with "
-                "storage='per_node', to a directory on each node"
-            ]
-        )
-    return None, b""
+        transport.exchange(list(self._addresses), outgoing, incoming)
+        return None, b""
 
 
 def meet_nodes(
     comm: Communicator,
     open_directory: Callable[[], NodeDirectory],
-    unique_id: int | None,
-    head: Callable[[], bytes],
+    options: SaveOptions,
     locks: contextlib.ExitStack,
     context: str,
 ) -> NodeSave:
@@ -252,8 +244,7 @@ def meet_nodes(
     Args:
         comm: The ranks.
         open_directory: Gives this rank's.
-        unique_id: The id that is wanted; None takes the one after the highest that any node has.
-        head: Gives what ranks have to agree about.
+        options: Of the save; ranks have to agree about them.
         locks: Takes the right to save, on the ranks that commit.
         context: What is being done, for errors.
 
@@ -264,64 +255,75 @@ def meet_nodes(
     own = f"{comm.rank}.{os.urandom(16).hex()}.node"
 
     def show() -> tuple[None, bytes]:
-        said, backend = head(), open_directory().backend
+        head, backend = options.encode("save_state_dict"), open_directory().backend
         backend.make_directory()
         locks.callback(_remove, backend, own)
         write_file(backend, own, b"")
-        return None, join((said, own.encode()))
-
-    def look() -> tuple[None, bytes]:
-        committer = next((position for position, name in enumerate(tokens) if _is_there(backend, name)), None)
-        if committer is None or committer > comm.position:
-            raise CheckpointError(
-                f"{backend.where(own)} is not there any more: another save is writing to {backend.path}. Remedy: wait "
-                "until it has finished"
-            )
-        said: dict[str, object] = {"committer": committer}
-        if committer == comm.position:
-            lock = directory.lock()
-            locks.callback(lock.release)
-            known = directory.known_saves()
-            said["place"] = f"{socket.gethostname()}:{backend.path}"
-            said["save"] = [*directory.choose_save(unique_id), os.urandom(16).hex()]
-            said["known"] = known._asdict()
-        return None, json.dumps(said).encode()
+        return None, join((head, own.encode()))
 
     _, answers = comm.together(show, context)
     check_same([split(answer)[0] for answer in answers], context)
     tokens = [split(answer)[1].decode() for answer in answers]
-    directory = open_directory()
-    backend = directory.backend
-    _, answers = comm.together(look, context)
-    said = [json.loads(answer) for answer in answers]
-    committers = sorted({each["committer"] for each in said})
-    strays = [comm.ranks[position] for position in committers if said[position]["committer"] != position]
+    _, answers = comm.together(lambda: _look(comm, open_directory(), tokens, options.unique_id, locks), context)
+    seen = [json.loads(answer) for answer in answers]
+    committers = sorted({each["committer"] for each in seen})
+    strays = [comm.ranks[position] for position in committers if seen[position]["committer"] != position]
     if strays:
         raise CheckpointError(
             f"{context}: which ranks share a directory cannot be told, as not all that see the one of ranks {strays} "
             "see each other's files. Remedy: try again; if it stays so, the file system shows new files too late"
         )
-    nodes = [[p for p in range(comm.size) if said[p]["committer"] == committer] for committer in committers]
-    saves = [said[committer]["save"] for committer in committers]
-    known = [said[committer]["known"] for committer in committers]
+    saves = [seen[committer]["save"] for committer in committers]
     chosen = max(save[0] for save in saves)
-    generation = max(save[1] for save in saves if save[0] == chosen)
+    published, aborted = _earlier_saves([seen[committer]["known"] for committer in committers])
+    return NodeSave(
+        comm,
+        open_directory(),
+        context,
+        SaveNames(chosen, max(save[1] for save in saves if save[0] == chosen), saves[0][2]),
+        [[p for p in range(comm.size) if seen[p]["committer"] == committer] for committer in committers],
+        [f"{number} ({seen[committer]['place']})" for number, committer in enumerate(committers)],
+        published,
+        aborted,
+        options.node_copies,
+    )
+
+
+def _look(
+    comm: Communicator,
+    directory: NodeDirectory,
+    tokens: list[str],
+    unique_id: int | None,
+    locks: contextlib.ExitStack,
+) -> tuple[None, bytes]:
+    """Find the first rank whose token is here; if it is this one, take the lock and choose a save for this node."""
+    backend = directory.backend
+    committer = next((position for position, token in enumerate(tokens) if _is_there(backend, token)), None)
+    if committer is None or committer > comm.position:
+        raise CheckpointError(
+            f"{backend.where(tokens[comm.position])} is not there any more: another save is writing to {backend.path}. "
+            "Remedy: wait until it has finished"
+        )
+    seen: dict[str, object] = {"committer": committer}
+    if committer == comm.position:
+        lock = directory.lock()
+        locks.callback(lock.release)
+        known = directory.known_saves()
+        seen["place"] = f"{socket.gethostname()}:{backend.path}"
+        seen["save"] = [*directory.choose_save(unique_id), os.urandom(16).hex()]
+        seen["known"] = known._asdict()
+    return None, json.dumps(seen).encode()
+
+
+def _earlier_saves(known: list[dict[str, Any]]) -> tuple[set[str], set[str]]:
+    """Return the tokens of earlier saves that a node has published, and of those that none can publish any more."""
     published = {token for each in known for token in each["published"]}
     aborted = set()
     for token in {token for each in known for token in each["prepared"]} - published:
         of = [each["begun"][token] for each in known if token in each["begun"]]
         if len(of) == of[0]:  # all that took part are here
             aborted.add(token)
-    return NodeSave(
-        comm,
-        directory,
-        context,
-        SaveNames(chosen, generation, saves[0][2]),
-        nodes,
-        [f"{number} ({said[committer]['place']})" for number, committer in enumerate(committers)],
-        published,
-        aborted,
-    )
+    return published, aborted
 
 
 def _remove(backend: Backend, name: str) -> None:

@@ -28,7 +28,7 @@ class ReplicaPolicies:
 
     Attributes:
         compares: Whether replicas are compared at all.
-        said: The same in a form for JSON, to be compared across ranks.
+        agreed: The same in a form for JSON, to be compared across ranks.
     """
 
     def __init__(self, check_replicas: CheckReplicas) -> None:
@@ -61,7 +61,7 @@ class ReplicaPolicies:
             if pattern != _DEFAULT
         ]
         patterns = [[pattern.pattern, pattern.flags, code] for pattern, code in self._patterns]
-        self.said = [self.compares, self._default, patterns]
+        self.agreed = [self.compares, self._default, patterns]
 
     def of(self, keys: Sequence[str], weights: Sequence[Any]) -> np.ndarray:
         """Return the policy of each shard, uint8 ``[n]``.

@@ -68,7 +68,7 @@ class ReshardOptions(TransferOptions):
 
     offload: bool = False
     check_replicas: CheckReplicas = field(
-        default=True, metadata=rule(compared=lambda value: ReplicaPolicies(value).said)
+        default=True, metadata=rule(compared=lambda value: ReplicaPolicies(value).agreed)
     )
 
 

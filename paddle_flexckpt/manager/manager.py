@@ -257,7 +257,7 @@ class CheckpointManager:
             contents.update(collect_extra_state(lr_scheduler, scaler, step, rng, dataloader, **check_extra(extra)))
             if self._comm.position == 0:
                 self._steps.prepare(step, overwrite or step in self._damaged)
-            said = {"blocking": not background, "check_replicas": ReplicaPolicies(check_replicas).said}
+            said = {"blocking": not background, "check_replicas": ReplicaPolicies(check_replicas).agreed}
             head = encode_options(CheckpointManager.save, options, **said, **given(options))
             numbers_said = {"time": time.time(), "metrics": {name: repr(number) for name, number in numbers.items()}}
             return (contents, numbers), join((head, json.dumps(numbers_said).encode()))

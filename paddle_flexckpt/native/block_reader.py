@@ -27,7 +27,7 @@ HASHED_BEHIND = 2
 
 
 class _Hashed(NamedTuple):
-    """Blocks that are being hashed: of which item, read from which row, the number of the first, and their bytes."""
+    """Hold blocks that are being hashed: their item, the row read, the number of the first, and their bytes."""
 
     item: int
     row: int

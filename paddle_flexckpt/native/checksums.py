@@ -70,7 +70,7 @@ class HashThread:
 
 @dataclass(frozen=True, eq=False)
 class Checksums:
-    """Checksums of the items of a catalog, in row order.
+    """Hold the checksums of the items of a catalog, in row order.
 
     Attributes:
         values: uint64 ``[total blocks]``.

@@ -1,4 +1,4 @@
-"""Data files: one safetensors file per rank, streamed.
+"""Write and open data files: one safetensors file per rank, streamed.
 
 The header is complete before the first byte of data is written, because the write plan knows all sizes; the data then
 goes from the tensors' own memory to the file. Large items are hashed by a thread while they are written, small ones

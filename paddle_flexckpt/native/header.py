@@ -1,4 +1,4 @@
-"""Headers of data files: what a rank's file says about itself, without the manifest."""
+"""Make and read headers of data files: what a rank's file says about itself, without the manifest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 
 @dataclass(frozen=True)
 class DataFileHeader:
-    """What the header of a data file says.
+    """Hold what the header of a data file says.
 
     Attributes:
         info: Its ``__metadata__`` without ``shards``.
@@ -75,7 +75,7 @@ class DataFileHeader:
         return cls(info, shards, entries)
 
     def encode(self) -> bytes:
-        """The first bytes of the file: the length and the padded text."""
+        """Return the first bytes of the file: the length and the padded text."""
         info = {**self.info, "shards": json.dumps(self.shards, ensure_ascii=False)}
         text = json.dumps({"__metadata__": info, **self.entries}, ensure_ascii=False, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
@@ -83,7 +83,7 @@ class DataFileHeader:
 
     @classmethod
     def decode(cls, data: bytes) -> DataFileHeader:
-        """Reads a header.
+        """Read a header.
 
         Args:
             data: What :func:`read_header` gave.
@@ -120,7 +120,7 @@ def _table(name: str, cursor: JsonCursor) -> dict[str, Any]:
 
 
 def read_header(file: InputFile) -> bytes:
-    """The first bytes of a data file, up to its first tensor.
+    """Read the first bytes of a data file, up to its first tensor.
 
     Raises:
         ValueError: The file cannot have such a header; the text says why.
@@ -137,7 +137,7 @@ def read_header(file: InputFile) -> bytes:
 
 
 def item_names(items: Catalog) -> list[str]:
-    """Names of the items in a data file: the key, numbered where a file holds several shards of one key."""
+    """Name the items in a data file: by the key, numbered where a file holds several shards of one key."""
     count = np.bincount(items.key, minlength=len(items.keys))
     seen: dict[str, int] = {}
     names = []

@@ -1,4 +1,4 @@
-"""JSON read piece by piece: nothing is built of what the caller does not expect, so memory stays in proportion.
+"""Read JSON step by step: nothing is built of what the caller does not expect, so memory stays in proportion.
 
 ``json.loads`` makes 64 bytes of every ``[],`` of a file. Here the caller says what comes next: an object, whose entries
 it takes one at a time, a text, or a small value.
@@ -24,18 +24,18 @@ _TEXT = re.compile(rb'(?:[^"\\\x00-\x1f]+|\\[^\x00-\x1f])*')
 
 
 class JsonCursor:
-    """A place in a JSON text; every method reads on from there.
+    """Hold a place in a JSON text; every method reads on from there.
 
     All methods raise ValueError, with what is wrong, if something else stands there.
     """
 
     def __init__(self, text: bytes) -> None:
-        """Args: text: the JSON, from its first byte."""
+        """Begin at the first byte of a JSON text."""
         self._text = text
         self._at = 0
 
     def entries(self) -> Iterator[str]:
-        """The names of an object; the caller reads the value of each before it asks for the next one."""
+        """Yield the names of an object; the caller reads the value of each before it asks for the next one."""
         self._expect(b"{")
         seen: set[str] = set()
         if self._peek() == b"}":
@@ -52,7 +52,7 @@ class JsonCursor:
                 return
 
     def string(self, most: int | None = None) -> str:
-        """A text, of at most so many bytes if that is given."""
+        """Read a text, of at most so many bytes if that is given."""
         usual = _PLAIN_NAME.match(self._text, self._at)
         if usual is not None:
             self._at = usual.end()
@@ -73,7 +73,7 @@ class JsonCursor:
         return value
 
     def texts(self) -> dict[str, str]:
-        """An object of at most :data:`MAX_TEXTS` texts."""
+        """Read an object of at most :data:`MAX_TEXTS` texts."""
         found: dict[str, str] = {}
         for name in self.entries():
             found[name] = self.string()
@@ -82,7 +82,7 @@ class JsonCursor:
         return found
 
     def match(self, pattern: re.Pattern[bytes]) -> tuple[bytes, ...] | None:
-        """The groups of a pattern if it stands here, before anything else is looked at; None if it does not."""
+        """Return the groups of a pattern if it stands here; None, with nothing read, if it does not."""
         match = pattern.match(self._text, self._at)
         if match is None:
             return None
@@ -90,7 +90,7 @@ class JsonCursor:
         return match.groups()
 
     def value(self, with_fractions: bool = False) -> Any:
-        """A value of at most :data:`MAX_VALUE_BYTES` bytes: whole numbers, texts, lists and objects of them.
+        """Read a value of at most :data:`MAX_VALUE_BYTES` bytes: whole numbers, texts, lists and objects of them.
 
         Args:
             with_fractions: Whether other numbers are taken too, as they are.
@@ -114,7 +114,7 @@ class JsonCursor:
         return value
 
     def end(self) -> None:
-        """The end of the text, after spaces."""
+        """Check that nothing follows but spaces."""
         if self._peek():
             raise ValueError(f"byte {self._at}: more than one JSON value")
 

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, and whether they are whole."""
+"""List checkpoints, and tell whether they are whole."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paddle_flexckpt.native.directory import CheckpointDirectory
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint that has been committed.
+    """Describe one checkpoint that has been committed.
 
     Attributes:
         path: Its directory.
@@ -39,12 +39,12 @@ class CheckpointInfo:
     problem: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, JSON-safe."""
+        """Return all fields, JSON-safe."""
         return asdict(self)
 
 
 def list_checkpoints(path: Location) -> list[CheckpointInfo]:
-    """The checkpoints in a directory and in the directories right below it.
+    """List the checkpoints in a directory and in the directories right below it.
 
     A save that is not finished is no checkpoint, and is not listed; neither are checkpoints of Paddle's own.
 
@@ -67,7 +67,7 @@ def list_checkpoints(path: Location) -> list[CheckpointInfo]:
 
 
 def latest(path: Location) -> CheckpointInfo | None:
-    """The complete checkpoint of the highest step (without steps: of the highest id); None if there is none.
+    """Return the complete checkpoint of the highest step (without steps: of the highest id); None if there is none.
 
     Args:
         path: As for :func:`list_checkpoints`.
@@ -77,7 +77,7 @@ def latest(path: Location) -> CheckpointInfo | None:
 
 
 def is_complete(path: Location, unique_id: int | None = None) -> bool:
-    """Whether a checkpoint has been committed and all its files are there, of their size and of the same save.
+    """Return whether a checkpoint has been committed and all its files are there, of their size and of the same save.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
@@ -110,7 +110,7 @@ def _broken(path: str, unique_id: int, error: Exception) -> CheckpointInfo:
 
 
 def _info(directory: CheckpointDirectory, unique_id: int) -> CheckpointInfo | None:
-    """What there is of an id; None if it has been removed meanwhile."""
+    """Describe what there is of an id; None if it has been removed meanwhile."""
     try:
         manifest = directory.read_committed(unique_id)
     except FileNotFoundError as error:

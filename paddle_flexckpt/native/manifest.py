@@ -1,4 +1,4 @@
-"""The manifest: a safetensors container with the columns of a checkpoint's catalog.
+"""Encode and decode manifests: safetensors containers with the columns of a checkpoint's catalog.
 
 A rank's *part* has the same form and holds the rows of that rank's data file; the manifest is the parts, one after the
 other. It carries a checksum of its own, so that a flipped bit in it cannot send a reader to wrong bytes.
@@ -121,7 +121,7 @@ class Manifest:
         return format_version(self.catalog)
 
     def encode(self) -> bytes:
-        """The container's bytes."""
+        """Return the container's bytes."""
         arrays = {f"{_CATALOG}{name}": _narrow(array) for name, array in self.catalog.to_arrays().items()}
         arrays["checksums"] = self.checksums.values
         arrays["file_bytes"] = self.file_bytes.astype(np.int64)
@@ -145,7 +145,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, file: str) -> Manifest:
-        """Reads a container.
+        """Read a container.
 
         Args:
             data: Its bytes.
@@ -216,7 +216,7 @@ class Manifest:
 
 
 def _decode_nodes(column: np.ndarray | None) -> dict[str, tuple[str, ...]]:
-    """The files by node from their column; ValueError, TypeError or AttributeError if they are none."""
+    """Decode the files by node; ValueError, TypeError or AttributeError if they are none."""
     if column is None:
         return {}
     nodes = {str(node): tuple(files) for node, files in json.loads(column.tobytes()).items()}
@@ -227,7 +227,7 @@ def _decode_nodes(column: np.ndarray | None) -> dict[str, tuple[str, ...]]:
 
 
 def _check_columns(catalog: Catalog, file_bytes: np.ndarray) -> None:
-    """Checks that columns index their tables and that every item lies in its file.
+    """Check that columns index their tables and that every item lies in its file.
 
     Raises:
         ValueError: They do not.
@@ -275,7 +275,7 @@ def format_version(catalog: Catalog) -> str:
 
 
 def read_save_token(file: InputFile, name: str) -> str:
-    """The save token of a manifest, of which only the header is read.
+    """Read the save token of a manifest, of which only the header is read.
 
     Args:
         file: The manifest.
@@ -292,7 +292,7 @@ def read_save_token(file: InputFile, name: str) -> str:
 
 
 def merge_parts(parts: Sequence[Manifest]) -> Manifest:
-    """The manifest of a checkpoint from the parts of its ranks, in rank order.
+    """Merge the parts of ranks, in rank order, into the manifest of a checkpoint.
 
     Raises:
         ValidationError: There is no part, or the parts come from different saves.
@@ -307,7 +307,7 @@ def merge_parts(parts: Sequence[Manifest]) -> Manifest:
 
 
 def _narrow(column: np.ndarray) -> np.ndarray:
-    """The column in the smallest integer type that holds its values: most offsets and extents are small."""
+    """Return a column in the smallest integer type that holds its values: most offsets and extents are small."""
     if column.dtype == np.uint8:
         return column
     low, high = int(column.min(initial=0)), int(column.max(initial=0))

@@ -1,4 +1,4 @@
-"""Directories of nodes that share no storage: each has its part of the data, and a manifest of all of it.
+"""Save to nodes that share no storage: each has its part of the data, and a manifest of all of it.
 
 A save is *prepared* on a node when the data files of its ranks are durable and so is the manifest, under another name.
 No node publishes its manifest before all nodes have prepared theirs, so with the first one that is published the
@@ -27,7 +27,7 @@ from paddle_flexckpt.native.save_names import SaveNames
 
 
 class NodeSaves(NamedTuple):
-    """The saves of which one node knows.
+    """Hold the saves of which one node knows.
 
     Attributes:
         published: Tokens of those that are checkpoints.

@@ -1,4 +1,4 @@
-"""Reading: exactly the bytes that strided copies need, from files into memory, verified where whole blocks pass.
+"""Read exactly the bytes that strided copies need, from files into memory, verified where whole blocks pass.
 
 Where the file side of a copy is contiguous, it is read with ``pread`` block by block, straight into the target where
 that is contiguous too. Short scattered runs (a column cut) are copied out of a memory map: one numpy call instead of a
@@ -36,7 +36,7 @@ KEPT_BLOCKS = 16
 
 @dataclass
 class _KeptBlock:
-    """A whole, verified block: its memory, as long as the longest block, its bytes, and those no target has needed."""
+    """Hold a verified block: its memory, as long as the longest block, its bytes, and those no target needed."""
 
     memory: np.ndarray
     length: int

@@ -1,4 +1,4 @@
-"""What a load can still read of a damaged checkpoint: intact replicas of what is damaged."""
+"""Find what a load can still read of a damaged checkpoint: intact replicas of what is damaged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_NAMED = 3
 
 @dataclass
 class Damage:
-    """What of the data files cannot be read.
+    """Note what of the data files cannot be read.
 
     Attributes:
         files: Files that a load refuses as a whole, by number.
@@ -27,7 +27,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Concern:
-    """The blocks that a problem is about.
+    """Name the blocks that a problem is about.
 
     Attributes:
         rows: The items.
@@ -39,16 +39,15 @@ class Concern:
 
 
 class Recovery:
-    """Finds out, for every problem, whether replicas make up for it."""
+    """Find out, for every problem, whether replicas make up for it."""
 
     def __init__(self, manifest: Manifest, damage: Damage) -> None:
-        """Args: manifest: of the checkpoint. damage: all that is damaged in its files."""
         self._manifest = manifest
         self._damage = damage
         self._replicas = StoredReplicas(manifest)
 
     def annotate(self, problem: Problem, concern: Concern) -> Problem | None:
-        """The problem with the files that serve a load instead; None if there are not enough of them."""
+        """Return the problem with the files that serve a load instead; None if there are not enough of them."""
         files: set[int] = set()
         for row in concern.rows:
             found = self._servers(row, concern.blocks)
@@ -62,7 +61,7 @@ class Recovery:
         return replace(problem, remedy=f"{problem.remedy}; until then, a load reads the intact replica in {listed}")
 
     def _servers(self, row: int, blocks: range | None) -> set[int] | None:
-        """The files from which a load can read blocks of an item that its own file does not give."""
+        """Return the files from which a load can read blocks of an item that its own file does not give."""
         catalog, damage = self._manifest.catalog, self._damage
         others = [other for other in self._replicas.others(row) if int(catalog.file[other]) not in damage.files]
         for other in others:

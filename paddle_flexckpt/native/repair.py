@@ -1,4 +1,4 @@
-"""Repair: the manifest of a checkpoint, rebuilt from the headers of its data files.
+"""Rebuild the manifest of a checkpoint from the headers of its data files.
 
 What a manifest has and headers have not is the checksums: they are computed anew, from the data as it is now.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -33,7 +34,7 @@ from paddle_flexckpt.native.manifest import FORMAT_VERSIONS, Manifest, SaveInfo,
 
 @dataclass(frozen=True)
 class RebuiltManifest:
-    """A manifest that has not been written yet.
+    """Hold a manifest that has not been written yet.
 
     Attributes:
         manifest: It.
@@ -46,7 +47,7 @@ class RebuiltManifest:
 
 @dataclass(frozen=True)
 class _DataFile:
-    """One data file.
+    """Describe one data file.
 
     Attributes:
         rank: The rank that wrote it, from its name.
@@ -81,7 +82,7 @@ def rebuild_manifest(
     save_token: str | None = None,
     fewer_files: bool = False,
 ) -> RebuiltManifest:
-    """The manifest that a checkpoint's data files had; reads all of them once, writes nothing.
+    """Rebuild the manifest that a checkpoint's data files had; read all of them once, write nothing.
 
     Args:
         directory: Where they are.
@@ -164,7 +165,7 @@ def _choose_save(files: list[_DataFile], save_token: str | None, context: str) -
 def _disagreements(
     directory: CheckpointDirectory, files: list[_DataFile], unique_id: int, fewer_files: bool
 ) -> list[Problem]:
-    """What files of one save say that does not fit together."""
+    """Find what files of one save say that does not fit together."""
     first = files[0].header.info
     wanted = {
         "format": "flexckpt",
@@ -174,21 +175,22 @@ def _disagreements(
     }
     problems = []
     for file in files:
-        info, path = file.header.info, directory.backend.where(file.name)
+        info = file.header.info
+        problem = partial(Problem, rank=file.rank, file=directory.backend.where(file.name))
         for name, value in wanted.items():
             if value is None or info.get(name) != value:
-                problems.append(Problem(f"a file has another {name}", None, file.rank, path, value, info.get(name)))
+                problems.append(problem(f"a file has another {name}", expected=value, got=info.get(name)))
         version, known = info.get("format_version"), " or ".join(FORMAT_VERSIONS)
         if version not in FORMAT_VERSIONS:
-            problems.append(Problem("a file has another format_version", None, file.rank, path, known, version))
+            problems.append(problem("a file has another format_version", expected=known, got=version))
         if sum(other.rank == file.rank for other in files) > 1:
             remedy = "remove the copy"
-            problems.append(Problem("a rank has several files of one save", None, file.rank, path, remedy=remedy))
+            problems.append(problem("a rank has several files of one save", remedy=remedy))
     if problems:
         return problems
     if not re.fullmatch("[1-9][0-9]*", first["world_size"]) or not re.fullmatch("(-?[0-9]+)?", first["step"]):
         got = f"{first['world_size']!r} and {first['step']!r}"
-        return [Problem("world_size and step are not numbers", None, files[0].rank, files[0].name, got=got)]
+        return [Problem("world_size and step are not numbers", rank=files[0].rank, file=files[0].name, got=got)]
     missing = int(first["world_size"]) - len(files)
     if missing < 0 or (missing and not fewer_files):
         problems.append(
@@ -203,31 +205,31 @@ def _disagreements(
 
 
 def _catalogs(directory: CheckpointDirectory, files: list[_DataFile]) -> tuple[list[Catalog], list[Problem]]:
-    """The items of each file, with byte offsets from the start of the file."""
+    """Return the items of each file, with byte offsets from the start of the file."""
     parts, problems = [], []
     for file in files:
-        path = directory.backend.where(file.name)
+        problem = partial(Problem, rank=file.rank, file=directory.backend.where(file.name))
         try:
             items = _items(file)
         except (KeyError, TypeError, ValueError, OverflowError, IndexError) as error:
-            problems.append(Problem("the header is damaged", rank=file.rank, file=path, got=repr(error)))
+            problems.append(problem("the header is damaged", got=repr(error)))
             continue
         ends = items.byte_offset + items.byte_length
         begins = np.append(file.data_start, ends[:-1]) if len(ends) else ends
         for row in np.flatnonzero(begins != items.byte_offset).tolist():
             key, got = items.key_name(row), int(items.byte_offset[row])
             what = "a shard does not begin where the one before it ends"
-            problems.append(Problem(what, key, file.rank, path, f"byte {begins[row]}", f"byte {got}", None, got))
+            problems.append(problem(what, key, expected=f"byte {begins[row]}", got=f"byte {got}", offset=got))
         end = int(ends[-1]) if len(ends) else file.data_start
         if end != file.size:
             what = "a file has another size than its header says"
-            problems.append(Problem(what, None, file.rank, path, f"{end} bytes", f"{file.size} bytes"))
+            problems.append(problem(what, expected=f"{end} bytes", got=f"{file.size} bytes"))
         parts.append(items)
     return parts, problems
 
 
 def _items(file: _DataFile) -> Catalog:
-    """The items of one file.
+    """Return the items of one file.
 
     Raises:
         ValueError: The header contradicts itself (KeyError, TypeError, OverflowError, IndexError: or lacks something).
@@ -261,7 +263,7 @@ def _items(file: _DataFile) -> Catalog:
 
 
 def _part(directory: CheckpointDirectory, file: _DataFile, items: Catalog) -> Manifest:
-    """The file's part of the manifest; reads the file."""
+    """Read the file and return its part of the manifest."""
     path = directory.backend.where(file.name)
     sums: list[int] = []
     buffer = np.empty(BLOCK_BYTES, dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Replicas in files: stored items that are the same bytes, so that one can be read where another is damaged.
+"""Find replicas in files: items that are the same bytes, so that one can be read where another is damaged.
 
 A save with ``save_replicas=True`` writes what every rank holds. Items count as replicas if they are the same shard and
 the manifest has the same checksums for them: then any block of one is the block of the other.
@@ -20,15 +20,15 @@ _MAX_TOLD = 3
 
 
 class StoredReplicas:
-    """Which items of a checkpoint are the same bytes."""
+    """Tell which items of a checkpoint are the same bytes."""
 
     def __init__(self, manifest: Manifest) -> None:
-        """Looks at nothing yet: as long as nothing is damaged, nobody asks."""
+        """Look at nothing yet: as long as nothing is damaged, nobody asks."""
         self._manifest = manifest
         self._groups: tuple[ReplicaGroups, np.ndarray] | None = None
 
     def others(self, item: int) -> list[int]:
-        """The other items with the same bytes: first those of the ranks after its own, so that readers spread."""
+        """Return the other items with the same bytes, first of the ranks after its own, so that readers spread."""
         if self._manifest.foreign:  # without checksums nothing says that they are the same
             return []
         if self._groups is None:
@@ -47,14 +47,20 @@ class StoredReplicas:
 
 
 class ReplicaChoice:
-    """Which of its replicas an item is read from, by what has turned out to be damaged.
+    """Choose the replica that an item is read from, by what has turned out to be damaged.
 
     Attributes:
         used: By key, what was damaged and which file served instead.
     """
 
     def __init__(self, backend: Backend, manifest: Manifest, allowed: bool) -> None:
-        """Args: backend: where the files are. manifest: of them. allowed: whether replicas serve for one another."""
+        """Note nothing yet.
+
+        Args:
+            backend: Where the files are.
+            manifest: Of them.
+            allowed: Whether replicas serve for one another.
+        """
         self._backend = backend
         self._manifest = manifest
         self._replicas = StoredReplicas(manifest)
@@ -64,19 +70,19 @@ class ReplicaChoice:
         self._told: dict[str, dict[tuple[int, int], str]] = {}
 
     def serving(self, item: int) -> int:
-        """The row that an item is read from."""
+        """Return the row that an item is read from."""
         return self._serving.get(item, item)
 
     def is_damaged(self, row: int) -> bool:
-        """Whether something of a row is known to be damaged."""
+        """Return whether something of a row is known to be damaged."""
         return row in self._damaged
 
     def note_damage(self, row: int) -> None:
-        """Notes that something of a row is damaged."""
+        """Note that something of a row is damaged."""
         self._damaged.add(row)
 
     def candidates(self, item: int) -> Iterator[int]:
-        """The rows to read an item from, best first."""
+        """Yield the rows to read an item from, best first."""
         first = self.serving(item)
         yield first
         if self._allowed:
@@ -84,7 +90,7 @@ class ReplicaChoice:
             yield from sorted(self._replicas.others(first), key=lambda row: row in self._damaged)
 
     def serve(self, item: int, row: int, failures: list[tuple[int, Exception]]) -> None:
-        """Notes that a row serves for an item from now on, after other rows have been tried."""
+        """Note that a row serves for an item from now on, after other rows have been tried."""
         if not failures:
             return
         self._serving[item] = row
@@ -93,7 +99,7 @@ class ReplicaChoice:
             told.setdefault((other, row), f"{self._describe(other, error)}; read from {self.where(row)} instead")
 
     def error(self, failures: list[tuple[int, Exception]], touched: bool) -> Exception:
-        """What is to be raised where no copy can be read.
+        """Return the error where no copy can be read.
 
         Args:
             failures: The rows that were tried, and why they cannot be read.
@@ -106,13 +112,13 @@ class ReplicaChoice:
         return CorruptCheckpointError(f"{text}.{state} Remedy: load another checkpoint")
 
     def where(self, row: int) -> str:
-        """A row's file, key and rank."""
+        """Return a row's file, key and rank."""
         catalog = self._manifest.catalog
         path = self._backend.where(catalog.file_name(row) or "")
         return f"file {path!r}, key {catalog.key_name(row)!r}, saved by rank {int(catalog.rank[row])}"
 
     def _describe(self, row: int, error: Exception) -> str:
-        """What is wrong with a copy, without a remedy."""
+        """Return what is wrong with a copy, without a remedy."""
         if isinstance(error, CorruptCheckpointError):
             return str(error).partition(". Remedy: ")[0]
         what = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, read strictly: bounded, without duplicates, every tensor inside the file."""
+"""Read headers of safetensors files strictly: bounded, without duplicates, every tensor inside the file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ITEMSIZE = {dtype.safetensors: dtype.itemsize // dtype.trailing for dtype in DT
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a safetensors file.
+    """Describe a tensor of a safetensors file.
 
     Attributes:
         code: Its element type's code.
@@ -46,7 +46,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Header:
-    """What a header says.
+    """Hold what a header says.
 
     Attributes:
         tensors: By name.
@@ -58,7 +58,7 @@ class Header:
 
 
 def header_bytes(start: bytes, file_bytes: int, file: str, most: int = MAX_HEADER_BYTES) -> int:
-    """Length of the header from the first 8 bytes of a file.
+    """Return the length of the header, by the first 8 bytes of a file.
 
     Raises:
         CorruptCheckpointError: It is longer than the file, or than ``most`` bytes.
@@ -70,7 +70,7 @@ def header_bytes(start: bytes, file_bytes: int, file: str, most: int = MAX_HEADE
 
 
 def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
-    """Reads a header, entry by entry: what is not an entry of a header is refused before anything is made of it.
+    """Read a header, entry by entry: what is not an entry of a header is refused before anything is made of it.
 
     Args:
         text: The JSON text, without the 8 bytes before it.
@@ -113,7 +113,7 @@ def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
 
 
 def _entry(code: bytes, shape: bytes, begin: bytes, end: bytes) -> dict[str, Any]:
-    """The value of an entry in the spelling of safetensors' own writer, of which a header may have very many."""
+    """Return the value of an entry in the spelling of safetensors' own writer, of which a header may have very many."""
     extents = list(map(int, shape.split(b","))) if shape else []
     return {"dtype": code.decode(), "shape": extents, "data_offsets": [int(begin), int(end)]}
 

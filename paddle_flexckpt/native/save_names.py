@@ -1,4 +1,4 @@
-"""Names of the files of a save."""
+"""Name the files of a save."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OF_RANK = re.compile(
 
 
 def data_file_name(rank: int, unique_id: int, generation: int) -> str:
-    """``{rank}_{id}.safetensors``; a save that replaces an id gets a generation, as the old files still serve."""
+    """Return ``{rank}_{id}.safetensors``; a save that replaces an id has a generation, as old files still serve."""
     return f"{rank}_{unique_id}{_suffix(generation)}.safetensors"
 
 
@@ -26,7 +26,7 @@ def _suffix(generation: int) -> str:
 
 @dataclass(frozen=True)
 class SaveNames:
-    """What one save calls its files.
+    """Name the files of one save.
 
     Attributes:
         unique_id: The checkpoint's id.
@@ -39,19 +39,19 @@ class SaveNames:
     token: str
 
     def data_file(self, rank: int) -> str:
-        """Name of a rank's data file."""
+        """Return the name of a rank's data file."""
         return data_file_name(rank, self.unique_id, self.generation)
 
     def part_file(self, rank: int) -> str:
-        """Name of a rank's part."""
+        """Return the name of a rank's part."""
         return f"{rank}_{self._stem}.part"
 
     def failure_file(self, rank: int) -> str:
-        """Name of what a rank says if it cannot write."""
+        """Return the name of what a rank says if it cannot write."""
         return f"{rank}_{self._stem}.failed"
 
     def prepared_file(self, rank: int) -> str:
-        """Name of a node's manifest that is not published yet; ``rank`` is that of its committer."""
+        """Return the name of a node's manifest that is not published yet; ``rank`` is that of its committer."""
         return f"{rank}_{self._stem}.prepared"
 
     @property
@@ -64,11 +64,11 @@ class SaveNames:
         return f"{self.unique_id}{_suffix(self.generation)}"
 
     def owns(self, name: str) -> bool:
-        """Whether a file is a rank's of this save, by its name."""
+        """Return whether a file is a rank's of this save, by its name."""
         return save_of(name) == (self.unique_id, self.generation)
 
 
 def save_of(name: str) -> tuple[int, int] | None:
-    """Id and generation of the save that a rank's file is of; None for other files."""
+    """Return id and generation of the save that a rank's file is of; None for other files."""
     match = OF_RANK.fullmatch(name)
     return (int(match[2]), int(match[3] or 0)) if match else None

@@ -1,4 +1,4 @@
-"""Verification: every byte of a checkpoint's data files against its manifest; all that is wrong, not the first only.
+"""Verify every byte of a checkpoint's data files against its manifest; find all that is wrong, not the first only.
 
 Each file is read once, block by block, in the order of its bytes.
 """
@@ -25,7 +25,7 @@ REMEDY = "restore the file from a copy, or load another checkpoint"
 
 @dataclass
 class Verification:
-    """What was found.
+    """Hold what was found.
 
     Attributes:
         problems: All of them, in the order of the files.
@@ -47,7 +47,7 @@ class Verification:
 
 
 def verify_files(directory: Location, manifest: Manifest) -> Verification:
-    """Reads all data files of a checkpoint once and compares them with its manifest.
+    """Read all data files of a checkpoint once and compare them with its manifest.
 
     Compared are sizes, save tokens, headers (with the bytes that the manifest says they have), the checksum of every
     block, and whether items follow each other without gaps. One block is in memory at a time.
@@ -76,7 +76,7 @@ def verify_files(directory: Location, manifest: Manifest) -> Verification:
 
 @dataclass
 class _Stretch:
-    """Blocks of one item that follow each other and have the same fault.
+    """Note blocks of one item that follow each other and have the same fault.
 
     Attributes:
         what: The fault.
@@ -94,7 +94,7 @@ class _Stretch:
 
 
 class _FileVerifier:
-    """Compares one data file with the manifest."""
+    """Compare one data file with the manifest."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class _FileVerifier:
         got: object = None,
         blocks: range | None = None,
     ) -> None:
-        """Notes a problem.
+        """Note a problem.
 
         Args:
             what: The problem.
@@ -154,13 +154,13 @@ class _FileVerifier:
         )
 
     def _forget(self, first: int) -> None:
-        """Takes back this file's problems from the given one on."""
+        """Take back this file's problems from the given one on."""
         count = len(self._about) - first
         del self._found.problems[len(self._found.problems) - count :]
         del self._about[first:]
 
     def verify(self) -> None:
-        """Finds all that is wrong with the file."""
+        """Find all that is wrong with the file."""
         first = len(self._found.problems)
         usable = self._verify()
         if not usable:
@@ -173,7 +173,7 @@ class _FileVerifier:
                 self._concerns[number] = Concern(rows, blocks)
 
     def _verify(self) -> bool:
-        """Finds all that is wrong; returns whether a load takes the file for the one that was written."""
+        """Find all that is wrong; return whether a load takes the file for the one that was written."""
         try:
             opened = self._backend.open(self._name)
         except FileNotFoundError:
@@ -214,7 +214,7 @@ class _FileVerifier:
         return False
 
     def _check_layout(self, file_bytes: int) -> None:
-        """Items have to follow each other, from the header to the end: other bytes have no checksum."""
+        """Check that items follow each other, from the header to the end: other bytes have no checksum."""
         catalog = self._manifest.catalog
         lengths = catalog.byte_length[self._rows]
         begins = catalog.byte_offset[self._rows]
@@ -233,7 +233,7 @@ class _FileVerifier:
             )
 
     def _check_header(self, file: InputFile) -> str | None:
-        """Compares the header with the manifest; returns its save token if that is another."""
+        """Compare the header with the manifest; return its save token if that is another."""
         manifest = self._manifest
         items = manifest.catalog.take(self._rows)
         begin = int(items.byte_offset.min(initial=manifest.file_bytes[self._file]))
@@ -315,7 +315,7 @@ class _FileVerifier:
 
 
 def _first_difference(data: bytes, expected: bytes) -> int:
-    """Index of the first byte that is not as expected."""
+    """Return the index of the first byte that is not as expected."""
     length = min(len(data), len(expected))
     a, b = np.frombuffer(data, np.uint8, length), np.frombuffer(expected, np.uint8, length)
     differs = np.flatnonzero(a != b)

@@ -23,7 +23,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live import device_exchange, saver, target_memory, tensors
+from paddle_flexckpt.live import device_exchange, saver, shared_saves, target_memory, tensors
 from paddle_flexckpt.live.device_memory import DeviceMemory
 from paddle_flexckpt.testing import World, WorldError, rehearsal_device
 
@@ -265,14 +265,14 @@ def wrong_stream():
 
 def copy_after_the_step():
     """An asynchronous save copies when the step has changed the tensors already."""
-    right = saver._Share.stage
+    right = shared_saves.BackgroundSave.write
 
     def stage(self, *arguments):
         while STEP:
             STEP.pop()()
         return right(self, *arguments)
 
-    return replaced(saver._Share, "stage", stage)
+    return replaced(shared_saves.BackgroundSave, "write", stage)
 
 
 def freed_memory():

@@ -10,6 +10,7 @@ import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.engine.verification import verify_checkpoint
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import load_merged_state_dict
@@ -94,7 +95,7 @@ def test_each_node_has_its_part_and_a_manifest_of_all(saved):
     for path in (a, b):
         with open(os.path.join(path, PADDLE_METADATA), "rb") as file:
             assert b"Paddle cannot, because its files are on several nodes" in file.read()
-    first, second = (NodeDirectory(path).read_manifest() for path in (a, b))
+    first, second = (open_to_save(path).read_manifest() for path in (a, b))
     assert (first.save_token, first.nodes, len(first.catalog)) == (second.save_token, second.nodes, len(second.catalog))
     assert list(first.nodes.values()) == [
         ("0_0.safetensors", "1_0.safetensors"),
@@ -266,7 +267,7 @@ def test_a_save_that_one_node_has_published_is_the_new_one_and_is_finished_by_th
     assert "stay until all of the nodes that took part save here again" in caplog.text
     assert load([a, a, b, b], unique_id=0)[1] == 2
     save([a, a, b, b], 4)
-    assert NodeDirectory(a).tokens()[0] == NodeDirectory(b).tokens()[0]
+    assert open_to_save(a).tokens()[0] == open_to_save(b).tokens()[0]
     kinds = {name.rpartition(".")[2] for path in (a, b) for name in os.listdir(path)}
     assert kinds == {"manifest", "safetensors", "metadata"}
     assert not {"2_0.safetensors", "3_0.safetensors"} & set(os.listdir(b))

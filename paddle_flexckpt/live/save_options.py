@@ -1,0 +1,65 @@
+"""Options of a save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from paddle_flexckpt.background import BackgroundWriter
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.engine.options import Options, Storage, rule
+from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
+
+
+@dataclass(frozen=True)
+class SaveOptions(Options):
+    """Hold the options of a save.
+
+    Attributes:
+        coordinator_rank: The rank, counted within the group, that chooses the id and commits.
+        unique_id: The checkpoint's id. None takes the next free one. An id that exists is replaced, and stays what it
+            was until the new checkpoint is complete.
+        async_save: Return as soon as this rank's share is copied to memory that a writer process shares; that process
+            does the rest. Tensors may be changed then. True: with one writer for the whole process; or a
+            BackgroundWriter. It takes memory for the copy, and Linux.
+        save_replicas: Write every replica of every shard.
+        step: Training step to record in the manifest.
+        check_replicas: What is asked of the replicas of one shard. For all keys, or in a dict by glob or compiled
+            regular expression: the first that matches counts, and ``"*"`` is the default (``"equal"`` without it).
+            ``"equal"``, or True: the same bytes, else the save is an error. ``"close"``: where they differ, the values
+            of one rank are saved, and the report and a warning say how far apart they are. ``"first"``: the values of
+            one rank are saved, and the report says whether others differ. False: the same without comparing (with
+            ``save_replicas`` they are compared nonetheless). That rank is, for a whole layer and its states, the lowest
+            that holds them. Running statistics of normalisation layers are ``"first"`` unless a pattern matches them.
+        storage: ``"shared"``: all ranks see the same directory. ``"per_node"``: the ranks of each node see one of their
+            own, under the same path or another; each gets the data of its ranks and a manifest of all, and the
+            checkpoint exists on all of them or on none. Which ranks share a directory is found out. It is loaded with
+            ``storage="per_node"``; not with ``async_save``.
+        node_copies: With ``storage="per_node"``: on how many nodes each data file is kept. With 2, a checkpoint
+            survives the loss of any one node.
+    """
+
+    coordinator_rank: int = 0
+    unique_id: int | None = None
+    async_save: bool | BackgroundWriter = field(
+        default=False, metadata=rule(compared=lambda writer: writer is not False)
+    )
+    save_replicas: bool = False
+    step: int | None = None
+    check_replicas: CheckReplicas = field(
+        default=True, metadata=rule(compared=lambda value: ReplicaPolicies(value).agreed)
+    )
+    storage: Storage = field(default="shared", metadata=rule(choices=("shared", "per_node")))
+    node_copies: int = 1
+
+    def check(self) -> None:
+        """Raise ValidationError if an option has a value that it cannot have, or two do not go together."""
+        super().check()
+        if self.storage == "per_node" and self.async_save is not False:
+            raise ValidationError(
+                [
+                    "async_save does not work with storage='per_node': the writer processes of all ranks agree on the "
+                    "outcome through one directory, which they have to share. Remedy: save with async_save=False"
+                ]
+            )
+        if self.storage == "shared" and self.node_copies != 1:
+            raise ValidationError([f"node_copies={self.node_copies!r} needs storage='per_node'"])
