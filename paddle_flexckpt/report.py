@@ -15,7 +15,7 @@ CHECKSUMS_ARE_NEW = (
 
 
 def format_bytes(count: int) -> str:
-    """A byte count for people: ``1.5 GiB``."""
+    """Return a byte count for people: ``1.5 GiB``."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -25,7 +25,7 @@ def format_bytes(count: int) -> str:
 
 
 def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
-    """What is to be told where replicas had to serve.
+    """Return the warning that replicas had to serve.
 
     Args:
         source: The checkpoint's directory.
@@ -40,7 +40,7 @@ def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
 
 
 def order_warning(source: str, keys: list[str]) -> str:
-    """Return what is to be told where nobody knows in which order elements lie.
+    """Return the warning that nobody knows in which order elements lie.
 
     Args:
         source: The checkpoint's directory, or ``memory``.
@@ -72,9 +72,18 @@ def _rate(count: int, seconds: float) -> str:
     return f"{format_bytes(int(count / seconds))}/s" if seconds > 0 else "-"
 
 
+class Report:
+    """Base of all reports: dataclasses whose fields say what was done."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields, JSON-safe."""
+        fields: Any = self
+        return asdict(fields)
+
+
 @dataclass(frozen=True)
-class SaveReport:
-    """What a save did.
+class SaveReport(Report):
+    """Say what a save did.
 
     Attributes:
         path: The checkpoint's directory.
@@ -105,12 +114,8 @@ class SaveReport:
     replicas: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 
-    def as_dict(self) -> dict[str, Any]:
-        """All fields, JSON-safe."""
-        return asdict(self)
-
     def summary(self) -> str:
-        """One line."""
+        """Return one line for people."""
         total = self.seconds.get("total", 0.0)
         blocked = f", training stood still for {self.seconds['blocked']:.2f} s" if "blocked" in self.seconds else ""
         return (
@@ -121,8 +126,8 @@ class SaveReport:
 
 
 @dataclass(frozen=True)
-class LoadReport:
-    """What a load or a reshard did on this rank.
+class LoadReport(Report):
+    """Say what a load or a reshard did on this rank.
 
     Attributes:
         source: Where the bytes came from: a path, or ``memory``.
@@ -180,12 +185,8 @@ class LoadReport:
     replicas: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        """All fields, JSON-safe."""
-        return asdict(self)
-
     def summary(self) -> str:
-        """One line."""
+        """Return one line for people."""
         total = self.seconds.get("total", 0.0)
         what = "resharded" if self.source == "memory" else "loaded"
         origin = "in memory" if self.source == "memory" else f"from {self.source} (id {self.unique_id})"
@@ -214,8 +215,8 @@ class LoadReport:
 
 
 @dataclass(frozen=True)
-class ExportReport:
-    """What an export did.
+class ExportReport(Report):
+    """Say what an export did.
 
     Attributes:
         source: The checkpoint's directory.
@@ -252,12 +253,8 @@ class ExportReport:
     replicas_used: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        """All fields, JSON-safe."""
-        return asdict(self)
-
     def summary(self) -> str:
-        """One line."""
+        """Return one line for people."""
         total = self.seconds.get("total", 0.0)
         files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         text = (
@@ -272,8 +269,8 @@ class ExportReport:
 
 
 @dataclass(frozen=True)
-class VerifyReport:
-    """What is wrong with a checkpoint.
+class VerifyReport(Report):
+    """Say what is wrong with a checkpoint.
 
     Attributes:
         path: The checkpoint's directory.
@@ -306,15 +303,15 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Return whether nothing is wrong."""
         return not self.problems
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields, JSON-safe."""
+        """Return all fields, JSON-safe."""
         return {**asdict(self), "ok": self.ok}
 
     def summary(self) -> str:
-        """One line."""
+        """Return one line for people."""
         total = self.seconds.get("total", 0.0)
         count = len(self.problems)
         found = "nothing is wrong" if self.ok else "1 problem" if count == 1 else f"{count} problems"
@@ -334,8 +331,8 @@ class VerifyReport:
 
 
 @dataclass(frozen=True)
-class RepairReport:
-    """A manifest that was rebuilt from the data files.
+class RepairReport(Report):
+    """Describe a manifest that was rebuilt from the data files.
 
     Attributes:
         path: The checkpoint's directory.
@@ -361,12 +358,8 @@ class RepairReport:
     bytes_read: int
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def as_dict(self) -> dict[str, Any]:
-        """All fields, JSON-safe."""
-        return asdict(self)
-
     def summary(self) -> str:
-        """One line."""
+        """Return one line for people."""
         total = self.seconds.get("total", 0.0)
         text = (
             f"rebuilt the manifest of id {self.unique_id} in {self.path} from {len(self.files)} data files: "

@@ -1,7 +1,7 @@
 """ShardedWeight: a live shard of a tensor, and the helpers that make shards.
 
 Constructor, attributes and helper signatures are those of Paddle's own classes (3.2 and later), and where Paddle has
-them ours are subclasses, so that either library's objects serve the other.
+them ours are subclasses, so that either library's objects serve the other. Tested in tests/parallel/test_layers.py.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class FusedAxis:
     refused, with ``fused="exact"``). A whole tensor, and a DistTensor, is in natural order: all of q, of k, of v.
 
     Attributes:
-        axis: The axis that is cut.
+        axis: The axis that is split.
         statement: Tags and attributes of the AOA statement, e.g. ``"fused_ffn"`` or ``"fused_qkv_old, num_heads=8,
             num_key_value_groups=2"``; ``axis=`` may be left out. None: no statement is known, and another degree is
             an error.
         parts: Number of parts that lie side by side in the whole tensor, where the shard does not tell: 1 for shards
-            that are cut out of the whole in natural order. None: as many as shards of this extent along the axis.
+            that are split out of the whole in natural order. None: as many as shards of this extent along the axis.
     """
 
     axis: int
@@ -198,7 +198,7 @@ def shard_weight(key: str, weight: Any, axis: int, group: Any) -> ShardedWeight:
     Args:
         key: Name of the tensor.
         weight: The local part.
-        axis: The axis that is cut; negative axes count from the end.
+        axis: The axis that is split; negative axes count from the end.
         group: Process group (``rank`` and ``nranks``) whose ranks hold the parts in order.
 
     Raises:
@@ -211,7 +211,7 @@ def shard_weight(key: str, weight: Any, axis: int, group: Any) -> ShardedWeight:
     # Paddle gives the rank of a group of one as -1, member or not.
     rank = 0 if group.nranks == 1 else group.rank
     if not 0 <= rank < group.nranks:
-        raise ValueError(f"key {key!r}: this rank is not in the group that cuts the tensor ({group})")
+        raise ValueError(f"key {key!r}: this rank is not in the group that splits the tensor ({group})")
     global_shape, offset = list(shape), [0] * len(shape)
     global_shape[axis] = shape[axis] * group.nranks
     offset[axis] = shape[axis] * rank
@@ -224,13 +224,13 @@ def make_tp_sharded_weight_for_checkpoint(key: str, tensor: Any, tensor_parallel
     Args:
         key: Name of the tensor.
         tensor: The local part.
-        tensor_parallel_axis: The axis that is cut.
+        tensor_parallel_axis: The axis that is split.
     """
     return shard_weight(key, tensor, tensor_parallel_axis, model_parallel_group(key))
 
 
 def model_parallel_group(key: str) -> Any:
-    """Return fleet's model-parallel group; in one process without fleet, one that cuts nothing.
+    """Return fleet's model-parallel group; in one process without fleet, one that splits nothing.
 
     Args:
         key: The tensor that needs it, for the error.
@@ -245,7 +245,7 @@ def model_parallel_group(key: str) -> Any:
     if hcg is None and get_world_size() == 1:
         return SimpleNamespace(rank=0, nranks=1, ranks=[0])
     if hcg is None:
-        raise ValueError(f"key {key!r} is cut over the model-parallel group. Remedy: call fleet.init first")
+        raise ValueError(f"key {key!r} is split over the model-parallel group. Remedy: call fleet.init first")
     return hcg.get_model_parallel_group()
 
 
@@ -298,10 +298,10 @@ def build_sharded_state_dict(
 
     Args:
         state_dict: Names and local tensors.
-        shard_rules: The cut axis of each tensor that is cut, as a :class:`FusedAxis` if it fuses several; the others
+        shard_rules: The axis of each tensor that is split, as a :class:`FusedAxis` if it fuses several; the others
             are replicated.
         prefix: Put in front of every name.
-        group: The process group that cuts them; fleet's model-parallel group by default.
+        group: The process group that splits them; fleet's model-parallel group by default.
 
     Raises:
         ValueError: A rule names no tensor, or a tensor that Paddle has marked ``is_distributed`` has no rule: taking
@@ -323,8 +323,8 @@ def build_sharded_state_dict(
             continue
         if getattr(tensor, "is_distributed", False):
             raise ValueError(
-                f"key {key!r} is marked is_distributed, but no rule says along which axis it is cut. Remedy: give its "
-                "layer a _get_shard_rules() that returns {name: axis}"
+                f"key {key!r} is marked is_distributed, but no rule says along which axis it is split. Remedy: give "
+                "its layer a _get_shard_rules() that returns {name: axis}"
             )
         sharded[key] = make_replicated_sharded_weight(key, tensor)
     return sharded

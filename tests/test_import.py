@@ -19,16 +19,6 @@ KNOWN_CIRCLES = (
     {"aoa.compile", "aoa.invert", "aoa.invert_boxes"},
     {"catalog.orders", "catalog.table"},
     {"live.device_memory", "live.tensors"},
-    {"live.loader", "live.node_loads", "live.resharder"},
-    {
-        "parallel.dist_model",
-        "parallel.install",
-        "parallel.optimizers",
-        "parallel.scaler",
-        "parallel.shard_optimizer",
-        "parallel.sharding",
-        "parallel.wrappers",
-    },
 )
 FLOOR = (
     *("algebra", "catalog", "planning", "aoa", "media.remote", "native.reader", "native.listing"),

@@ -28,7 +28,7 @@ _EXACT = {
 
 
 def converted(array: np.ndarray, dtype: str) -> np.ndarray:
-    """An array cast to another dtype.
+    """Return an array cast to another dtype.
 
     Floating-point numbers are rounded once, to nearest and ties to even. What does not fit becomes infinity, or NaN
     where there is none; integers that do not fit wrap around, as in numpy.
@@ -90,7 +90,7 @@ def _to_integer(array: np.ndarray, target: np.dtype) -> np.ndarray:
 
 
 def number_in(value: Number, dtype: str) -> np.ndarray:
-    """A number as a 0-d array.
+    """Return a number as a 0-d array.
 
     Raises:
         StructureError: There is no such number in the dtype (floating-point numbers may be rounded).
@@ -115,7 +115,7 @@ def number_in(value: Number, dtype: str) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def simplify_chain(source_dtype: str, chain: tuple[str, ...]) -> tuple[str, ...]:
-    """The casts of a chain without those that cannot change any number.
+    """Return the casts of a chain without those that cannot change any number.
 
     Args:
         source_dtype: Dtype that the elements have.
@@ -131,7 +131,7 @@ def simplify_chain(source_dtype: str, chain: tuple[str, ...]) -> tuple[str, ...]
 
 
 def _is_transparent(before: str, between: str, after: str) -> bool:
-    """Whether ``before -> between -> after`` gives what ``before -> after`` gives, for every number."""
+    """Return whether ``before -> between -> after`` gives what ``before -> after`` gives, for every number."""
     if before in _EXACT:
         if between not in _EXACT[before]:
             return False
@@ -160,7 +160,7 @@ _WHOLE = {
 
 
 def is_exact(before: str, after: str) -> bool:
-    """Whether every number of one dtype is a number of the other."""
+    """Return whether every number of one dtype is a number of the other."""
     if before == after or after in _EXACT.get(before, ()):
         return True
     if before == "bool":

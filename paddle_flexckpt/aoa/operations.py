@@ -13,7 +13,7 @@ from paddle_flexckpt.aoa.structure import Derived, Structure, StructureError
 
 Shape = tuple[int, ...]
 _TAG_JOINERS = frozenset({"copy", "stack", "unstack", "sum", "average", "lora_merge", "dequant"})
-_MODIFIERS = frozenset({"permute", "reshape", "slice", "pad", "resize", "repeat", "dtype", "dst_dtype", "scale"})
+MODIFIERS = frozenset({"permute", "reshape", "slice", "pad", "resize", "repeat", "dtype", "dst_dtype", "scale"})
 _SHAPE_MODIFIERS = frozenset({"permute", "reshape", "slice", "pad", "resize", "repeat"})
 # Attributes that mean something only beside others.
 _PARTNERS = {
@@ -46,7 +46,7 @@ class Operations:
         self._memo: dict[tuple[Any, ...], Derived] = {}
 
     def apply(self, function: Callable[..., Derived], values: Sequence[Value], *arguments: Any) -> Value:
-        """A function of structures, applied to values.
+        """Apply a function of structures to values.
 
         Raises:
             StructureError: The values do not fit.
@@ -64,14 +64,14 @@ class Operations:
 
 
 def concatenated(values: Sequence[Value]) -> tuple[Any, ...]:
-    """The inputs of all values, in order."""
+    """Return the inputs of all values, in order."""
     return values[0].inputs if len(values) == 1 else tuple(x for value in values for x in value.inputs)
 
 
 def carry_out(
     statement: Statement, left: Sequence[Value], shapes: Sequence[Shape | None], operations: Operations
 ) -> list[Value]:
-    """The values of a statement's right variables.
+    """Carry out a statement: return the values of its right variables.
 
     Args:
         statement: A statement without macros; neither side is ``_``.
@@ -84,7 +84,7 @@ def carry_out(
     """
     _check_partners(statement)
     count = len(statement.right)
-    joiner = _joiner(statement, len(left), count)
+    joiner = joiner_of(statement, len(left), count)
     if joiner is None:
         values = list(left)
         for attribute in statement.attributes:
@@ -118,8 +118,8 @@ def _check_partners(statement: Statement) -> None:
             raise StatementError(f"{attribute.key} means nothing here: it goes with {beside}", attribute.column)
 
 
-def _joiner(statement: Statement, left: int, right: int) -> Attribute | None:
-    """The attribute that turns left variables into right ones; None where each right variable is its left one."""
+def joiner_of(statement: Statement, left: int, right: int) -> Attribute | None:
+    """Return the attribute that makes right variables of left ones; None: each right one is its left one."""
     tags = [attribute for attribute in statement.attributes if attribute.key in _TAG_JOINERS]
     if len(tags) > 1:
         raise StatementError(f"{tags[0].key} and {tags[1].key} exclude each other", tags[1].column)
@@ -183,7 +183,7 @@ def _place(axis: int, shape: Shape) -> int:
 
 
 def _value_step(statement: Statement, joiner: Attribute, count: int) -> Any:
-    """The step of a tag that computes values."""
+    """Return the step of a tag that computes values."""
     if joiner.key == "average":
         return steps.Average(count)
     if joiner.key == "lora_merge":
@@ -240,7 +240,7 @@ def _cut(
 
 
 def _check_sizes(statement: Statement, values: Sequence[Value], axis: int) -> None:
-    """``sizes`` on a join says what the extents have to be."""
+    """Check the extents of what is joined against ``sizes``."""
     attribute = statement.get("sizes")
     if attribute is None or attribute.value == "auto":
         return
@@ -285,8 +285,8 @@ def _sizes(statement: Statement, shape: Shape, axis: int, shapes: Sequence[Shape
 def _modified(
     statement: Statement, attribute: Attribute, value: Value, shape: Shape | None, operations: Operations
 ) -> Value:
-    """The value after one attribute that acts on single variables; others leave it as it is."""
-    if attribute.key not in _MODIFIERS or (attribute.key == "scale" and statement.has("lora_merge")):
+    """Return the value after one attribute that acts on single variables; others leave it as it is."""
+    if attribute.key not in MODIFIERS or (attribute.key == "scale" and statement.has("lora_merge")):
         return value
     modified: Value = _guard(attribute, lambda: _modify(statement, attribute, value, shape, operations))
     return modified
@@ -336,7 +336,7 @@ def _modify(
 
 
 def _slices(text: str) -> tuple[int | tuple[int | None, int | None], ...]:
-    """``"[0:3, :, 2]"`` as one (start, stop) or number per axis."""
+    """Parse ``"[0:3, :, 2]"`` to one (start, stop) or number per axis."""
     inner = text.strip()
     if not (inner.startswith("[") and inner.endswith("]")):
         raise StructureError(f'slice has to be like "[0:100, :, 3]"; got {text!r}')
@@ -356,7 +356,7 @@ def _slices(text: str) -> tuple[int | tuple[int | None, int | None], ...]:
 
 
 def fill_of(statement: Statement) -> Any:
-    """The statement's ``fill``: a number, ``structure_ops.KEEP``, or None.
+    """Return the statement's ``fill``: a number, ``structure_ops.KEEP``, or None.
 
     Raises:
         StructureError: It is neither a number nor "keep".
@@ -374,7 +374,7 @@ def fill_of(statement: Statement) -> Any:
 
 
 def filled(statement: Statement, info: TensorInfo) -> Value:
-    """The value of ``_ -> B``: a constant, or what the destination has.
+    """Return the value of ``_ -> B``: a constant, or what the destination has.
 
     Raises:
         StructureError: ``fill`` does not fit the dtype.

@@ -76,16 +76,16 @@ class Statement:
     tokens: tuple[Token, ...]
 
     def get(self, key: str) -> Attribute | None:
-        """The attribute of that name, or None."""
+        """Return the attribute of that name, or None."""
         return next((attribute for attribute in self.attributes if attribute.key == key), None)
 
     def has(self, tag: str) -> bool:
-        """Whether the tag or attribute is there."""
+        """Return whether the tag or attribute is there."""
         return self.get(tag) is not None
 
 
 def parse(text: str, number: int = 1) -> list[Statement]:
-    """The statements of one text.
+    """Parse the statements of one text.
 
     Args:
         text: One statement or several.
@@ -102,7 +102,7 @@ def parse(text: str, number: int = 1) -> list[Statement]:
 
 
 def written(attribute: Attribute) -> str:
-    """An attribute as it has to be written."""
+    """Write an attribute as it has to stand in a statement."""
     value = attribute.value
     if value is True:
         return attribute.key
@@ -113,7 +113,7 @@ def written(attribute: Attribute) -> str:
 
 
 def parse_program(texts: Sequence[str], first: int = 1) -> list[Statement]:
-    """All statements of a program; ``first`` is the number of the first text.
+    """Parse all statements of a program; ``first`` is the number of the first text.
 
     Raises:
         AoaError: Some are malformed; all of them are listed.
@@ -280,7 +280,7 @@ def _attribute_value(key: str, text: str, column: int) -> Value:
 
 
 def _is_number(value: object, most: float, kinds: tuple[type, ...] = (int,)) -> bool:
-    """Whether a value is a finite number of one of the types, and at most so large."""
+    """Return whether a value is a finite number of one of the types, and at most so large."""
     if type(value) not in kinds:
         return False
     try:

@@ -14,7 +14,7 @@ _KEEPS_AXES = frozenset({"permute", "dtype", "src_dtype", "dst_dtype", "scale", 
 
 
 def source_parts(rule: Rule, value: Value, side: Side) -> int:
-    """The number of parts of the tensor on the left.
+    """Return the number of parts of the tensor on the left.
 
     Args:
         rule: ``A -> ...`` with a fused layout.
@@ -47,7 +47,7 @@ def source_parts(rule: Rule, value: Value, side: Side) -> int:
 def target_parts(
     rule: Rule, ids: Mapping[str, int], name: str, ndim: int, side: Side | None, following: Sequence[Rule]
 ) -> int:
-    """The number of parts of the tensor on the right.
+    """Return the number of parts of the tensor on the right.
 
     Where the right name is no key of the destination, the statements that follow are searched for the key that it
     becomes, through renames, transposes and casts.
@@ -85,7 +85,7 @@ def target_parts(
 
 
 def _followed(rule: Rule, later: Rule, axis: int, ndim: int, name: str) -> int:
-    """The axis after a later statement."""
+    """Return the axis after a later statement."""
     statement = later.statement
     simple = len(statement.left) == len(statement.right) == 1 and later.fused is None
     if not simple or any(attribute.key not in _KEEPS_AXES for attribute in statement.attributes):

@@ -1,13 +1,24 @@
-"""Add arguments that several commands share, and read what they stand for."""
+"""Hold what several commands share: arguments, what these stand for, and the outcome of a command.
+
+Tested in tests/cli/test_cli.py.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from typing import NamedTuple, overload
 
 from paddle_flexckpt.aoa.config import AoaConfig
 from paddle_flexckpt.catalog import Catalog, without_extra_state
 from paddle_flexckpt.foreign.formats import SourceDirectory
+
+
+class Outcome(NamedTuple):
+    """Hold the text to print and the exit code, of a command that can find something wrong."""
+
+    text: str
+    code: int = 0
 
 
 def add_aoa(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -32,10 +43,14 @@ def aoa_config(value: str) -> AoaConfig:
     return sys.stdin.read() if value == "-" else value
 
 
-def catalog_of(path: str) -> Catalog:
-    """Return the shards of a checkpoint's newest save, without a run's extra state.
+@overload
+def catalog_of(path: str) -> Catalog: ...
+@overload
+def catalog_of(path: None) -> None: ...
+def catalog_of(path: str | None) -> Catalog | None:
+    """Return the shards of a checkpoint's newest save, without a run's extra state; None without a path.
 
     Raises:
         CheckpointError: There is no checkpoint, or its manifest is damaged.
     """
-    return without_extra_state(SourceDirectory(path).read_manifest(None).catalog)
+    return None if path is None else without_extra_state(SourceDirectory(path).read_manifest(None).catalog)

@@ -6,8 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from paddle_flexckpt.cli.arguments import add_checkpoint
-from paddle_flexckpt.cli.outcome import Outcome
+from paddle_flexckpt.cli.arguments import Outcome, add_checkpoint
 from paddle_flexckpt.engine.verification import verify_checkpoint
 
 

@@ -1,4 +1,7 @@
-"""Agree across ranks: make one rank's error everybody's, and refuse calls in which ranks differ."""
+"""Agree across ranks: make one rank's error everybody's, and refuse calls in which ranks differ.
+
+Tested in tests/live/test_communicator.py and tests/live/test_options.py.
+"""
 
 from __future__ import annotations
 

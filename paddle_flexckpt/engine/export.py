@@ -1,4 +1,4 @@
-"""Export: a checkpoint, or what AOA statements make of it, as safetensors files in the style of Hugging Face."""
+"""Export a checkpoint, or what AOA statements make of it, as safetensors files in the style of Hugging Face."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def export_safetensors(
     states: bool = False,
     use_replicas: bool = True,
 ) -> ExportReport:
-    """Writes a checkpoint as ``model.safetensors``, or as numbered files and ``model.safetensors.index.json``.
+    """Write a checkpoint as ``model.safetensors``, or as numbered files and ``model.safetensors.index.json``.
 
     One process does it; Paddle is not needed. At most one tensor, and the operands of one tile of a computed one, are
     in memory.
@@ -121,7 +121,7 @@ def _check_output(sink: Backend) -> None:
 
 
 def _choose(infos: Mapping[str, TensorInfo], prefix: str | None, states: bool) -> tuple[dict[str, str], int]:
-    """What is written: the keys by the names that they get; and how many states are left out."""
+    """Return the keys to write by the names that they get, and how many states are left out."""
     start = f"{prefix}." if prefix else ""
     inside = [key for key in sorted(infos) if key.startswith(start)]
     everything = set(infos)
@@ -151,7 +151,7 @@ def _choose(infos: Mapping[str, TensorInfo], prefix: str | None, states: bool) -
 
 @dataclass(frozen=True)
 class _File:
-    """One file of the export, complete but for its data.
+    """Describe one file of the export, complete but for its data.
 
     Attributes:
         name: Its name in the output directory.
@@ -167,7 +167,7 @@ class _File:
 
 
 def _plan_files(infos: Mapping[str, TensorInfo], max_file_bytes: int) -> list[_File]:
-    """Which tensors go into which file: in the order of their names, as many as fit."""
+    """Divide tensors among files: in the order of their names, as many as fit."""
     length = {name: int(np.prod(i.shape, dtype=np.int64)) * dtype_of(i.dtype).itemsize for name, i in infos.items()}
     parts: list[list[str]] = [[]]
     size = 0
@@ -202,7 +202,7 @@ def _plan_files(infos: Mapping[str, TensorInfo], max_file_bytes: int) -> list[_F
 
 
 def _write_files(sink: Backend, files: list[_File], arrays: Iterator[np.ndarray]) -> None:
-    """Writes all files, none of which shows before it is whole; the index comes last.
+    """Write all files, none of which shows before it is whole; the index comes last.
 
     Args:
         sink: The directory.

@@ -1,4 +1,7 @@
-"""Compile AOA statements for a load, and tell what the source says of fused parameters."""
+"""Compile AOA statements for a load, and tell what the source says of fused parameters.
+
+Tested in tests/live/test_aoa_policies.py and tests/live/test_merged.py.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Order, Problem, Valida
 def compile_mapping(
     aoa_config: Any, source: Catalog, target: Catalog | None, master_weights: Any, completion: Sequence[str] = ()
 ) -> TensorMapping:
-    """The statements as a mapping.
+    """Compile statements to a mapping.
 
     Args:
         aoa_config: A dict, a JSON text or the path of a JSON or YAML file; or what is compiled already; None for no
@@ -115,7 +118,7 @@ def maybe_fused(source: Catalog, names: Collection[str], mapping: TensorMapping 
 
 
 def _check_dtypes(mapping: TensorMapping, target: Catalog) -> None:
-    """Checks that a key has one dtype on all ranks: it is to this that statements cast."""
+    """Check that a key has one dtype on all ranks: it is to this that statements cast."""
     kinds = np.unique(np.stack([target.key.astype(np.int64), target.dtype.astype(np.int64)], axis=1), axis=0)
     found: dict[int, list[str]] = {}
     for key, dtype in kinds.tolist():
@@ -135,7 +138,7 @@ def _check_dtypes(mapping: TensorMapping, target: Catalog) -> None:
 
 
 def config_digest(aoa_config: Any, master_weights: str = "") -> str | None:
-    """What tells one program from another, however it is given; None where there is none."""
+    """Return what tells one program from another, however it is given; None where there is none."""
     if aoa_config is None:
         return None
     if isinstance(aoa_config, TensorMapping):
@@ -145,7 +148,7 @@ def config_digest(aoa_config: Any, master_weights: str = "") -> str | None:
 
 
 def stored(source: Catalog, extra_state: bool = False) -> dict[str, TensorInfo]:
-    """Global shape and dtype of every key.
+    """Return global shape and dtype of every key.
 
     Args:
         source: The shards.

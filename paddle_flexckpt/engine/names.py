@@ -16,8 +16,10 @@ counts by layer, in one of several ways. With ``linear_0.w_0`` for the parameter
 2. two keys of the source with one form are an error, if a target asks for it, never a choice;
 3. a key of the source goes to one target, unless two targets are one tensor;
 4. raw names count layers, so another process may mean another layer by one: what leads to a key of the source has to
-   mean one parameter on all ranks, and raw names of structured targets are not believed at all unless they lead to all
-   states that were not found otherwise.
+   mean one parameter on all ranks. Raw names of structured targets are used only if they lead to *every* state that
+   was not found otherwise.
+
+Tested in tests/live/test_name_compatibility.py.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ _HINT = "give the names by AOA statements (plain_state_statements() makes them)"
 
 
 class RawState(NamedTuple):
-    """A state of an optimizer under a raw name, taken apart.
+    """Hold a state of an optimizer under a raw name, taken apart.
 
     Attributes:
         parameter: The parameter's raw name, without ``.dist``.
@@ -69,12 +71,12 @@ class RawState(NamedTuple):
 
 
 def raw_parameter(name: str) -> str:
-    """A parameter's raw name as it was before the parameter became a DistTensor."""
+    """Return a parameter's raw name as it was before the parameter became a DistTensor."""
     return _DIST.sub("", name)
 
 
 def split_raw(name: str, parameters: Collection[str] = ()) -> RawState | None:
-    """Takes a raw name of an optimizer's state apart; None if it is no such name.
+    """Take a raw name of an optimizer's state apart; None if it is no such name.
 
     Args:
         name: A name, without :data:`PREFIXES`.
@@ -96,7 +98,7 @@ def split_raw(name: str, parameters: Collection[str] = ()) -> RawState | None:
 
 
 def canonical(name: str, parameters: Collection[str] = ()) -> str:
-    """One form for all raw names of the same tensor; any other name as it is.
+    """Return one form for all raw names of the same tensor; any other name as it is.
 
     Args:
         name: As of :func:`split_raw`.
@@ -110,15 +112,15 @@ def canonical(name: str, parameters: Collection[str] = ()) -> str:
 
 
 def without_prefix(name: str) -> list[tuple[str, str]]:
-    """A name, and what it is without its first part if that is one of :data:`PREFIXES`: pairs of prefix and name."""
+    """Return pairs of prefix and name: the name as it is, and without its first part if that is of :data:`PREFIXES`."""
     return [("", name), *((prefix, name[len(prefix) :]) for prefix in PREFIXES if name.startswith(prefix))]
 
 
 class NameIndex:
-    """Keys of a source by their canonical forms."""
+    """Find keys of a source by their canonical forms."""
 
     def __init__(self, keys: Iterable[str], parameters: Collection[str] = ()) -> None:
-        """Takes the source's keys, and raw names of parameters that are known."""
+        """Take the source's keys, and raw names of parameters that are known."""
         self._parameters = parameters
         self._keys: dict[str, list[tuple[str, str]]] = {}
         for key in keys:
@@ -126,7 +128,7 @@ class NameIndex:
                 self._keys.setdefault(canonical(name, parameters), []).append((prefix, key))
 
     def find(self, names: Iterable[str]) -> list[str]:
-        """Keys that mean what one of some names means, each once."""
+        """Return the keys that mean what one of some names means, each once."""
         found: dict[str, None] = {}
         for name in names:
             for prefix, rest in without_prefix(name):
@@ -138,8 +140,8 @@ class NameIndex:
 
 
 @dataclass(frozen=True)
-class Unfound:
-    """A target that the source does not have under its own name.
+class Unresolved:
+    """Describe a target that the source does not have under its own name.
 
     Attributes:
         key: Its name.
@@ -158,7 +160,7 @@ class Unfound:
 
 @dataclass(frozen=True)
 class CompatibleNames:
-    """What a search found.
+    """Hold what a search found.
 
     Attributes:
         names: The source's keys by target.
@@ -176,12 +178,12 @@ class CompatibleNames:
 
 
 def find_compatible(
-    targets: Sequence[Unfound],
+    targets: Sequence[Unresolved],
     source: Iterable[str],
     claimed: Mapping[str, Sequence[tuple[str, object]]],
     structured: Mapping[str, Sequence[str]],
 ) -> CompatibleNames:
-    """Finds the names under which a source has targets that it has not under their own.
+    """Find the names under which a source has targets that it lacks under their own.
 
     Args:
         targets: The targets of one rank.
@@ -193,7 +195,7 @@ def find_compatible(
     index = NameIndex(keys, structured)
     source_is_raw = any(split_raw(key) for key in keys)
     result = CompatibleNames()
-    given: dict[str, list[Unfound]] = {}
+    given: dict[str, list[Unresolved]] = {}
     for target in targets:
         hits, by_raw_name = _hits(index, target, structured)
         if len(hits) > 1:
@@ -222,8 +224,8 @@ def find_compatible(
     return result
 
 
-def _hits(index: NameIndex, target: Unfound, structured: Mapping[str, Sequence[str]]) -> tuple[list[str], bool]:
-    """Keys of the first of a target's names that lead to any, and whether that is a raw one of a structured target."""
+def _hits(index: NameIndex, target: Unresolved, structured: Mapping[str, Sequence[str]]) -> tuple[list[str], bool]:
+    """Return the keys of the first of a target's names that lead to any; whether only a raw name of a state did."""
     for name in (target.key, *target.aliases):
         hits = index.find([name])
         if hits:
@@ -241,7 +243,7 @@ def _hits(index: NameIndex, target: Unfound, structured: Mapping[str, Sequence[s
 def raw_meanings(
     found: Iterable[tuple[str, str, Sequence[str]]], structured: Callable[[], Mapping[str, Sequence[str]]]
 ) -> dict[str, list[str]]:
-    """What the raw names that lead to keys of the source mean on this rank.
+    """Return what the raw names that lead to keys of the source mean on this rank.
 
     Args:
         found: Targets, their keys in the source, and their aliases.
@@ -267,7 +269,7 @@ def raw_meanings(
 
 
 def check_across_ranks(meanings: Sequence[Mapping[str, Sequence[str]]], context: str) -> None:
-    """Checks that a raw name that leads to a key of the source means one parameter.
+    """Check that a raw name that leads to a key of the source means one parameter.
 
     Args:
         meanings: :func:`raw_meanings` of every rank.
@@ -299,7 +301,7 @@ def _bare(name: str) -> str:
     return without_prefix(name)[-1][1]
 
 
-def _ambiguous(target: Unfound, hits: list[str]) -> Problem:
+def _ambiguous(target: Unresolved, hits: list[str]) -> Problem:
     return Problem(
         "the source has no key of this name, and several that may be meant",
         key=target.key,
@@ -309,7 +311,7 @@ def _ambiguous(target: Unfound, hits: list[str]) -> Problem:
     )
 
 
-def _wanted_twice(key: str, takers: list[Unfound]) -> Problem:
+def _wanted_twice(key: str, takers: list[Unresolved]) -> Problem:
     return Problem(
         f"several targets would be filled from key {key!r} of the source, and none of them has its name",
         rank=takers[0].rank,
@@ -318,7 +320,7 @@ def _wanted_twice(key: str, takers: list[Unfound]) -> Problem:
     )
 
 
-def _half_believed(found: Mapping[str, str], lost: list[Unfound]) -> Problem:
+def _half_believed(found: Mapping[str, str], lost: list[Unresolved]) -> Problem:
     target, key = next(iter(found.items()))
     return Problem(
         "only some states are in the source under the raw names that they have here: raw names count layers, and the "

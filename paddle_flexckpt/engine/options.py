@@ -12,6 +12,8 @@ Ranks have to agree on every option but those whose field says why they need not
     def save(path, step=None, **options):
         asked = SaveOptions(step=step, **options)
         head = asked.encode("save")  # in a step that all ranks take together: an error is an error everywhere
+
+Tested in tests/live/test_options.py.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, Literal, TypeVar, Union
 
+from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.mapping import config_digest
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
@@ -65,7 +68,7 @@ class Options:
     @classmethod
     def compared(cls) -> list[str]:
         """Return the options in which ranks may not differ."""
-        return [each.name for each in fields(cls) if not each.metadata.get("own")]
+        return [each.name for each in fields(cls) if each.init and not each.metadata.get("own")]
 
     def check(self) -> None:
         """Raise ValidationError if an option has a value that it cannot have."""
@@ -79,12 +82,12 @@ class Options:
     def agreed(self) -> dict[str, Any]:
         """Return what ranks compare of these options, by name."""
         self.check()
-        values = {}
-        for each in fields(self):
-            if not each.metadata.get("own"):
-                compared = each.metadata.get("compared") or (lambda value: value)
-                values[each.name] = compared(getattr(self, each.name))
-        return values
+        rules = {each.name: each.metadata.get("compared") or (lambda value: value) for each in fields(self)}
+        return {name: rules[name](getattr(self, name)) for name in self.compared()}
+
+    def keywords(self, options: type[Options]) -> dict[str, Any]:
+        """Return those that are options of another call too, to be passed on to it."""
+        return {each.name: getattr(self, each.name) for each in fields(options)}
 
     def encode(self, call: str, **also: Any) -> bytes:
         """Return what a rank tells the others of its call and options, as JSON.
@@ -133,7 +136,7 @@ class TransferOptions(Options):
 
     coordinator_rank: int = 0
     mw_name_compatibility: bool = field(default=True, metadata=rule(choices=(True, False)))
-    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = field(
+    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | TensorMapping | None = field(
         default=None, metadata=rule(compared=config_digest)
     )
     strict: Strict = field(default="missing", metadata=rule(choices=(True, False, "missing", "unexpected")))
@@ -196,7 +199,7 @@ def takes(options: type[Options], **own: str) -> Callable[[Call], Call]:
     def declare(call: Call) -> Call:
         signature = inspect.signature(call)
         given = {name: each for name, each in signature.parameters.items() if each.kind is not each.VAR_KEYWORD}
-        known = {each.name: each for each in fields(options)}
+        known = {each.name: each for each in fields(options) if each.init}
         unknown = [name for name in given if name not in known and name not in own and name != "self"]
         if unknown:
             raise TypeError(f"{call.__qualname__}: {unknown} are neither options nor declared a rank's own")
@@ -208,21 +211,21 @@ def takes(options: type[Options], **own: str) -> Callable[[Call], Call]:
         call.__signature__ = signature.replace(parameters=[*given.values(), *more])  # type: ignore[attr-defined]
         setattr(call, _OPTIONS, (options, own))
         names = ", ".join(f"``{name}``" for name in options.compared()) or "what they stand for"
-        doc = _with_options(inspect.getdoc(call) or "", options)
+        doc = _with_options(inspect.getdoc(call) or "", options, known)
         call.__doc__ = f"{doc}\n\nThe same on every rank, and compared: {names}."
         return call
 
     return declare
 
 
-def _with_options(doc: str, options: type[Options]) -> str:
+def _with_options(doc: str, options: type[Options], names: Collection[str]) -> str:
     """Return a docstring whose section ``Args`` goes on with what the dataclass says of its options."""
     texts = []
     for cls in reversed(options.__mro__):
         said = (inspect.getdoc(cls) or "").partition("\nAttributes:\n")[2] if issubclass(cls, Options) else ""
         starts = [*_ATTRIBUTE.finditer(said)]
         ends = [*(each.start() for each in starts[1:]), len(said)]
-        texts += [said[each.start() : end].rstrip() for each, end in zip(starts, ends)]
+        texts += [said[each.start() : end].rstrip() for each, end in zip(starts, ends) if each[1] in names]
     head, blank, tail = doc.partition("\n\nReturns:" if "\n\nReturns:" in doc else "\n\nRaises:")
     return "\n".join([head, *texts]) + blank + tail
 

@@ -1,14 +1,16 @@
-"""Work: everything one rank has to fill, with room for what computed values are computed from.
+"""Plan what one rank fills: its targets, and room for what computed values are computed from.
 
-A computed box of a target is cut into tiles. What a tile needs of each operand is a *scratch* row, planned, read and
-received like a target of the rank. Rows stand in the order in which a load fills them: a target, then the scratch of
-its first tile, then that of the next, so that few tiles are open at a time.
+A computed box of a target is split into tiles. What a tile needs of each operand is a *scratch* row, planned, read and
+received like a target of the rank. A plan numbers the rows of its catalog: first the rank's targets, by their own
+numbers, then scratch. They are filled in another order: a target, then the scratch of its first tile, then that of the
+next, so that few tiles are open at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -24,10 +26,10 @@ TILE_ELEMENTS = 4 << 20
 
 @dataclass(frozen=True)
 class Tile:
-    """A box of a computed tensor.
+    """Compute a box of a tensor.
 
     Attributes:
-        row: The row that it is a part of.
+        row: The row of which it is a part.
         step: How to compute it.
         box: The box in the computed tensor.
         dtype: The result's element type; stored in another one it is cast once more.
@@ -35,7 +37,7 @@ class Tile:
         operands: Scratch rows that hold its operands.
         shapes: Their shapes.
         freed: Scratch rows that no later tile needs.
-        after: The last row that has to be filled before.
+        after: The turn of the last row that has to be filled before.
     """
 
     row: int
@@ -50,57 +52,85 @@ class Tile:
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
-    """What one rank has to fill.
+class FillPlan:
+    """Say what one rank fills.
 
     Attributes:
+        targets: Number of rows that are targets; scratch follows.
         catalog: Targets and scratch.
-        origin: int64 per row: the row of the rank's state, or -1 for scratch.
+        order: int64, the rows that are filled, in the order in which they are.
+        same_memory: For targets that share their memory with another but are made of something else: that other one.
+            They are compared, not written.
         tiles: In the order in which they are computed.
         kept: By row: what stays as it is, as copies onto itself.
         covered: int64 per row: elements that come from tiles or stay as they are.
     """
 
+    targets: int
     catalog: Catalog
-    origin: np.ndarray
+    order: np.ndarray
+    same_memory: dict[int, int] = field(default_factory=dict)
     tiles: tuple[Tile, ...] = ()
     kept: dict[int, list[StridedCopy]] = field(default_factory=dict)
     covered: np.ndarray | None = None
 
-    def kept_keys(self, state: Catalog) -> list[str]:
-        """Names of the targets, rows of ``state``, that keep something of what they have."""
-        return sorted({state.key_name(int(self.origin[row])) for row in self.kept})
+    def is_target(self, row: int) -> bool:
+        """Return whether a row is a target, not scratch."""
+        return row < self.targets
 
-    def computed_keys(self, state: Catalog) -> list[str]:
-        """Names of the targets, rows of ``state``, of which something is computed."""
-        rows = {int(self.origin[tile.row]) for tile in self.tiles}
-        return sorted({state.key_name(row) for row in rows if row >= 0})
+    @cached_property
+    def in_order(self) -> Catalog:
+        """Return the rows that are filled, in that order; what other ranks have to know of this plan."""
+        return self.catalog.take(self.order)
+
+    @cached_property
+    def turn(self) -> np.ndarray:
+        """Return int64 per row: its place in the order."""
+        turn = np.zeros(len(self.catalog), dtype=np.int64)
+        turn[self.order] = np.arange(len(self.order))
+        return turn
+
+    @cached_property
+    def size(self) -> np.ndarray:
+        """Return int64 per row: its elements."""
+        return self.catalog.size
+
+    @cached_property
+    def covered_in_order(self) -> np.ndarray | None:
+        """Return ``covered`` by turn."""
+        return None if self.covered is None else self.covered[self.order]
+
+    @property
+    def computed(self) -> set[int]:
+        """Return the targets of which something is computed."""
+        return {tile.row for tile in self.tiles if self.is_target(tile.row)}
 
 
-def plan_work(catalog: Catalog, rows: np.ndarray, mapping: TensorMapping | None) -> Work:
-    """What has to be filled for some of a rank's targets.
+def plan_fill(
+    catalog: Catalog, rows: np.ndarray, mapping: TensorMapping | None, same_memory: dict[int, int] | None = None
+) -> FillPlan:
+    """Plan what has to be filled for some of a rank's targets.
 
     Args:
         catalog: The rank's targets, under the names that the mapping or the source has for them.
         rows: The rows to fill.
         mapping: What the keys that it defines are made of.
+        same_memory: As of :class:`FillPlan`.
 
     Raises:
         ValidationError: A value is to be computed from what a target has.
     """
     # What is planned is boxes: renamed targets may have one name and two orders.
-    own = catalog.take(rows).with_orders({})
-    if mapping is None:
-        return Work(own, rows)
-    return _Builder(own, rows, mapping).build()
+    own = FillPlan(len(catalog), catalog.with_orders({}), rows, same_memory or {})
+    return own if mapping is None else _Builder(own, mapping).build()
 
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Where a row stands in its tensor.
+    """Place a row in its tensor.
 
     Attributes:
-        row: The row of the work.
+        row: The row of the plan.
         name: Name of the tensor.
         offset: First element of the box that ``base`` belongs to.
         base: Position of that element in the row's storage.
@@ -114,20 +144,20 @@ class _Place:
     strides: tuple[int, ...]
 
     def at(self, offset: tuple[int, ...]) -> int:
-        """Position of an element of the tensor in the row's storage."""
+        """Return the position of an element of the tensor in the row's storage."""
         return self.base + sum((o - first) * s for o, first, s in zip(offset, self.offset, self.strides))
 
 
 @dataclass(frozen=True, eq=False)
 class _Regions:
-    """The regions of one tensor, and in columns where they are."""
+    """Find the regions of one tensor that meet a box."""
 
     regions: tuple[Region, ...]
     offset: np.ndarray
     stop: np.ndarray
 
     def meeting(self, box: Box) -> Iterator[tuple[Region, Box]]:
-        """Every region that has elements of a box, with these."""
+        """Yield every region that has elements of a box, with these."""
         low = np.maximum(self.offset, box.offset)
         shape = np.minimum(self.stop, box.stop) - low
         for i in np.flatnonzero((shape > 0).all(axis=1)).tolist():
@@ -135,48 +165,44 @@ class _Regions:
 
 
 class _Builder:
-    def __init__(self, own: Catalog, rows: np.ndarray, mapping: TensorMapping) -> None:
-        self._own, self._rows, self._mapping = own, rows, mapping
-        self._scratch = CatalogBuilder(int(own.rank[0]) if len(own) else 0)
+    def __init__(self, own: FillPlan, mapping: TensorMapping) -> None:
+        self._own, self._mapping = own, mapping
+        catalog = own.catalog
+        self._scratch = CatalogBuilder(int(catalog.rank[0]) if len(catalog) else 0)
         self._scratches = 0
-        # Where each row comes from: the targets count from 0, scratch rows from -1 downwards.
         self._order: list[int] = []
         self._tiles: list[Tile] = []
         self._kept: dict[int, list[StridedCopy]] = {}
         self._covered: dict[int, int] = {}
         self._known: dict[str, _Regions] = {}
 
-    def build(self) -> Work:
-        own, mapping = self._own, self._mapping
+    def build(self) -> FillPlan:
+        own, rows, mapping = self._own.catalog, self._own.order, self._mapping
         touched = [bool(mapping.regions.get(name)) for name in own.keys]
-        busy = np.asarray(touched, dtype=bool)[own.key]
-        part, offset, shape = row_boxes(own, np.flatnonzero(busy))
-        base, strides = addresses(own, np.flatnonzero(busy)[part], offset)
+        busy = rows[np.asarray(touched, dtype=bool)[own.key[rows]]]
+        part, offset, shape = row_boxes(own, busy)
+        base, strides = addresses(own, busy[part], offset)
         order = np.argsort(part, kind="stable")
-        start = np.searchsorted(part[order], np.arange(int(busy.sum()) + 1))
-        number = -1
-        for row in range(len(own)):
-            here = self._add_row(row)
-            if not busy[row]:
+        start = np.searchsorted(part[order], np.arange(len(busy) + 1))
+        numbers = {row: number for number, row in enumerate(busy.tolist())}
+        for row in rows.tolist():
+            self._order.append(row)
+            if row not in numbers:
                 continue
-            number += 1
-            name, pad = own.key_name(row), own.width - int(own.ndim[row])
+            name, pad, number = own.key_name(row), own.width - int(own.ndim[row]), numbers[row]
             for i in order[start[number] : start[number + 1]].tolist():
                 box = Box(tuple(offset[i, pad:].tolist()), tuple(shape[i, pad:].tolist()))
-                place = _Place(here, name, box.offset, int(base[i]), tuple(strides[i, pad:].tolist()))
+                place = _Place(row, name, box.offset, int(base[i]), tuple(strides[i, pad:].tolist()))
                 self._visit(place, box)
         return self._finished()
 
-    def _add_row(self, number: int) -> int:
-        self._order.append(number)
-        return len(self._order) - 1
-
     def _add_scratch(self, name: str, box: Box) -> int:
-        """A new row for a box of an operand, and after it the rows that it is computed from."""
+        """Add a row for a box of an operand, and after it the rows that it is computed from."""
         info = self._mapping.tensors[name]
         self._scratch.add(name, info.dtype, info.shape, box.offset, box.shape)
+        row = self._own.targets + self._scratches
         self._scratches += 1
-        row = self._add_row(-self._scratches)
+        self._order.append(row)
         if box.size and self._mapping.regions.get(name):
             strides = tuple(row_major_strides(np.asarray([box.shape], dtype=np.int64))[0].tolist())
             self._visit(_Place(row, name, box.offset, 0, strides), box)
@@ -192,13 +218,13 @@ class _Builder:
         return known
 
     def _visit(self, place: _Place, box: Box) -> None:
-        """Plans what a box of a row has of computed and kept elements."""
+        """Plan what a box of a row has of computed and kept elements."""
         for region, common in self._regions(place.name).meeting(box):
             self._covered[place.row] = self._covered.get(place.row, 0) + common.size
             if region.node is not None:
                 self._compute(place, region, common)
                 continue
-            if self._order[place.row] < 0:
+            if not self._own.is_target(place.row):
                 raise ValidationError(
                     [
                         Problem(
@@ -214,7 +240,7 @@ class _Builder:
             self._kept.setdefault(place.row, []).append(copy)
 
     def _compute(self, place: _Place, region: Region, common: Box) -> None:
-        """Plans the tiles of a computed box."""
+        """Plan the tiles of a computed box."""
         node = self._mapping.nodes[region.node or 0]
         step, names, dtype = node.step, node.operands, dtype_of(node.info.dtype).numpy
         axes = region.target_axis
@@ -252,25 +278,23 @@ class _Builder:
             )
         self._tiles[-1] = replace(self._tiles[-1], freed=tuple(open_rows.values()))
 
-    def _finished(self) -> Work:
-        order = np.asarray(self._order, dtype=np.int64)
-        is_own = order >= 0
-        catalog = self._own
+    def _finished(self) -> FillPlan:
+        catalog = self._own.catalog
         if self._scratches:
-            catalog = concat([self._own, self._scratch.build()])
-            catalog = catalog.take(np.where(is_own, order, len(self._own) - 1 - order))
-        covered = np.zeros(len(order), dtype=np.int64)
+            catalog = concat([catalog, self._scratch.build()])
+        covered = np.zeros(len(catalog), dtype=np.int64)
         for row, count in self._covered.items():
             covered[row] = count
-        # Scratch is there for targets, so where there are no targets the order is empty too.
-        origin = np.where(is_own, self._rows[np.maximum(order, 0)], -1) if len(order) else order
-        return Work(catalog, origin, tuple(self._tiles), self._kept, covered)
+        order = np.asarray(self._order, dtype=np.int64)
+        return replace(
+            self._own, catalog=catalog, order=order, tiles=tuple(self._tiles), kept=self._kept, covered=covered
+        )
 
 
 def cut_tiles(box: Box, limit: int) -> Iterator[Box]:
-    """A box in parts of at most ``limit`` elements, in row-major order.
+    """Split a box into boxes of at most ``limit`` elements, in row-major order.
 
-    Cuts are at multiples of a power of two, where the blocks of block-wise formats end too.
+    Splits are at multiples of a power of two, where the blocks of block-wise formats end too.
     """
     ndim, inner = len(box.shape), 1
     axis = ndim

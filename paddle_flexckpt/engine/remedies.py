@@ -1,4 +1,7 @@
-"""Remedies that name the AOA statement for a target that does not fit the source."""
+"""Remedies that name the AOA statement for a target that does not fit the source.
+
+Tested in tests/live/test_masters_and_fused.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Verification and repair of a checkpoint, by one process and without Paddle."""
+"""Verification and repair of a checkpoint, by one process and without Paddle.
+
+Tested in tests/native/test_verify.py and tests/native/test_repair.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from paddle_flexckpt.report import RepairReport, VerifyReport
 
 
 def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyReport:
-    """Reads a whole checkpoint once and lists all that is wrong with it.
+    """Read a whole checkpoint once and lists all that is wrong with it.
 
     Compared with the manifest are the size, save token and header of every data file and the checksum of every block;
     the manifest has a checksum of its own. The shards have to cover their tensors. One block is in memory at a time.

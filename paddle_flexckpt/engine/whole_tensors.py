@@ -1,19 +1,21 @@
-"""Whole tensors out of a checkpoint, one at a time, as numpy arrays."""
+"""Read whole tensors out of a checkpoint, one at a time, as numpy arrays."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
-from paddle_flexckpt.catalog import CatalogBuilder, Problem, ValidationError, dtype_of
-from paddle_flexckpt.engine.computation import Computation
+from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Problem, ValidationError, dtype_of
+from paddle_flexckpt.engine.files import plan_reads, read_pieces
+from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.mapping import stored, whole_mapping
-from paddle_flexckpt.engine.plan import Work, plan_work
-from paddle_flexckpt.engine.reading import plan_reads, read_pieces
+from paddle_flexckpt.engine.plan import FillPlan, plan_fill
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.checksums import VerifyMode
@@ -29,7 +31,7 @@ PLANNED_AT_ONCE = 256
 
 
 class WholeTensors:
-    """What a checkpoint holds, or what AOA statements make of it, as whole tensors.
+    """Read what a checkpoint holds, or what AOA statements make of it, as whole tensors.
 
     Attributes:
         infos: Shape and dtype of all there is, by key, a run's extra state included.
@@ -37,7 +39,7 @@ class WholeTensors:
     """
 
     def __init__(self, manifest: Manifest, mapping: TensorMapping | None = None) -> None:
-        """Reads nothing yet.
+        """Read nothing yet.
 
         Args:
             manifest: Of the checkpoint.
@@ -52,7 +54,7 @@ class WholeTensors:
         self.peak_scratch_bytes = 0
 
     def check(self, names: Iterable[str], reader: FileReader) -> None:
-        """Checks that some tensors are there, whole, and that their files look right; reads none of their bytes.
+        """Check that some tensors are there, whole, and that their files look right; reads none of their bytes.
 
         Raises:
             ValidationError: There is no such key, or the checkpoint does not hold all of a tensor.
@@ -69,10 +71,10 @@ class WholeTensors:
                 ]
             )
         for part in _portions(names):
-            reader.check_files(plan_reads(self._matcher, self._work(part), self._mapping).pieces.source)
+            reader.check_files(plan_reads(self._matcher, self._plan(part), self._mapping).pieces.source)
 
     def iterate(self, names: Iterable[str], reader: FileReader) -> Iterator[tuple[str, np.ndarray]]:
-        """Reads tensors one after the other.
+        """Read tensors one after the other.
 
         Args:
             names: Keys of :attr:`infos`; each stands once.
@@ -82,55 +84,63 @@ class WholeTensors:
             Key and array, in the order of ``names``; at most one array and the operands of a tile are held here.
         """
         for part in _portions(list(names)):
-            work = self._work(part)
-            pieces = plan_reads(self._matcher, work, self._mapping).pieces
-            memory = _Memory(work)
-            own = np.flatnonzero(work.origin >= 0)
-            # A tensor's scratch stands between it and the next tensor.
-            ends = [*own[1:].tolist(), len(work.origin)]
-            edges = [0, *np.searchsorted(pieces.target, ends).tolist()]
-            for i, (row, end) in enumerate(zip(own.tolist(), ends)):
-                read_pieces(reader, pieces.take(np.arange(edges[i], edges[i + 1])), memory, computes=bool(work.tiles))
-                memory.advance(end)
-                self.peak_scratch_bytes = max(self.peak_scratch_bytes, memory.computation.peak_scratch_bytes)
-                yield part[i], memory.release(row).reshape(self.infos[part[i]].shape)
+            plan = self._plan(part)
+            pieces = plan_reads(self._matcher, plan, self._mapping).pieces
+            filling = Filling(plan, _Arrays(plan.catalog))
+            # A tensor's scratch is filled after it, and before the next tensor.
+            ends = [*plan.turn[1 : plan.targets].tolist(), len(plan.order)]
+            edges = [0, *np.searchsorted(plan.turn[pieces.target], ends).tolist()]
+            for row, end in enumerate(ends):
+                own = pieces.take(np.arange(edges[row], edges[row + 1]))
+                read_pieces(reader, own, filling, computes=bool(plan.tiles))
+                filling.advance_to(end)
+                self.peak_scratch_bytes = max(self.peak_scratch_bytes, filling.peak_scratch_bytes)
+                yield part[row], filling.release(row).reshape(self.infos[part[row]].shape)
 
-    def _work(self, names: Sequence[str]) -> Work:
+    def _plan(self, names: Sequence[str]) -> FillPlan:
         builder = CatalogBuilder(0)
         for name in names:
             info: TensorInfo = self.infos[name]
             builder.add(name, info.dtype, info.shape, (0,) * len(info.shape), info.shape)
-        return plan_work(builder.build(), np.arange(len(names)), self._mapping)
+        return plan_fill(builder.build(), np.arange(len(names)), self._mapping)
 
 
-class _Memory:
-    """Memory of whole tensors and of scratch, made when it is first asked for."""
+@dataclass
+class _Array:
+    """Show a fresh array as an open target."""
 
-    def __init__(self, work: Work) -> None:
-        self._work = work
-        self._tensors: dict[int, np.ndarray] = {}
-        self.computation = Computation(work, self.host_storage, self.piece_done)
+    array: np.ndarray
+    staged: bool = False
 
-    def host_storage(self, row: int) -> np.ndarray:
-        """See :class:`~paddle_flexckpt.engine.reading.RowMemory`."""
-        if self._work.origin[row] < 0:
-            return self.computation.scratch(row)
-        if row not in self._tensors:
-            catalog = self._work.catalog
-            count = math.prod(catalog.shape[row].tolist())
-            self._tensors[row] = np.empty(count, dtype=dtype_of(catalog.dtype_name(row)).numpy)
-        return self._tensors[row]
+    def store(self) -> None:
+        """Do nothing: it is no copy."""
 
-    def advance(self, row: int) -> None:
-        self.computation.advance(row)
 
-    def piece_done(self, row: int) -> None:
-        """Nothing is staged here."""
+class _Arrays:
+    """Make the memory of whole tensors when it is first asked for."""
 
-    def release(self, row: int) -> np.ndarray:
-        """The memory of a tensor, which is held here no longer."""
-        self.host_storage(row)
-        return self._tensors.pop(row)
+    devices: ClassVar[list[str]] = []
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+
+    def open(self, row: int, fresh: bool) -> _Array:
+        """Return a fresh array."""
+        count = math.prod(self._catalog.shape[row].tolist())
+        return _Array(np.empty(count, dtype=dtype_of(self._catalog.dtype_name(row)).numpy))
+
+    def on_device(self, row: int) -> None:
+        """Return nothing: all is in host memory."""
+
+    def overlap(self, one: int, other: int) -> bool:
+        """Return that fresh arrays have no element in common."""
+        return False
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+    def finish(self, untouched: Collection[str]) -> None:
+        """Do nothing."""
 
 
 def _portions(names: list[str]) -> Iterator[list[str]]:
@@ -147,7 +157,7 @@ def iterate_tensors(
     verify: bool | VerifyMode = "read",
     use_replicas: bool = True,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Reads whole tensors of a checkpoint, one at a time; exactly the bytes that they need.
+    """Read whole tensors of a checkpoint, one at a time; exactly the bytes that they need.
 
     Args:
         directory: The checkpoint's directory.

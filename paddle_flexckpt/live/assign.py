@@ -1,4 +1,4 @@
-"""assign_sharded_slice: the copy of what two shards share, between tensors of one process."""
+"""Copy what two shards share between tensors of one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def assign_sharded_slice(
     dst_shard: Any,
     postprocess_list: Sequence[Callable[[Any], Any]] | None = None,
 ) -> None:
-    """Copies the part of ``src_shard`` inside ``src_desc`` to the part of ``dst_shard`` inside ``dst_desc``.
+    """Copy the part of ``src_shard`` inside ``src_desc`` to the part of ``dst_shard`` inside ``dst_desc``.
 
     Args:
         src_desc: Box (``global_offset``, ``local_shape``) in the source's coordinates.
@@ -67,6 +67,6 @@ def assign_sharded_slice(
 
 
 def _place(box: Box, part: Box) -> tuple[int, tuple[int, ...]]:
-    """Position of a part's first element in the storage of a box, and that storage's strides."""
+    """Return the position of a part's first element in the storage of a box, and that storage's strides."""
     strides = row_major_strides(np.asarray([box.shape], dtype=np.int64).reshape(1, -1))[0].tolist()
     return sum((p - b) * s for p, b, s in zip(part.offset, box.offset, strides)), tuple(strides)

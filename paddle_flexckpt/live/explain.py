@@ -1,4 +1,7 @@
-"""explain and invert for what users have in hand: checkpoints, state dicts, or catalogs."""
+"""Explain AOA statements for what users have in hand: checkpoints, state dicts, or catalogs.
+
+Tested in tests/aoa/test_docs.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ Tensors = Union[Location, Mapping[str, Any], Catalog]
 
 
 def explain(aoa_config: AoaConfig, src: Tensors, dst: Tensors | None = None, keys: Iterable[str] = ()) -> str:
-    """Tells where each target of a load with AOA statements would come from; nothing is read but the manifest.
+    """Tell where each target of a load with AOA statements would come from; nothing is read but the manifest.
 
     Args:
         aoa_config: The statements, as in :func:`load_state_dict`.
@@ -34,26 +37,8 @@ def explain(aoa_config: AoaConfig, src: Tensors, dst: Tensors | None = None, key
     return aoa.explain(aoa_config, _catalog(src), None if dst is None else _catalog(dst), keys)
 
 
-def invert(aoa_config: AoaConfig, src: Tensors | None = None, dst: Tensors | None = None) -> dict[str, Any]:
-    """The statements that undo others: what is loaded with the ones is given back by the others.
-
-    Args:
-        aoa_config: The statements, as in :func:`load_state_dict`.
-        src: Their source, where it is known, as in :func:`explain`: shapes and dtypes that the statements do not tell
-            are taken from it.
-        dst: Their destination, where it is known.
-
-    Returns:
-        An ``aoa_config``.
-
-    Raises:
-        ValidationError: There is no exact inverse; the error names the statement.
-    """
-    return aoa.invert(aoa_config, None if src is None else _catalog(src), None if dst is None else _catalog(dst))
-
-
 def _catalog(tensors: Tensors) -> Catalog:
-    """The shards of a checkpoint or of a state, without a run's extra state."""
+    """Return the shards of a checkpoint or of a state, without a run's extra state."""
     if isinstance(tensors, Catalog):
         return tensors
     if isinstance(tensors, Mapping):

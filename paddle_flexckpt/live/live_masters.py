@@ -1,4 +1,7 @@
-"""Masters of live optimizers: float32 copies that would undo, at the next step, a load of parameters without them."""
+"""Masters of live optimizers: float32 copies that would undo, at the next step, a load of parameters without them.
+
+Tested in tests/live/test_masters_and_fused.py.
+"""
 
 from __future__ import annotations
 

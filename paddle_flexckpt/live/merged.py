@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
+from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.mapping import maybe_fused, stored, whole_mapping
-from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.engine.options import LoadOptions
+from paddle_flexckpt.engine.transfer import Transfer
+from paddle_flexckpt.foreign.formats import SourceDirectory, shown
 from paddle_flexckpt.live.communicator import SoloCommunicator
-from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.tensors import empty_on_host
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.checksums import VerifyMode
@@ -37,7 +40,7 @@ def load_merged_state_dict(
     verify: bool | VerifyMode = "read",
     use_replicas: bool = True,
 ) -> dict[str, Any]:
-    """Reads a checkpoint into whole, fresh tensors on the CPU; no other rank takes part.
+    """Read a checkpoint into whole, fresh tensors on the CPU; no other rank takes part.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
@@ -85,22 +88,22 @@ def _load_merged(
     unordered = maybe_fused(manifest.catalog, set(names), mapping) if mapping is not None else []
     if unordered:  # what no statement makes is told by the load below
         logger.warning(order_warning(str(path), unordered))
-    program: Any = mapping  # compiled already; the tensors are what it makes
-    load_state_dict(
-        tensors,
-        path,
-        SoloCommunicator(),
+    options = LoadOptions(
         unique_id=manifest.unique_id,
-        aoa_config=program,
+        aoa_config=mapping,  # compiled already; the tensors are what it makes
         verify=verify,
         use_replicas=use_replicas,
         optimizer_states="ignore",  # the prefix, or the statements, have chosen
     )
+    context = f"cannot load from {shown(path)}"
+    Transfer(
+        SoloCommunicator(), Files(path, options), lambda: describe_targets(tensors, 0), options, "merged", context
+    ).run()
     return {name[len(start) :]: tensor for name, tensor in tensors.items()}
 
 
 def empty_tensors(catalog: Catalog, names: Iterable[str]) -> dict[str, Any]:
-    """A fresh tensor on the CPU for each of some keys of a checkpoint, of its whole shape."""
+    """Return a fresh tensor on the CPU for each of some keys of a checkpoint, of its whole shape."""
     there = stored(catalog, extra_state=True)
     names = list(names)
     _check_held(catalog, names)
@@ -125,7 +128,7 @@ def _check_axes(axes: Mapping[str, int]) -> None:
 
 
 def _check_held(catalog: Catalog, names: Iterable[str]) -> None:
-    """Refuses tensors of which too little is there, before memory is taken for a shape that is only declared."""
+    """Refuse tensors of which too little is there, before memory is taken for a shape that is only declared."""
     held, declared = np.zeros(len(catalog.keys)), np.zeros(len(catalog.keys))
     np.add.at(held, catalog.key, catalog.size)
     # In floating point: a product of extents that are no tensor's must not wrap around.

@@ -8,6 +8,8 @@ written to a file beside the checkpoint, and used by any other process::
     statements = fc.plain_state_statements(model.sharded_state_dict(), plain)
     ...
     fc.load_state_dict({**model_shards, **optimizer_shards}, path, aoa_config={"aoa_statements": statements})
+
+Tested in tests/live/test_name_compatibility.py.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from paddle_flexckpt.live.state import flatten_state_dict, is_tensor, tensor_nam
 def plain_state_statements(
     model_sharded_state_dict: Mapping[str, Any], plain_state_dict: Mapping[str, Any], direction: str = "from_plain"
 ) -> list[str]:
-    """The AOA statements that rename what a plain state dict of a live model holds, from or to structured names.
+    """Return the AOA statements that rename what a plain state dict of a live model holds, from or to structured names.
 
     Args:
         model_sharded_state_dict: The model's ``sharded_state_dict()``, or anything else that has its tensors, or
@@ -77,7 +79,7 @@ def plain_state_statements(
 
 
 def _structured(plain: str, value: Any, model: Mapping[str, Any], names: Mapping[str, list[str]]) -> str | None:
-    """The structured name of a key of a plain state dict, or None."""
+    """Return the structured name of a key of a plain state dict, or None."""
     own = tensor_name(value)
     keys = names.get(raw_parameter(own), []) if own is not None else []
     if keys:

@@ -1,9 +1,12 @@
-"""Checks of a source state that all ranks hold together, before anything is written or sent."""
+"""Checks of a source state that all ranks hold together, before anything is written or sent.
+
+Tested in tests/live/test_replicas.py.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +19,23 @@ from paddle_flexckpt.catalog import (
     Problem,
     ReplicaGroups,
     ValidationError,
+    concat,
     group_replicas,
     validate_coverage,
     validate_shards,
 )
 from paddle_flexckpt.catalog.validate import Coverage, row_boxes
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
+from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.engine.copies import pack_copy
 from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.state import open_state
 from paddle_flexckpt.live.tensors import open_storage
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedSources:
-    """What the checks found out on the way.
+    """Hold what the checks found out on the way.
 
     Attributes:
         groups: Replica groups of the catalog.
@@ -57,6 +64,27 @@ def check_layout(catalog: Catalog, context: str) -> CheckedSources:
     if coverage.problems:
         raise ValidationError(coverage.problems, context)
     return CheckedSources(groups, coverage)
+
+
+def check_state(describe: Callable[[], Mapping[str, Any]], comm: Communicator, context: str, head: bytes = b"") -> None:
+    """Check that all ranks' shards can be saved. One collective; no value is read.
+
+    Args:
+        describe: Gives this rank's state, as for :func:`save_state_dict`.
+        comm: The ranks.
+        context: What is being done, for the error.
+        head: What has to be the same on every rank.
+
+    Raises:
+        ValidationError: They cannot; the same on every rank, and in the words of the save.
+        CheckpointError: ``describe`` has failed somewhere; likewise.
+    """
+
+    def own() -> tuple[None, bytes]:
+        return None, join((head, encode_catalog(open_state(describe(), comm.rank).catalog)))
+
+    _, answers = comm.together(own, context)
+    check_layout(concat([decode_catalog(catalog) for catalog in check_heads(answers, context)[0]]), context)
 
 
 def check_sources(comm: Communicator, held: Mapping[int, Any], catalog: Catalog, context: str) -> CheckedSources:
@@ -114,7 +142,7 @@ def _check_overlaps(
 
 
 def _common_digest(catalog: Catalog, pair: tuple[int, int], side: int, tensor: Any) -> str:
-    """Digest of the elements that two shards share, read from one of them."""
+    """Return the digest of the elements that two shards share, read from one of them."""
     _, offset_a, shape_a = row_boxes(catalog, np.asarray([pair[0]]))
     _, offset_b, shape_b = row_boxes(catalog, np.asarray([pair[1]]))
     offset, shape, hit = intersect_boxes(offset_a[:, None], shape_a[:, None], offset_b[None], shape_b[None])

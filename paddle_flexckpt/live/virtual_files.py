@@ -1,4 +1,7 @@
-"""Virtual files: tensors in the ranks' memory that stand for the files of a checkpoint."""
+"""Virtual files: tensors in the ranks' memory that stand for the files of a checkpoint.
+
+Tested in tests/live/test_reshard_files.py.
+"""
 
 from __future__ import annotations
 

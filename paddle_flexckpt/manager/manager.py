@@ -2,57 +2,47 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import os
 import signal
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_same
-from paddle_flexckpt.engine.mapping import config_digest
-from paddle_flexckpt.engine.options import GROUP, OptimizerStates, Strict, encode_options, same_on_all_ranks
+from paddle_flexckpt.engine.options import GROUP, encode_options, same_on_all_ranks, takes
 from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager.contents import (
-    RECORD,
+    StepContents,
     check_extra,
     check_metrics,
-    check_same_metrics,
     check_step,
     collect_shards,
-    encode_record,
     said_by_all,
 )
-from paddle_flexckpt.manager.pending import PendingSaves
+from paddle_flexckpt.manager.pending import PendingSteps
 from paddle_flexckpt.manager.policies import (
     KeepBest,
     KeepPolicy,
     Mode,
     SaveEvery,
     SavePolicy,
-    StepRecord,
     check_policies,
 )
-from paddle_flexckpt.manager.preemption import PreemptionSignals
 from paddle_flexckpt.manager.readiness import OWN_OBJECTS, check, given
-from paddle_flexckpt.manager.restore import RestoreReport, Targets, restore_first
-from paddle_flexckpt.manager.schedule import SaveSchedule
+from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, Targets, restore_first
+from paddle_flexckpt.manager.schedule import PreemptionSignals, SaveSchedule
 from paddle_flexckpt.manager.steps import UNIQUE_ID, StepDirectories, Which
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.listing import CheckpointInfo
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
 
 EVERY_STEP = SaveEvery(1)
-_FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 class CheckpointManager:
@@ -119,7 +109,7 @@ class CheckpointManager:
         options = locals()
         self._comm = communicator_for(process_group)
         self._async_save = async_save
-        self._pending = PendingSaves(self._comm)
+        self._pending = PendingSteps(self._comm)
         self._closed = False
         # Steps that a restore has found damaged: a save may replace them.
         self._damaged: set[int] = set()
@@ -174,10 +164,7 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """Return whether a rank had got a preemption signal at the last :meth:`should_save`.
-
-        The same on every rank; communicates nothing.
-        """
+        """Return whether a rank had got a preemption signal at the last :meth:`should_save`; communicate nothing."""
         return self._schedule.should_stop
 
     @same_on_all_ranks()
@@ -249,29 +236,25 @@ class CheckpointManager:
         context = f"cannot save a step in {self.path!r}"
         background = bool(self._async_save) if blocking is None else not blocking
 
-        def prepare() -> tuple[tuple[dict[str, Any], dict[str, float]], bytes]:
+        def prepare() -> tuple[StepContents, bytes]:
             self._check_open()
             check_step(step)
-            numbers = check_metrics(metrics)
-            contents = collect_shards(model, optimizer, state)
-            contents.update(collect_extra_state(lr_scheduler, scaler, step, rng, dataloader, **check_extra(extra)))
+            contents = StepContents(collect_shards(model, optimizer, state), check_metrics(metrics))
+            more = check_extra(extra)
+            contents.shards.update(collect_extra_state(lr_scheduler, scaler, step, rng, dataloader, **more))
             if self._comm.position == 0:
                 self._steps.prepare(step, overwrite or step in self._damaged)
             said = {"blocking": not background, "check_replicas": ReplicaPolicies(check_replicas).agreed}
             head = encode_options(CheckpointManager.save, options, **said, **given(options))
-            numbers_said = {"time": time.time(), "metrics": {name: repr(number) for name, number in numbers.items()}}
-            return (contents, numbers), join((head, json.dumps(numbers_said).encode()))
+            return contents, join((head, contents.describe_metrics()))
 
-        self._pending.settle(context, wait_for=step)
-        (contents, numbers), answers = self._comm.together(prepare, context)
-        said = said_by_all(answers, context)
-        check_same_metrics(self._comm.ranks, [each["metrics"] for each in said], context)
-        contents[RECORD] = encode_record(StepRecord(step, said[0]["time"], numbers))
-        directory = self._steps.directory(step)
+        self._pending.collect(context, wait_for=step)
+        contents, answers = self._comm.together(prepare, context)
+        contents.add_record(step, answers, self._comm.ranks, context)
         try:
             report = save_state_dict(
-                contents,
-                directory,
+                contents.shards,
+                self._steps.directory(step),
                 self._comm,
                 unique_id=UNIQUE_ID,
                 step=step,
@@ -280,14 +263,7 @@ class CheckpointManager:
                 async_save=(self._async_save or True) if background else False,
             )
         except CheckpointError as error:
-            # Each rank removes its files, and the last one finds the directory empty.
-            with contextlib.suppress(OSError):
-                directory.remove_directory()
-            if self._keep and any(text in str(error) for text in _FULL):
-                raise CheckpointError(
-                    f"{error}. What need not be kept is removed when the new checkpoint is complete, so there has to "
-                    "be room for one more than is kept. Remedy: keep fewer, or make room"
-                ) from error
+            self._steps.give_up(step, error, bool(self._keep))
             raise
         if isinstance(report, SaveHandle):
             self._pending.add(step, report)
@@ -306,7 +282,7 @@ class CheckpointManager:
         """
         self._check_open()
         if self._pending.steps:
-            self._pending.settle(f"cannot finish the saves in {self.path!r}", wait_for="all")
+            self._pending.collect(f"cannot finish the saves in {self.path!r}", wait_for="all")
             self._retain("all saves in the background are complete", None)
 
     def close(self) -> None:
@@ -325,15 +301,11 @@ class CheckpointManager:
 
     def _retain(self, done: str, newest: int | None) -> None:
         """Remove what may go; ``done`` is what has gone well, for the error."""
+        retain = partial(self._steps.retain, self._keep, newest, self._pending.steps)
+        context = f"{done}, but what need not be kept in {self.path!r} could not be removed"
+        self._comm.together(lambda: (retain() if self._comm.position == 0 else None, b""), context)
 
-        def work() -> tuple[None, bytes]:
-            if self._comm.position == 0:
-                self._steps.retain(self._keep, newest, self._pending.steps)
-            return None, b""
-
-        self._comm.together(work, f"{done}, but what need not be kept in {self.path!r} could not be removed")
-
-    @same_on_all_ranks(**OWN_OBJECTS)
+    @takes(RestoreOptions, **OWN_OBJECTS)
     def restore(
         self,
         step: Which = "latest",
@@ -343,32 +315,14 @@ class CheckpointManager:
         lr_scheduler: Any = None,
         scaler: Any = None,
         state: Mapping[str, Any] | None = None,
-        rng: bool = True,
-        fallback: bool = False,
-        aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
-        strict: Strict = "missing",
-        dtype: Literal["raise", "cast"] = "raise",
-        tied_names: bool = True,
-        master_weights: Literal["exact", "convert"] = "exact",
-        fused: Literal["convert", "exact"] = "convert",
-        mw_name_compatibility: bool = True,
-        verify: bool | VerifyMode = "read",
-        use_replicas: bool = True,
-        optimizer_states: OptimizerStates = "raise",
+        **options: Any,
     ) -> RestoreReport:
         """Put model, optimizer and the run's extra state back to what they were at a step, in place.
 
         Args:
-            step: A step, ``"latest"``, or ``"best"`` by the manager's first KeepBest.
             model: As in :meth:`save`; so are ``optimizer``, ``lr_scheduler`` and ``scaler``.
             state: As in :meth:`save`; its tensors are written.
-            rng: Whether to restore the random number generators, where the layout is the same.
-            fallback: Whether, where that checkpoint is damaged or cannot be read, to go on to the next lower step that
-                can (for ``"best"``, to the next best). Damage that only reading finds leaves targets partly
-                overwritten; the next checkpoint overwrites all of them, and a target that it lacks is an error
-                whatever ``strict`` says. What is no damage (names, shapes, dtypes) is raised: an older checkpoint would
-                not be better.
-            aoa_config: As in :func:`load_state_dict`; so are the arguments that follow. Without ``optimizer``,
+            **options: Like ``step``, of :class:`~paddle_flexckpt.manager.restore.RestoreOptions`. Without an optimizer,
                 ``optimizer_states="ignore"`` says that the model alone is wanted.
 
         Returns:
@@ -379,27 +333,25 @@ class CheckpointManager:
             CorruptCheckpointError: It is damaged, or with ``fallback`` all are; targets may be partly overwritten.
             CheckpointError: A save in the background has failed; nothing was changed.
         """
-        options = locals()
+        asked = RestoreOptions(step=step, **options)
         context = f"cannot restore a step from {self.path!r}"
 
         def prepare() -> tuple[Targets, bytes]:
             self._check_open()
             if step not in ("latest", "best"):
                 check_step(step)
-            targets = Targets(collect_shards(model, optimizer, state), lr_scheduler, scaler, rng)
-            order, damaged = self._steps.order(step, self._best(), fallback) if self._comm.position == 0 else ([], {})
-            digest = config_digest(aoa_config, master_weights)
-            head = encode_options(CheckpointManager.restore, options, aoa_config=digest, **given(options))
+            targets = Targets(collect_shards(model, optimizer, state), lr_scheduler, scaler, asked.rng)
+            head = asked.encode("restore", **given({"lr_scheduler": lr_scheduler, "scaler": scaler}))
+            if self._comm.position != 0:
+                return targets, join((head, b"null"))
+            order, damaged = self._steps.order(step, self._best(), asked.fallback)
             return targets, join((head, json.dumps([order, list(damaged.items())]).encode()))
 
-        self._pending.settle(context, wait_for="all")
+        self._pending.collect(context, wait_for="all")
         targets, answers = self._comm.together(prepare, context)
         order, damaged = said_by_all(answers, context)[0]
         candidates = [(each, self._steps.directory(each)) for each in order]
-        loading: dict[str, Any] = {"aoa_config": aoa_config, "strict": strict, "dtype": dtype, "tied_names": tied_names}
-        loading.update(master_weights=master_weights, fused=fused, mw_name_compatibility=mw_name_compatibility)
-        loading.update(verify=verify, use_replicas=use_replicas, optimizer_states=optimizer_states)
-        report = restore_first(candidates, dict(damaged), self._comm, targets, fallback, context, **loading)
+        report = restore_first(candidates, dict(damaged), self._comm, targets, asked, context)
         self._damaged |= set(report.skipped)
         self._schedule.note(report.step, saved=False)
         return report

@@ -13,8 +13,8 @@ from paddle_flexckpt.live.communicator import Communicator
 _RUNNING, _ENDED, _FAILED = range(3)
 
 
-class PendingSaves:
-    """Track the saves in the background. Every rank has the same ones: only :meth:`settle` communicates."""
+class PendingSteps:
+    """Track the saves in the background. Every rank has the same ones: only :meth:`collect` communicates."""
 
     def __init__(self, comm: Communicator) -> None:
         """Take the ranks that save."""
@@ -30,7 +30,7 @@ class PendingSaves:
         """Note a save that has begun."""
         self._saves.append((step, handle))
 
-    def settle(self, context: str, wait_for: int | Literal["all"] | None = None) -> None:
+    def collect(self, context: str, wait_for: int | Literal["all"] | None = None) -> None:
         """Forget those that have ended on all ranks. Without any, nothing is communicated.
 
         Args:

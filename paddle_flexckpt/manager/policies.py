@@ -34,6 +34,23 @@ class StepRecord:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
+class _Checked:
+    """Check the numbers of a policy when it is made."""
+
+    def __post_init__(self) -> None:
+        """Raise ValidationError where a number is not positive, or there is no such mode."""
+        for name, value in vars(self).items():
+            expected, is_bool = "", isinstance(value, bool)
+            if name in ("steps", "count") and (is_bool or not isinstance(value, int) or value < 1):
+                expected = "an integer >= 1"
+            if name == "seconds" and (is_bool or not isinstance(value, (int, float)) or not 0 < value < math.inf):
+                expected = "a positive number"
+            if name == "mode" and value not in ("min", "max"):
+                expected = "'min' or 'max'"
+            if expected:
+                raise ValidationError([f"{type(self).__name__}: {name} has to be {expected}; got {value!r}"])
+
+
 class SavePolicy(ABC):
     """Say at which steps to save."""
 
@@ -51,14 +68,10 @@ class SavePolicy(ABC):
 
 
 @dataclass(frozen=True)
-class SaveEvery(SavePolicy):
+class SaveEvery(_Checked, SavePolicy):
     """Save at every step that is a multiple of ``steps``."""
 
     steps: int
-
-    def __post_init__(self) -> None:
-        """Raise ValidationError where ``steps`` is not a positive integer."""
-        _check_count(self, "steps", self.steps)
 
     def wants(self, step: int, seconds: float) -> bool:
         """Return whether the step is a multiple."""
@@ -66,15 +79,11 @@ class SaveEvery(SavePolicy):
 
 
 @dataclass(frozen=True)
-class SaveInterval(SavePolicy):
+class SaveInterval(_Checked, SavePolicy):
     """Save at the first step that ends ``seconds`` or more after the last save, by the coordinator's clock."""
 
     seconds: float
     uses_clock = True
-
-    def __post_init__(self) -> None:
-        """Raise ValidationError where ``seconds`` is not a positive number."""
-        _check_seconds(self, self.seconds)
 
     def wants(self, step: int, seconds: float) -> bool:
         """Return whether the time has come."""
@@ -94,14 +103,10 @@ class KeepPolicy(ABC):
 
 
 @dataclass(frozen=True)
-class KeepLatest(KeepPolicy):
+class KeepLatest(_Checked, KeepPolicy):
     """Keep the ``count`` highest steps."""
 
     count: int
-
-    def __post_init__(self) -> None:
-        """Raise ValidationError where ``count`` is not a positive integer."""
-        _check_count(self, "count", self.count)
 
     def kept(self, records: Sequence[StepRecord]) -> Collection[int]:
         """Return the last ones."""
@@ -109,14 +114,10 @@ class KeepLatest(KeepPolicy):
 
 
 @dataclass(frozen=True)
-class KeepEvery(KeepPolicy):
+class KeepEvery(_Checked, KeepPolicy):
     """Keep every step that is a multiple of ``steps``, for ever."""
 
     steps: int
-
-    def __post_init__(self) -> None:
-        """Raise ValidationError where ``steps`` is not a positive integer."""
-        _check_count(self, "steps", self.steps)
 
     def kept(self, records: Sequence[StepRecord]) -> Collection[int]:
         """Return the multiples."""
@@ -124,18 +125,12 @@ class KeepEvery(KeepPolicy):
 
 
 @dataclass(frozen=True)
-class KeepBest(KeepPolicy):
+class KeepBest(_Checked, KeepPolicy):
     """Keep the ``count`` best by a metric; of equals the later. Those without it, or with NaN, do not count."""
 
     count: int
     metric: str = "loss"
     mode: Mode = "min"
-
-    def __post_init__(self) -> None:
-        """Raise ValidationError where ``count`` is not a positive integer or there is no such mode."""
-        _check_count(self, "count", self.count)
-        if self.mode not in ("min", "max"):
-            raise ValidationError([f"KeepBest: mode has to be 'min' or 'max'; got {self.mode!r}"])
 
     def kept(self, records: Sequence[StepRecord]) -> Collection[int]:
         """Return the best ones."""
@@ -143,14 +138,10 @@ class KeepBest(KeepPolicy):
 
 
 @dataclass(frozen=True)
-class KeepInterval(KeepPolicy):
+class KeepInterval(_Checked, KeepPolicy):
     """Keep the oldest, and after each one kept the next that was saved ``seconds`` or more later, for ever."""
 
     seconds: float
-
-    def __post_init__(self) -> None:
-        """Raise ValidationError where ``seconds`` is not a positive number."""
-        _check_seconds(self, self.seconds)
 
     def kept(self, records: Sequence[StepRecord]) -> Collection[int]:
         """Return one for each interval."""
@@ -205,13 +196,3 @@ def check_policies(name: str, given: Policy | Sequence[Policy], kind: type) -> t
         if not isinstance(policy, kind):
             raise ValidationError([f"{name} has to be a {kind.__name__} or several; got {policy!r}"])
     return policies
-
-
-def _check_count(policy: object, name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValidationError([f"{type(policy).__name__}: {name} has to be an integer >= 1; got {value!r}"])
-
-
-def _check_seconds(policy: object, value: object) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
-        raise ValidationError([f"{type(policy).__name__}: seconds has to be a positive number; got {value!r}"])

@@ -1,4 +1,4 @@
-"""check: say before the training starts what its saves would refuse."""
+"""check: say before the training starts what its saves would refuse. Tested in tests/manager/test_check.py."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from paddle_flexckpt.engine.options import GROUP, SHARDS, encode_options, same_on_all_ranks
-from paddle_flexckpt.live.checking import check_state
 from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.live.sources import check_state
 from paddle_flexckpt.manager.contents import collect_shards
 from paddle_flexckpt.parallel.state_creation import no_new_states
 from paddle_flexckpt.run_state.extra_state import collect_extra_state

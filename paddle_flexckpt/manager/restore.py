@@ -1,4 +1,7 @@
-"""Restoring the checkpoint of one step, and the report of it."""
+"""Restoring the checkpoint of one step, and the report of it.
+
+Tested in tests/manager/test_manager.py and tests/manager/test_unreadable.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError, ValidationError
-from paddle_flexckpt.engine.options import Strict
+from paddle_flexckpt.engine.options import LoadOptions, Storage, Strict
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.loader import load_state_dict
@@ -61,6 +64,27 @@ class RestoreReport:
         return text
 
 
+@dataclass(frozen=True)
+class RestoreOptions(LoadOptions):
+    """Hold the options of a restore: those of a load, and these.
+
+    Attributes:
+        step: A step, ``"latest"``, or ``"best"`` by the manager's first KeepBest.
+        rng: Whether to restore the random number generators, where the layout is the same.
+        fallback: Whether, where that checkpoint is damaged or cannot be read, to go on to the next lower step that can
+            (for ``"best"``, to the next best). Damage that only reading finds leaves targets partly overwritten; the
+            next checkpoint overwrites all of them, and a target that it lacks is an error whatever ``strict`` says.
+            What is no damage (names, shapes, dtypes) is raised: an older checkpoint would not be better.
+    """
+
+    coordinator_rank: int = field(default=0, init=False)
+    unique_id: int | None = field(default=UNIQUE_ID, init=False)
+    storage: Storage = field(default="shared", init=False)
+    step: int | str = "latest"
+    rng: bool = True
+    fallback: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Targets:
     """Hold what is to be put back on this rank.
@@ -79,16 +103,9 @@ class Targets:
 
 
 def restore_checkpoint(
-    directory: Backend, step: int, comm: Communicator, targets: Targets, **options: Any
+    directory: Backend, step: int, comm: Communicator, targets: Targets, options: RestoreOptions
 ) -> RestoreReport:
     """Restore the checkpoint in a step's directory; first its extra state, which is small and touches nothing.
-
-    Args:
-        directory: The step's directory.
-        step: The step.
-        comm: The ranks that take part.
-        targets: What is to be put back.
-        **options: Of :func:`load_state_dict`.
 
     Raises:
         ValidationError: It does not fit; nothing was changed.
@@ -112,7 +129,7 @@ def restore_checkpoint(
 
         token, _ = comm.together(hold, context)
         state = load_extra_state(directory, UNIQUE_ID, comm)
-        load = load_state_dict(targets.shards, directory, comm, unique_id=UNIQUE_ID, **options)
+        load = load_state_dict(targets.shards, directory, comm, **options.keywords(LoadOptions))
 
         def put_back() -> tuple[ExtraStateReport, bytes]:
             if save_token_in(directory) != token:
@@ -141,11 +158,8 @@ def restore_first(
     skipped: Mapping[int, str],
     comm: Communicator,
     targets: Targets,
-    fallback: bool,
+    options: RestoreOptions,
     context: str,
-    *,
-    strict: Strict,
-    **options: Any,
 ) -> RestoreReport:
     """Restore the first of some checkpoints, or with ``fallback`` the first that is whole and can be read.
 
@@ -154,10 +168,8 @@ def restore_first(
         skipped: Steps that are out of the question already, with what is wrong.
         comm: The ranks that take part.
         targets: What is to be put back.
-        fallback: Whether damage is a reason to go on.
+        options: Of the restore; ``fallback`` says whether damage is a reason to go on.
         context: What is being done, for the error.
-        strict: Of :func:`load_state_dict`.
-        **options: Likewise.
 
     Raises:
         CheckpointError: As of :func:`restore_checkpoint`.
@@ -165,11 +177,11 @@ def restore_first(
     skipped = dict(skipped)
     for step, directory in candidates:
         try:
-            asked = _strict_after_damage(strict) if skipped else strict
-            report = restore_checkpoint(directory, step, comm, targets, strict=asked, **options)
+            asked = replace(options, strict=_strict_after_damage(options.strict)) if skipped else options
+            report = restore_checkpoint(directory, step, comm, targets, asked)
             return replace(report, skipped=skipped)
         except (CorruptCheckpointError, UnreadableCheckpointError) as error:
-            if not fallback:
+            if not options.fallback:
                 raise
             if comm.position == 0:
                 what = "is damaged" if isinstance(error, CorruptCheckpointError) else "cannot be read"

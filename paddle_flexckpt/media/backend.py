@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar, Union
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnreadableCheckpointError
-from paddle_flexckpt.media.file_names import check_file_name, check_not_elsewhere
+from paddle_flexckpt.media.file_names import check_member, check_not_elsewhere
 from paddle_flexckpt.media.locks import Locks
 
 Buffer = Union[bytes, memoryview]
@@ -72,7 +72,7 @@ class OutputFile(ABC):
 
     @abstractmethod
     def write(self, data: Buffer) -> None:
-        """Append all of the data."""
+        """Write all of the data after what was written before."""
 
     def make_durable(self) -> None:  # noqa: B027
         """Make the bytes durable where that can be done before :meth:`finish`, which then takes little time."""
@@ -278,10 +278,8 @@ def inner(backend: Backend, name: str) -> Backend:
     """
     if backend.has_path:
         check_not_elsewhere(backend.path, name)
-    try:
-        return backend.child(check_file_name(name))
-    except ValueError as error:
-        raise CorruptCheckpointError(f"in {backend.path}: {error}. Remedy: load another checkpoint") from error
+    check_member(backend.path, name)
+    return backend.child(name)
 
 
 def open_member(backend: Backend, name: str) -> InputFile:

@@ -37,6 +37,18 @@ def check_file_name(name: str) -> str:
     return name
 
 
+def check_member(directory: str, name: str) -> None:
+    """Refuse the name of a checkpoint's file or directory that leads out of it.
+
+    Raises:
+        CorruptCheckpointError: It does.
+    """
+    try:
+        check_file_name(name)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"in {directory}: {error}. Remedy: load another checkpoint") from error
+
+
 def check_not_elsewhere(directory: str, name: str) -> None:
     """Refuse a directory of a checkpoint's that is a link out of it.
 
@@ -66,10 +78,7 @@ def open_inside(directory: str, name: str) -> int:
         FileNotFoundError: There is no such file.
     """
     path = os.path.join(directory, name)
-    try:
-        check_file_name(name)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"in {directory}: {error}. Remedy: load another checkpoint") from error
+    check_member(directory, name)
     # O_NONBLOCK: the opening of a pipe would wait for its writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:

@@ -39,7 +39,7 @@ _READS = 10
 
 @dataclass(frozen=True)
 class Claim:
-    """What a lease file says.
+    """Name the holder of a lease, as its file does.
 
     Attributes:
         token: Random text of the holder.
@@ -60,12 +60,12 @@ class Claim:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Claim | None:
+    def decode(cls, data: bytes | None) -> Claim | None:
         """Read a file's bytes; None if they are not a whole claim."""
         try:
-            said = json.loads(data)
+            read = json.loads(data or b"")
             return cls(
-                str(said["token"]), str(said["host"]), int(said["pid"]), int(said["counter"]), float(said["seconds"])
+                str(read["token"]), str(read["host"]), int(read["pid"]), int(read["counter"]), float(read["seconds"])
             )
         except (ValueError, KeyError, TypeError, RecursionError):
             return None
@@ -97,56 +97,6 @@ class LeaseLock(SaveLock):
         self._thread = threading.Thread(target=self._renew, name="flexckpt-lease", daemon=True)
         self._thread.start()
 
-    @classmethod
-    def take(cls, backend: Backend, seconds: float, exclusive: Callable[[], bool]) -> LeaseLock:
-        """Take the right to save, after waiting for a lease that nobody renews to run out.
-
-        Args:
-            backend: The directory.
-            seconds: The lease's time.
-            exclusive: Tells whether, of two that create a file at a time, one fails for certain.
-
-        Raises:
-            CheckpointError: Another save has it.
-            OSError: The medium failed.
-        """
-        claim = Claim(os.urandom(16).hex(), socket.gethostname(), os.getpid(), 0, seconds)
-        watched: bytes | None = None
-        since = 0.0
-        while True:
-            found = _read(backend)
-            now = time.monotonic()
-            if found is None:
-                if _create(backend, claim):
-                    # Some stores take the condition that there be no such file, and do not keep it.
-                    certain = exclusive() and not _create(backend, claim)
-                    break
-                continue
-            other = Claim.decode(found)
-            if watched is None:
-                watched, since = found, now
-            elif found != watched:
-                raise _busy(backend, other)
-            elif now - since >= max(seconds, other.seconds if other else 0.0):
-                logger.warning(f"{backend.path}: a lease of {other} has run out and is taken over")
-                write_file(backend, LEASE_FILE, claim.encode())
-                certain = False
-                break
-            _pause(seconds / _LOOKS)
-        if not certain:
-            _pause(min(seconds, LEASE_SECONDS) / _SETTLING)
-            found = _read(backend)
-            winner = None if found is None else Claim.decode(found)
-            if winner is None or winner.token != claim.token:
-                raise _busy(backend, winner)
-        return cls(backend, claim)
-
-    @classmethod
-    def adopt(cls, backend: Backend, token: dict[str, Any]) -> LeaseLock:
-        """Renew from here as well the lease that another process holds and hands over."""
-        claim = Claim(**token["claim"])
-        return cls(backend, replace(claim, host=socket.gethostname(), pid=os.getpid(), counter=claim.counter + 1))
-
     def _renew(self) -> None:
         while not self._ended.wait(self._claim.seconds / _RENEWALS):
             try:
@@ -177,10 +127,10 @@ class LeaseLock(SaveLock):
         claim = None
         for _ in range(_READS):
             found = _read(self._backend)
-            claim = None if found is None else Claim.decode(found)
+            claim = Claim.decode(found)
             if claim is not None or found is None:
                 break
-            _pause(self._claim.seconds / _RENEWALS / _READS)
+            time.sleep(self._claim.seconds / _RENEWALS / _READS)
         if claim is None or claim.token != self._claim.token:
             by = "somebody" if claim is None else str(claim)
             raise CheckpointError(
@@ -194,8 +144,7 @@ class LeaseLock(SaveLock):
             return
         self.detach()
         try:
-            found = _read(self._backend)
-            claim = None if found is None else Claim.decode(found)
+            claim = Claim.decode(_read(self._backend))
             if claim is not None and claim.token == self._claim.token:
                 self._backend.remove(LEASE_FILE)
         except OSError as error:
@@ -233,15 +182,65 @@ class LeaseLocks(Locks):
         self._lease: LeaseLock | None = None
 
     def take(self) -> SaveLock:
-        """Implement the base class."""
-        self._lease = LeaseLock.take(self._backend, self._seconds, self._exclusive)
+        """Take the right to save, after waiting for a lease that nobody renews to run out; errors as of the base class.
+
+        Raises:
+            OSError: The medium failed.
+        """
+        claim = Claim(os.urandom(16).hex(), socket.gethostname(), os.getpid(), 0, self._seconds)
+        if not self._obtain(claim):
+            time.sleep(min(self._seconds, LEASE_SECONDS) / _SETTLING)
+            winner = Claim.decode(_read(self._backend))
+            if winner is None or winner.token != claim.token:
+                raise self._busy(winner)
+        self._lease = LeaseLock(self._backend, claim)
         return self._lease
 
+    def _obtain(self, claim: Claim) -> bool:
+        """Write a lease; return whether it is certain that nobody else has done so at the same time."""
+        watched: bytes | None = None
+        since = 0.0
+        while True:
+            found = _read(self._backend)
+            now = time.monotonic()
+            if found is None:
+                if self._create(claim):
+                    # Some stores take the condition that there be no such file, and do not keep it.
+                    return self._exclusive() and not self._create(claim)
+                continue
+            other = Claim.decode(found)
+            if watched is None:
+                watched, since = found, now
+            elif found != watched:
+                raise self._busy(other)
+            elif now - since >= max(self._seconds, other.seconds if other else 0.0):
+                logger.warning(f"{self._backend.path}: a lease of {other} has run out and is taken over")
+                write_file(self._backend, LEASE_FILE, claim.encode())
+                return False
+            time.sleep(self._seconds / _LOOKS)
+
+    def _create(self, claim: Claim) -> bool:
+        """Return whether there was no lease, so that there is this one now."""
+        try:
+            write_file(self._backend, LEASE_FILE, claim.encode(), "new")
+        except FileExistsError:
+            return False
+        return True
+
+    def _busy(self, other: Claim | None) -> CheckpointError:
+        by = "" if other is None else f" ({other})"
+        return CheckpointError(
+            f"another save is writing to {self._backend.path}{by}. Remedy: wait until it has finished, or save "
+            "elsewhere"
+        )
+
     def adopt(self, token: dict[str, Any], descriptor: int | None) -> SaveLock:
-        """Implement the base class."""
+        """Renew from here as well, from now on, the lease that another process holds and hands over."""
         if token["kind"] != "lease":
             return super().adopt(token, descriptor)
-        self._lease = LeaseLock.adopt(self._backend, token)
+        claim = Claim(**token["claim"])
+        claim = replace(claim, host=socket.gethostname(), pid=os.getpid(), counter=claim.counter + 1)
+        self._lease = LeaseLock(self._backend, claim)
         return self._lease
 
     def check(self) -> None:
@@ -255,23 +254,3 @@ def _read(backend: Backend) -> bytes | None:
         return backend.read(LEASE_FILE)
     except FileNotFoundError:
         return None
-
-
-def _create(backend: Backend, claim: Claim) -> bool:
-    """Return whether there was no lease, so that there is this one now."""
-    try:
-        write_file(backend, LEASE_FILE, claim.encode(), "new")
-    except FileExistsError:
-        return False
-    return True
-
-
-def _busy(backend: Backend, other: Claim | None) -> CheckpointError:
-    by = "" if other is None else f" ({other})"
-    return CheckpointError(
-        f"another save is writing to {backend.path}{by}. Remedy: wait until it has finished, or save elsewhere"
-    )
-
-
-def _pause(seconds: float) -> None:
-    time.sleep(seconds)

@@ -1,6 +1,6 @@
 """The local backend: a directory of a file system that this machine has mounted.
 
-Whatever becomes durable here goes through :func:`fsync`; :func:`sync_directory` does it for the names of files.
+Whatever becomes durable here goes through :func:`fsync`; :func:`sync_path` does it for the names of files.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class LocalBackend(Backend):
                 [f"{self.path} is not a directory, so nothing can be saved there. Remedy: give another path"]
             ) from error
         for made in missing:
-            sync_directory(os.path.dirname(made))
+            sync_path(os.path.dirname(made))
 
     def remove_directory(self) -> None:
         """Implement the base class."""
@@ -179,7 +179,7 @@ class LocalBackend(Backend):
 
     def sync(self) -> None:
         """Implement the base class."""
-        sync_directory(self.path)
+        sync_path(self.path)
 
     def reopen_token(self) -> dict[str, Any]:
         """Implement the base class."""
@@ -203,8 +203,8 @@ def fsync(descriptor: int, path: str) -> None:
         os.fsync(descriptor)
 
 
-def sync_directory(path: str) -> None:
-    """Make a directory's entries durable."""
+def sync_path(path: str) -> None:
+    """Make the entries of a directory, or the bytes of a closed file, durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     with naming(path):
         try:

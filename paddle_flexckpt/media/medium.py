@@ -1,17 +1,16 @@
-"""Media: what the files of one fsspec file system can do, and how each kind of them commits.
-
-Paths here are those of the file system, without the protocol.
-"""
+"""Media: what the files of a directory of an fsspec file system can do, and how each kind of file system commits."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import inspect
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+import os
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 from paddle_flexckpt.media.retrying import Retrier
+from paddle_flexckpt.media.urls import Secrets
 
 # How a file takes the place of another at once:
 #   put      An object appears whole, when its last byte has been taken, or not at all, and replaces what was there.
@@ -37,11 +36,10 @@ COMMIT_OF: dict[str, Commit] = {
 }
 # Of these the request that creates a file fails if there is one, whoever is faster.
 _EXCLUSIVE = frozenset({"gs", "gcs", "abfs", "abfss", "az", "memory"})
-S3_PROTOCOLS = frozenset({"s3", "s3a"})
 
 
 def commit_of(protocol: str, file_system: Any) -> Commit | None:
-    """How the files of a protocol commit; None if that is not known, and so nothing can be saved there.
+    """Return how the files of a protocol commit; None if that is not known, and so nothing can be saved there.
 
     A protocol that is not in the table takes the careful way if it renames. fsspec's own ``mv`` does not rename: it
     copies and removes, and what it copies can be seen half.
@@ -53,109 +51,106 @@ def commit_of(protocol: str, file_system: Any) -> Commit | None:
     return None if type(file_system).mv is fsspec.AbstractFileSystem.mv else "rename"
 
 
-@dataclass(frozen=True)
-class Listing:
-    """What is in a directory.
-
-    Attributes:
-        files: Names.
-        directories: Names.
-    """
+class Listing(NamedTuple):
+    """Name what is in a directory."""
 
     files: list[str]
     directories: list[str]
 
 
 class Upload:
-    """A file that is written in parts through fsspec's own stream. Where that fails, so does the file."""
+    """Write a file in parts through fsspec's own stream. Where that fails, so does the file."""
 
-    def __init__(self, medium: Medium, path: str, part_bytes: int) -> None:
-        """Opens the stream."""
-        self._medium, self._path = medium, path
-        self._written = 0
-        self._stream: Any = medium.retrier(
-            medium.where(path), medium.file_system.open, path, "wb", block_size=part_bytes
-        )
+    def __init__(self, medium: Medium, name: str, part_bytes: int) -> None:
+        """Open the stream."""
+        self._medium, self._name, self._written = medium, name, 0
+        self._stream: Any = medium.ask(name, medium.file_system.open, medium.path(name), "wb", block_size=part_bytes)
 
     def part(self, data: bytearray) -> None:
-        """Writes what follows; all parts but the last have the same size."""
-        once = self._medium.once
+        """Write what follows; all parts but the last have the same size."""
         view = memoryview(data)
         while len(view):
-            count = once(self._medium.where(self._path), self._stream.write, view)
+            count = self._medium.ask_once(self._name, self._stream.write, view)
             # Some streams do not tell; a short write is not an error but a beginning.
             view = view[count if isinstance(count, int) else len(view) :]
         self._written += len(data)
 
     def finish(self) -> None:
-        """Closes the file; it is there, whole, when this returns."""
-        self._medium.once(self._medium.where(self._path), self._stream.close)
-        size = self._medium.size(self._path)
+        """Close the file; it is there, whole, when this returns."""
+        self._medium.ask_once(self._name, self._stream.close)
+        size = self._medium.size(self._name)
         if size != self._written:
             text = f"{self._written} bytes were written, and {size} are there"
-            raise OSError(errno.EIO, text, self._medium.where(self._path))
+            raise OSError(errno.EIO, text, self._medium.where(self._name))
 
     def abort(self) -> None:
-        """Gives up; what can be seen of the file is removed by the caller."""
+        """Give up; the caller removes what can be seen of the file."""
         # Anything may be wrong with the stream, and another error is on its way.
         with contextlib.suppress(Exception):
             self._stream.discard()
-        if hasattr(self._stream, "blocksize"):
-            # fsspec's buffered streams finish the file when they are collected, unless they are closed.
-            with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):
+            if hasattr(self._stream, "blocksize"):
+                # fsspec's buffered streams finish the file when they are collected, unless they are closed.
                 self._stream.closed = True
-        else:
-            with contextlib.suppress(Exception):
+            else:
                 self._stream.close()
 
 
 class Medium:
-    """The files of one fsspec file system."""
+    """Ask an fsspec file system for the files of one directory; the name "" stands for the directory itself.
 
-    def __init__(self, file_system: Any, protocol: str, root: str, shown: str, retrier: Retrier, once: Retrier) -> None:
-        """Wraps a file system.
+    Attributes:
+        file_system: fsspec's.
+        pid: The process that may use it.
+    """
+
+    def __init__(self, file_system: Any, protocol: str, root: str, shown: str, retries: int, secrets: Secrets) -> None:
+        """Wrap a file system.
 
         Args:
-            file_system: Of fsspec.
+            file_system: fsspec's.
             protocol: Its protocol.
-            root: The path in it that ``shown`` stands for.
-            shown: URL of the root, for errors.
-            retrier: Makes requests that can be made again.
-            once: Makes those that cannot.
+            root: The directory's path in it.
+            shown: The directory's URL, for errors.
+            retries: Tries after the first one, of requests that can be made again.
+            secrets: What errors must not show.
         """
-        self.file_system = file_system
-        self.retrier = retrier
-        self.once = once
-        self._protocol = protocol
-        self._root, self._shown = root, shown
+        self.file_system, self.pid = file_system, os.getpid()
+        self._protocol, self._root, self._shown = protocol, root, shown
+        self._retrier, self._once = Retrier(retries, secrets), Retrier(0, secrets)
 
-    def where(self, path: str) -> str:
-        """A path as a URL, for errors."""
-        return self._shown + path[len(self._root) :]
+    def where(self, name: str) -> str:
+        """Return a file's URL, for errors."""
+        return f"{self._shown}/{name}" if name else self._shown
+
+    def path(self, name: str) -> str:
+        """Return a file's path in the file system."""
+        return f"{self._root}/{name}" if name else self._root
+
+    def ask(self, name: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Make a request about a file, again where that may help; arguments and errors as of :class:`Retrier`."""
+        return self._retrier(self.where(name), function, *arguments, **keywords)
+
+    def ask_once(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Make a request that cannot be made again."""
+        return self._once(self.where(name), function, *arguments)
 
     @property
     def exclusive(self) -> bool:
-        """Whether, of two that create a file, one fails for certain."""
-        return self._protocol in _EXCLUSIVE and self._has_create_mode
+        """Return whether, of two that create a file, one fails for certain."""
+        put = getattr(self.file_system, "_pipe_file", self.file_system.pipe_file)
+        return self._protocol in _EXCLUSIVE and "mode" in inspect.signature(put).parameters
 
-    @property
-    def _has_create_mode(self) -> bool:
-        return "mode" in inspect.signature(self._pipe_function).parameters
-
-    @property
-    def _pipe_function(self) -> Any:
-        return getattr(self.file_system, "_pipe_file", self.file_system.pipe_file)
-
-    def entries(self, path: str) -> Listing:
-        """What is in a directory; nothing if it is not there."""
+    def entries(self) -> Listing:
+        """List the directory; nothing if it is not there."""
         # Others write there: what this process has seen earlier does not count.
-        self.file_system.invalidate_cache(path)
-        try:
-            entries = self.retrier(self.where(path), self.file_system.ls, path, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return Listing([], [])
+        self.file_system.invalidate_cache(self._root)
         found = Listing([], [])
-        start = path.rstrip("/") + "/"
+        try:
+            entries = self.ask("", self.file_system.ls, self._root, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return found
+        start = self._root.rstrip("/") + "/"
         for entry in entries:
             name = entry["name"].rstrip("/")
             # A file is its own and only entry; a marker of a directory is called like it.
@@ -163,48 +158,56 @@ class Medium:
                 (found.directories if entry["type"] == "directory" else found.files).append(name[len(start) :])
         return found
 
-    def info(self, path: str) -> dict[str, Any]:
-        """fsspec's description of a file or directory.
+    def info(self, name: str) -> dict[str, Any]:
+        """Return fsspec's description of a file or directory.
 
         Raises:
             FileNotFoundError: It is not there.
         """
-        self.file_system.invalidate_cache(path)
-        info: dict[str, Any] = self.retrier(self.where(path), self.file_system.info, path)
+        self.file_system.invalidate_cache(self.path(name))
+        info: dict[str, Any] = self.ask(name, self.file_system.info, self.path(name))
         return info
 
-    def size(self, path: str) -> int:
-        """Bytes of a file."""
-        return int(self.info(path)["size"])
+    def size(self, name: str) -> int:
+        """Return the bytes of a file."""
+        return int(self.info(name)["size"])
 
-    def head(self, path: str, length: int) -> tuple[int, bytes]:
-        """Size of a file, and up to ``length`` first bytes of it, or none if they would cost another request.
+    def exists(self, name: str) -> bool:
+        """Return whether there is a file or directory."""
+        try:
+            self.info(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def head(self, name: str, length: int) -> tuple[int, bytes]:
+        """Return a file's size, and up to ``length`` first bytes of it, or none if they would cost another request.
 
         Raises:
             FileNotFoundError: It is not there.
             IsADirectoryError: It is something else.
         """
-        info = self.info(path)
+        info = self.info(name)
         if info["type"] == "directory":
-            raise IsADirectoryError(errno.EISDIR, "is no file", self.where(path))
+            raise IsADirectoryError(errno.EISDIR, "is no file", self.where(name))
         return int(info["size"]), b""
 
-    def read(self, path: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Bytes of a file; to its end if ``end`` is None.
+    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+        """Return bytes of a file; to its end if ``end`` is None.
 
         Raises:
             FileNotFoundError: It is not there.
         """
         # Else what is not asynchronous reads ahead at every call.
         keywords: dict[str, Any] = {} if self.file_system.async_impl else {"cache_type": "none"}
-        data: bytes = self.retrier(self.where(path), self.file_system.cat_file, path, start=begin, end=end, **keywords)
+        data: bytes = self.ask(name, self.file_system.cat_file, self.path(name), start=begin, end=end, **keywords)
         return data
 
-    def put(self, path: str, data: bytes | bytearray, exclusive: bool = False) -> None:
-        """Writes a whole file.
+    def put(self, name: str, data: bytes | bytearray, exclusive: bool = False) -> None:
+        """Write a whole file.
 
         Args:
-            path: Where.
+            name: Its name.
             data: All of it.
             exclusive: Whether it is an error if there is one already.
 
@@ -213,56 +216,61 @@ class Medium:
         """
         keywords: dict[str, Any] = {}
         if exclusive:
-            if self.exists(path):
-                raise FileExistsError(errno.EEXIST, "exists", self.where(path))
+            self.check_new(name)
             if self.exclusive:
                 keywords["mode"] = "create"
 
         def is_ours(error: Exception) -> bool | None:
-            """An earlier try may have created the file that is in the way now."""
-            return True if exclusive and isinstance(error, FileExistsError) and self.read(path) == data else None
+            """Tell whether an earlier try has created the file that is in the way now."""
+            return True if exclusive and isinstance(error, FileExistsError) and self.read(name) == data else None
 
-        self.retrier(self.where(path), self.file_system.pipe_file, path, bytes(data), again=is_ours, **keywords)
+        self.ask(name, self.file_system.pipe_file, self.path(name), bytes(data), again=is_ours, **keywords)
 
-    def exists(self, path: str) -> bool:
-        """Whether there is a file or directory."""
-        try:
-            self.info(path)
-        except FileNotFoundError:
-            return False
-        return True
+    def check_new(self, name: str, text: str = "exists") -> None:
+        """Refuse to go on if a file is there.
 
-    def upload(self, path: str, part_bytes: int, exclusive: bool) -> Upload | None:
-        """Begins to write a file in parts; None where only whole files can be written."""
+        Raises:
+            FileExistsError: It is.
+        """
+        if self.exists(name):
+            raise FileExistsError(errno.EEXIST, text, self.where(name))
+
+    def upload(self, name: str, part_bytes: int, exclusive: bool) -> Upload | None:
+        """Begin to write a file in parts; None where only whole files can be written."""
         if self._protocol == "memory":
             return None
-        if exclusive and self.exists(path):
-            raise FileExistsError(errno.EEXIST, "exists", self.where(path))
-        return Upload(self, path, part_bytes)
+        if exclusive:
+            self.check_new(name)
+        return Upload(self, name, part_bytes)
 
-    def rename(self, source: str, target: str) -> None:
-        """Renames a file."""
-        self.once(self.where(target), self.file_system.mv, source, target)
+    def rename(self, source: str, target: str, replaces: bool) -> None:
+        """Rename a file.
 
-    def remove(self, path: str) -> None:
-        """Removes a file; one that is not there is fine."""
+        Raises:
+            FileExistsError: The target is there, and renaming does not replace it.
+        """
+        if not replaces:
+            self.check_new(target, "exists, and this file system cannot replace a file at once")
+        self.ask_once(target, self.file_system.mv, self.path(source), self.path(target))
+
+    def remove(self, name: str) -> None:
+        """Remove a file; one that is not there is fine."""
         with contextlib.suppress(FileNotFoundError):
-            self.retrier(self.where(path), self.file_system.rm_file, path)
+            self.ask(name, self.file_system.rm_file, self.path(name))
 
-    def unfinished(self, path: str) -> list[tuple[str, str]]:
-        """Uploads in a directory that nobody has finished, as names and ids; none where that cannot be told."""
+    def unfinished(self, start: str = "") -> list[tuple[str, str]]:
+        """Return names, with a certain beginning, and ids of uploads that nobody has finished, if that can be told."""
         return []
 
-    def abandon(self, path: str, upload: str) -> None:
-        """Gives up an upload of :meth:`unfinished`."""
+    def abandon(self, name: str, upload: str) -> None:
+        """Give up an upload of :meth:`unfinished`."""
 
-    def make_directory(self, path: str) -> None:
-        """Makes a directory and those above it."""
-        self.retrier(self.where(path), self.file_system.makedirs, path, exist_ok=True)
+    def make_directory(self) -> None:
+        """Make the directory and those above it."""
+        self.ask("", self.file_system.makedirs, self._root, exist_ok=True)
 
-    def remove_directory(self, path: str) -> None:
-        """Removes a directory, if it is empty; one that is not there is fine."""
-        found = self.entries(path)
-        if not found.files and not found.directories:
+    def remove_directory(self) -> None:
+        """Remove the directory, if it is empty; one that is not there is fine."""
+        if not any(self.entries()):
             with contextlib.suppress(FileNotFoundError):
-                self.retrier(self.where(path), self.file_system.rmdir, path)
+                self.ask("", self.file_system.rmdir, self._root)

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Backend, InputFile, Kind, Mode, OutputFile, map_files
-from paddle_flexckpt.media.file_names import check_file_name
+from paddle_flexckpt.media.file_names import check_member
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS, LeaseLocks, check_lease_seconds
 from paddle_flexckpt.media.locks import Locks
-from paddle_flexckpt.media.medium import COMMIT_OF, COMMITS, S3_PROTOCOLS, Commit, Medium, commit_of
+from paddle_flexckpt.media.medium import COMMIT_OF, COMMITS, Commit, Medium, commit_of
 from paddle_flexckpt.media.remote_files import RemoteInputFile, RemoteOutputFile, Windows
 from paddle_flexckpt.media.retrying import DEFAULT_RETRIES, Retrier
-from paddle_flexckpt.media.s3 import LEAST_PART_BYTES, MOST_PARTS, S3Medium, s3_options
+from paddle_flexckpt.media.s3 import LEAST_PART_BYTES, MOST_PARTS, PROTOCOLS, S3Medium, s3_options
 from paddle_flexckpt.media.urls import Secrets, has_password, redacted
 
 # Four parts are under way, each three times in memory: here, and in the layers of HTTP.
 PART_BYTES = 8 << 20
 # Requests about several files that are under way at a time.
 _REQUESTS_AT_ONCE = 16
-
-
-class _Reached(NamedTuple):
-    """Reach a directory from one process."""
-
-    pid: int
-    medium: Medium
-    root: str
 
 
 class FsspecBackend(Backend):
@@ -75,7 +68,7 @@ class FsspecBackend(Backend):
         self._check_settings()
         self._secrets = Secrets(self._url, self._options)
         # fsspec's file systems belong to a process, and those that are not asynchronous to a thread.
-        self._shared: _Reached | None = None
+        self._shared: Medium | None = None
         self._own = threading.local()
         self._windows = Windows()
         self._is_made = False
@@ -91,7 +84,7 @@ class FsspecBackend(Backend):
                 problems.append(f"{name} has to be an integer of at least {least}; got {value!r}")
         if self._settings["commit"] not in (None, *COMMITS):
             problems.append(f"commit has to be one of {list(COMMITS)}; got {self._settings['commit']!r}")
-        if self._protocol in S3_PROTOCOLS and has_password(self._url):
+        if self._protocol in PROTOCOLS and has_password(self._url):
             problems.append(
                 f"{self.path}: S3 takes no credentials from URLs. Remedy: open_storage(url, key=..., secret=...), the "
                 "environment, or a profile"
@@ -99,25 +92,17 @@ class FsspecBackend(Backend):
         if problems:
             raise ValidationError(problems)
 
-    def _reach(self) -> tuple[Medium, str]:
-        """Return this thread's way to the files, and the directory's path there."""
-        known: _Reached | None = self._shared or getattr(self._own, "reached", None)
-        if known is None or known.pid != os.getpid():
-            retrier, once = Retrier(self._settings["retries"], self._secrets), Retrier(0, self._secrets)
-            known = _Reached(os.getpid(), *_open_medium(self._url, self.path, self._options, retrier, once))
-            if known.medium.file_system.async_impl:
-                self._shared = known
-                self.at_once = _REQUESTS_AT_ONCE
-            else:
-                self._own.reached = known
-        return known.medium, known.root
-
     @property
     def _medium(self) -> Medium:
-        return self._reach()[0]
-
-    def _at(self, name: str) -> str:
-        return f"{self._reach()[1]}/{name}"
+        """Return this thread's way to the files."""
+        known: Medium | None = self._shared or getattr(self._own, "medium", None)
+        if known is None or known.pid != os.getpid():
+            known = _open_medium(self._url, self.path, self._options, self._settings["retries"], self._secrets)
+            if known.file_system.async_impl:
+                self._shared, self.at_once = known, _REQUESTS_AT_ONCE
+            else:
+                self._own.medium = known
+        return known
 
     def _commit(self) -> Commit:
         """Return how files are replaced here.
@@ -138,8 +123,7 @@ class FsspecBackend(Backend):
 
     def names(self, kind: Kind = "files") -> list[str]:
         """Implement the base class."""
-        medium, root = self._reach()
-        found = medium.entries(root)
+        found = self._medium.entries()
         if kind == "any":
             return found.files + found.directories
         return found.directories if kind == "directories" else [name for name in found.files if name != LEASE_FILE]
@@ -148,17 +132,11 @@ class FsspecBackend(Backend):
         """Implement the base class."""
         return FsspecBackend(f"{self._url}/{name}", self._options, **self._settings)
 
-    def _check_name(self, name: str) -> None:
-        try:
-            check_file_name(name)
-        except ValueError as error:
-            raise CorruptCheckpointError(f"in {self.path}: {error}. Remedy: load another checkpoint") from error
-
     def open(self, name: str) -> InputFile:
         """Implement the base class."""
-        self._check_name(name)
+        check_member(self.path, name)
         try:
-            return RemoteInputFile(self._medium, self._at(name), self._windows)
+            return RemoteInputFile(self._medium, name, self._windows)
         except IsADirectoryError as error:
             raise CorruptCheckpointError(
                 f"{self.where(name)} is not a regular file. Remedy: load another checkpoint"
@@ -166,8 +144,8 @@ class FsspecBackend(Backend):
 
     def read(self, name: str) -> bytes:
         """Return a whole file in one request, where the medium can."""
-        self._check_name(name)
-        return self._medium.read(self._at(name))
+        check_member(self.path, name)
+        return self._medium.read(name)
 
     def create(self, name: str, mode: Mode = "new", size: int | None = None) -> OutputFile:
         """Begin a file as the base class does; a new one must not be there when it is begun, nor when it is finished.
@@ -175,25 +153,25 @@ class FsspecBackend(Backend):
         Raises:
             FileExistsError: It is there; also if it is to be replaced, where the file system cannot do that at once.
         """
-        medium, path = self._medium, self._at(name)
+        medium = self._medium
         # S3 takes a certain number of parts; this many are fine for everybody.
         part_bytes = max(self._settings["part_bytes"], -(-(size or 0) // MOST_PARTS))
         if mode == "new":
-            return RemoteOutputFile(medium, path, part_bytes, size)
+            return RemoteOutputFile(medium, name, part_bytes, size)
         if mode == "overwrite" or self._commit() == "put":
-            return RemoteOutputFile(medium, path, part_bytes, size, exclusive=False)
-        temporary = f"{path}.{os.urandom(16).hex()}.tmp"
-        return RemoteOutputFile(medium, temporary, part_bytes, size, target=path, replaces=self.replaces)
+            return RemoteOutputFile(medium, name, part_bytes, size, exclusive=False)
+        temporary = f"{name}.{os.urandom(16).hex()}.tmp"
+        return RemoteOutputFile(medium, temporary, part_bytes, size, target=name, replaces=self.replaces)
 
     def remove(self, name: str) -> None:
         """Implement the base class."""
-        self._medium.remove(self._at(name))
+        self._medium.remove(name)
 
     def remove_unfinished(self, wanted: Callable[[str], bool]) -> int:
         """Implement the base class."""
-        medium, root = self._reach()
-        found = [(name, upload) for name, upload in medium.unfinished(root) if wanted(name)]
-        map_files(self, lambda each: medium.abandon(self._at(each[0]), each[1]), found)
+        medium = self._medium
+        found = [(name, upload) for name, upload in medium.unfinished() if wanted(name)]
+        map_files(self, lambda each: medium.abandon(*each), found)
         return len(found)
 
     def make_directory(self) -> None:
@@ -204,27 +182,23 @@ class FsspecBackend(Backend):
         """
         if self._is_made:
             return
-        commit = self._commit()
-        medium, root = self._reach()
-        if "/" in root.strip("/"):
-            try:
-                kind = medium.info(root)["type"]
-            except FileNotFoundError:
-                kind = "nothing"
-            if kind == "file":
-                raise ValidationError(
-                    [f"{self.path} is not a directory, so nothing can be saved there. Remedy: give another URL"]
-                )
+        commit, medium = self._commit(), self._medium
+        # A bucket alone is nothing that can be asked for.
+        if "/" in medium.path("").strip("/"):
+            with contextlib.suppress(FileNotFoundError):
+                if medium.info("")["type"] == "file":
+                    raise ValidationError(
+                        [f"{self.path} is not a directory, so nothing can be saved there. Remedy: give another URL"]
+                    )
         if commit != "put":
-            medium.make_directory(root)
+            medium.make_directory()
         self._is_made = True
 
     def remove_directory(self) -> None:
         """Implement the base class."""
         self._is_made = False
         if self._commit() != "put":
-            medium, root = self._reach()
-            medium.remove_directory(root)
+            self._medium.remove_directory()
 
     def sync(self) -> None:
         """Do nothing: what a request has done is done."""
@@ -251,15 +225,15 @@ class FsspecBackend(Backend):
         return {"url": self._url, "options": self._options, **self._settings}
 
 
-def _open_medium(url: str, shown: str, options: dict[str, Any], retrier: Retrier, once: Retrier) -> tuple[Medium, str]:
-    """Return the medium of a URL, and the URL's path in it.
+def _open_medium(url: str, shown: str, options: dict[str, Any], retries: int, secrets: Secrets) -> Medium:
+    """Return the medium of a URL.
 
     Args:
         url: The URL.
         shown: The URL for errors.
         options: fsspec's storage options.
-        retrier: Makes requests that can be made again.
-        once: Makes those that cannot.
+        retries: Tries after the first one.
+        secrets: What errors must not show.
 
     Raises:
         ValidationError: A package is missing, or the options do not fit.
@@ -269,25 +243,16 @@ def _open_medium(url: str, shown: str, options: dict[str, Any], retrier: Retrier
         import fsspec
         from fsspec.core import url_to_fs
 
-        if protocol in S3_PROTOCOLS:
-            options = s3_options(options)
-    except ImportError as error:
-        raise _missing(shown, error) from error
-    try:
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
-        raise _missing(shown, error) from error
+        raise ValidationError(
+            [f"{shown} needs a package that is not installed ({error}). Remedy: pip install 'paddle-flexckpt[remote]'"]
+        ) from error
     except ValueError as error:
         raise ValidationError(
             [f"{shown}: fsspec {fsspec.__version__} knows no file system {protocol!r}. Remedy: correct the URL"]
         ) from error
-    file_system, root = once(shown, url_to_fs, url, **options)
-    root = root.rstrip("/")
-    kind = S3Medium if protocol in S3_PROTOCOLS else Medium
-    return kind(file_system, protocol, root, shown, retrier, once), root
-
-
-def _missing(shown: str, error: ImportError) -> ValidationError:
-    return ValidationError(
-        [f"{shown} needs a package that is not installed ({error}). Remedy: pip install 'paddle-flexckpt[remote]'"]
-    )
+    is_s3 = protocol in PROTOCOLS
+    file_system, root = Retrier(0, secrets)(shown, url_to_fs, url, **(s3_options(options) if is_s3 else options))
+    kind = S3Medium if is_s3 else Medium
+    return kind(file_system, protocol, root.rstrip("/"), shown, retries, secrets)

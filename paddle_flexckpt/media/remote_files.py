@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import threading
 from collections import OrderedDict
 
@@ -21,7 +20,7 @@ GAP_BYTES = 256 << 10
 
 
 class Windows:
-    """Bytes that were read ahead, of several files; bounded, the longest unused go first."""
+    """Keep bytes of several files that were read ahead; bounded, the longest unused go first."""
 
     def __init__(self, most_bytes: int = WINDOWS_BYTES) -> None:
         """Args: most_bytes: of all windows; one is kept whatever its size."""
@@ -31,14 +30,14 @@ class Windows:
         self._lock = threading.Lock()
 
     def get(self, file: int) -> tuple[int, bytes]:
-        """A file's window: its first byte in the file, and its bytes; an empty one if it has none."""
+        """Return a file's window: its first byte in the file, and its bytes; an empty one if it has none."""
         with self._lock:
             if file in self._held:
                 self._held.move_to_end(file)
             return self._held.get(file, (0, b""))
 
     def put(self, file: int, begin: int, data: bytes) -> None:
-        """Gives a file a window instead of the one that it has; an empty one ends it."""
+        """Give a file a window instead of the one that it has; an empty one ends it."""
         with self._lock:
             self._bytes -= len(self._held.pop(file, (0, b""))[1])
             if data:
@@ -49,26 +48,26 @@ class Windows:
 
 
 class RemoteInputFile(InputFile):
-    """A file read by requests for byte ranges.
+    """Read a file by requests for byte ranges.
 
     A request asks for what is wanted. Where reads follow each other it asks for twice as much each time, up to a bound,
     so that no more is read ahead than has been read.
     """
 
-    def __init__(self, medium: Medium, path: str, windows: Windows) -> None:
-        """Opens a file.
+    def __init__(self, medium: Medium, name: str, windows: Windows) -> None:
+        """Open a file.
 
         Raises:
             FileNotFoundError: It is not there.
         """
-        self._medium, self._path, self._windows = medium, path, windows
-        self.size, head = medium.head(path, HEAD_BYTES)
+        self._medium, self._name, self._windows = medium, name, windows
+        self.size, head = medium.head(name, HEAD_BYTES)
         self._read_to = 0
         self._last = len(head)
         windows.put(id(self), 0, head)
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
-        """As in the base class."""
+        """Implement the base class."""
         length = min(len(buffer), self.size - offset)
         if length <= 0:
             return 0
@@ -90,10 +89,10 @@ class RemoteInputFile(InputFile):
         follows = 0 <= offset - self._read_to <= GAP_BYTES
         ahead = min(2 * self._last, LONGEST_WINDOW) if follows else 0
         self._last = max(length, ahead)
-        return self._medium.read(self._path, offset, min(self.size, offset + self._last))
+        return self._medium.read(self._name, offset, min(self.size, offset + self._last))
 
     def close(self) -> None:
-        """As in the base class."""
+        """Implement the base class."""
         self._windows.put(id(self), 0, b"")
 
 
@@ -106,7 +105,7 @@ class RemoteOutputFile(OutputFile):
     def __init__(
         self,
         medium: Medium,
-        path: str,
+        name: str,
         part_bytes: int,
         size: int | None,
         *,
@@ -118,14 +117,14 @@ class RemoteOutputFile(OutputFile):
 
         Args:
             medium: Where.
-            path: The file's path.
+            name: The file's name.
             part_bytes: Size of a part.
             size: Bytes that it will have, if that is known.
             exclusive: Whether it is an error if there is one already.
-            target: The path that the file gets when it is whole, if that is another one.
+            target: The name that the file gets when it is whole, if that is another one.
             replaces: Whether renaming replaces what is there.
         """
-        self._medium, self._path = medium, path
+        self._medium, self._name = medium, name
         self._part_bytes, self._size, self._exclusive = part_bytes, size, exclusive
         self._target, self._replaces = target, replaces
         self._buffer = bytearray()
@@ -148,7 +147,7 @@ class RemoteOutputFile(OutputFile):
 
     def _send(self) -> None:
         if self._upload is None:
-            self._upload = self._medium.upload(self._path, self._part_bytes, self._exclusive)
+            self._upload = self._medium.upload(self._name, self._part_bytes, self._exclusive)
             self._whole = self._upload is None
             self._is_there = self._upload is not None
         if self._upload is not None:
@@ -167,22 +166,15 @@ class RemoteOutputFile(OutputFile):
             self._upload.finish()
         else:
             try:
-                self._medium.put(self._path, self._buffer, self._exclusive)
+                self._medium.put(self._name, self._buffer, self._exclusive)
             except FileExistsError:
                 raise
             except BaseException:
                 self._is_there = True
                 raise
         if self._target is not None:
-            self._rename(self._target)
-
-    def _rename(self, target: str) -> None:
-        self._upload, self._is_there = None, True
-        if not self._replaces and self._medium.exists(target):
-            raise FileExistsError(
-                errno.EEXIST, "exists, and this file system cannot replace a file at once", self._medium.where(target)
-            )
-        self._medium.rename(self._path, target)
+            self._upload, self._is_there = None, True
+            self._medium.rename(self._name, self._target, self._replaces)
 
     def abort(self) -> None:
         """Implement the base class."""
@@ -192,4 +184,4 @@ class RemoteOutputFile(OutputFile):
         # What it was to replace stays.
         if self._exclusive and self._is_there:
             with contextlib.suppress(OSError):
-                self._medium.remove(self._path)
+                self._medium.remove(self._name)

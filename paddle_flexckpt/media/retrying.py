@@ -1,4 +1,4 @@
-"""Retries: which errors of remote storage pass by themselves, and how long to wait for that."""
+"""Retry requests to remote storage: which errors pass by themselves, and how long to wait for that."""
 
 from __future__ import annotations
 
@@ -47,22 +47,23 @@ _TRANSIENT_TYPES = frozenset(
 _TIMEOUTS = (TimeoutError, asyncio.TimeoutError, socket.timeout)
 # They say what they are; more tries do not change it.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
+_NUMBERS: tuple[tuple[Any, int], ...] = (
+    *zip(_FINAL, (errno.ENOENT, errno.EEXIST, errno.EACCES, errno.EISDIR, errno.ENOTDIR)),
+    (_TIMEOUTS, errno.ETIMEDOUT),
+)
 
 
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that it stands for."""
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and those that it stands for."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         yield error
         seen.add(id(error))
-        following = error.__cause__
-        if following is None:
-            return
-        error = following
+        error = error.__cause__
 
 
 def status_of(error: BaseException) -> int | None:
-    """The HTTP status that an error stands for."""
+    """Return the HTTP status that an error stands for."""
     for each in causes(error):
         response = getattr(each, "response", None)
         if isinstance(response, dict):
@@ -75,7 +76,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def code_of(error: BaseException) -> str | None:
-    """The code that a server's body gives an error."""
+    """Return the code that a server's body gives an error."""
     for each in causes(error):
         response = getattr(each, "response", None)
         code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
@@ -85,29 +86,34 @@ def code_of(error: BaseException) -> str | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the same request may do well a little later."""
-    chain = list(causes(error))
-    if any(isinstance(each, ssl.SSLCertVerificationError) for each in chain):
+    """Return whether the same request may do well a little later."""
+    if any(isinstance(each, ssl.SSLCertVerificationError) for each in causes(error)):
         return False
     if code_of(error) in _TRANSIENT_CODES:
         return True
     status = status_of(error)
     if status is not None:
         return status in _TRANSIENT_STATUS
-    if isinstance(error, _FINAL):
-        return False
-    for each in chain:
-        if isinstance(each, (*_TIMEOUTS, ConnectionError)):
-            return True
-        if isinstance(each, OSError) and each.errno in _TRANSIENT_ERRNO:
-            return True
-        if any(kind.__name__ in _TRANSIENT_TYPES for kind in type(each).__mro__):
-            return True
-    return False
+    return not isinstance(error, _FINAL) and any(map(_passes, causes(error)))
+
+
+def _passes(error: BaseException) -> bool:
+    """Return whether an error without a server's answer is one of the connection."""
+    if isinstance(error, (*_TIMEOUTS, ConnectionError)):
+        return True
+    if isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO:
+        return True
+    return any(kind.__name__ in _TRANSIENT_TYPES for kind in type(error).__mro__)
+
+
+def pause_seconds(attempt: int) -> float:
+    """Return how long to wait after an attempt that failed, counted from 1."""
+    longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
+    return longest * random.uniform(0.5, 1.0)
 
 
 class Retrier:
-    """Makes requests, again where that may help, and gives their errors one form: OSErrors that name the file."""
+    """Make requests, again where that may help, and give their errors one form: OSErrors that name the file."""
 
     def __init__(self, retries: int, secrets: Secrets) -> None:
         """Args: retries: tries after the first one. secrets: what errors must not show."""
@@ -122,7 +128,7 @@ class Retrier:
         again: Callable[[Exception], Result | None] | None = None,
         **keywords: Any,
     ) -> Result:
-        """Makes one request.
+        """Make one request.
 
         Args:
             where: The file that it is about, for errors.
@@ -136,64 +142,45 @@ class Retrier:
             OSError: The last error; FileNotFoundError, FileExistsError and PermissionError where it is one.
         """
         begin = time.monotonic()
-        for attempt in range(1, self._retries + 2):
+        attempt = 0
+        while True:
+            attempt += 1
             try:
                 return function(*arguments, **keywords)
             # Whatever an fsspec file system raises: their errors have no common base.
             except Exception as error:
-                if attempt > 1 and again is not None:
-                    result = again(error)
-                    if result is not None:
-                        return result
+                result = again(error) if attempt > 1 and again is not None else None
+                if result is not None:
+                    return result
                 if attempt > self._retries or not is_transient(error):
-                    translated = self._translated(error, where, attempt, time.monotonic() - begin)
-                    raise _with_status(translated, error) from self._presentable(error)
+                    tries = f" ({attempt} attempts in {time.monotonic() - begin:.1f} s)" if attempt > 1 else ""
+                    raise self._translated(error, where, tries) from self._presentable(error)
             time.sleep(pause_seconds(attempt))
-        raise ValueError(f"{self._retries} retries")  # not reached: the last attempt returns or raises
 
-    def _translated(self, error: Exception, where: str, attempts: int, seconds: float) -> OSError:
+    def _translated(self, error: Exception, where: str, tries: str) -> OSError:
         text = (error.strerror if isinstance(error, OSError) else None) or str(error)
         text = self._secrets.hide(text).strip() or type(error).__name__
         if not isinstance(error, OSError):
             text = f"{type(error).__name__}: {text}"
-        if attempts > 1:
-            text += f" ({attempts} attempts in {seconds:.1f} s)"
-        if _is_refused_condition(error):
-            return FileExistsError(errno.EEXIST, text, where)
-        for kind, number in (
-            (FileNotFoundError, errno.ENOENT),
-            (FileExistsError, errno.EEXIST),
-            (PermissionError, errno.EACCES),
-            (IsADirectoryError, errno.EISDIR),
-            (NotADirectoryError, errno.ENOTDIR),
-            (_TIMEOUTS, errno.ETIMEDOUT),
-        ):
-            if isinstance(error, kind):
-                # Of the class that belongs to the number.
-                return OSError(number, text, where)
-        number = error.errno if isinstance(error, OSError) and error.errno else errno.EIO
-        return OSError(number, text, where)
+        status = status_of(error)
+        # Of the class that belongs to the number.
+        translated = OSError(_number_of(error, status), text + tries, where)
+        if status is not None:
+            # For where the cause is not to be shown.
+            translated.status = status  # type: ignore[attr-defined]
+        return translated
 
     def _presentable(self, error: Exception) -> Exception | None:
-        """The error as the cause of another; None if its text has a secret in it."""
+        """Return the error as the cause of another; None if its text has a secret in it."""
         told = "".join(f"{each} {each.args!r}" for each in causes(error))
         return error if self._secrets.hide(told) == told else None
 
 
-def _with_status(error: OSError, cause: Exception) -> OSError:
-    """An error that still tells its HTTP status where its cause is not to be shown."""
-    status = status_of(cause)
-    if status is not None:
-        error.status = status  # type: ignore[attr-defined]
-    return error
-
-
-def _is_refused_condition(error: Exception) -> bool:
-    """Whether a request was refused because the object exists."""
-    return status_of(error) == 412 or code_of(error) == "PreconditionFailed"
-
-
-def pause_seconds(attempt: int) -> float:
-    """How long to wait after an attempt that failed, counted from 1."""
-    longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
-    return longest * random.uniform(0.5, 1.0)
+def _number_of(error: Exception, status: int | None) -> int:
+    """Return the errno of an error; of a refused condition that of a file that exists."""
+    if status == 412 or code_of(error) == "PreconditionFailed":
+        return errno.EEXIST
+    for kind, number in _NUMBERS:
+        if isinstance(error, kind):
+            return number
+    return (error.errno if isinstance(error, OSError) else None) or errno.EIO

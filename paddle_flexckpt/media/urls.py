@@ -43,7 +43,7 @@ def path_of(location: object) -> str:
 
 
 def split_url(location: str) -> tuple[str | None, str]:
-    """Scheme and rest of a URL; for paths and URLs of local files no scheme and the path.
+    """Return scheme and rest of a URL; for paths and URLs of local files no scheme and the path.
 
     Raises:
         ValidationError: It is a URL of a kind that is not taken.
@@ -68,7 +68,7 @@ def split_url(location: str) -> tuple[str | None, str]:
 
 
 def redacted(url: str) -> str:
-    """A URL without its password and query, for errors and reports."""
+    """Return a URL without its password and query, for errors and reports."""
     match = _URL.match(url)
     if match is None:
         return url
@@ -80,13 +80,13 @@ def redacted(url: str) -> str:
 
 
 def has_password(url: str) -> bool:
-    """Whether a URL has user and password in it."""
+    """Return whether a URL has user and password in it."""
     match = _URL.match(url)
     return match is not None and _PASSWORD.match(match[2]) is not None
 
 
 class Secrets:
-    """What errors and reports must not show."""
+    """Hide what errors and reports must not show."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         """Args: url: of a storage. options: how it is reached."""
@@ -101,14 +101,14 @@ class Secrets:
         self._texts = sorted((text for text in found if len(text) >= _SHORTEST_SECRET), key=len, reverse=True)
 
     def hide(self, text: str) -> str:
-        """A text without them."""
+        """Return a text without them."""
         for secret in self._texts:
             text = text.replace(secret, HIDDEN)
         return text
 
 
 def _secret_values(options: Any, inside: bool = False) -> Iterator[str]:
-    """Texts in options whose names, or names of what they are in, sound like secrets."""
+    """Yield texts in options whose names, or names of what they are in, sound like secrets."""
     if isinstance(options, Mapping):
         for name, value in options.items():
             secret = name not in _NO_SECRET and bool(_SECRET_OPTION.search(str(name)))

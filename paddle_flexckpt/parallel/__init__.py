@@ -2,15 +2,15 @@
 
 from paddle_flexckpt.parallel.aoa_statements import gen_aoa_statements
 from paddle_flexckpt.parallel.experts import ExpertParallelMixin
-from paddle_flexckpt.parallel.install import install, is_installed, uninstall
-from paddle_flexckpt.parallel.layers import LayerMixin
-from paddle_flexckpt.parallel.optimizers import OptimizerMixin, init_optimizer_state
-from paddle_flexckpt.parallel.tensor_parallel import (
-    ColumnParallelMixin,
-    RowParallelMixin,
-    VocabParallelMixin,
+from paddle_flexckpt.parallel.install import (
+    init_optimizer_state,
+    install,
+    is_installed,
+    optimizer_sharded_state_dict,
+    uninstall,
 )
-from paddle_flexckpt.parallel.wrappers import optimizer_sharded_state_dict
+from paddle_flexckpt.parallel.layers import ColumnParallelMixin, LayerMixin, RowParallelMixin, VocabParallelMixin
+from paddle_flexckpt.parallel.optimizers import OptimizerMixin
 
 __all__ = [
     "ColumnParallelMixin",

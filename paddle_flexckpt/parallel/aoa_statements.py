@@ -14,6 +14,8 @@ A layer whose parameters are its own says so with a method; a layer may speak fo
                 return {"sinks": "copy", "qkv_proj.weight": f"{q}^T, {k}^T, {v}^T -> {{paddle}}, {qkv}"}
             back = [f"{{paddle}} -> {q}, {k}, {v}, {qkv}", *(f"{x}^T -> {x}" for x in (q, k, v))]
             return {"sinks": "copy", "qkv_proj.weight": "\\n".join(back)}
+
+Tested in tests/parallel/test_gen_aoa_statements.py.
 """
 
 from __future__ import annotations
@@ -25,9 +27,8 @@ from dataclasses import astuple, dataclass
 from typing import Any, Union
 
 from paddle_flexckpt.parallel.aoa_folding import FIELDS, Rename, fold
-from paddle_flexckpt.parallel.layers import own_state
+from paddle_flexckpt.parallel.layers import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin, own_state
 from paddle_flexckpt.parallel.sharding_stage3 import parameter_name
-from paddle_flexckpt.parallel.tensor_parallel import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin
 
 Rule = Union[Mapping[str, str], Callable[[Any, str], Mapping[str, str]]]
 _HOOK = "_get_aoa_rules"

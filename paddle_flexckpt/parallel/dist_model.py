@@ -2,6 +2,7 @@
 
 A DistModel keeps both in the scope of its program, under raw names. They are described here under the names that they
 have in dynamic mode, with the live memory, so one checkpoint serves both modes.
+Tested in tests/semi_auto/test_dist_model.py.
 """
 
 from __future__ import annotations
@@ -111,8 +112,8 @@ def _split(raw: str, names: Mapping[str, str], optimizer_name: str | None) -> tu
 def _slice_ranges(optimizer: Any, model: Mapping[str, ShardedWeight], names: Mapping[str, str]) -> dict[str, slice]:
     """Return, by raw name of parameter, the range of its local box that this rank's states are of.
 
-    Each buffer has its parameters one behind the other, each padded, and is cut evenly over the ranks. Paddle keeps for
-    each parameter the padded size, and where this rank's piece begins and ends within its part of the buffer.
+    Each buffer has its parameters one behind the other, each padded, and is split evenly over the ranks. Paddle keeps
+    for each parameter the padded size, and where this rank's piece begins and ends within its part of the buffer.
     """
     import paddle
 

@@ -5,7 +5,7 @@ every rank. Taken as they are, such names would make replicas of what are differ
 
 Of the marks that experts' parameters carry, Paddle itself (3.0 to 3.3) sets none in ``MoELayer``; users and model
 libraries set ``no_sync``, ``expert``, ``color`` (all three say: not a replica), ``mp_moe`` and ``is_distributed``. Only
-the last one matters here: on a parameter of a tensor-parallel layer it means "cut", on an expert's it may just as well
+the last one matters here: on a parameter of a tensor-parallel layer it means "split", on an expert's it may as well
 mean "another expert on every rank". Which it is follows from the groups; see :func:`_is_whole`.
 """
 
@@ -54,7 +54,7 @@ class ExpertParallelMixin:
 
         Raises:
             ValueError: Number of experts, lists and group do not fit together, or an expert's parameter is marked
-                ``is_distributed`` and it cannot be told whether it is cut.
+                ``is_distributed`` and it cannot be told whether it is split.
         """
         place, size, ranks = _position(self)
         numbers, total = {}, 0
@@ -149,7 +149,7 @@ def _whole_but_marked(layer: Any, prefix: str, lists: list[str], ranks: frozense
     """Return the tensors that are marked is_distributed though this rank has all of them.
 
     Raises:
-        ValueError: One of an expert may just as well be cut.
+        ValueError: One of an expert may just as well be split.
     """
     found = []
     for path, owner in layer.named_sublayers(include_self=True):
@@ -163,7 +163,7 @@ def _whole_but_marked(layer: Any, prefix: str, lists: list[str], ranks: frozense
             elif in_expert:
                 raise ValueError(
                     f"parameter {prefix}{path}.{name} of an expert is marked is_distributed, but no rule says along "
-                    "which axis it is cut. Remedy: give its layer a _get_shard_rules() that returns {name: axis}; or, "
+                    "which axis it is split. Remedy: give its layer a _get_shard_rules() that returns {name: axis}; or "
                     "if the mark only says that every rank has another expert, set parameter.mp_moe = True"
                 )
             # The correction bias has one number per expert of the whole layer: then nothing of it is missing here.

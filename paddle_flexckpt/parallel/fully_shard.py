@@ -5,6 +5,7 @@ parameters themselves have memory only while their layer runs. The optimizer ste
 of a buffer, and here they are taken apart again into ranges of parameters, without the padding.
 
 Without fusion parameters and states are plain DistTensors, and nothing here is needed.
+Tested in tests/semi_auto/test_fully_shard.py.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class StateTables:
     _master_weights: dict[str, Any] = field(default_factory=dict)
     ranges: dict[str, slice] = field(default_factory=dict)
 
-    def add_buffer(self, optimizer: Any, buffer: Any, master: Any, held: Mapping[str, Held]) -> None:
+    def add_buffer(self, optimizer: Any, buffer: Any, master: Any, held: Mapping[str, BufferSlot]) -> None:
         """Add the states of a buffer that an optimizer steps on.
 
         Every parameter of it has the same number for what is kept per buffer (powers of beta): one and the same
@@ -69,7 +70,7 @@ class StateTables:
 
 
 @dataclass(frozen=True)
-class Held:
+class BufferSlot:
     """Describe what this rank's piece of a buffer has of one parameter.
 
     Attributes:
@@ -124,7 +125,7 @@ def describe_fused(weight: ShardedWeight) -> ShardedWeight:
     group = context.buffer_manager.param_to_buffer_id[parameter.name]
     buffer = context.buffer_manager.buffer_groups[group].params_buffer
     _drop_gathered(context, buffer)
-    flat = _held(buffer, _piece(context, buffer), parameter)
+    flat = _slot(buffer, _piece(context, buffer), parameter)
     shape = tuple(int(n) for n in parameter.shape)
     return ShardedWeight(
         weight.key,
@@ -147,7 +148,7 @@ def fused_tables(optimizer: Any) -> StateTables | None:
     for group in context.buffer_manager.buffer_groups:
         buffer = group.params_buffer
         piece = _piece(context, buffer)
-        held = {parameter.name: _held(buffer, piece, parameter) for parameter in group.params}
+        held = {parameter.name: _slot(buffer, piece, parameter) for parameter in group.params}
         tables.add_buffer(optimizer, buffer.data_buffer, masters.get(buffer.data_buffer.name), held)
     return tables
 
@@ -171,7 +172,7 @@ def _piece(context: Any, buffer: Any) -> slice:
     group = context.buffer_manager._fsdp_group
     total, held = int(buffer.total_buffer_size), int(buffer.data_buffer.shape[0])
     if held * group.nranks != total or len(context.mesh.process_ids) != group.nranks:
-        # Paddle cuts by a rank's number in the whole mesh and gathers over its axis "dp".
+        # Paddle splits by a rank's number in the whole mesh and gathers over its axis "dp".
         raise ValueError(
             f"fully_shard: buffer {buffer.data_buffer.name!r} of {total} elements, of which this rank holds {held}, is "
             f"spread over {group.nranks} of the {len(context.mesh.process_ids)} ranks of {context.mesh}. Fused "
@@ -182,15 +183,15 @@ def _piece(context: Any, buffer: Any) -> slice:
     return slice(begin, begin + held)
 
 
-def _held(buffer: Any, piece: slice, parameter: Any) -> Held:
+def _slot(buffer: Any, piece: slice, parameter: Any) -> BufferSlot:
     """Return what a piece of a buffer has of one of the buffer's parameters."""
     offset = int(buffer.param_offsets[parameter.name])
     size = math.prod(int(n) for n in parameter.shape)
     first, last = min(max(piece.start - offset, 0), size), min(max(piece.stop - offset, 0), size)
-    return Held(slice(first, last), offset + first - piece.start if last > first else 0)
+    return BufferSlot(slice(first, last), offset + first - piece.start if last > first else 0)
 
 
-def _slice(buffer: Any, flat: Held, parameter: str) -> Any:
+def _slice(buffer: Any, flat: BufferSlot, parameter: str) -> Any:
     return storage_range(buffer, flat.begin, flat.elements.stop - flat.elements.start, parameter)
 
 
@@ -198,10 +199,6 @@ def _drop_gathered(context: Any, buffer: Any) -> None:
     """Free the whole buffers that Paddle keeps for the next layer or forward, if one of them is there.
 
     They would be used again after a load, with the values from before it. Paddle gathers them anew when it needs them.
-
-    Args:
-        context: What ``fully_shard`` has registered.
-        buffer: The buffer that is described: the others stay as they are while this one is free.
     """
     from paddle.distributed.auto_parallel.fully_shard_fusion import BufferState
 

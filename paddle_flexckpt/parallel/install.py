@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from types import FunctionType
+from typing import Any
 
 from paddle_flexckpt.parallel.dist_model import DistModelMixin
 from paddle_flexckpt.parallel.experts import ExpertParallelMixin, MoELayerMixin
-from paddle_flexckpt.parallel.layers import LayerMixin
+from paddle_flexckpt.parallel.layers import ColumnParallelMixin, LayerMixin, RowParallelMixin, VocabParallelMixin
 from paddle_flexckpt.parallel.offload import Stage3OffloadMixin
 from paddle_flexckpt.parallel.optimizers import (
     LBFGSMixin,
@@ -21,8 +23,8 @@ from paddle_flexckpt.parallel.scaler import ScalerMixin, unscales_without_lookin
 from paddle_flexckpt.parallel.shard_optimizer import ShardOptimizerMixin
 from paddle_flexckpt.parallel.sharding import ShardingStage2Mixin, ShardingV1Mixin, ShardingV2Mixin
 from paddle_flexckpt.parallel.tensor_fusion import TensorFusionMixin
-from paddle_flexckpt.parallel.tensor_parallel import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin
-from paddle_flexckpt.parallel.wrappers import WrapperMixin
+from paddle_flexckpt.parallel.wrappers import WrapperMixin, describe_optimizer
+from paddle_flexckpt.sharded_weight import ShardedStateDict
 from paddle_flexckpt.undo import Undo
 
 # Where a class had a method of its own, it stays reachable under this prefix.
@@ -117,3 +119,50 @@ def uninstall() -> None:
 def is_installed() -> bool:
     """Return whether :func:`install` is in effect."""
     return bool(_changes)
+
+
+def optimizer_sharded_state_dict(optimizer: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    """Describe the state of an optimizer, whatever is wrapped around it; ``install()`` is in effect from then on.
+
+    Args:
+        optimizer: An optimizer, or a wrapper that passes its attributes on or keeps the optimizer under a usual name.
+        model_sharded_state_dict: The model's ``sharded_state_dict()``.
+
+    Raises:
+        ValueError: There is no optimizer to be found, or it cannot be described. Or a class that ``install()`` does not
+            know describes itself, and gives no state for an optimizer that has parameters to train.
+    """
+    install()
+    return describe_optimizer(optimizer, model_sharded_state_dict)
+
+
+def init_optimizer_state(
+    optimizer: Any, model_sharded_state_dict: ShardedStateDict, catalog: Any = None
+) -> ShardedStateDict:
+    """Create the state that the first step would create, so that a fresh job can load all of it.
+
+    ``optimizer.sharded_state_dict()`` does so as well; with a catalog the result has only what a checkpoint can fill.
+
+    Args:
+        optimizer: An optimizer of any kind that ``install()`` serves; it is in effect from then on.
+        model_sharded_state_dict: The model's ``sharded_state_dict()``.
+        catalog: The names that a checkpoint has: its catalog, a dict by name, or any collection of names. States of a
+            parameter of which it has no state at all (frozen or unused when it was saved) are left out of the result;
+            where it has some, all are in it, so that a load says what is missing.
+
+    Returns:
+        The optimizer's state, to be loaded.
+
+    Raises:
+        ValueError: As :func:`optimizer_sharded_state_dict`.
+    """
+    state = optimizer_sharded_state_dict(optimizer, model_sharded_state_dict)
+    if catalog is None:
+        return state
+    names = catalog if isinstance(catalog, Mapping) else getattr(catalog, "keys", catalog)
+    parameters = {name.rpartition(".")[0] for name in names}
+    return {
+        key: weight
+        for key, weight in state.items()
+        if any(name.rpartition(".")[0] in parameters for name in (key, *weight.aliases))
+    }

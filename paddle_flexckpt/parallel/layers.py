@@ -1,4 +1,8 @@
-"""Give ``sharded_state_dict`` to every ``paddle.nn.Layer``."""
+"""Give ``sharded_state_dict`` to every ``paddle.nn.Layer``, and rules to tensor and sequence parallel ones.
+
+Paddle's layers split a column-parallel weight ``[in, out]`` by outputs, a row-parallel one by inputs, and an embedding
+``[vocabulary, hidden]`` by vocabulary. The sequence-parallel linears do so too; only their activations differ.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +27,8 @@ class LayerMixin:
 
     The protocol: 1. a layer's own parameters and persistable buffers are described by its shard rules; 2. every
     sub-layer describes itself under its name; 3. names of one and the same (tied) parameter learn of each other. A
-    layer whose parameters are cut overrides :meth:`_get_shard_rules`, and :meth:`_get_shard_group` if the group is not
-    its ``model_parallel_group`` or fleet's.
+    layer whose parameters are split overrides :meth:`_get_shard_rules`, and :meth:`_get_shard_group` if the group is
+    not its ``model_parallel_group`` or fleet's.
     """
 
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
@@ -37,7 +41,7 @@ class LayerMixin:
             Names to ShardedWeights whose tensors are the live ones.
 
         Raises:
-            ValueError: A cut parameter has no rule, a rule has no parameter, or two sub-layers give the same name.
+            ValueError: A split parameter has no rule, a rule has no parameter, or two sub-layers give the same name.
         """
         sharded = own_shards(self, structured_name_prefix)
         for name, layer in self._sub_layers.items():
@@ -80,14 +84,14 @@ def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
     """Return a layer's own parameters and persistable buffers as its rules say, without its sub-layers'.
 
     Raises:
-        ValueError: A cut parameter has no rule, or a rule has no parameter.
+        ValueError: A split parameter has no rule, or a rule has no parameter.
     """
     rules, state = shard_rules(layer), own_state(layer)
     for name, tensor in state.items():
         if name not in rules and getattr(tensor, "is_distributed", False):
             kind = type(layer)
             raise ValueError(
-                f"key {prefix + name!r} is marked is_distributed, but no rule says along which axis it is cut; it is "
+                f"key {prefix + name!r} is marked is_distributed, but no rule says along which axis it is split; it is "
                 f"in a {kind.__module__}.{kind.__qualname__}. Remedy: give its layer a _get_shard_rules() that returns "
                 "{name: axis}; for a class that is not yours, use paddle_flexckpt.trainer.model_rules."
                 "register_model_rule()"
@@ -145,3 +149,27 @@ def note_tied(sharded: ShardedStateDict) -> None:
         for key in tied:
             if isinstance(sharded[key], ShardedWeight):
                 sharded[key].aliases = tuple(sorted(other for other in tied if other != key))
+
+
+class VocabParallelMixin:
+    """Split a VocabParallelEmbedding."""
+
+    def _get_shard_rules(self) -> dict[str, int]:
+        """Return that the vocabulary is split."""
+        return {"weight": 0}
+
+
+class ColumnParallelMixin:
+    """Split a ColumnParallelLinear or ColumnSequenceParallelLinear."""
+
+    def _get_shard_rules(self) -> dict[str, int]:
+        """Return that the outputs are split, and with them the bias."""
+        return {"weight": 1, "bias": 0}
+
+
+class RowParallelMixin:
+    """Split a RowParallelLinear or RowSequenceParallelLinear."""
+
+    def _get_shard_rules(self) -> dict[str, int]:
+        """Return that the inputs are split; the bias is added after the sum, so every rank has all of it."""
+        return {"weight": 0}

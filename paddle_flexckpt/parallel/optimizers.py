@@ -24,7 +24,7 @@ from paddle_flexckpt.parallel.sharding_stage3 import (
     wrapper_of_optimizer,
 )
 from paddle_flexckpt.parallel.state_creation import create_dense_states, create_states, under_fully_shard
-from paddle_flexckpt.parallel.wrappers import optimizer_sharded_state_dict
+from paddle_flexckpt.parallel.wrappers import describe_optimizer
 from paddle_flexckpt.sharded_weight import (
     FusedAxis,
     ShardedStateDict,
@@ -35,7 +35,7 @@ from paddle_flexckpt.sharded_weight import (
 
 # One number per parameter, whatever the parameter's shape. They have to be known by name, because a parameter of one
 # element has accumulators of that shape too. (Numbers of other optimizers, NAdam's mu_product for one, are kept in
-# tensors of the parameter's shape: those are cut like it.)
+# tensors of the parameter's shape: those are split like it.)
 LOOKAHEAD_STEP = "lookahead_step"
 _SCALARS = frozenset({"beta1_pow_acc", "beta2_pow_acc"})
 
@@ -80,7 +80,7 @@ class OptimizerMixin:
         values for every trainable parameter; nothing else changes. So the state of a fresh optimizer can be loaded.
 
         Args:
-            model_sharded_state_dict: The model's ``sharded_state_dict()``; it says how each parameter is cut.
+            model_sharded_state_dict: The model's ``sharded_state_dict()``; it says how each parameter is split.
 
         Returns:
             Names to ShardedWeights whose tensors are the live ones. A tied parameter's state stands under the first of
@@ -132,7 +132,7 @@ class LookAheadMixin:
         if self._global_step_var is None:  # as the first step makes it
             name = paddle.base.unique_name.generate("lookahead_step")
             self._global_step_var = paddle.static.create_global_var([1], 0, "int32", persistable=True, name=name)
-        inner = optimizer_sharded_state_dict(self.inner_optimizer, model_sharded_state_dict)
+        inner = describe_optimizer(self.inner_optimizer, model_sharded_state_dict)
         steps = make_replicated_sharded_weight(LOOKAHEAD_STEP, self._global_step_var)
         return {**inner, **describe_states(self, model_sharded_state_dict, names), LOOKAHEAD_STEP: steps}
 
@@ -170,38 +170,6 @@ class LBFGSMixin:
         self.state.update({name: copied(value) for name, value in state_dict["state"].items()})
 
 
-def init_optimizer_state(
-    optimizer: Any, model_sharded_state_dict: ShardedStateDict, catalog: Any = None
-) -> ShardedStateDict:
-    """Create the state that the first step would create, so that a fresh job can load all of it.
-
-    ``optimizer.sharded_state_dict()`` does so as well; with a catalog the result has only what a checkpoint can fill.
-
-    Args:
-        optimizer: An optimizer of any kind that ``install()`` serves; it is in effect from then on.
-        model_sharded_state_dict: The model's ``sharded_state_dict()``.
-        catalog: The names that a checkpoint has: its catalog, a dict by name, or any collection of names. States of a
-            parameter of which it has no state at all (frozen or unused when it was saved) are left out of the result;
-            where it has some, all are in it, so that a load says what is missing.
-
-    Returns:
-        The optimizer's state, to be loaded.
-
-    Raises:
-        ValueError: As :func:`optimizer_sharded_state_dict`.
-    """
-    state = optimizer_sharded_state_dict(optimizer, model_sharded_state_dict)
-    if catalog is None:
-        return state
-    names = catalog if isinstance(catalog, Mapping) else getattr(catalog, "keys", catalog)
-    parameters = {name.rpartition(".")[0] for name in names}
-    return {
-        key: weight
-        for key, weight in state.items()
-        if any(name.rpartition(".")[0] in parameters for name in (key, *weight.aliases))
-    }
-
-
 def names_by_tensor(model: Mapping[str, ShardedWeight]) -> dict[str, list[str]]:
     """Structured names, sorted, by the name of the parameter behind them."""
     names: dict[str, list[str]] = {}
@@ -237,11 +205,6 @@ def require_described(parameters: Iterable[Any], names: Mapping[str, list[str]])
 
 def create_accumulators(optimizer: Any, parameters: list[Any], names: Mapping[str, list[str]]) -> None:
     """Create the accumulators that the first step would create, and take no step.
-
-    Args:
-        optimizer: The optimizer that steps.
-        parameters: What it updates.
-        names: Structured names by name of parameter.
 
     Raises:
         ValueError: A parameter is not in the model's dict, or what ``set_state_dict`` was given lacks a state.
@@ -324,7 +287,7 @@ def _describe(
     key = f"{parameter}.{suffix}"
     shape, expected = tuple(int(n) for n in tensor.shape), tuple(reference.local_shape)
     if flat is None and is_dist_tensor(tensor):
-        # Stages 1 and 2 cut states whose parameter is whole: a state has placements of its own.
+        # Stages 1 and 2 split states whose parameter is whole: a state has placements of its own.
         return make_replicated_sharded_weight(key, tensor)
     # An integer is a counter (ASGD's m), also where the parameter has one element here and more on other ranks.
     if scalar or (shape in ((), (1,)) and "int" in str(tensor.dtype)):

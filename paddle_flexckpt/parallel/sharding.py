@@ -2,7 +2,7 @@
 
 V1 and stage 2 give whole parameters to ranks; with tensor fusion V1 lays those of a rank end to end in buffers, each
 padded, and steps on the buffers, whose states are taken apart again here. V2 lays all parameters end to end in buffers,
-pads each, and cuts the buffers evenly, so that a rank owns a flattened range of some parameters.
+pads each, and splits the buffers evenly, so that a rank owns a flattened range of some parameters.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from paddle_flexckpt.parallel.experts import check_experts
-from paddle_flexckpt.parallel.fully_shard import Held, StateTables
+from paddle_flexckpt.parallel.fully_shard import BufferSlot, StateTables
 from paddle_flexckpt.parallel.offload import stage2_tables
 from paddle_flexckpt.parallel.optimizers import (
     create_accumulators,
@@ -58,13 +58,13 @@ def _fused_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
         ValueError: A parameter has memory of its own. Nothing has been created then.
     """
     inner, buffers = optimizer._inner_opt, optimizer._rank2fused[optimizer._sharding_rank]
-    held: list[dict[str, Held]] = [{} for _ in buffers]
+    held: list[dict[str, BufferSlot]] = [{} for _ in buffers]
     for parameter in parameters:
         size, width = int(parameter._numel()), int(parameter.element_size())
         for buffer, members in zip(buffers, held):
             begin = (parameter.data_ptr() - buffer.data_ptr()) // width
             if begin >= 0 and begin + size <= int(buffer.shape[0]):
-                members[parameter.name] = Held(slice(0, size), begin)
+                members[parameter.name] = BufferSlot(slice(0, size), begin)
                 break
         else:
             raise ValueError(

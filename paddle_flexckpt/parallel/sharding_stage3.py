@@ -1,12 +1,13 @@
 """Stage 3 of group sharding, and ``fully_shard``: parameters of which this rank holds a slice.
 
-Both flatten a large parameter, pad it, cut it evenly over the ranks and release the rest: the parameter keeps its shape
+Both flatten a large parameter, pad it, split it evenly over the ranks and release the rest: it keeps its shape
 but has no memory, and its elements stand in ``parameter.fw_storage``. Around a layer's forward and backward, and after
 ``get_all_parameters()``, a parameter is gathered (``status`` is "all"): then it has all of its memory and no slice.
 Small parameters are not sliced at all.
 
 So nothing is communicated here: layers describe parameters by their shapes, and what is released is then described by
 its slice. The optimizer steps on the slices, under the parameter's name with ``slice@`` in front.
+Tested in tests/parallel/test_sharding.py.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def storage_range(storage: Any, begin: int, size: int, parameter: str) -> Any:
 
     # _slice() shares whatever FLAGS_use_stride_kernel says, but it cannot give nothing.
     tensor = storage._slice(begin, begin + size) if size else paddle.empty([0], dtype=storage.dtype)
-    tensor.name = _PREFIX + parameter  # storage that was gathered and cut again has lost its name
+    tensor.name = _PREFIX + parameter  # storage that was gathered and split again has lost its name
     return tensor
 
 
@@ -162,13 +163,7 @@ def stepped_parameters(optimizer: Any, parameters: Iterable[Any]) -> Iterator[An
 def slice_ranges(
     optimizer: Any, model: Mapping[str, ShardedWeight], names: Mapping[str, list[str]]
 ) -> dict[str, slice]:
-    """Return, by name of parameter, the flattened range of its local box that this rank's states are of.
-
-    Args:
-        optimizer: The optimizer that steps.
-        model: The model's shards by structured name.
-        names: Structured names by name of parameter.
-    """
+    """Return, by name of parameter, the flattened range of its local box that this rank's states are of."""
     ranges: dict[str, slice] = {}
     wrapper = wrapper_of_optimizer(optimizer)
     for name, keys in names.items():

@@ -67,20 +67,11 @@ def wrapped_model(wrapper: Any) -> Any:
     return model
 
 
-def optimizer_sharded_state_dict(optimizer: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """Describe the state of an optimizer, whatever is wrapped around it; ``install()`` is in effect from then on.
+def describe_optimizer(optimizer: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    """Describe the state of an optimizer, whatever is wrapped around it, with ``install()`` in effect.
 
-    Args:
-        optimizer: An optimizer, or a wrapper that passes its attributes on or keeps the optimizer under a usual name.
-        model_sharded_state_dict: The model's ``sharded_state_dict()``.
-
-    Raises:
-        ValueError: There is no optimizer to be found, or it cannot be described. Or a class that ``install()`` does not
-            know describes itself, and gives no state for an optimizer that has parameters to train.
+    Arguments and errors are those of :func:`optimizer_sharded_state_dict`.
     """
-    from paddle_flexckpt.parallel.install import install
-
-    install()
     inner, seen = optimizer, []
     while not callable(getattr(inner, "sharded_state_dict", None)):
         seen.append(inner)

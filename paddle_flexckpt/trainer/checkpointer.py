@@ -2,12 +2,13 @@
 
 A save, on all ranks:
 
-1. Background saves that have ended are settled; the coordinator marks the directory.
+1. The ranks collect background saves that have ended; the coordinator marks the directory.
 2. The trainer's own ``_save_checkpoint`` writes its small files (configuration, tokenizer, state), and no tensors.
 3. The coordinator makes these durable.
 4. Model, optimizer and extra state are saved as one checkpoint; its manifest is the commit.
 5. What comes after a commit: the export, the signal of the job's scheduler, rotation. For a save in the background this
-   is done when it is settled: at the next save, or at the end of the training.
+   is done when it is collected: at the next save, or at the end of the training.
+Tested in tests/trainer/test_trainer.py.
 """
 
 from __future__ import annotations
@@ -23,14 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from paddle_flexckpt.background import SaveHandle
-from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.engine.agreement import check_same
-from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.live.checking import check_state
+from paddle_flexckpt.engine.transfer import quiet_loads
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
-from paddle_flexckpt.live.loader import load_state_dict, quiet_loads
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.manager.pending import PendingSaves
+from paddle_flexckpt.live.sources import check_state
+from paddle_flexckpt.manager.pending import PendingSteps
 from paddle_flexckpt.parallel.state_creation import no_new_states
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
 from paddle_flexckpt.trainer.arguments import TrainerOptions, library_of, options_of
@@ -45,12 +45,11 @@ from paddle_flexckpt.trainer.directories import (
     SUBDIRECTORY,
     UNIQUE_ID,
     TrainerDirectories,
-    is_flex,
-    is_usable,
+    choose_checkpoint,
     mark_directory,
     step_of,
 )
-from paddle_flexckpt.trainer.ema import PREFIX, AverageState
+from paddle_flexckpt.trainer.ema import AverageState
 from paddle_flexckpt.trainer.export import export_weights
 from paddle_flexckpt.trainer.model_rules import hf_rules, install_model_rules
 from paddle_flexckpt.trainer.restoring import Restored, restore_from
@@ -66,11 +65,7 @@ class TrainerCheckpointer:
     """Save and restore one trainer. All methods communicate, unless they say that they do not."""
 
     def __init__(self, trainer: Any) -> None:
-        """Do nothing yet: a trainer whose flags are not set is not touched.
-
-        Args:
-            trainer: The trainer.
-        """
+        """Do nothing yet: a trainer whose flags are not set is not touched."""
         self._trainer = trainer
         self._restored: Restored | None = None
         self._saving = False
@@ -84,8 +79,8 @@ class TrainerCheckpointer:
         return communicator_for(None)
 
     @functools.cached_property
-    def _pending(self) -> PendingSaves:
-        return PendingSaves(self._comm)
+    def _pending(self) -> PendingSteps:
+        return PendingSteps(self._comm)
 
     @property
     def options(self) -> TrainerOptions:
@@ -114,11 +109,7 @@ class TrainerCheckpointer:
             return None
         check_same([each.encode() for each in sorted(said)], context)
         (asked,) = said
-
-        def choose() -> tuple[None, bytes]:
-            return None, self._choose(asked).encode() if self._comm.position == 0 else b""
-
-        return self._comm.together(choose, context)[1][0].decode()
+        return self._ask(context, choose_checkpoint, asked, self._directories(), self.options.fallback)
 
     def check_export(self) -> None:
         """Raise ValidationError where weights are to be exported and there are no rules for the model."""
@@ -156,28 +147,6 @@ class TrainerCheckpointer:
         scaler = trainer.scaler if everything and trainer.do_grad_scaling else None
         return {**shards, **collect_extra_state(scheduler, scaler, int(trainer.state.global_step))}
 
-    def _choose(self, asked: str) -> str:
-        if asked.lower() == "true":
-            directories, below = self._directories(), None
-        elif not Path(asked).is_dir():
-            raise ValidationError([f"there is no directory {asked!r}. Remedy: correct --resume_from_checkpoint"])
-        elif not is_flex(asked) or is_usable(asked):
-            return asked
-        else:
-            directories, below = TrainerDirectories(Path(asked).parent), step_of(asked)
-        last = directories.last(below)
-        if below is not None and not self.options.fallback:
-            remedy = f"resume from {last}, or give --flex_fallback 1" if last else "there is none before it: start anew"
-            raise CorruptCheckpointError(
-                f"{asked} is not complete: its save or its removal was interrupted, or files are missing. "
-                f"Remedy: {remedy}"
-            )
-        if last is None:
-            raise ValidationError(
-                [f"there is no complete checkpoint in {directories.root}. Remedy: train from the start"]
-            )
-        return last
-
     def save(self, upstream: Callable[..., Any], model: Any, metrics: Any) -> Any:
         """Save the trainer's step.
 
@@ -197,7 +166,7 @@ class TrainerCheckpointer:
         directories = self._directories()
         path = directories.directory(step)
         context = f"cannot save {path}"
-        self._settle(context, wait_for=step)
+        self._collect(context, wait_for=step)
         everything = not trainer.args.ignore_save_lr_and_optim
         self._on_coordinator(context, directories.begin, step)
         with self._upstream_saving():
@@ -227,11 +196,11 @@ class TrainerCheckpointer:
             self._committed([step])
         return result
 
-    def _settle(self, context: str, wait_for: Any = None) -> None:
+    def _collect(self, context: str, wait_for: Any = None) -> None:
         """Finish the background saves that have ended, or all that are waited for."""
         before = self._pending.steps
         if before:
-            self._pending.settle(context, wait_for)
+            self._pending.collect(context, wait_for)
             self._committed(sorted(before - self._pending.steps))
 
     def _committed(self, steps: list[int]) -> None:
@@ -255,13 +224,15 @@ class TrainerCheckpointer:
 
     def _on_coordinator(self, context: str, work: Callable[..., Any], *arguments: Any) -> None:
         """Do something on the coordinator; an error of it is one on every rank."""
+        self._ask(context, lambda: (work(*arguments), "")[1])
+
+    def _ask(self, context: str, look: Callable[..., str], *arguments: Any) -> str:
+        """Return on every rank what the coordinator sees; an error of it is one on every rank."""
 
         def alone() -> tuple[None, bytes]:
-            if self._comm.position == 0:
-                work(*arguments)
-            return None, b""
+            return None, look(*arguments).encode() if self._comm.position == 0 else b""
 
-        self._comm.together(alone, context)
+        return self._comm.together(alone, context)[1][0].decode()
 
     def write_small_files(self, output_dir: str | os.PathLike[str]) -> None:
         """Write what the trainer's ``save_model`` writes during a save of this library; communicate nothing."""
@@ -314,15 +285,11 @@ class TrainerCheckpointer:
 
     def _earlier(self, path: str) -> str | None:
         """Return the complete checkpoint before one; None if there is none."""
-
-        def look() -> tuple[None, bytes]:
-            if self._comm.position != 0:
-                return None, b""
-            step = step_of(path)
-            last = None if step is None else TrainerDirectories(Path(path).parent).last(step)
-            return None, (last or "").encode()
-
-        return self._comm.together(look, "cannot look for an earlier checkpoint")[1][0].decode() or None
+        step = step_of(path)
+        if step is None:
+            return None
+        look = TrainerDirectories(Path(path).parent).last
+        return self._ask("cannot look for an earlier checkpoint", lambda: look(step) or "") or None
 
     @property
     def restored_native(self) -> bool:
@@ -391,26 +358,11 @@ class TrainerCheckpointer:
         restored, average = self._restored, self.average
         if restored is None or not restored.native or average is None:
             return
-        context = f"cannot restore the moving averages from {restored.path}"
         inside = os.path.join(restored.path, SUBDIRECTORY)
-        options = self.options
-
-        def look() -> tuple[dict[str, Any], bytes]:
-            if self._comm.position == 0:
-                found = any(key.startswith(PREFIX) for key in SourceDirectory(inside).read_manifest().catalog.keys)
-                if found and options.aoa_config is not None:
-                    remedy = "resume without --aoa_config, or without --zcc_save_ema_coef"
-                    raise ValidationError([f"--aoa_config does not apply to moving averages. Remedy: {remedy}"])
-                return {}, b"found" if found else b""
-            return {}, b""
-
-        if not self._comm.together(look, context)[1][0]:
-            if self._comm.position == 0:
-                logger.warning("not restored: moving averages: the checkpoint has none; they start anew")
+        if average.restore(inside, lambda: collect_shards(self._trainer, True), self._comm, self.options):
             return
-        targets, _ = self._comm.together(lambda: (average.targets(collect_shards(self._trainer, True)), b""), context)
-        load_state_dict(targets, inside, self._comm, strict="missing", verify=options.verify)
-        average.take(targets)
+        if self._comm.position == 0:
+            logger.warning("not restored: moving averages: the checkpoint has none; they start anew")
 
     def finish(self) -> None:
         """Wait for the saves in the background, and do what comes after them.
@@ -418,7 +370,7 @@ class TrainerCheckpointer:
         Raises:
             CheckpointError: One of them has failed.
         """
-        self._settle("cannot finish the saves of this training", wait_for="all")
+        self._collect("cannot finish the saves of this training", wait_for="all")
 
     def _directories(self) -> TrainerDirectories:
         return TrainerDirectories(self._trainer.args.output_dir)

@@ -20,9 +20,10 @@ import shutil
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.manager.steps import try_lock
 from paddle_flexckpt.media.backend import exists, map_files
+from paddle_flexckpt.media.local import sync_path
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.listing import is_complete
 
@@ -85,11 +86,7 @@ class TrainerDirectories:
         """Make the small files of a directory durable, so that a checkpoint that survives a crash has them."""
         directory = self.directory(step)
         for path in (*(path for path in directory.iterdir() if path.is_file()), directory, self.root):
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync_path(os.fspath(path))
 
     def rotate(self, limit: int | None, best: str | os.PathLike[str] | None, busy: Collection[int] = ()) -> list[int]:
         """Remove all but the newest checkpoints, and what interrupted saves and removals have left.
@@ -222,3 +219,33 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     What interrupted saves have left is passed over.
     """
     return TrainerDirectories(output_dir).last()
+
+
+def choose_checkpoint(asked: str, directories: TrainerDirectories, fallback: bool) -> str:
+    """Return the directory to resume from.
+
+    Args:
+        asked: A directory, or "true" for the latest that can be resumed from.
+        directories: Those of the run.
+        fallback: Whether the last complete one before it may take the place of one that is not complete.
+
+    Raises:
+        ValidationError: There is none.
+        CorruptCheckpointError: It is not complete.
+    """
+    below = None
+    if asked.lower() != "true":
+        if not Path(asked).is_dir():
+            raise ValidationError([f"there is no directory {asked!r}. Remedy: correct --resume_from_checkpoint"])
+        if not is_flex(asked) or is_usable(asked):
+            return asked
+        directories, below = TrainerDirectories(Path(asked).parent), step_of(asked)
+    last = directories.last(below)
+    if below is not None and not fallback:
+        remedy = f"resume from {last}, or give --flex_fallback 1" if last else "there is none before it: start anew"
+        raise CorruptCheckpointError(
+            f"{asked} is not complete: its save or its removal was interrupted, or files are missing. Remedy: {remedy}"
+        )
+    if last is None:
+        raise ValidationError([f"there is no complete checkpoint in {directories.root}. Remedy: train from the start"])
+    return last

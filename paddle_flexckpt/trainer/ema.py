@@ -2,16 +2,20 @@
 
 Its callback keeps the averages on the host and writes them beside the checkpoint, before that is saved. Here they are
 shards of the checkpoint itself, a part of its extra state: there is one commit for both, they come back under any
-strategy, and a run without averages does not see them.
+strategy, and a run without averages does not see them. Tested in tests/paddleformers/test_ema.py.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.trainer.arguments import TrainerOptions
 
 PREFIX = f"{EXTRA_STATE}ema."
 # What is used of its buffer of averages: describing them, and taking what was loaded.
@@ -46,7 +50,7 @@ class AverageState:
         """Return the averages as shards of a checkpoint; none before the first has been taken.
 
         Args:
-            shards: The shards of model and optimizer: they say how the averages are cut.
+            shards: The shards of model and optimizer: they say how the averages are split.
         """
         if not (self._buffer.master_weights or self._buffer.model_params):
             return {}
@@ -68,9 +72,32 @@ class AverageState:
                 targets[PREFIX + key] = _average_of(weight, paddle.zeros(tensor.shape, dtype="float32"))
         return targets
 
-    def take(self, targets: Mapping[str, Any]) -> None:
-        """Take what was loaded as the averages."""
+    def restore(
+        self, path: str, describe: Callable[[], Mapping[str, Any]], comm: Communicator, options: TrainerOptions
+    ) -> bool:
+        """Fill the averages from a checkpoint of this library; return whether it has some.
+
+        Raises:
+            ValidationError: They do not fit.
+            CorruptCheckpointError: They are damaged.
+        """
+        context = f"cannot restore the moving averages from {path}"
+
+        def look() -> tuple[None, bytes]:
+            if comm.position != 0:
+                return None, b""
+            found = any(key.startswith(PREFIX) for key in SourceDirectory(path).read_manifest().catalog.keys)
+            if found and options.aoa_config is not None:
+                remedy = "resume without --aoa_config, or without --zcc_save_ema_coef"
+                raise ValidationError([f"--aoa_config does not apply to moving averages. Remedy: {remedy}"])
+            return None, b"found" if found else b""
+
+        if not comm.together(look, context)[1][0]:
+            return False
+        targets, _ = comm.together(lambda: (self.targets(describe()), b""), context)
+        load_state_dict(targets, path, comm, strict="missing", verify=options.verify)
         self._buffer._fc_to_buffer_format({key[len(PREFIX) :]: weight for key, weight in targets.items()})
+        return True
 
 
 def average_state(trainer: Any) -> AverageState:
@@ -79,7 +106,7 @@ def average_state(trainer: Any) -> AverageState:
 
 
 def _average_of(weight: Any, values: Any) -> Any:
-    """Return the average of a shard, cut as it is."""
+    """Return the average of a shard, split as it is."""
     average = copy.copy(weight)
     average.key, average.local_tensor, average.aliases = PREFIX + weight.key, values, ()
     return average

@@ -1,4 +1,7 @@
-"""Restoring a trainer from a checkpoint directory, of this library or of another format."""
+"""Restoring a trainer from a checkpoint directory, of this library or of another format.
+
+Tested in tests/trainer/test_unified_resume.py.
+"""
 
 from __future__ import annotations
 
@@ -52,13 +55,6 @@ class Restored:
 
 def restore_from(trainer: Any, path: str, everything: bool, options: TrainerOptions, comm: Communicator) -> Restored:
     """Fill the trainer's tensors and put scheduler and scaler back, on all ranks.
-
-    Args:
-        trainer: The trainer, after it has wrapped model and optimizer.
-        path: The checkpoint's directory.
-        everything: Whether optimizer, scheduler and scaler are restored too, or the model alone.
-        options: How to load.
-        comm: All ranks.
 
     Raises:
         ValidationError: It does not fit; nothing was changed.

@@ -28,7 +28,7 @@ def numbers(*shape: int, start: int = 0, dtype: str = "float32") -> np.ndarray:
 
 
 def catalog(arrays: Arrays, cut: Cuts | None = None) -> Catalog:
-    """A description of arrays, as ``fc.explain`` and ``fc.invert`` take it."""
+    """A description of arrays, as ``fc.explain`` takes it."""
     return catalog_of(shards_of(arrays, cut or {}))
 
 

@@ -60,13 +60,13 @@ def _quick_write(monkeypatch):
 
 
 def _no_fsync_errors(monkeypatch):
-    sync = local.sync_directory
+    sync = local.sync_path
 
     def careless(path):
         with contextlib.suppress(OSError):
             sync(path)
 
-    monkeypatch.setattr(local, "sync_directory", careless)
+    monkeypatch.setattr(local, "sync_path", careless)
 
 
 @pytest.mark.parametrize(

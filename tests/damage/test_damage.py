@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import Problem
+from paddle_flexckpt.engine import files
 from paddle_flexckpt.engine.verification import verify_checkpoint
-from paddle_flexckpt.live import loader
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
 from tests.damage import campaign
 from tests.damage.checkpoint import ID, Loads, prepare
@@ -110,8 +110,8 @@ def _damaged_key(seed, saves):
 
 
 def test_a_load_that_does_not_verify_is_a_failure(saves, monkeypatch):
-    reader = loader.FileReader
-    monkeypatch.setattr(loader, "FileReader", lambda directory, manifest, *_: reader(directory, manifest, "off"))
+    reader = files.FileReader
+    monkeypatch.setattr(files, "FileReader", lambda directory, manifest, *_: reader(directory, manifest, "off"))
     totals = campaign.Totals()
     campaign.check(list(ALL).index("bit in data"), saves, Loads(saves), totals)
     assert sum(totals.located.values()) == 1
@@ -123,7 +123,7 @@ def test_an_error_that_is_not_about_the_checkpoint_is_a_failure(saves, monkeypat
     def broken(*_):
         raise TypeError("something else")
 
-    monkeypatch.setattr(loader, "FileReader", broken)
+    monkeypatch.setattr(files, "FileReader", broken)
     totals = campaign.Totals()
     campaign.check(list(ALL).index("bit in data"), saves, Loads(saves), totals)
     assert len(totals.failures) == len(campaign.LOADS)

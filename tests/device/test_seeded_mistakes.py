@@ -23,7 +23,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live import device_exchange, saver, shared_saves, target_memory, tensors
+from paddle_flexckpt.live import device_exchange, saver, shared_saves, targets, tensors
 from paddle_flexckpt.live.device_memory import DeviceMemory
 from paddle_flexckpt.testing import World, WorldError, rehearsal_device
 
@@ -372,7 +372,7 @@ def load_reads_its_targets():
         def __init__(self, tensor, stage=False, fresh=False):
             super().__init__(tensor, stage)
 
-    return replaced(target_memory, "HostTensor", Careful)
+    return replaced(targets, "HostTensor", Careful)
 
 
 def reshard_through_the_host():

@@ -25,7 +25,7 @@ from paddle_flexckpt import (
     make_replicated_sharded_tensor,
     make_tp_sharded_tensor_for_checkpoint,
 )
-from paddle_flexckpt.live import device_exchange, resharder
+from paddle_flexckpt.live import device_exchange, peers
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_common import LAYOUTS
 
@@ -120,7 +120,7 @@ def reshard_model(source_degree, target_degree, round_bytes=None):
 def failing_exchange(where, rank, round_bytes=None):
     """One rank fails in the middle of an exchange; then everybody reshards again."""
     here_rank, size = common.here()
-    native = getattr(resharder, where)
+    native = getattr(peers, where)
 
     def no_copy(*args):
         raise MemoryError("no room to copy_pieces")
@@ -142,12 +142,12 @@ def failing_exchange(where, rank, round_bytes=None):
         return common.zoo_wrong(goal, "columns", here_rank, size)
 
     if here_rank == rank:
-        setattr(resharder, where, no_copy if where == "copy_pieces" else broken)
+        setattr(peers, where, no_copy if where == "copy_pieces" else broken)
     begin = time.monotonic()
     try:
         error = common.outcome(attempt)
     finally:
-        setattr(resharder, where, native)
+        setattr(peers, where, native)
     return {"error": error, "seconds": time.monotonic() - begin, "again": attempt()}
 
 

@@ -11,7 +11,7 @@ from paddle_flexckpt.engine.names import (
     ACCUMULATORS,
     NameIndex,
     RawState,
-    Unfound,
+    Unresolved,
     canonical,
     check_across_ranks,
     find_compatible,
@@ -120,7 +120,7 @@ def test_prefixes_are_taken_off_once():
 
 
 def find(targets, source, claimed=None, structured=None):
-    targets = [target if isinstance(target, Unfound) else Unfound(target, 3) for target in targets]
+    targets = [target if isinstance(target, Unresolved) else Unresolved(target, 3) for target in targets]
     return find_compatible(targets, source, claimed or {}, structured or {})
 
 
@@ -147,7 +147,7 @@ def test_several_keys_for_one_target_are_a_problem():
 def test_a_key_that_another_target_has_by_its_own_name_is_taken():
     key, mine = "linear_0.w_0_moment1_0", "linear_0.w_0_moment1_1"
     for owner, place, given_away in ((None, None, False), ("x", "y", False), (None, "x", False), ("x", "x", True)):
-        found = find([Unfound(mine, 0, place=place)], [key], {key: [("first", "z"), (key, owner)]})
+        found = find([Unresolved(mine, 0, place=place)], [key], {key: [("first", "z"), (key, owner)]})
         assert (found.names, found.taken) == (({mine: key}, {}) if given_away else ({}, {mine: "first"}))
         assert found.problems == []
     assert find([mine], [key], {"another": [("first", None)]}).names == {mine: key}
@@ -156,7 +156,7 @@ def test_a_key_that_another_target_has_by_its_own_name_is_taken():
 def test_several_targets_share_a_key_if_they_are_one_tensor():
     key, names = "linear_0.w_0_moment1_0", ["linear_0.w_0_moment1_1", "linear_0.w_0_moment1_2"]
     for places, alike in ((("x", "x"), True), (("x", "y"), False), ((None, None), False), (("x", None), False)):
-        found = find([Unfound(n, 2, place=place) for n, place in zip(names, places)], [key])
+        found = find([Unresolved(n, 2, place=place) for n, place in zip(names, places)], [key])
         assert found.names == dict.fromkeys(names, key)
         if alike:
             assert found.problems == []
@@ -165,12 +165,12 @@ def test_several_targets_share_a_key_if_they_are_one_tensor():
         assert (problem.rank, problem.got, problem.key) == (2, f"targets {names}", None)
         assert repr(key) in problem.what
         assert "mw_name_compatibility=False" in problem.remedy
-    more = [Unfound(f"linear_0.w_0_moment1_{number}", 2) for number in range(1, 8)]
+    more = [Unresolved(f"linear_0.w_0_moment1_{number}", 2) for number in range(1, 8)]
     assert find(more, [key]).problems[0].got == f"targets {[target.key for target in more[:5]]}"
 
 
 def test_a_name_comes_before_aliases_and_these_before_raw_names():
-    raw, target = "linear_0.w_0_moment1_0", Unfound("a.moment1_0", 0, ("b.moment1_0",), ("linear_0.w_0_moment1_0",))
+    raw, target = "linear_0.w_0_moment1_0", Unresolved("a.moment1_0", 0, ("b.moment1_0",), ("linear_0.w_0_moment1_0",))
     assert find([target], ["model.a.moment1_0", "model.b.moment1_0", raw]).names == {target.key: "model.a.moment1_0"}
     found = find([target], ["model.b.moment1_0", raw])
     assert (found.names, found.by_raw_name) == ({target.key: "model.b.moment1_0"}, {})
@@ -197,16 +197,16 @@ def test_a_raw_name_that_a_user_gave_is_known_by_the_state():
 
 
 def test_what_only_a_raw_name_could_find_is_told():
-    structured = Unfound("a.moment1_0", 0, raw_names=("linear_0.w_0_moment1_0",))
-    raw = Unfound("linear_0.w_0_moment1_0", 0)
-    other = Unfound("b.weight", 0)
+    structured = Unresolved("a.moment1_0", 0, raw_names=("linear_0.w_0_moment1_0",))
+    raw = Unresolved("linear_0.w_0_moment1_0", 0)
+    other = Unresolved("b.weight", 0)
     assert find([structured, raw, other], ["linear_5.w_0_moment1_0"]).lost_by_raw_name == [structured.key, raw.key]
     assert find([structured, raw, other], ["c.weight.moment1_0"]).lost_by_raw_name == [raw.key]
 
 
 def test_raw_names_that_lead_to_some_states_alone_are_not_believed():
     def state(key, number):
-        return Unfound(key, 4, raw_names=(f"linear_{number}.w_0_moment1_0",))
+        return Unresolved(key, 4, raw_names=(f"linear_{number}.w_0_moment1_0",))
 
     targets = [state("a.moment1_0", 0), state("b.moment1_0", 1), state("c.moment1_0", 2)]
     source = ["linear_0.w_0_moment1_0"]
@@ -224,7 +224,7 @@ def test_raw_names_that_lead_to_some_states_alone_are_not_believed():
 
 def test_a_raw_name_whose_key_is_taken_is_not_believed_either():
     key = "linear_0.w_0_moment1_0"
-    found = find([Unfound("a.moment1_0", 0, raw_names=(key,))], [key], {key: [(key, None)]})
+    found = find([Unresolved("a.moment1_0", 0, raw_names=(key,))], [key], {key: [(key, None)]})
     assert (found.taken, found.by_raw_name, found.names) == ({"a.moment1_0": key}, {}, {})
 
 

@@ -11,7 +11,7 @@ from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import Node, Region, TensorInfo
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.engine import plan
-from paddle_flexckpt.live import target_memory
+from paddle_flexckpt.live import targets as live_targets
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
@@ -188,7 +188,7 @@ def test_a_strided_target_is_stored_when_its_last_tile_is_done(monkeypatch, move
 def test_staged_targets_are_open_one_after_the_other(monkeypatch):
     events = []
 
-    class Logged(target_memory.HostTensor):
+    class Logged(live_targets.HostTensor):
         def __init__(self, tensor, fresh):
             super().__init__(tensor, fresh=fresh)
             events.append("open")
@@ -197,7 +197,7 @@ def test_staged_targets_are_open_one_after_the_other(monkeypatch):
             super().store()
             events.append("store")
 
-    monkeypatch.setattr(target_memory, "HostTensor", Logged)
+    monkeypatch.setattr(live_targets, "HostTensor", Logged)
     monkeypatch.setattr(plan, "TILE_ELEMENTS", 16)
     made = nested(8)
     made.tensors["s"], made.regions["s"] = made.tensors["t"], made.regions["t"]

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("paddle")
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.manager.pending import PendingSaves
+from paddle_flexckpt.manager.pending import PendingSteps
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 
 
@@ -42,16 +42,16 @@ class Save:
 
 
 def run(*saves, **options) -> list:
-    """Every rank's outcome of a settlement and its pending steps afterwards; ``saves``: by step, the ranks' handles."""
+    """Every rank's outcome of a collection and its pending steps afterwards; ``saves``: by step, the ranks' handles."""
 
     def job(comm):
-        pending = PendingSaves(comm)
+        pending = PendingSteps(comm)
         for step, handles in saves:
             pending.add(step, handles[comm.position])
         seen = []
         for _ in range(2):
             try:
-                pending.settle("cannot go on", **options)
+                pending.collect("cannot go on", **options)
                 seen.append(None)
             except CheckpointError as error:
                 seen.append(str(error))

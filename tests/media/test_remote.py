@@ -209,7 +209,7 @@ def test_secrets_show_up_nowhere(monkeypatch, caplog):
     held = backend.locks.take()
     files = b"".join(disk.files.values())
     with pytest.raises(CheckpointError) as busy:
-        raise lease._busy(backend, None)
+        raise backend.locks._busy(None)
     held.release()
     shown = [told, files.decode(), backend.path, backend.where("x"), str(backend), str(busy.value), caplog.text]
     for secret in secrets:
@@ -357,10 +357,10 @@ def test_small_gaps_are_read_over(store):
 
 def test_windows_are_bounded_together(store):
     windows = Windows(3 * MIB)
-    medium, root = store._reach()
+    medium = store._medium
     for number in range(5):
         write_file(store, str(number), bytes([number]) * (8 * MIB))
-    files = [RemoteInputFile(medium, f"{root}/{number}", windows) for number in range(5)]
+    files = [RemoteInputFile(medium, str(number), windows) for number in range(5)]
     buffer = memoryview(bytearray(MIB))
     for offset in range(0, 8 * MIB, MIB):
         for number, file in enumerate(files):

@@ -254,8 +254,13 @@ def test_parts_grow_with_files_whose_size_is_known(server, small_parts, monkeypa
     storage = server.storage(server.new_url(), part_bytes=LEAST_PART_BYTES)
     requests = Requests(monkeypatch)
     with storage.create("x", size=5 * LEAST_PART_BYTES) as file:
-        file.write(bytes(5 * LEAST_PART_BYTES))
+        for _ in range(5):
+            file.write(bytes(LEAST_PART_BYTES))
     assert len(requests.of("PUT", "partNumber")) == 3
+    # What is there in one piece is sent as one.
+    write_file(storage, "z", bytes(5 * LEAST_PART_BYTES))
+    assert len(requests.of("PUT", "partNumber")) == 3
+    storage.remove("z")
     with pytest.raises(OSError, match=r"S3 takes 3 parts.*part_bytes=") as caught, storage.create("y") as file:
         file.write(bytes(5 * LEAST_PART_BYTES))
     assert caught.value.filename == f"{storage.path}/y"
@@ -375,14 +380,14 @@ def test_a_store_without_conditional_writes(server, monkeypatch):
 
 def test_a_store_that_ignores_conditions_is_found_out(server, monkeypatch):
     """The lease waits before it counts, as another one may have been written over."""
-    pauses = []
-    monkeypatch.setattr(lease, "_pause", pauses.append)
+    clock = Clock()
+    monkeypatch.setattr(lease, "time", clock)
     storage = server.storage(server.new_url())
     storage.locks.take().release()
-    assert pauses == []
+    assert clock.pauses == []
     _WithoutConditions(monkeypatch, says_so=False)
     storage.locks.take().release()
-    assert pauses == [3.0]
+    assert clock.pauses == [3.0]
 
 
 class _WithoutConditions:
@@ -447,7 +452,7 @@ def test_a_dead_save_leaves_no_upload_behind(server, small_parts, monkeypatch):
     upload = storage.create(ticket.data_file(1))
     upload.write(bytes(3 * LEAST_PART_BYTES))
     other = storage.create("5_77.safetensors")
-    write_file(other, bytes(3 * LEAST_PART_BYTES))
+    other.write(bytes(3 * LEAST_PART_BYTES))
     assert len(server.uploads()) == 2
     succeeded(save_wide(storage, 1, None))
     assert [key.rsplit("/")[-1] for key in server.uploads()] == ["5_77.safetensors"]

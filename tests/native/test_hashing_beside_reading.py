@@ -10,7 +10,7 @@ import pytest
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.engine.reading import read_pieces
+from paddle_flexckpt.engine.files import read_pieces
 from paddle_flexckpt.native import checksums
 from paddle_flexckpt.native.block_reader import HASHED_AT_ONCE
 from paddle_flexckpt.native.reader import FileReader

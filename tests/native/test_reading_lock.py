@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.engine import files as files_module
 from paddle_flexckpt.engine import verification as verification_module
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import verify_checkpoint
-from paddle_flexckpt.live import loader as loader_module
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
@@ -195,7 +195,7 @@ def test_load_export_and_verify_hold_what_they_read(tmp_path, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(loader_module, "read_pieces", watched(loader_module.read_pieces))
+    monkeypatch.setattr(files_module, "read_pieces", watched(files_module.read_pieces))
     load_state_dict({"w": np.zeros(12)}, path, comm)
     load_state_dict({"w": np.zeros(12)}, path, comm, aoa_config={"aoa_statements": ["w -> w"]})
     assert seen == [True, True]

@@ -119,7 +119,7 @@ def test_without_a_group_the_error_names_fleet(monkeypatch):
     weight = layer.sharded_state_dict()["weight"]  # one process cuts nothing
     assert weight.global_shape == weight.local_shape
     monkeypatch.setattr(paddle.distributed, "get_world_size", lambda: 2)
-    with pytest.raises(ValueError, match=r"key 'weight' is cut.*Remedy: call fleet.init first"):
+    with pytest.raises(ValueError, match=r"key 'weight' is split.*Remedy: call fleet.init first"):
         layer.sharded_state_dict()
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog.validate import Coverage
-from paddle_flexckpt.engine import options
-from paddle_flexckpt.live import loader, resharder, saver, sources, targets
+from paddle_flexckpt.engine import files, options, resolution
+from paddle_flexckpt.live import peers, saver, sources, targets
 from tests.ramdisk import memory_directory
 from tests.silence import campaign
 from tests.silence.mistakes import MISTAKES
@@ -70,7 +70,7 @@ def nothing(*_args, **_kwargs):
 # What the library could forget, the runs that notice it, and what they say.
 MUTANTS = {
     "replicas are not compared": (
-        [(saver, "replica_digests", lambda *_: b""), (resharder, "replica_digests", lambda *_: b"")],
+        [(saver, "replica_digests", lambda *_: b""), (peers, "replica_digests", lambda *_: b"")],
         "a rank is a step behind", "(saved|resharded), though .*differs from another",
     ),
     "holes are not seen": (
@@ -82,19 +82,19 @@ MUTANTS = {
         "the optimizer is missing from the save", "accepted without an error|listed as missing",
     ),
     "shapes are not compared": (
-        [(targets, "_unfit", nothing)],
+        [(resolution, "_fit", lambda *_: ("", None))],
         "another size of the model", "accepted|filled, though|raw|targets were touched|different things",
     ),
     "nothing is read": (
-        [(loader, "read_pieces", nothing)],
+        [(files, "read_pieces", nothing)],
         "loaded twice", "was not loaded, and nothing says so",
     ),
     "a piece is read twice over": (
-        [(loader, "read_pieces", "reversed")],
+        [(files, "read_pieces", "reversed")],
         "loaded twice", "has wrong values|was not loaded",
     ),
     "an error is not the library's": (
-        [(loader, "open_state", "raising")],
+        [(targets, "open_state", "raising")],
         "loaded twice", "raw|refused",
     ),
 }  # fmt: skip
@@ -109,7 +109,7 @@ def test_a_mistake_of_the_library_is_found(mutant, monkeypatch):
 
             def change(reader, pieces, memory, computes, original=original):
                 original(reader, pieces, memory, computes=computes)
-                for weight in memory._state.weights:
+                for weight in memory._memory._state.weights:
                     flat = np.asarray(weight.local_tensor).reshape(-1)
                     flat[...] = flat[::-1].copy()
 

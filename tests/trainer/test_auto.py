@@ -75,7 +75,7 @@ def test_one_process_resumes_and_an_epoch_has_its_shuffle(ring, tmp_path):
     saved = tmp_path / "epochs/checkpoint-3"
     assert_resumed(alone["again"], alone["epochs"]["losses"], saved, tmp_path / "again/loaded")
     # What the first save would refuse is refused before the first step.
-    assert "is marked is_distributed, but no rule says along which axis it is cut" in alone["unruled"]["refused"]
+    assert "is marked is_distributed, but no rule says along which axis it is split" in alone["unruled"]["refused"]
     assert alone["unruled"]["step"] == 0
 
 

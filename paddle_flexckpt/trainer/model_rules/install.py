@@ -1,4 +1,7 @@
-"""Put the rules of a library's models into effect, and describe such models."""
+"""Put the rules of a library's models into effect, and describe such models.
+
+Tested in tests/trainer/test_model_rules.py.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ _ADAPTERS = ("LoRAModel", "LoKrModel", "VeRAModel")
 
 
 def install_model_rules(library: str) -> None:
-    """Make ``sharded_state_dict()`` of a library's models right: cut heads, fused parameters, pipelines, experts.
+    """Make ``sharded_state_dict()`` of a library's models right: split heads, fused parameters, pipelines, experts.
 
     Calling it again does nothing. It calls ``paddle_flexckpt.install()``.
 
@@ -74,7 +77,7 @@ def describe_model(model: Any) -> ShardedStateDict:
         Names to ShardedWeights; the same names for every layout.
 
     Raises:
-        ValueError: A cut parameter has no rule, or the model has no state.
+        ValueError: A split parameter has no rule, or the model has no state.
     """
     sharded: ShardedStateDict = model.sharded_state_dict()
     if not sharded:

@@ -1,4 +1,7 @@
-"""Find the rules of model libraries' layers: heads over a split vocabulary, and what tells its ``split_axis``."""
+"""Find the rules of model libraries' layers: heads over a split vocabulary, and what tells its ``split_axis``.
+
+Tested in tests/trainer/test_model_rules_unit.py.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def _vocabulary_axis(layer: Any, name: str, tensor: Any, preferred: int | None) 
         raise ValueError(
             f"{name} of {qualified_name(type(layer))} is marked is_distributed, and has the shape {shape}: expected "
             f"one axis of {vocabulary} (vocab_size) / {degree} (tensor_parallel_degree) elements. Remedy: choose a "
-            "vocab_size that is a multiple of the degree, or say what is cut with register_model_rule()"
+            "vocab_size that is a multiple of the degree, or say what is split with register_model_rule()"
         )
     if len(fitting) == 1:
         return fitting[0]
@@ -75,11 +78,6 @@ def _vocabulary_axis(layer: Any, name: str, tensor: Any, preferred: int | None) 
 
 def complete_rules(layer: Any, own: dict[str, Any], stop: type) -> dict[str, Any]:
     """Return the rules of a layer: the registry's, or else its own, and then what parameters tell themselves.
-
-    Args:
-        layer: The layer.
-        own: What its ``_get_shard_rules()`` says.
-        stop: ``paddle.nn.Layer``.
 
     Raises:
         ValueError: A ``split_axis`` is no axis.
@@ -93,7 +91,7 @@ def complete_rules(layer: Any, own: dict[str, Any], stop: type) -> dict[str, Any
         if not isinstance(axis, int) or not -len(tensor.shape) <= axis < len(tensor.shape):
             raise ValueError(
                 f"{name} of {qualified_name(type(layer))} has split_axis {axis!r}, and the shape {list(tensor.shape)}. "
-                "Remedy: say what is cut with register_model_rule()"
+                "Remedy: say what is split with register_model_rule()"
             )
         rules[name] = axis
     return rules

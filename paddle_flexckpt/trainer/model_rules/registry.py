@@ -1,7 +1,7 @@
 """Register which axis of which parameter is split, for classes of layers that cannot say so themselves.
 
 Rules are kept by the qualified name of the class, so that a rule can be registered for a class whose module nobody has
-imported yet, and finding one imports nothing.
+imported yet, and finding one imports nothing. Tested in tests/trainer/test_model_rules_unit.py.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def register_model_rule(layer_class: type | str, rule: ModelRule) -> None:
     Args:
         layer_class: The class, or ``"package.module.Class"``; then nothing is imported.
         rule: ``{name of the parameter: axis}``, with a :class:`FusedAxis` for one that fuses several; or a function
-            that is given the layer and returns that. Parameters that it does not name are not cut, or tell their
+            that is given the layer and returns that. Parameters that it does not name are not split, or tell their
             ``split_axis``.
 
     Raises:

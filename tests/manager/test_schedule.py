@@ -10,7 +10,7 @@ import threading
 import pytest
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.manager.preemption import PreemptionSignals
+from paddle_flexckpt.manager.schedule import PreemptionSignals
 
 SIGNAL = signal.SIGUSR2
 
@@ -96,7 +96,7 @@ def test_the_default_action_is_the_default_action_again():
     # The first is closed while the second is installed on top of it, so its handler comes back when the second goes.
     code = """
 import signal
-from paddle_flexckpt.manager.preemption import PreemptionSignals
+from paddle_flexckpt.manager.schedule import PreemptionSignals
 first, second = PreemptionSignals([signal.SIGTERM]), PreemptionSignals([signal.SIGTERM])
 first.close()
 signal.raise_signal(signal.SIGTERM)

@@ -1,11 +1,15 @@
-"""Loads from nodes that share no storage: what each rank sees, which checkpoint to take, and its files as a source."""
+"""Files of nodes that share no storage, as a source: which checkpoint to take, what each rank sees, who reads what.
+
+Tested in tests/live/test_nodes.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,17 +24,20 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
 )
 from paddle_flexckpt.catalog.wire import join, split
-from paddle_flexckpt.engine.agreement import check_heads
+from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
+from paddle_flexckpt.engine.files import Files, with_reads
 from paddle_flexckpt.engine.options import LoadOptions
+from paddle_flexckpt.engine.transfer import Counts, Source, Task
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.resharder import Source, fill_targets
+from paddle_flexckpt.live.peers import Peers
 from paddle_flexckpt.live.sources import CheckedSources
+from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.save_names import save_of
 from paddle_flexckpt.planning import ExchangePlan
-from paddle_flexckpt.report import LoadReport
 
 logger = logging.getLogger("paddle_flexckpt")
 _MOST_KEYS = 5
@@ -178,59 +185,70 @@ class _StoredItem:
         return values
 
 
-@dataclass(frozen=True, eq=False)
-class _NodeFiles(Source):
-    """Read the files of a checkpoint, of which each rank sees some.
+class NodeFiles(Peers):
+    """Read the files of a checkpoint, of which each rank sees some; what a rank does not see another one sends."""
 
-    Attributes:
-        found: The checkpoint.
-        item: By row of the catalog, the row of the manifest's.
-        nobody: The rank to which rows belong that no rank can read.
-        reader: Of the files that this rank sees.
-    """
+    def __init__(
+        self, comm: Communicator, directory: CheckpointDirectory, found: Found, options: LoadOptions, context: str
+    ) -> None:
+        """Open no file yet.
 
-    found: Found
-    item: np.ndarray
-    nobody: int
-    reader: FileReader
-
-    @classmethod
-    def open(cls, ranks: Sequence[int], found: Found, reader: FileReader) -> _NodeFiles:
-        """Args: ranks: those that take part. found: the checkpoint. reader: of the files that this rank sees."""
+        Args:
+            comm: The ranks.
+            directory: This rank's.
+            found: The checkpoint.
+            options: Of the load.
+            context: What is being done, for errors.
+        """
         stored = found.manifest.catalog
         # A row for every rank that can read it, so that each finds what it sees on itself.
         position, item = np.nonzero(found.seen[:, stored.file])
         lost = np.flatnonzero(found.lost)
-        nobody = max(ranks) + 1
-        item = np.concatenate([item, lost])
-        rank = np.concatenate([np.asarray(ranks)[position], np.full(len(lost), nobody)])
-        catalog = replace(stored.take(item), rank=rank.astype(np.int32))
+        self._nobody = max(comm.ranks) + 1
+        self._item = np.concatenate([item, lost])
+        rank = np.concatenate([np.asarray(comm.ranks)[position], np.full(len(lost), self._nobody)])
+        catalog = replace(stored.take(self._item), rank=rank.astype(np.int32))
         groups = group_replicas(catalog)
-        return cls(catalog, CheckedSources(groups, validate_coverage(catalog, groups)), found, item, nobody, reader)
+        checked = CheckedSources(groups, validate_coverage(catalog, groups))
+        super().__init__(comm, catalog, checked, context, offload=True)  # files are read into host memory
+        self.path, self.unique_id, self._found = directory.path, found.manifest.unique_id, found
+        reader = FileReader(directory.backend, found.manifest, options.verify, options.use_replicas)
+        self._reader = self.closing.enter_context(reader)
+
+    def open(self) -> dict[str, str]:
+        """Return which checkpoint it is."""
+        return {"checkpoint": self._found.manifest.save_token}
 
     def storage(self, row: int) -> Any:  # it is only read from
-        return _StoredItem(self.reader, int(self.item[row]), dtype_of(self.catalog.dtype_name(row)).numpy)
+        """Return a shard that this rank sees."""
+        return _StoredItem(self._reader, int(self._item[row]), dtype_of(self.catalog.dtype_name(row)).numpy)
+
+    def move(self, task: Task) -> Counts:
+        """Copy, send and receive."""
+        counts = with_reads(super().move(task), self._reader)
+        self.replicas_used = self._reader.replicas_used
+        return counts
 
     def check_plan(self, plan: ExchangePlan) -> None:
         """Open the files that this rank is to read, and raise where nobody can."""
-        pieces = plan.incoming.get(self.nobody)
+        pieces = plan.incoming.get(self._nobody)
         if pieces is not None:
             raise CorruptCheckpointError(
                 f"no rank can read {'; '.join(self._lost(np.unique(pieces.source)))}. Remedy: let a rank see these "
                 "directories, or load another checkpoint; saves with node_copies=2 survive the loss of a node"
             )
         used = [plan.local.source, *(pieces.source for pieces in plan.outgoing.values())]
-        self.reader.check_files(self.item[np.concatenate(used)])
+        self._reader.check_files(self._item[np.concatenate(used)])
 
     def _lost(self, rows: np.ndarray) -> list[str]:
         """Return what of some source rows is lost, by file."""
-        catalog, manifest = self.catalog, self.found.manifest
+        catalog, manifest = self.catalog, self._found.manifest
         texts = []
         for file in np.unique(catalog.file[rows]).tolist():
             name = catalog.files[file]
             keys = sorted({catalog.key_name(row) for row in rows[catalog.file[rows] == file].tolist()})
             more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
-            why = self.found.wrong.get(name, "no rank sees it")
+            why = self._found.wrong.get(name, "no rank sees it")
             nodes = " and ".join(manifest.nodes_of(name)) or "storage that was shared"
             texts.append(
                 f"{name!r} of id {manifest.unique_id} with shards of {', '.join(map(repr, keys[:_MOST_KEYS]))}{more}: "
@@ -239,48 +257,33 @@ class _NodeFiles(Source):
         return texts
 
 
-def load_from_nodes(
-    comm: Communicator,
-    state_dict: Mapping[str, Any],
-    directory: CheckpointDirectory,
-    found: Found,
-    head: Callable[[], bytes],
-    options: LoadOptions,
-    context: str,
-) -> LoadReport:
-    """Fill targets from the files that the ranks see: a rank reads those that it sees, and receives the rest.
+def find_node_files(comm: Communicator, path: Location, options: LoadOptions, call: str, context: str) -> Source:
+    """Agree on a checkpoint, and return its files as a source. Four collectives.
 
     Args:
         comm: The ranks.
-        state_dict: As of :func:`load_state_dict`.
-        directory: This rank's.
-        found: The checkpoint.
-        head: Gives what ranks have to agree about, or raises.
+        path: This rank's directory.
         options: Of the load.
+        call: Name of the public call.
         context: What is being done, for errors.
 
     Raises:
-        ValidationError: The checkpoint does not fit; no target was changed.
-        CorruptCheckpointError: No rank can read something that a target needs; likewise. Damage that only reading can
-            find may leave targets partly overwritten.
+        ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
+        CorruptCheckpointError: No rank can read its manifest.
     """
-    with FileReader(directory.backend, found.manifest, options.verify, options.use_replicas) as reader:
-        report = fill_targets(
-            comm,
-            state_dict,
-            _NodeFiles.open(comm.ranks, found, reader),
-            head,
-            options,
-            context,
-            offload=True,  # files are read into host memory
-        )
-        return replace(
-            report,
-            source=directory.path,
-            unique_id=found.manifest.unique_id,
-            bytes_read=reader.count.bytes_read,
-            bytes_verified=reader.count.bytes_verified,
-            bytes_extra=reader.count.bytes_extra,
-            reads=reader.count.reads,
-            replicas_used=reader.replicas_used,
-        )
+
+    @functools.cache
+    def directory() -> SourceDirectory:
+        return SourceDirectory(path)
+
+    def head() -> bytes:
+        check_coordinator(comm, options.coordinator_rank)
+        return options.encode(call, checkpoint=f"id {options.unique_id}", context=context)
+
+    with contextlib.ExitStack() as locks:
+        found = find_checkpoint(comm, directory, options.unique_id, head, locks, context)
+        if found.everywhere:
+            return Files(path, replace(options, unique_id=found.manifest.unique_id))
+        source = NodeFiles(comm, directory(), found, options, context)
+        source.closing.push(locks.pop_all())
+        return source

@@ -1,0 +1,160 @@
+"""Fill a plan's rows: open targets and put them back, hold scratch, and compute tiles when their operands are there.
+
+Tested in tests/live/test_aoa_tiles.py and tests/engine/test_whole_tensors.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from paddle_flexckpt.catalog import CheckpointError, dtype_of
+from paddle_flexckpt.engine.copies import AnyStorage, write_values
+from paddle_flexckpt.engine.plan import FillPlan, Tile
+from paddle_flexckpt.engine.targets import Memory, OpenTarget
+
+
+class Filling:
+    """Hold the memory of a plan's rows while they are filled.
+
+    A strided host view is filled in a copy, and so is a device tensor that is read from files: such copies go back when
+    the last of their pieces has arrived. A device tensor that is filled by an exchange is written in place. Scratch is
+    freed when it is used up.
+
+    Attributes:
+        peak_scratch_bytes: The most scratch that was held at any time.
+    """
+
+    def __init__(self, plan: FillPlan, memory: Memory, piece_targets: np.ndarray | None = None) -> None:
+        """Open nothing yet.
+
+        Args:
+            plan: What to fill.
+            memory: Of the targets.
+            piece_targets: int64, row of every planned piece, where :meth:`piece_done` will be called for each; without
+                it, copies go back at the end only, and device tensors are written in place.
+        """
+        self._plan, self._memory = plan, memory
+        self._left: np.ndarray | None = None
+        if piece_targets is not None:
+            parts = np.concatenate([piece_targets, np.asarray([tile.row for tile in plan.tiles], dtype=np.int64)])
+            self._left = np.bincount(parts, minlength=len(plan.catalog))
+        self._compared_with = frozenset(plan.same_memory.values())
+        self._open: dict[int, OpenTarget] = {}
+        self._on_device: dict[int, AnyStorage] = {}
+        self._compare: dict[int, np.ndarray] = {}
+        # What was stored into tensors that others are compared with: so that nothing is copied back from a device.
+        self._stored: dict[int, np.ndarray] = {}
+        self._scratch: dict[int, np.ndarray] = {}
+        self._next_tile = 0
+        self._scratch_bytes = self.peak_scratch_bytes = 0
+
+    def storage(self, row: int) -> AnyStorage:
+        """Return the storage of a row, to be written."""
+        if self._left is None and self._plan.is_target(row) and row not in self._plan.same_memory:
+            if row not in self._on_device:
+                storage = self._memory.on_device(row)
+                if storage is None:
+                    return self.host_storage(row)
+                self._on_device[row] = storage
+            return self._on_device[row]
+        return self.host_storage(row)
+
+    def host_storage(self, row: int) -> np.ndarray:
+        """Return the 1-D host memory in which a row is filled."""
+        if not self._plan.is_target(row):
+            return self._scratch_of(row)
+        if row in self._plan.same_memory:
+            if row not in self._compare:
+                self._compare[row] = self._empty(row, int(self._plan.size[row]))
+            return self._compare[row]
+        if row not in self._open:
+            # Every element is written, which the plan has proved; but statements may keep some of a target's own.
+            self._open[row] = self._memory.open(row, fresh=row not in self._plan.kept)
+        return self._open[row].array
+
+    def _scratch_of(self, row: int) -> np.ndarray:
+        """Return the memory of a scratch row, from when it is first asked for until its last tile is computed."""
+        if row not in self._scratch:
+            memory = self._scratch[row] = self._empty(row, math.prod(self._plan.catalog.shape[row].tolist()))
+            self._scratch_bytes += memory.nbytes
+            self.peak_scratch_bytes = max(self.peak_scratch_bytes, self._scratch_bytes)
+        return self._scratch[row]
+
+    def _empty(self, row: int, count: int) -> np.ndarray:
+        return np.empty(count, dtype=dtype_of(self._plan.catalog.dtype_name(row)).numpy)
+
+    def advance(self, row: int) -> None:
+        """Compute every tile whose operands have arrived when all rows whose turn is before this one's are filled."""
+        self.advance_to(int(self._plan.turn[row]))
+
+    def advance_to(self, turn: int) -> None:
+        """Compute every tile whose operands have arrived when all rows of earlier turns have been filled.
+
+        Raises:
+            CheckpointError: A step gave something else than it promised.
+        """
+        tiles = self._plan.tiles
+        while self._next_tile < len(tiles) and tiles[self._next_tile].after < turn:
+            self._compute(tiles[self._next_tile])
+            self._next_tile += 1
+
+    def _compute(self, tile: Tile) -> None:
+        operands = [self._scratch_of(row).reshape(shape) for row, shape in zip(tile.operands, tile.shapes)]
+        result = np.asarray(tile.step.run(tile.box, operands))
+        if result.shape != tile.box.shape or result.dtype != tile.dtype:
+            key = self._plan.catalog.key_name(tile.row)
+            raise CheckpointError(
+                f"the values computed for key {key!r} are {result.dtype.name} {list(result.shape)}; expected "
+                f"{tile.dtype.name} {list(tile.box.shape)} for {tile.box}. Targets are partly overwritten. Remedy: "
+                f"report this step, {type(tile.step).__name__}, as a defect"
+            )
+        write_values(self.storage(tile.row), tile.copy, result)
+        for row in tile.freed:
+            memory = self._scratch.pop(row, None)
+            self._scratch_bytes -= 0 if memory is None else memory.nbytes
+        self.piece_done(tile.row)
+
+    def piece_done(self, row: int) -> None:
+        """Note that a piece of a row has arrived; the last one puts a copy back."""
+        if self._left is None:
+            return
+        self._left[row] -= 1
+        if self._left[row] == 0 and row in self._open:
+            self._store(row)
+
+    def _store(self, row: int) -> None:
+        target = self._open.pop(row)
+        target.store()
+        if target.staged and row in self._compared_with:
+            self._stored[row] = target.array
+
+    def release(self, row: int) -> np.ndarray:
+        """Return the memory of a target, which is held here no longer."""
+        self.host_storage(row)
+        return self._open.pop(row).array
+
+    def finish(self) -> None:
+        """Compute the last tiles, put back what is still staged, and compare tied targets.
+
+        Raises:
+            CheckpointError: Two source keys that go into one tied parameter differ in value.
+        """
+        self.advance_to(len(self._plan.order))
+        for row in list(self._open):
+            self._store(row)
+        for row, compare in self._compare.items():
+            other = self._plan.same_memory[row]
+            stored = self._stored.get(other)
+            if stored is None:
+                stored = self._memory.open(other, fresh=False).array
+            for copy in self._plan.kept.get(row, ()):
+                copy.scatter_into(compare)[...] = copy.scatter_into(stored)
+            if stored.tobytes() != compare.tobytes():
+                first, second = self._plan.catalog.key_name(other), self._plan.catalog.key_name(row)
+                raise CheckpointError(
+                    f"targets {first!r} and {second!r} are one tied parameter, but the source holds different values "
+                    f"for them; the target has those of {first!r}. Remedy: untie the parameters, or leave one of the "
+                    "keys out"
+                )

@@ -1,0 +1,434 @@
+"""Resolve targets: tell how each is filled, and check that it fits, before anything is touched.
+
+Tested in tests/live/test_policies.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paddle_flexckpt.aoa import TensorMapping
+from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of, unordered, validate_shards
+from paddle_flexckpt.engine.fused import FusedMismatch, find_mismatch, mending_statements
+from paddle_flexckpt.engine.mapping import compile_mapping
+from paddle_flexckpt.engine.names import CompatibleNames, Unresolved, find_compatible, raw_meanings
+from paddle_flexckpt.engine.options import TransferOptions
+from paddle_flexckpt.engine.remedies import resized, untied
+from paddle_flexckpt.engine.shared_targets import share_memory
+from paddle_flexckpt.engine.targets import Targets
+
+_FLOATS = frozenset({"float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"})
+_COMPLEX = frozenset({"complex64", "complex128"})
+_HALVES = frozenset({"float16", "bfloat16"})
+_MASTER = ".w_0"
+
+# How a target is filled: from the source key of its own name, of a tied parameter's, or of one that Paddle gives it
+# elsewhere; a master weight from its parameter or the other way round; as a statement says; not at all.
+OWN, ALIAS, RAW_NAME, MASTER, STATEMENT, MISSING = "own", "alias", "raw name", "master", "statement", "missing"
+
+
+class Resolved(NamedTuple):
+    """Tell how one target is filled.
+
+    Attributes:
+        how: One of the words above.
+        name: The key of the source, or of what statements make, that fills it; its own where nothing does.
+        alias: The name under which it was found, if another than its own.
+        cast: ``float32 -> bfloat16``, if values are cast.
+        master: The source key, where parameter and master weight stand for each other.
+        mismatch: That the source holds it in other parts: it is not filled until statements put them right.
+        maybe_fused: The source key, if it may be fused, for all that the source says, and is not as the target is cut.
+        problem: Why it cannot be filled.
+    """
+
+    how: str
+    name: str
+    alias: str = ""
+    cast: str = ""
+    master: str = ""
+    mismatch: FusedMismatch | None = None
+    maybe_fused: str = ""
+    problem: Problem | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Resolution:
+    """Tell how one rank's targets are filled.
+
+    Attributes:
+        targets: The targets.
+        rows: How each of them is filled.
+        filled: int64, the rows to fill.
+        same_memory: For rows that share their memory with an earlier row but are made of something else: that earlier
+            row. They are compared, not written.
+    """
+
+    targets: Targets
+    rows: tuple[Resolved, ...]
+    filled: np.ndarray
+    same_memory: dict[int, int]
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """Return the targets, with every key under the name that the mapping or the source has for it."""
+        return replace(self.targets.catalog, keys=tuple(row.name for row in self.rows))
+
+    def by_key(self, column: str) -> dict[str, Any]:
+        """Return a column by the targets' keys, without the rows in which it is empty."""
+        number = Resolved._fields.index(column)
+        return {key: row[number] for key, row in zip(self.targets.catalog.keys, self.rows) if row[number]}
+
+    @property
+    def missing(self) -> list[str]:
+        """Return the keys that nothing fills."""
+        return [key for key, row in zip(self.targets.catalog.keys, self.rows) if row.how == MISSING]
+
+    @property
+    def mismatches(self) -> list[FusedMismatch]:
+        """Return what statements have to put right first."""
+        return [row.mismatch for row in self.rows if row.mismatch is not None]
+
+    def statements(self, source: Catalog) -> tuple[str, ...]:
+        """Return the statements that put the parts of fused targets right."""
+        if not self.mismatches:
+            return ()
+        keys = {*source.keys, *(one.key for one in self.mismatches), *self.catalog.keys}
+        return mending_statements(self.mismatches, keys)
+
+    def raw_meanings(self) -> dict[str, list[str]]:
+        """Return the parameters by the raw names of them that lead to keys of the source."""
+        columns = zip(self.targets.catalog.keys, self.rows, self.targets.aliases)
+        found = [(key, row.name, aliases) for key, row, aliases in columns if row.how not in (STATEMENT, MISSING)]
+        return raw_meanings(found, lambda: self.targets.by_tensor_name)
+
+    def used(self, source: Catalog, mapping: TensorMapping | None) -> np.ndarray:
+        """Return bool per key of the source: whether this rank fills something from it."""
+        index = {name: i for i, name in enumerate(source.keys)}
+        used = np.zeros(len(source.keys), dtype=bool)
+        masters = self.by_key("master")
+        # All targets count, also those that share memory with one that is filled.
+        names = {*self.catalog.keys, *masters}
+        if mapping is not None:
+            names = mapping.source_names(self.catalog.keys)
+            # A parameter and its master weight say the same: where one of them serves, the other is not left over.
+            names |= {*masters, *(name[: -len(_MASTER)] for name in masters.values() if name.endswith(_MASTER))}
+        used[[index[name] for name in names if name in index]] = True
+        return used
+
+    def report(self) -> dict[str, Any]:
+        """Return what a LoadReport says of it."""
+        return {
+            "keys": len(self.filled),
+            "missing": self.missing,
+            "aliases": self.by_key("alias"),
+            "cast": self.by_key("cast"),
+            "masters": self.by_key("master"),
+            "fused": {one.key: one.summary() for one in self.mismatches},
+            "maybe_fused": sorted({row.maybe_fused for row in self.rows if row.maybe_fused}),
+        }
+
+
+def resolve(
+    targets: Targets,
+    overlap: Callable[[int, int], bool],
+    source: Catalog,
+    options: TransferOptions,
+    mapping: TensorMapping | None = None,
+) -> Resolution:
+    """Find what every target is made of, and check that it fits.
+
+    Args:
+        targets: This rank's targets.
+        overlap: Tells whether two of them whose addresses overlap have an element in common.
+        source: All source shards.
+        options: What is allowed.
+        mapping: What the keys that it defines are made of; every other target is the source's tensor of its name.
+
+    Raises:
+        ValidationError: A target is malformed, its key is missing, or dtype or global shape differ; all are listed.
+    """
+    resolver = _Resolver(targets, source, options, mapping)
+    problems = [*validate_shards(targets.catalog), *resolver.compatible.problems]
+    rows = tuple(map(resolver.resolve, range(len(targets.catalog))))
+    problems += [row.problem for row in rows if row.problem is not None]
+    if problems:
+        raise ValidationError(problems)
+    names = {i: row.name for i, row in enumerate(rows) if row.how != MISSING and row.mismatch is None}
+    filled, same_memory = share_memory(targets, overlap, names, mapping)
+    return Resolution(targets, rows, np.asarray(filled, dtype=np.int64), same_memory)
+
+
+def complete(
+    first: Resolution,
+    statements: Sequence[str],
+    overlap: Callable[[int, int], bool],
+    source: Catalog,
+    options: TransferOptions,
+    targets: Catalog,
+) -> tuple[TensorMapping, Resolution]:
+    """Resolve a rank's targets again, with the statements that put fused parameters right.
+
+    Each of these is about one parameter, and any part of that tells how it is cut. So those of one rank and its own
+    targets serve where other ranks need not know, and mean what those of all ranks with all targets mean.
+
+    Args:
+        first: What :func:`resolve` has found.
+        statements: Of :meth:`Resolution.statements`; of all ranks, where they have to know.
+        overlap: As of :func:`resolve`; so are source and options.
+        source: Likewise.
+        options: Likewise.
+        targets: The targets that statements are about: this rank's own, or those of all ranks.
+
+    Raises:
+        ValidationError: Statements or targets do not fit.
+    """
+    problems = _mixed(first, source)
+    if problems:
+        raise ValidationError(problems)
+    mapping = compile_mapping(options.aoa_config, source, targets, options.master_weights, statements)
+    again = resolve(first.targets, overlap, source, options, mapping)
+    if again.mismatches:
+        raise ValidationError([one.problem() for one in again.mismatches])
+    # What was found before is what the report tells.
+    rows = tuple(
+        new._replace(mismatch=old.mismatch, alias=new.alias or old.alias, maybe_fused=old.maybe_fused)
+        for old, new in zip(first.rows, again.rows)
+    )
+    return mapping, replace(again, rows=rows)
+
+
+def _mixed(first: Resolution, source: Catalog) -> list[Problem]:
+    """Return the states that lie otherwise than their parameter, whose statement would move them too."""
+    catalog = first.targets.catalog
+    keys, filled = {*source.keys, *catalog.keys}, set(first.filled.tolist())
+    moved = {one.key: one.summary() for one in first.mismatches}
+    rows = {key: row for row, key in enumerate(catalog.keys)}
+    bases = {split_state(key, keys)[0]: key for key in sorted(moved, reverse=True)}
+    problems = []
+    for key, row in rows.items():
+        base = split_state(key, keys)[0]
+        if base not in bases or (key not in moved and row not in filled):
+            continue
+        like = rows[bases[base]]
+        same = catalog.unpadded(row, catalog.global_shape) == catalog.unpadded(like, catalog.global_shape)
+        if same and moved.get(key) != moved[bases[base]]:
+            remedy = "mark parameter and states with the same FusedAxis, or give AOA statements for them"
+            what = "a fused parameter and its states are not in the same order"
+            got = moved.get(key, "nothing to do")
+            problems.append(Problem(what, key, int(catalog.rank[row]), None, moved[bases[base]], got, remedy))
+    return problems
+
+
+class _Resolver:
+    """Resolve targets, one after the other."""
+
+    def __init__(
+        self, targets: Targets, source: Catalog, options: TransferOptions, mapping: TensorMapping | None
+    ) -> None:
+        self._targets, self._catalog, self._source = targets, targets.catalog, source
+        self._options, self._mapping = options, mapping
+        self._numbers = {name: i for i, name in enumerate(source.keys)}
+        self._defined: Collection[str] = () if mapping is None else mapping.tensors
+        # What statements take away or leave unfed is not looked for elsewhere.
+        self._gone = frozenset() if mapping is None else mapping.unfed | mapping.removed
+        # What a statement defines or removes is not the source's tensor of that name.
+        away = {*self._defined, *self._gone}
+        self._index = {name: i for name, i in self._numbers.items() if name not in away} if away else self._numbers
+        self._first_row = np.full(len(source.keys), -1, dtype=np.int64)
+        # Written back to front: the first row of each key stays.
+        self._first_row[source.key[::-1]] = np.arange(len(source))[::-1]
+        self._unordered = unordered(source)
+        # Nothing can be added to statements that are compiled already: what they rename is in the order that it has.
+        self._mends = options.fused == "convert" and not isinstance(options.aoa_config, TensorMapping)
+        ruled = any(order.axis is not None for order in (*self._catalog.orders, *source.orders))
+        checks = mapping is not None and ruled and not isinstance(options.aoa_config, TensorMapping)
+        self._copied = mapping.copied_keys(mapping.tensors) if mapping is not None and checks else {}
+        self._names = [self._own_name(row) for row in range(len(self._catalog))]
+        self.compatible = CompatibleNames()
+        if options.mw_name_compatibility and None in self._names:
+            self.compatible = self._find_compatible()
+
+    def _aliases(self, row: int) -> tuple[str, ...]:
+        return self._targets.aliases[row] if self._options.tied_names else ()
+
+    def _own_name(self, row: int) -> str | None:
+        """Return the name under which the source or the mapping knows a target: its own, or a tied parameter's."""
+        key = self._catalog.keys[row]
+        # Where nothing feeds the own name, what the source has under others is not meant either: a tied parameter's
+        # states stand under one of its names, and statements speak of that one.
+        unfed = self._mapping is not None and key in self._mapping.unfed
+        for name in (key, *self._aliases(row)):
+            if name in self._defined or (not unfed and name in self._index):
+                return name
+        return None
+
+    def _find_compatible(self) -> CompatibleNames:
+        """Find the names under which the source has targets that it lacks under their own."""
+        catalog, targets = self._catalog, self._targets
+        unresolved: list[Unresolved] = []
+        claimed: dict[str, list[tuple[str, object]]] = {}
+        for row, name in enumerate(self._names):
+            key, place = catalog.keys[row], targets.places[row]
+            if name is not None:
+                claimed.setdefault(name, []).append((key, place))
+            elif key not in self._gone:
+                rank = int(catalog.rank[row])
+                unresolved.append(Unresolved(key, rank, self._aliases(row), targets.raw_names[row], place))
+        return find_compatible(unresolved, self._index, claimed, targets.by_tensor_name)
+
+    def resolve(self, row: int) -> Resolved:
+        """Return how a target is filled."""
+        key = self._catalog.keys[row]
+        found = self._names[row] or self.compatible.names.get(key)
+        if self._mapping is not None and found is not None and found in self._mapping.tensors:
+            return self._by_statement(row, found, self._mapping)
+        master = self._master(row, found)
+        name = master or found
+        if name is None:
+            problem = self._missing(row) if self._options.missing_is_an_error else None
+            return Resolved(MISSING, key, problem=problem)
+        how = OWN if name == key else MASTER if master else RAW_NAME if key in self.compatible.names else ALIAS
+        alias = name if name != key and not master else ""
+        number = self._index[name]
+        cast, problem = self._fit(row, self._stored(row, number), casts=bool(master))
+        resolved = Resolved(how, name, alias, cast, master or "", problem=problem)
+        return resolved if problem else self._in_order(resolved, row, number)
+
+    def _by_statement(self, row: int, found: str, mapping: TensorMapping) -> Resolved:
+        """Return how a target is filled by what statements make under a name."""
+        key, master = self._catalog.keys[row], mapping.masters.get(found, "")
+        info = mapping.tensors[found]
+        # Braces of the statement are its own.
+        origin = mapping.made_by(found).replace("{", "{{").replace("}", "}}")
+        given = _Given(info.shape, info.dtype, f"AOA gives {{}}{origin}", remedy="correct the statement, or the target")
+        cast, problem = self._fit(row, given, casts=bool(master))
+        resolved = Resolved(STATEMENT, found, found if found != key else "", cast, master, problem=problem)
+        own = self._copied.get(found, found)
+        # A new name changes no order; a statement that makes a key of itself takes it as it is.
+        return resolved if problem or own == found else self._in_order(resolved, row, self._numbers[own])
+
+    def _in_order(self, resolved: Resolved, row: int, number: int) -> Resolved:
+        """Return the same with what there is to say about the order of the elements."""
+        key, found = self._catalog.keys[row], self._source.keys[number]
+        mismatch = find_mismatch(self._catalog, row, self._source, number)
+        if isinstance(mismatch, FusedMismatch):
+            mismatch, other_name = replace(mismatch, found=resolved.name), key in self.compatible.names
+            resolved = resolved._replace(maybe_fused=found if mismatch.assumed else "")
+            if self._mends and mismatch.statement is not None and not other_name:
+                return resolved._replace(mismatch=mismatch)
+            return resolved._replace(problem=mismatch.problem(other_name))
+        if mismatch is None and self._unordered[number] and self._is_cut_otherwise(row, number):
+            return resolved._replace(maybe_fused=found)
+        return resolved._replace(problem=mismatch)
+
+    def _is_cut_otherwise(self, row: int, number: int) -> bool:
+        """Return whether a target without a rule is cut otherwise, along its last axis, than the source's shards."""
+        order = self._catalog.order(row)
+        if order is not None and order.axis is not None:
+            return False
+        return bool(self._catalog.shape[row, -1] != self._source.shape[self._first_row[number], -1])
+
+    def _master(self, row: int, found: str | None) -> str | None:
+        """Return the source key to convert from, where that is allowed: a master's parameter, or the other way round.
+
+        Args:
+            row: The target.
+            found: The source key of its name.
+        """
+        key = self._catalog.keys[row]
+        if self._options.master_weights == "exact" or (self._mapping is not None and key in self._mapping.unfed):
+            return None
+        if found is None:
+            candidates = (key, *self._targets.aliases[row])
+            parameters = [name[: -len(_MASTER)] for name in candidates if name.endswith(_MASTER)]
+            return next((name for name in parameters if name in self._index), None)
+        stored = self._source.dtype_name(int(self._first_row[self._index[found]]))
+        if self._catalog.dtype_name(row) == "float32" and stored in _HALVES and found + _MASTER in self._index:
+            return found + _MASTER
+        return None
+
+    def _missing(self, row: int) -> Problem:
+        """Return the problem of a target that nothing feeds: AOA statements say so, or else the name is wrong."""
+        catalog, names, compatible = self._catalog, self._source.keys, self.compatible
+        key = catalog.keys[row]
+        where: dict[str, Any] = {"key": key, "rank": int(catalog.rank[row]), "expected": catalog.describe(row)}
+        if self._mapping is not None and key in self._gone:
+            removed = "a statement removes the source key of that name, and none makes another"
+            why = self._mapping.provenance.get(key, removed)
+            # A reason that knows what to do says it.
+            remedy = "add a statement that makes it, or load with strict=False to leave this target as it is"
+            return Problem("nothing feeds a target", **where, got=why, remedy=None if "Remedy:" in why else remedy)
+        tail = key.rsplit(".", 2)[-2:]
+        alike = [name for name in names if name.rsplit(".", 2)[-2:] == tail][:3]
+        got = f"{len(names)} keys, among them {alike or list(names[:3])}"
+        if key in compatible.taken:
+            got += f"; what might be meant is taken by target {compatible.taken[key]!r}"
+        remedy = "correct the name, or load with strict=False to leave this target as it is"
+        if key in compatible.lost_by_raw_name:
+            # One side names states after parameters as Paddle counts them, and the other counts others.
+            remedy = f"give its name by an AOA statement (plain_state_statements() makes them); or {remedy}"
+        else:
+            remedy = untied(catalog, row, self._source) + remedy
+        return Problem("the source has no such key", **where, got=got, remedy=remedy)
+
+    def _stored(self, row: int, number: int) -> _Given:
+        """Return what the source has under the number of a key."""
+        source, source_row = self._source, int(self._first_row[number])
+        shape = source.unpadded(source_row, source.global_shape)
+        given = _Given(shape, source.dtype_name(source_row), "{} (source)", source.file_name(source_row))
+        if shape == self._catalog.unpadded(row, self._catalog.global_shape):
+            return given
+        return replace(given, remedy=given.remedy + resized(self._catalog, row, source, source_row))
+
+    def _fit(self, row: int, given: _Given, casts: bool) -> tuple[str, Problem | None]:
+        """Return how values are cast on the way from what is given to a target, and why they cannot get there."""
+        return _fit(self._catalog, row, given, casts or self._options.dtype == "cast")
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a target would be filled from: its shape and dtype, where it is, how to name it, and what to change."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    text: str
+    file: str | None = None
+    remedy: str = "load into a model of the saved size, or leave this key out"
+
+
+def _fit(target: Catalog, row: int, given: _Given, casts: bool) -> tuple[str, Problem | None]:
+    """Return how values are cast on the way from what is given to a target, and why they cannot get there."""
+    where: dict[str, Any] = {"key": target.key_name(row), "rank": int(target.rank[row]), "file": given.file}
+    shape, dtype = target.unpadded(row, target.global_shape), target.dtype_name(row)
+    if shape != given.shape:
+        got = given.text.format(list(given.shape))
+        problem = Problem(
+            "global shapes differ", **where, expected=f"{list(shape)} (target)", got=got, remedy=given.remedy
+        )
+        return "", problem
+    if dtype == given.dtype:
+        return "", None
+    where.update(expected=f"{dtype} (target)", got=given.text.format(given.dtype))
+    if not casts:
+        return "", Problem("dtypes differ", **where, remedy='load with dtype="cast" to convert the values')
+    if not _castable(given.dtype, dtype):
+        remedy = "load into a target of the saved dtype"
+        return "", Problem("a cast would lose what the values mean", **where, remedy=remedy)
+    return f"{given.dtype} -> {dtype}", None
+
+
+def _castable(source: str, target: str) -> bool:
+    """Floats and complex numbers among themselves, integers to anything wider or floating; nothing to bool."""
+    if source in _FLOATS:
+        return target in _FLOATS or target in _COMPLEX
+    if source in _COMPLEX:
+        return target in _COMPLEX
+    if target in _FLOATS or target in _COMPLEX:
+        return True
+    return np.can_cast(dtype_of(source).numpy, dtype_of(target).numpy, "safe")

@@ -1,0 +1,86 @@
+"""Targets: what a transfer fills, as a table that is made once of a rank's state, and how its memory is reached.
+
+Tested in tests/live/test_policies.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.engine.copies import AnyStorage
+from paddle_flexckpt.engine.names import raw_parameter
+
+# First and last byte address (exclusive), dtype, and the part of the tensor in words.
+Place = tuple[tuple[int, int], str, str]
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """List what one rank wants to have filled, a row each.
+
+    Attributes:
+        catalog: Names, shapes, dtypes, and orders of elements. No key has two rows, so a row is its key's number too.
+        aliases: By row, other names of the same, tied parameter.
+        raw_names: By row, raw names of an optimizer's state that has a structured name.
+        tensor_names: By row, Paddle's own name of the tensor, or None.
+        places: By row, where it is: equal for the same part in the same memory; None without elements.
+    """
+
+    catalog: Catalog
+    aliases: tuple[tuple[str, ...], ...]
+    raw_names: tuple[tuple[str, ...], ...]
+    tensor_names: tuple[str | None, ...]
+    places: tuple[Place | None, ...]
+
+    @cached_property
+    def by_tensor_name(self) -> dict[str, list[str]]:
+        """Return keys, sorted, by the name of the tensor behind them, without ``.dist``."""
+        names: dict[str, list[str]] = {}
+        for key, name in zip(self.catalog.keys, self.tensor_names):
+            if name is not None:
+                names.setdefault(raw_parameter(name), []).append(key)
+        return {name: sorted(keys) for name, keys in names.items()}
+
+
+class OpenTarget(Protocol):
+    """Show a target as host memory.
+
+    Attributes:
+        array: Its elements, 1-D, in row-major order.
+        staged: Whether ``array`` is a copy.
+    """
+
+    array: np.ndarray
+    staged: bool
+
+    def store(self) -> None:
+        """Put a copy's elements back into the target."""
+
+
+class Memory(Protocol):
+    """Reach the memory of targets, by their row."""
+
+    @property
+    def devices(self) -> list[str]:
+        """Return the names of the devices on which targets are."""
+
+    def open(self, row: int, fresh: bool) -> OpenTarget:
+        """Open a target; ``fresh``: all of it will be written, so that a copy need not begin with its values."""
+
+    def on_device(self, row: int) -> AnyStorage | None:
+        """Return the storage of a target on a device, to be written in place; None for host memory."""
+
+    def overlap(self, one: int, other: int) -> bool:
+        """Return whether two targets whose addresses overlap have an element in common, as far as one can tell."""
+
+    def wait(self) -> None:
+        """Wait until devices have done what was begun."""
+
+    def finish(self, untouched: Collection[str]) -> None:
+        """Take note that the transfer has ended; ``untouched``: keys of targets that were not filled, or in part."""

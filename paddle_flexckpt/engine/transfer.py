@@ -1,0 +1,349 @@
+"""Transfer: fill the targets of all ranks from a source, files or the ranks' own memory, in steps that all take.
+
+Tested in tests/live/test_policies.py and tests/live/test_options.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.aoa import TensorMapping
+from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError, concat, validate_shards
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
+from paddle_flexckpt.engine.agreement import Ranks, check_coordinator, check_heads
+from paddle_flexckpt.engine.mapping import compile_mapping
+from paddle_flexckpt.engine.names import check_across_ranks, split_raw
+from paddle_flexckpt.engine.options import TransferOptions
+from paddle_flexckpt.engine.plan import FillPlan, plan_fill
+from paddle_flexckpt.engine.resolution import Resolution, complete, resolve
+from paddle_flexckpt.engine.targets import Memory, Targets
+from paddle_flexckpt.report import LoadReport, order_warning, replica_warning
+
+logger = logging.getLogger("paddle_flexckpt")
+_report_level = contextvars.ContextVar("report_level", default=logging.INFO)
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Say what one rank fills, and of what.
+
+    Attributes:
+        memory: Of the targets.
+        resolution: How each target is filled.
+        mapping: What statements make, or None.
+        plan: The rows to fill.
+    """
+
+    memory: Memory
+    resolution: Resolution
+    mapping: TensorMapping | None
+    plan: FillPlan
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Count what one rank has moved; fields as of :class:`LoadReport`."""
+
+    bytes_needed: int = 0
+    bytes_read: int = 0
+    bytes_verified: int = 0
+    bytes_extra: int = 0
+    bytes_copied: int = 0
+    bytes_received: int = 0
+    bytes_sent: int = 0
+    reads: int = 0
+    peak_scratch_bytes: int = 0
+
+
+class Source:
+    """Give what targets are filled from. :class:`Transfer` calls :meth:`open`, ``prepare``, ``plan`` and ``move``.
+
+    Attributes:
+        path: What to call it.
+        unique_id: The checkpoint's id, or None.
+        catalog: All of its shards; known when it is open.
+        replicas: As of :class:`LoadReport`; so are ``replicas_used``.
+        replicas_used: Likewise.
+        between_ranks: Whether ranks send each other what they need: each has to know what the others want.
+    """
+
+    path: str
+    unique_id: int | None = None
+    catalog: Catalog
+    replicas: Mapping[str, str] = {}
+    replicas_used: Mapping[str, str] = {}
+    between_ranks = False
+
+    def __init__(self) -> None:
+        self.closing = contextlib.ExitStack()
+
+    def open(self) -> dict[str, str]:
+        """Open it; return what ranks compare of it."""
+        return {}
+
+    def prepare(self, task: Task) -> tuple[bytes, ...]:
+        """Check that this rank can take part in a task, and return what the other ranks have to know of it."""
+        raise NotImplementedError
+
+    def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
+        """Plan what ranks send each other; ``answers``: by field, what :meth:`prepare` gave on every rank."""
+
+    def move(self, task: Task) -> Counts:
+        """Fill all rows of the plan."""
+        raise NotImplementedError
+
+
+class Transfer:
+    """Fill the targets of all ranks from a source.
+
+    Every rank of the group makes one and makes the same calls, in this order; :meth:`run` makes them all:
+
+    1. :meth:`describe`: where there are AOA statements, gather the targets of all ranks, so that statements mean the
+       same on each of them (one collective).
+    2. :meth:`agree`: open the source, resolve how each target is filled, plan what to fill; then compare options, and
+       see which keys nobody asks for (one collective; two or three if ranks find that fused parameters have to be put
+       right before they send them).
+    3. :meth:`plan`: plan what ranks send each other (one collective; none if each reads for itself).
+    4. :meth:`move`: read, or send and receive; compute; put back (one collective).
+    5. :meth:`report`: say what was done.
+
+    No target is touched before step 4. An error in any step is the same on every rank.
+    """
+
+    def __init__(
+        self,
+        comm: Ranks,
+        source: Source,
+        describe_targets: Callable[[], tuple[Targets, Memory]],
+        options: TransferOptions,
+        call: str,
+        context: str,
+        begin: float | None = None,
+    ) -> None:
+        """Take no step yet.
+
+        Args:
+            comm: The ranks.
+            source: What targets are filled from.
+            describe_targets: Gives this rank's targets, or raises.
+            options: Of the call.
+            call: Its name.
+            context: What is being done, for errors.
+            begin: When the call began; by default now.
+        """
+        self._comm, self._source, self._options = comm, source, options
+        self._describe_targets, self._call, self._context = describe_targets, call, context
+        self._all_targets: Catalog | None = None
+        self._begin = time.perf_counter() if begin is None else begin
+
+    def run(self) -> LoadReport:
+        """Take all steps; return the report.
+
+        Raises:
+            ValidationError: Source and targets do not fit (on every rank, with the same text); no target was changed.
+            CheckpointError: Something failed (likewise); from step 4 on targets may be partly overwritten.
+        """
+        with self._source.closing:
+            self.describe()
+            self.agree()
+            self.plan()
+            self.move()
+            return self.report()
+
+    @functools.cached_property
+    def _described(self) -> tuple[Targets, Memory, bytes]:
+        """Return this rank's targets and their memory, and what has to be the same on every rank."""
+        said = self._source.open()
+        targets, memory = self._describe_targets()
+        check_coordinator(self._comm, self._options.coordinator_rank)
+        return targets, memory, self._options.encode(self._call, **said, context=self._context)
+
+    def describe(self) -> None:
+        """Gather the targets of all ranks, where statements are to mean the same on each of them."""
+        if self._options.aoa_config is not None:
+            self._gather_targets()
+
+    def _gather_targets(self) -> None:
+        def describe() -> tuple[None, bytes]:
+            targets, _, head = self._described
+            problems = validate_shards(targets.catalog)
+            if problems:
+                raise ValidationError(problems)
+            return None, join((head, encode_catalog(targets.catalog)))
+
+        _, answers = self._comm.together(describe, self._context)
+        (catalogs,) = check_heads(answers, self._context, self._comm.ranks)
+        self._all_targets = concat([decode_catalog(catalog) for catalog in catalogs])
+
+    def agree(self) -> None:
+        """Resolve and plan what each rank fills, and check that ranks agree and that the source is used up."""
+        statements = self._agree_once(())
+        if statements and self._source.between_ranks:
+            # Whoever sends has to know them too.
+            if self._all_targets is None:
+                self._gather_targets()
+            self._agree_once(statements)
+        check_across_ranks([json.loads(each) for each in self._names], self._context)
+
+    def _agree_once(self, statements: Sequence[str]) -> list[str]:
+        """Resolve and compare; return the statements that some rank's fused parameters need."""
+        self._task, answers = self._comm.together(lambda: self._resolve(statements), self._context)
+        needed, self._used, self._names, *self._answers = check_heads(answers, self._context, self._comm.ranks)
+        return sorted({statement for texts in needed for statement in json.loads(texts)})
+
+    def _resolve(self, statements: Sequence[str]) -> tuple[Task, bytes]:
+        targets, memory, head = self._described
+        source, options, mapping = self._source.catalog, self._options, None
+        if options.aoa_config is not None:
+            mapping = compile_mapping(options.aoa_config, source, self._all_targets, options.master_weights)
+        resolution = resolve(targets, memory.overlap, source, options, mapping)
+        needed = resolution.statements(source)
+        if not self._source.between_ranks:
+            statements = needed
+        if statements:
+            known = targets.catalog if self._all_targets is None else self._all_targets
+            mapping, resolution = complete(resolution, statements, memory.overlap, source, options, known)
+        plan = plan_fill(resolution.catalog, resolution.filled, mapping, resolution.same_memory)
+        task = Task(memory, resolution, mapping, plan)
+        used = np.packbits(resolution.used(source, mapping)).tobytes()
+        names = json.dumps(resolution.raw_meanings()).encode()
+        return task, join((head, json.dumps(needed).encode(), used, names, *self._source.prepare(task)))
+
+    def plan(self) -> None:
+        """Plan what ranks send each other; check that what nobody asks for may be left."""
+        self._unexpected = check_unexpected(
+            self._source.catalog, self._used, self._task.mapping, self._options, self._context
+        )
+        self._source.plan(self._task, self._answers)
+        self._planned = time.perf_counter()
+
+    def move(self) -> None:
+        """Fill the targets."""
+
+        def move() -> tuple[Counts, bytes]:
+            counts = self._source.move(self._task)
+            return counts, str(counts.bytes_needed).encode()
+
+        self._counts, answers = self._comm.together(move, self._context)
+        self._total_bytes = sum(int(answer) for answer in answers)
+        self._task.memory.finish({*self._task.resolution.missing, *self._keys(self._task.plan.kept)})
+
+    def _keys(self, rows: Iterator[int] | Mapping[int, Any] | set[int]) -> list[str]:
+        catalog = self._task.resolution.targets.catalog
+        return sorted({catalog.key_name(row) for row in rows})
+
+    def report(self) -> LoadReport:
+        """Return what was done; log it, and warn of damage and of orders that nobody knows."""
+        source, end = self._source, time.perf_counter()
+        moved = "exchange" if source.between_ranks else "read"
+        report = LoadReport(
+            source=source.path,
+            unique_id=source.unique_id,
+            unexpected=self._unexpected,
+            kept=self._keys(self._task.plan.kept),
+            computed=self._keys(self._task.plan.computed),
+            total_bytes=self._total_bytes,
+            replicas=dict(source.replicas),
+            replicas_used=dict(source.replicas_used),
+            seconds={
+                "plan": self._planned - self._begin,
+                moved: end - self._planned,
+                "total": end - self._begin,
+            },
+            **self._task.resolution.report(),
+            **{each.name: getattr(self._counts, each.name) for each in fields(Counts)},
+        )
+        if report.maybe_fused:
+            logger.warning(f"rank {self._comm.rank}: {order_warning(report.source, report.maybe_fused)}")
+        if report.replicas_used:
+            logger.warning(f"rank {self._comm.rank}: {replica_warning(report.source, report.replicas_used)}")
+        if self._comm.position == self._options.coordinator_rank:
+            logger.log(_report_level.get(), report.summary())
+        return report
+
+
+@contextlib.contextmanager
+def quiet_loads() -> Iterator[None]:
+    """Let loads report at the level DEBUG: where the caller reads for itself, or reports itself."""
+    token = _report_level.set(logging.DEBUG)
+    try:
+        yield
+    finally:
+        _report_level.reset(token)
+
+
+def check_unexpected(
+    source: Catalog, bits: Sequence[bytes], mapping: TensorMapping | None, options: TransferOptions, context: str
+) -> list[str]:
+    """Return the keys of the source that no rank uses. Extra state does not count, nor what AOA statements remove.
+
+    Args:
+        source: All source shards.
+        bits: Every rank's packed :meth:`Resolution.used`.
+        mapping: What AOA statements say.
+        options: Whether such keys are errors.
+        context: What is being done, for the error.
+
+    Raises:
+        ValidationError: They are not allowed; the same on every rank.
+    """
+    removed = frozenset() if mapping is None else mapping.removed
+    used = np.bitwise_or.reduce([np.frombuffer(b, dtype=np.uint8) for b in bits])
+    flags = np.unpackbits(used, count=len(source.keys)).astype(bool) if len(source.keys) else np.zeros(0, dtype=bool)
+    unused = [source.keys[i] for i in np.flatnonzero(~flags)]
+    unexpected = [key for key in unused if not key.startswith(EXTRA_STATE) and key not in removed]
+    loaded = {source.keys[i] for i in np.flatnonzero(flags) if not source.keys[i].startswith(EXTRA_STATE)}
+    states = _states_of_loaded(unexpected, source.keys, loaded)
+    if states and options.optimizer_states == "raise":
+        masters = states if all(key.endswith(".w_0") for key in states) else []
+        raise ValidationError(
+            [
+                f"no rank asks for {len(states)} optimizer states that the source has of parameters that are loaded, "
+                f"such as {', '.join(map(repr, states[:3]))}. Remedy: give the optimizer's too: before its first "
+                "step it has states only after paddle_flexckpt.install(), or by optimizer_sharded_state_dict(); "
+                + ("to take float32 parameters from their masters, give master_weights='convert'; " if masters else "")
+                + "to load weights alone, give optimizer_states='ignore'"
+            ],
+            context,
+        )
+    if options.unexpected_is_an_error:
+        ignored = frozenset(states)
+        problems = [
+            f"no rank asks for key {key!r}, which the source has. Remedy: load it too, or allow it with "
+            "strict='missing'"
+            for key in unexpected
+            if key not in ignored
+        ]
+        if problems:
+            raise ValidationError(problems, context)
+    return unexpected
+
+
+def _states_of_loaded(unused: list[str], keys: tuple[str, ...], used: set[str]) -> list[str]:
+    """Return those of some keys that are optimizer states of used ones.
+
+    Raw names (of a plain ``optimizer.state_dict()``) do not say whose states they are: they are taken for those of what
+    is loaded, if a parameter is.
+    """
+    candidates = [key for key in unused if key[-1:].isdigit()]
+    if not candidates or not used:
+        return []
+    everything = set(keys)
+    # An optimizer that is loaded by itself leaves no states behind, whatever else is in the source.
+    parameters = any(not split_state(key, everything)[1] and split_raw(key) is None for key in used)
+
+    def is_one(key: str) -> bool:
+        return split_state(key, everything)[0] in used or (parameters and split_raw(key) is not None)
+
+    return [key for key in candidates if is_one(key)]

@@ -1,0 +1,277 @@
+"""Peers as a source: what all ranks hold together, each rank copying what it holds and receiving what it lacks.
+
+Memory is a checkpoint whose files are virtual: ``vfile_{rank}`` is what rank holds. The plan says which pieces a rank
+copies from its own memory, sends and receives.
+
+Tested in tests/live/test_reshard_files.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, ValidationError, concat, dtype_of
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog
+from paddle_flexckpt.engine.copies import AnyStorage, copy_pieces, pack, unpack
+from paddle_flexckpt.engine.filling import Filling
+from paddle_flexckpt.engine.options import TransferOptions, rule
+from paddle_flexckpt.engine.transfer import Counts, Source, Task
+from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.device_exchange import DeviceExchange, Traffic
+from paddle_flexckpt.live.device_memory import devices_of, has_views, wait_for_devices
+from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
+from paddle_flexckpt.live.replicas import Replicas, replica_digests
+from paddle_flexckpt.live.shared_memory import refuse_shared_memory
+from paddle_flexckpt.live.sources import CheckedSources
+from paddle_flexckpt.live.tensors import open_storage
+from paddle_flexckpt.live.transport import Transport
+from paddle_flexckpt.planning import ExchangePlan, ShardMatcher, plan_exchange
+from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
+
+
+@dataclass(frozen=True)
+class ReshardOptions(TransferOptions):
+    """Hold the options of a reshard.
+
+    Attributes:
+        offload: Let tensor data of devices go through host memory and sockets, not through the backend's collectives;
+            it takes no device memory then. Without a device it makes no difference.
+        check_replicas: What is asked of the replicas of one source shard, as in :func:`save_state_dict`. Where they may
+            differ, every rank is given the values of one rank, even if it holds others itself.
+    """
+
+    offload: bool = False
+    check_replicas: CheckReplicas = field(
+        default=True, metadata=rule(compared=lambda value: ReplicaPolicies(value).agreed)
+    )
+
+
+class Peers(Source):
+    """Fill targets from what all ranks hold together.
+
+    Attributes:
+        catalog: One row per shard, with the rank that holds it.
+        checked: What is known about it.
+    """
+
+    path = "memory"
+    between_ranks = True
+
+    def __init__(
+        self, comm: Communicator, catalog: Catalog, checked: CheckedSources, context: str, offload: bool
+    ) -> None:
+        """Take what the ranks hold.
+
+        Args:
+            comm: The ranks.
+            catalog: All of it.
+            checked: What is known about it.
+            context: What is being done, for errors.
+            offload: Whether data of devices goes through host memory.
+        """
+        super().__init__()
+        self.catalog, self.checked = catalog, checked
+        self._comm, self._context, self._offload = comm, context, offload
+
+    @functools.cached_property
+    def _transport(self) -> Transport:
+        transport = self._comm.open_transport()
+        self.closing.callback(transport.close)
+        return transport
+
+    @property
+    def held(self) -> Mapping[int, Any]:
+        """Return this rank's tensors by row; none where they are in files."""
+        return {}
+
+    def storage(self, row: int) -> AnyStorage:
+        """Return the storage of a row that this rank holds."""
+        return open_storage(self.held[row])
+
+    def check_plan(self, plan: ExchangePlan) -> None:
+        """Raise where this rank's part of the exchange cannot be carried out."""
+
+    def describe_replicas(self) -> tuple[bytes, bytes]:
+        """Return what the other ranks need for :meth:`compare_replicas`."""
+        return b"", b""
+
+    def compare_replicas(self, digests: Sequence[bytes], policies: Sequence[bytes]) -> CheckedSources:
+        """Compare the replicas of shards; return which may be read."""
+        return self.checked
+
+    def prepare(self, task: Task) -> tuple[bytes, ...]:
+        """Check that no target overwrites a source, and return what the other ranks have to know."""
+        self._devices = sorted({*devices_of(self.held.values()), *task.memory.devices})
+        wait_for_devices(self._devices)
+        refuse_shared_memory(self.catalog, self.held, task.resolution.targets, _names_in_place(task))
+        dtypes = [*self.catalog.dtypes, *task.resolution.targets.catalog.dtypes]
+        # Whether this rank can exchange between devices, and whether it has a tensor on one.
+        usable = self._comm.device_group is not None and not self._offload and has_views(dtypes)
+        use = bytes([usable, bool(self._devices)])
+        return (*self.describe_replicas(), self._transport.address(), encode_catalog(task.plan.in_order), use)
+
+    def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
+        """Plan what ranks send each other."""
+        digests, policies, addresses, encoded, use = answers
+        checked = self.compare_replicas(digests, policies)
+        targets = concat([decode_catalog(each) for each in encoded])
+
+        def plan() -> tuple[DeviceExchange | None, bytes]:
+            self._plan = plan_rank(self.catalog, checked, targets, task, self._comm.rank)
+            self.check_plan(self._plan)
+            if not _on_devices(use):
+                return None, b""
+            exchange = DeviceExchange(self._comm.device_group, self._plan, self.catalog)
+            return exchange, exchange.sent
+
+        self._addresses = list(addresses)
+        self._on_device, self._sent = self._comm.together(plan, self._context)
+
+    def move(self, task: Task) -> Counts:
+        """Copy, send and receive."""
+        plan, filling = self._plan, Filling(task.plan, task.memory)
+        storage: Callable[[int], AnyStorage] = functools.cache(self.storage)
+
+        def dtype(row: int) -> np.dtype:
+            return dtype_of(self.catalog.dtype_name(row)).numpy
+
+        if self._on_device is not None:
+            self._on_device.run(Traffic.of(self._sent), self._comm.position, storage, filling.storage)
+        else:
+            self._transport.exchange(
+                self._addresses,
+                {rank: pack(pieces, storage) for rank, pieces in plan.outgoing.items()},
+                {rank: unpack(pieces, filling.storage, dtype) for rank, pieces in plan.incoming.items()},
+            )
+        # After the exchange: a rank that failed before it would leave its peers waiting for its connections.
+        copied = copy_pieces(plan.local, storage, filling.storage)
+        copy_pieces(plan.repeated, filling.storage, filling.storage)
+        copied += plan.repeated_bytes
+        filling.finish()
+        # Copies within a device are only ordered by its stream; whoever looks next may be on another.
+        wait_for_devices(self._devices)
+        itemsize = self.catalog.itemsize
+        received, sent = (
+            sum(int((p.size * itemsize[p.source]).sum()) for p in side.values())
+            for side in (plan.incoming, plan.outgoing)
+        )
+        return Counts(
+            copied + received,
+            bytes_copied=copied,
+            bytes_received=received,
+            bytes_sent=sent,
+            peak_scratch_bytes=filling.peak_scratch_bytes,
+        )
+
+
+def _names_in_place(task: Task) -> list[str]:
+    """Return names for the targets, so that none looks like the source shard that it does not come from.
+
+    A target may be the very source shard of its name, but not if statements make something else of that name.
+    """
+    keys, names = task.resolution.targets.catalog.keys, task.resolution.catalog.keys
+    moved = set() if task.mapping is None else task.mapping.moved_keys(names)
+    return [
+        f"{key} as AOA makes it" if task.mapping is not None and (key != name or name in moved) else key
+        for key, name in zip(keys, names)
+    ]
+
+
+def plan_rank(source: Catalog, checked: CheckedSources, targets: Catalog, task: Task, rank: int) -> ExchangePlan:
+    """Return one rank's part of an exchange, in rows of its own plan, checked to fill all of these.
+
+    Args:
+        source: What all ranks hold.
+        checked: What is known about it.
+        targets: What all ranks fill.
+        task: Of this rank.
+        rank: This rank.
+
+    Raises:
+        ValidationError: Something is left unfilled.
+    """
+    matcher = ShardMatcher(source, checked.groups, checked.coverage)
+    plan = plan_exchange(matcher, targets, rank, maps=None if task.mapping is None else task.mapping.maps)
+    mine = np.flatnonzero(targets.rank == rank)
+    covered = np.zeros(len(targets), dtype=np.int64)
+    if task.plan.covered_in_order is not None:
+        covered[mine] = task.plan.covered_in_order
+    pieces = concat_pieces([plan.local, *plan.incoming.values(), plan.repeated], plan.local.extents.shape[1])
+    problems = uncovered_targets(pieces, targets, mine, covered)
+    if problems:
+        raise ValidationError(problems)
+    own = np.zeros(len(targets), dtype=np.int64)
+    own[mine] = task.plan.order
+    return replace(
+        plan,
+        local=replace(plan.local, target=own[plan.local.target]),
+        incoming={each: replace(pieces, target=own[pieces.target]) for each, pieces in plan.incoming.items()},
+        repeated=replace(plan.repeated, source=own[plan.repeated.source], target=own[plan.repeated.target]),
+    )
+
+
+def _on_devices(flags: Iterable[bytes]) -> bool:
+    """Return whether data goes between devices, the same on every rank; where one cannot, host memory carries all."""
+    usable, used = zip(*flags)
+    return all(usable) and any(used)
+
+
+class MemoryPeers(Peers):
+    """Read shards in the ranks' memory."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        catalog: Catalog,
+        checked: CheckedSources,
+        described: Mapping[int, Any],
+        options: ReshardOptions,
+        context: str,
+    ) -> None:
+        """Take what the ranks hold.
+
+        Args:
+            comm: The ranks.
+            catalog: All of it.
+            checked: What is known about it.
+            described: This rank's tensors or shards by row.
+            options: Of the reshard.
+            context: What is being done, for errors.
+        """
+        super().__init__(comm, catalog, checked, context, options.offload)
+        self._described, self._options = described, options
+
+    @functools.cached_property
+    def held(self) -> Mapping[int, Any]:
+        """Return this rank's tensors by row."""
+        return {row: getattr(value, "local_tensor", value) for row, value in self._described.items()}
+
+    @functools.cached_property
+    def _rules(self) -> ReplicaPolicies:
+        return ReplicaPolicies(self._options.check_replicas)
+
+    def describe_replicas(self) -> tuple[bytes, bytes]:
+        """Return what the other ranks need for :meth:`compare_replicas`."""
+        return self._replicas
+
+    @functools.cached_property
+    def _replicas(self) -> tuple[bytes, bytes]:
+        keys = [self.catalog.key_name(row) for row in self.held]
+        digests = replica_digests(self.held, self.checked.groups) if self._rules.compares else b""
+        return digests, self._rules.of(keys, list(self._described.values())).tobytes()
+
+    def compare_replicas(self, digests: Sequence[bytes], policies: Sequence[bytes]) -> CheckedSources:
+        """Compare the replicas of shards; return which may be read."""
+        comm, asked = self._comm, np.zeros(len(self.catalog), dtype=np.uint8)
+        for rank, said in zip(comm.ranks, policies):
+            asked[self.catalog.rank == rank] = np.frombuffer(said, dtype=np.uint8)
+        compares, groups = self._rules.compares, self.checked.groups
+        replicas = Replicas(comm, self.held, self.catalog, groups, asked, compares, self._context)
+        differing = replicas.compare(digests)
+        self.replicas = replicas.report(differing, comm.position == self._options.coordinator_rank)
+        return replace(self.checked, groups=replicas.narrowed(differing if replicas.compares else None))
