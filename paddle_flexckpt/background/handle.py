@@ -74,7 +74,7 @@ class SaveHandle:
 
     @property
     def error(self) -> CheckpointError | None:
-        """Why the save failed; None while it is under way and when it is committed."""
+        """Return why the save failed; None while it is under way and when it is committed."""
         return self._outcome if isinstance(self._outcome, CheckpointError) else None
 
     def finish(self, outcome: SaveReport | CheckpointError) -> None:

@@ -124,7 +124,7 @@ class WriterProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is gone; what it had is told to ``on_end`` in a moment, if it was not."""
+        """Return whether the process is gone; what it had is told to ``on_end`` in a moment, if it was not."""
         return self._process.poll() is not None
 
     def finish(self) -> None:

@@ -1,4 +1,7 @@
-"""flexckpt explain, expand and invert: what AOA statements do, stand for, and how they are undone."""
+"""flexckpt explain, expand and invert: what AOA statements do, stand for, and how they are undone.
+
+Tested in tests/cli/test_cli.py.
+"""
 
 from __future__ import annotations
 

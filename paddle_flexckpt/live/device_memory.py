@@ -113,11 +113,11 @@ class DeviceMemory:
         return self._tensor.place
 
     def along_axes(self, copy: StridedCopy, side: int) -> StridedCopy:
-        """See :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
+        """Implement :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
         return copy if self._strides is None else copy.along_axes(side, self._shape)
 
     def read(self, copy: StridedCopy) -> np.ndarray:
-        """See :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
+        """Implement :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
         import paddle
 
         host = paddle.CPUPlace()
@@ -135,7 +135,7 @@ class DeviceMemory:
         return values.reshape(copy.extents)
 
     def write(self, copy: StridedCopy, values: np.ndarray) -> None:
-        """See :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
+        """Implement :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
         import paddle
 
         values = np.ascontiguousarray(values).reshape(-1)
@@ -156,7 +156,7 @@ class DeviceMemory:
                 part.copy_(chunk, True)
 
     def copy_from(self, source: DeviceStorage, copy: StridedCopy) -> None:
-        """See :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
+        """Implement :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
         import paddle
 
         if not isinstance(source, DeviceMemory):

@@ -1,4 +1,4 @@
-"""Local states: a (nested) state dict of one rank as a catalog, with every problem it has."""
+"""Describe a (nested) state dict of one rank as a catalog, or list every problem it has."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SLICE = re.compile(r"(?:^|\.)slice@")
 
 @dataclass(frozen=True, eq=False)
 class LocalState:
-    """One rank's shards.
+    """Hold one rank's shards.
 
     Attributes:
         weights: The shards, in the order of the catalog's rows.
@@ -32,12 +32,12 @@ class LocalState:
     catalog: Catalog
 
     def tensor(self, row: int) -> Any:
-        """The live tensor of a row."""
+        """Return the live tensor of a row."""
         return self.weights[row].local_tensor
 
 
 def tensor_name(value: Any) -> str | None:
-    """Paddle's own name of a tensor, or of the tensor of a shard; None if it has none."""
+    """Return Paddle's own name of a tensor, or of the tensor of a shard; None if it has none."""
     tensor = getattr(value, "local_tensor", value)
     if getattr(value, "dist_tensor", None) is not None:
         tensor = value.dist_tensor  # its local value has another name, or none
@@ -46,7 +46,7 @@ def tensor_name(value: Any) -> str | None:
 
 
 def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
-    """A nested state dict as one level, names joined by dots.
+    """Return a nested state dict as one level, names joined by dots.
 
     Args:
         state_dict: Names to values of any kind, or to dicts of the same kind. An empty dict leaves no trace.
@@ -85,7 +85,7 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], d
 
 
 def unflatten_state_dict(flat_state_dict: Mapping[str, Any], mapping: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """The nested state dict that :func:`flatten_state_dict` made one level of.
+    """Return the nested state dict that :func:`flatten_state_dict` made one level of.
 
     Args:
         flat_state_dict: Values by joined name.
@@ -121,7 +121,7 @@ def unflatten_state_dict(flat_state_dict: Mapping[str, Any], mapping: Mapping[st
 
 
 def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None) -> LocalState:
-    """Describes a rank's state.
+    """Describe a rank's state as a catalog.
 
     Args:
         state_dict: Names to ShardedWeights (of this library or Paddle), DistTensors (described by their placements),
@@ -171,7 +171,7 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a value is a tensor of Paddle, or an array of numpy."""
+    """Return whether a value is a tensor of Paddle, or an array of numpy."""
     if isinstance(value, np.ndarray):
         return True
     # Asked of the class: the place of a tensor without memory raises.
@@ -179,7 +179,7 @@ def is_tensor(value: Any) -> bool:
 
 
 def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem | None:
-    """Why a value cannot be a shard, if it cannot."""
+    """Return why a value cannot be a shard, if it cannot."""
     if not key or any("\ud800" <= letter <= "\udfff" for letter in key):
         what = "a name is not empty" if not key else "a name is text, without lone surrogates"
         return Problem(what, key=ascii(key)[1:-1], rank=rank, remedy="give the entry another name")
@@ -229,7 +229,7 @@ def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem
 
 
 def _malformed(key: str, weight: ShardedWeight, rank: int) -> Problem | None:
-    """What is wrong with a shard by itself, if anything is (what columns could not even hold)."""
+    """Return what is wrong with a shard by itself, if anything is (what columns could not even hold)."""
     tensor = weight.local_tensor
     lengths = [len(weight.global_shape), len(weight.global_offset), len(weight.local_shape)]
     if len(set(lengths)) != 1:

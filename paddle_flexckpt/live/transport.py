@@ -28,7 +28,7 @@ _HELLO = struct.Struct("<16si")
 
 
 class Transport(ABC):
-    """Moves byte streams between the members of a group.
+    """Move byte streams between the members of a group.
 
     One exchange is: 1. every member calls :meth:`address` and they exchange the answers; 2. every member calls
     :meth:`exchange` once; 3. :meth:`close`.
@@ -36,7 +36,7 @@ class Transport(ABC):
 
     @abstractmethod
     def address(self) -> bytes:
-        """What the other members need in order to reach this one."""
+        """Return what the other members need in order to reach this one."""
 
     @abstractmethod
     def exchange(
@@ -45,7 +45,7 @@ class Transport(ABC):
         outgoing: Mapping[int, Iterator[np.ndarray]],
         incoming: Mapping[int, Iterator[np.ndarray]],
     ) -> None:
-        """Sends and receives all streams.
+        """Send and receive all streams.
 
         Args:
             addresses: Every member's address, in the group's order.
@@ -58,11 +58,11 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Releases what the transport holds."""
+        """Release what the transport holds."""
 
 
 class SocketTransport(Transport):
-    """Host sockets.
+    """Move byte streams through host sockets.
 
     In step k every rank sends to the rank k places after it and receives from the one k places before it; a thread
     sends while the caller receives. So every stream has its receiver ready, and no ring of sends can wait for itself.
@@ -80,7 +80,7 @@ class SocketTransport(Transport):
         self._failure: BaseException | None = None
 
     def address(self) -> bytes:
-        """Host, port and a token that tells members from strangers."""
+        """Return host, port and a token that tells members from strangers."""
         # The endpoint that the launcher gave this rank names the interface that its peers can reach.
         host = os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0]
         self._listener = socket.create_server((host, 0), backlog=max(len(self._ranks), 16))
@@ -93,7 +93,7 @@ class SocketTransport(Transport):
         outgoing: Mapping[int, Iterator[np.ndarray]],
         incoming: Mapping[int, Iterator[np.ndarray]],
     ) -> None:
-        """See :meth:`Transport.exchange`."""
+        """Implement :meth:`Transport.exchange`."""
         n, here = len(self._ranks), self._position
         receivers = [r for k in range(1, n) if (r := self._ranks[(here + k) % n]) in outgoing]
         senders = [r for k in range(1, n) if (r := self._ranks[(here - k) % n]) in incoming]
@@ -123,7 +123,7 @@ class SocketTransport(Transport):
             raise self._failure
 
     def close(self) -> None:
-        """Closes all sockets."""
+        """Close all sockets."""
         if self._listener is not None:
             self._listener.close()
         for connection in self._arrived.values():
@@ -191,7 +191,7 @@ class SocketTransport(Transport):
             self._fail(error)
 
     def _greet(self, connection: socket.socket) -> int | None:
-        """The rank that a connection says it is, or None for a stranger."""
+        """Return the rank that a connection says it is, or None for a stranger."""
         hello = bytearray(_HELLO.size)
         connection.settimeout(min(GREETING_SECONDS, self._stall / 10))
         try:
@@ -217,7 +217,7 @@ class SocketTransport(Transport):
 
 
 def _reset(connection: socket.socket) -> None:
-    """Ends a connection at once: its sender, who may wait for bytes to be read that nobody will read, gets an error."""
+    """End a connection at once: its sender, who may wait for bytes to be read that nobody will read, gets an error."""
     # Without lingering, closing is a reset. An ordinary end leaves a sender whose window is full where it is.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
