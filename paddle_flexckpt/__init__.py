@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         ravel_index,
         unravel_index,
     )
+    from paddle_flexckpt.aoa.invert import invert
     from paddle_flexckpt.aoa.model_rules import model_rules
     from paddle_flexckpt.background import BackgroundWriter, SaveHandle
     from paddle_flexckpt.catalog import (
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from paddle_flexckpt.engine.export import export_safetensors
     from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
     from paddle_flexckpt.live.assign import assign_sharded_slice
-    from paddle_flexckpt.live.explain import explain, invert
+    from paddle_flexckpt.live.explain import explain
     from paddle_flexckpt.live.loader import load_state_dict
     from paddle_flexckpt.live.merged import load_merged_state_dict
     from paddle_flexckpt.live.plain_states import plain_state_statements
@@ -107,7 +108,8 @@ _MODULES = {
         "uninstall",
     ),
     "live.assign": ("assign_sharded_slice",),
-    "live.explain": ("explain", "invert"),
+    "aoa.invert": ("invert",),
+    "live.explain": ("explain",),
     "live.loader": ("load_state_dict",),
     "live.merged": ("load_merged_state_dict",),
     "live.resharder": ("_load_state_dict", "reshard_sharded_state_dict"),

@@ -6,6 +6,7 @@ them it has to be the released one, to the byte. So no record is kept. A command
 finished by the same command, and undone by its opposite.
 
 Needs the standard library alone, and imports no package that it mends.
+Tested in tests/patching/test_patching.py and tests/patching/test_paddle.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ShardedWeight: a live shard of a tensor, and the helpers that make shards.
 
 Constructor, attributes and helper signatures are those of Paddle's own classes (3.2 and later), and where Paddle has
-them ours are subclasses, so that either library's objects serve the other.
+them ours are subclasses, so that either library's objects serve the other. Tested in tests/parallel/test_layers.py.
 """
 
 from __future__ import annotations

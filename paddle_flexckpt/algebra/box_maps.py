@@ -51,7 +51,7 @@ class BoxMaps(Columns):
 
     @property
     def source_shape(self) -> np.ndarray:
-        """int64 ``[n, d]``, extents of the boxes along the sources' axes."""
+        """Return int64 ``[n, d]``, extents of the boxes along the sources' axes."""
         taken = np.take_along_axis(self.target_shape, np.maximum(self.target_axis, 0), axis=1)
         return np.where(self.target_axis >= 0, taken, 1)
 

@@ -28,16 +28,16 @@ class Box:
 
     @property
     def size(self) -> int:
-        """Number of elements (1 for a 0-d box)."""
+        """Return number of elements (1 for a 0-d box)."""
         return math.prod(self.shape)
 
     @property
     def stop(self) -> tuple[int, ...]:
-        """First index beyond the box along every axis."""
+        """Return first index beyond the box along every axis."""
         return tuple(o + s for o, s in zip(self.offset, self.shape))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part of two boxes, or None where they have no element in common."""
+        """Return the common part of two boxes, or None where they have no element in common."""
         offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset))
         stop = tuple(min(a, b) for a, b in zip(self.stop, other.stop))
         shape = tuple(b - a for a, b in zip(offset, stop))
@@ -46,7 +46,7 @@ class Box:
         return Box(offset, shape)
 
     def subtract(self, other: Box) -> list[Box]:
-        """The part of this box outside the other, as at most ``2 * ndim`` disjoint boxes."""
+        """Return the part of this box outside the other, as at most ``2 * ndim`` disjoint boxes."""
         common = self.intersect(other)
         if common is None:
             return [self] if self.size else []
@@ -99,7 +99,7 @@ def subtract_boxes(box: Box, others: Iterable[Box], most: int | None = None) -> 
 def intersect_boxes(
     offset_a: np.ndarray, shape_a: np.ndarray, offset_b: np.ndarray, shape_b: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row-wise intersection of two columns of boxes.
+    """Intersect two columns of boxes row by row.
 
     Args:
         offset_a: int64 ``[n, ndim]``; the other three alike (or broadcastable).
@@ -116,7 +116,7 @@ def intersect_boxes(
 def get_overlap_region(
     desc_offset: Sequence[int], desc_shape: Sequence[int], shard_offset: Sequence[int], shard_shape: Sequence[int]
 ) -> tuple[bool, list[int] | None, list[int] | None, list[int] | None, list[int] | None]:
-    """The overlap of two boxes, in global coordinates and relative to each.
+    """Return the overlap of two boxes, in global coordinates and relative to each.
 
     Returns:
         ``(True, overlap_offset, overlap_shape, start_in_desc, start_in_shard)``, or ``(False, None, None, None,

@@ -38,7 +38,7 @@ class Columns:
 
     @property
     def width(self) -> int:
-        """Number of padded axes."""
+        """Return number of padded axes."""
         return int(getattr(self, next(iter(self.PADDED))).shape[1])
 
     def take(self: Table, rows: np.ndarray) -> Table:

@@ -16,7 +16,7 @@ from paddle_flexckpt.algebra.boxes import Box
 
 
 def ravel_index(indices: Sequence[int], shape: Sequence[int]) -> int:
-    """Linear (row-major) index of a multi-dimensional index."""
+    """Return linear (row-major) index of a multi-dimensional index."""
     index = 0
     for i, extent in zip(indices, shape):
         index = index * extent + i
@@ -24,7 +24,7 @@ def ravel_index(indices: Sequence[int], shape: Sequence[int]) -> int:
 
 
 def unravel_index(idx: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Multi-dimensional index of a linear (row-major) index."""
+    """Return multi-dimensional index of a linear (row-major) index."""
     indices = []
     for extent in reversed(shape):
         indices.append(idx % extent)
@@ -33,7 +33,7 @@ def unravel_index(idx: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def row_major_strides(shape: np.ndarray) -> np.ndarray:
-    """Row-major strides, in elements, of each row of an int64 ``[n, ndim]`` column of shapes."""
+    """Return row-major strides, in elements, of each row of an int64 ``[n, ndim]`` column of shapes."""
     strides = np.ones_like(shape)
     if shape.shape[-1] > 1:
         strides[..., :-1] = np.cumprod(shape[..., :0:-1], axis=-1)[..., ::-1]
@@ -46,7 +46,7 @@ def strides_of_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The boxes, in row-major order, that make up the flattened range ``[start, stop)`` of a tensor.
+    """Return the boxes, in row-major order, that make up the flattened range ``[start, stop)`` of a tensor.
 
     Args:
         shape: Shape of the tensor; a 0-d tensor has one element.
@@ -128,7 +128,7 @@ def flat_ranges_to_boxes(
 def minimal_nd_slice(
     shape: Sequence[int], flat_start: int, flat_end: int
 ) -> tuple[list[tuple[int, int]], tuple[int, ...], tuple[int, ...]]:
-    """The smallest box that contains the flattened range ``[flat_start, flat_end)``.
+    """Return the smallest box that contains the flattened range ``[flat_start, flat_end)``.
 
     An axis is narrowed to the range only while all axes before it are fixed to a single index; from the first axis
     that varies on, the axes after it are taken whole.
@@ -158,7 +158,7 @@ def minimal_nd_slice(
 def flat_range_in_min_slice(
     shape: Sequence[int], min_slices: Sequence[tuple[int, int]], flat_start: int, flat_end: int
 ) -> tuple[int, int]:
-    """Where ``[flat_start, flat_end)`` of a tensor lies in the flattened order of its minimal slice.
+    """Return where ``[flat_start, flat_end)`` of a tensor lies in the flattened order of its minimal slice.
 
     Args:
         shape: Shape of the tensor.

@@ -6,14 +6,10 @@ from collections.abc import Iterable
 
 
 def balanced_split(total_nums: int, num_of_pieces: int) -> list[int]:
-    """Sizes of the pieces that Paddle splits an axis into: equal, rounded up, and what is left for the last ones.
+    """Return the sizes of the pieces that Paddle splits an axis into: equal, rounded up, the rest last.
 
     Five over four pieces are ``[2, 2, 1, 0]``: where pieces of the rounded size are too many, the last are short or
     empty. (The rule is that of ``BalancedSplit`` in Paddle's reshard_utils.cc, which has a negative piece there.)
-
-    Args:
-        total_nums: Extent of the axis.
-        num_of_pieces: Number of pieces.
 
     Raises:
         ValueError: There are no pieces, or the extent is negative.
@@ -22,7 +18,7 @@ def balanced_split(total_nums: int, num_of_pieces: int) -> list[int]:
 
 
 def nested_piece(extent: int, cuts: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """One piece of an axis that several mesh axes split, each of them the piece of the one before.
+    """Return one piece of an axis that several mesh axes split, each the piece of the one before.
 
     Args:
         extent: Extent of the axis.

@@ -36,11 +36,11 @@ class StridedCopy:
 
     @property
     def size(self) -> int:
-        """Number of elements copied."""
+        """Return number of elements copied."""
         return math.prod(self.extents)
 
     def simplified(self) -> StridedCopy:
-        """The same copy on as few axes as possible: unit axes dropped, axes that continue each other joined.
+        """Return the same copy without unit axes, and with axes joined that continue each other.
 
         The order in which elements are visited stays the same, so a stream of them means the same before and after.
         """
@@ -79,16 +79,16 @@ class StridedCopy:
         return StridedCopy(tuple(extents), self.source_base, tuple(strides[0]), self.target_base, tuple(strides[1]))
 
     def source_tail(self) -> int:
-        """Number of trailing axes that together are one contiguous stretch of the source."""
+        """Return number of trailing axes that together are one contiguous stretch of the source."""
         return _contiguous_tail(self.extents, self.source_strides)
 
     def is_contiguous(self) -> tuple[bool, bool]:
-        """Whether the (source, target) side is one contiguous stretch, in the order of the copy."""
+        """Return whether the (source, target) side is one contiguous stretch, in the order of the copy."""
         ndim = len(self.extents)
         return self.source_tail() == ndim, _contiguous_tail(self.extents, self.target_strides) == ndim
 
     def is_ascending(self) -> bool:
-        """Whether no element stands in the source before the one that is copied before it."""
+        """Return whether no element stands in the source before the one that is copied before it."""
         reach = 0
         for extent, stride in zip(reversed(self.extents), reversed(self.source_strides)):
             if stride < reach:
@@ -97,7 +97,7 @@ class StridedCopy:
         return True
 
     def count_before(self, position: int) -> int:
-        """How many elements stand before a position of the source; the copy has to be ascending."""
+        """Count the elements before a position of the source; the copy has to be ascending."""
         rest = position - self.source_base
         reach = sum((extent - 1) * stride for extent, stride in zip(self.extents, self.source_strides))
         count, size = 0, self.size
@@ -114,7 +114,7 @@ class StridedCopy:
         return count + (rest > 0)
 
     def part(self, start: int, stop: int) -> Iterator[StridedCopy]:
-        """The copies that move the elements ``[start, stop)`` of this one, counted in the order of the copy."""
+        """Return the copies that move the elements ``[start, stop)`` of this one, counted in the order of the copy."""
         for box in flat_range_to_boxes(self.extents, start, stop):
             yield StridedCopy(
                 box.shape,

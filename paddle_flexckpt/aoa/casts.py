@@ -28,14 +28,10 @@ _EXACT = {
 
 
 def converted(array: np.ndarray, dtype: str) -> np.ndarray:
-    """An array cast to another dtype.
+    """Return an array cast to another dtype.
 
     Floating-point numbers are rounded once, to nearest and ties to even. What does not fit becomes infinity, or NaN
     where there is none; integers that do not fit wrap around, as in numpy.
-
-    Args:
-        array: Array of any supported dtype.
-        dtype: Paddle's name of a dtype.
 
     Raises:
         CheckpointError: The numbers have no meaning in that dtype: NaN, infinity or too large for an integer (what C
@@ -90,7 +86,7 @@ def _to_integer(array: np.ndarray, target: np.dtype) -> np.ndarray:
 
 
 def number_in(value: Number, dtype: str) -> np.ndarray:
-    """A number as a 0-d array.
+    """Return a number as a 0-d array.
 
     Raises:
         StructureError: There is no such number in the dtype (floating-point numbers may be rounded).
@@ -115,12 +111,7 @@ def number_in(value: Number, dtype: str) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def simplify_chain(source_dtype: str, chain: tuple[str, ...]) -> tuple[str, ...]:
-    """The casts of a chain without those that cannot change any number.
-
-    Args:
-        source_dtype: Dtype that the elements have.
-        chain: Dtypes that they are cast to, in order.
-    """
+    """Return the casts of a chain without those that cannot change any number."""
     dtypes = [source_dtype]
     for following in chain:
         while len(dtypes) > 1 and _is_transparent(dtypes[-2], dtypes[-1], following):
@@ -131,7 +122,7 @@ def simplify_chain(source_dtype: str, chain: tuple[str, ...]) -> tuple[str, ...]
 
 
 def _is_transparent(before: str, between: str, after: str) -> bool:
-    """Whether ``before -> between -> after`` gives what ``before -> after`` gives, for every number."""
+    """Return whether ``before -> between -> after`` gives what ``before -> after`` gives, for every number."""
     if before in _EXACT:
         if between not in _EXACT[before]:
             return False
@@ -160,7 +151,7 @@ _WHOLE = {
 
 
 def is_exact(before: str, after: str) -> bool:
-    """Whether every number of one dtype is a number of the other."""
+    """Return whether every number of one dtype is a number of the other."""
     if before == after or after in _EXACT.get(before, ()):
         return True
     if before == "bool":

@@ -12,10 +12,12 @@ import numpy as np
 from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
 from paddle_flexckpt.aoa.emit import Emitter
 from paddle_flexckpt.aoa.errors import AoaError
+from paddle_flexckpt.aoa.invert import inverse_texts
 from paddle_flexckpt.aoa.mapping import TensorInfo, TensorMapping
 from paddle_flexckpt.aoa.operations import Value
-from paddle_flexckpt.aoa.parser import parse_program
+from paddle_flexckpt.aoa.parser import Statement, parse_program
 from paddle_flexckpt.aoa.program import Program
+from paddle_flexckpt.aoa.reverse import Reversal
 from paddle_flexckpt.aoa.rule import Origin
 from paddle_flexckpt.aoa.sides import MASTER, PARAMETER, Side, state_key
 from paddle_flexckpt.aoa.states import NotFed, of_constants
@@ -34,7 +36,7 @@ def compile_program(
     master_weights: Literal["exact", "convert"] = "exact",
     completion: Sequence[str] = (),
 ) -> TensorMapping:
-    """Compiles AOA statements for a source and a destination.
+    """Compile AOA statements for a source and a destination.
 
     Args:
         aoa_config: The statements; see ``docs/aoa.md``.
@@ -58,7 +60,7 @@ def compile_program(
 
 @contextlib.contextmanager
 def _without_collector() -> Iterator[None]:
-    """Suspends the cyclic garbage collector: hundreds of thousands of live objects are made, and none is in a cycle.
+    """Suspend the cyclic garbage collector: hundreds of thousands of objects are made, and none is in a cycle.
 
     Its passes over them would be a quarter of the time.
     """
@@ -75,33 +77,50 @@ def run_program(
     aoa_config: AoaConfig | Statements,
     source: Catalog,
     target: Catalog | None,
-    keeps_history: bool = False,
     completion: Sequence[str] = (),
+    traced: bool = False,
 ) -> Program:
-    """Carries out the statements on names and shapes.
+    """Carry out the statements on names and shapes.
 
     Args:
         aoa_config: The statements.
         source: All source shards.
         target: All target shards, or None.
-        keeps_history: Whether the program remembers what it met on the way.
         completion: Statements that follow, as in :func:`compile_program`.
+        traced: Whether :attr:`Program.trace` is kept.
 
     Raises:
         AoaError: They are malformed or do not fit the tensors.
     """
     config = read_config(aoa_config)
     statements = parse_program(config.statements)
+    following = parse_program(completion, len(config.statements) + 1)
+    here = Side(source, set() if target is None else target.keys)
+    there = None if target is None else Side(target, source.keys)
+    program = Program(here, there)
+    if traced:
+        program.trace = {}
     if config.reverse:
-        # The inverse may need the box maps of a program, and so this module.
-        from paddle_flexckpt.aoa.invert import inverted
+        forward = None if there is None else _carried_out(statements, Program(there, here))
+        if forward is not None:
+            Reversal(forward, program).run()
+            statements = []
+        else:
+            statements = parse_program(inverse_texts(statements, exact=False))
+    program.run([*statements, *following])
+    return program
 
-        statements = inverted(statements, False, target, source)
-    statements = [*statements, *parse_program(completion, len(config.statements) + 1)]
-    names: set[str] = set() if target is None else set(target.keys)
-    destination = None if target is None else Side(target, source.keys)
-    program = Program(Side(source, names), destination, keeps_history)
-    program.run(statements)
+
+def _carried_out(statements: Sequence[Statement], program: Program) -> Program | None:
+    """Return the program after its statements; None where the tensors do not suffice for them.
+
+    A reverse load may want a part of what the statements read. Then the statements alone have to do: what they leave
+    open is an error.
+    """
+    try:
+        program.run(statements)
+    except AoaError:
+        return None
     return program
 
 
@@ -160,7 +179,7 @@ class _Compilation:
         )
 
     def _feed(self, base: str, state: str, info: TensorInfo) -> None:
-        """Emits one target key, where the program says something about it."""
+        """Emit one target key, where the program says something about it."""
         program, key = self._program, state_key(base, state)
         own = program.state_values.get(state, {}).get(base)
         value = program.values.get(base)
@@ -168,7 +187,7 @@ class _Compilation:
             if base in program.removed or key in program.removed:
                 self._unfed[key] = "a statement removes the source key of that name"
             return
-        origin = program.origins.get(key) if own is not None else program.origins[base]
+        origin = program.origins.get(key if own is not None else base)
         try:
             found = own if own is not None else self._state_value(value, base, state, info)  # type: ignore[arg-type]
         except NotFed as error:
@@ -187,7 +206,7 @@ class _Compilation:
         self._emitter.add(key, found, info.dtype)
 
     def _state_value(self, value: Value, base: str, state: str, info: TensorInfo) -> Value | None:
-        """A target state's value from its parameter's; inputs are source keys."""
+        """Return a target state's value from its parameter's; inputs are source keys."""
         program = self._program
         if not value.inputs:
             return Value(of_constants(value.structure, state, info), ())
@@ -210,7 +229,7 @@ class _Compilation:
         return program.states.value(value, state, parameters_too=True)
 
     def _is_scalar(self, base: str, state: str) -> bool:
-        """Whether a source state is one number that says nothing about single elements of its parameter."""
+        """Return whether a source state is one number that says nothing about single elements of its parameter."""
         source = self._program.source
         info = source.states[base].get(state)
         return info is not None and int(np.prod(info.shape)) == 1 and info.shape != source.base_info(base).shape
@@ -222,7 +241,7 @@ class _Compilation:
         )
 
     def _scalar(self, value: Value, base: str, state: str) -> Value:
-        """A scalar goes along with its parameter; where several parameters meet they have to agree."""
+        """Return a scalar state: it goes along with its parameter, and where several meet they have to agree."""
         states = self._program.source.states
         keys = [state_key(name, state) for name in dict.fromkeys(value.inputs) if state in states[name]]
         keys = [key for key in keys if key not in self._program.removed]
@@ -237,7 +256,7 @@ class _Compilation:
         return Value(computed(Same(tuple(keys)), None, [structure] * len(keys)).structure, tuple(keys))
 
     def _derive(self) -> tuple[str, ...]:
-        """The outputs where there is no destination."""
+        """Return the outputs where there is no destination."""
         program, outputs = self._program, []
         names = [name for name in program.values if name not in program.read]
         names += [n for n in program.source.states if n not in program.values and n not in program.read]

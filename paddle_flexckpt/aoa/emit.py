@@ -43,13 +43,7 @@ class Emitter:
         self._targets: list[str] = []
 
     def add(self, name: str, value: Value, dtype: str) -> None:
-        """Adds a target.
-
-        Args:
-            name: Its key.
-            value: Where it comes from; inputs are source keys.
-            dtype: Dtype of the target itself; the value's elements are cast to it.
-        """
+        """Add a target."""
         structure = value.structure
         self.tensors[name] = structure.info
         lowered = self._lowered.get((structure, dtype))
@@ -93,7 +87,7 @@ class Emitter:
         return len(self.nodes) - 1
 
     def maps(self) -> BoxMaps:
-        """The box maps of all targets added so far."""
+        """Return the box maps of all targets added so far."""
         width = max([1, *(max(low.ndim, low.leaf_ndim) for low in self._groups)])
         sources: dict[str, int] = {}
         columns: list[tuple[np.ndarray, ...]] = []
@@ -141,7 +135,7 @@ def _padded(column: np.ndarray, width: int, fill: int) -> np.ndarray:
 
 
 def _lower(structure: Structure, dtype: str) -> _Lowered:
-    """Moves with at most one plain cast, and everything else as nodes."""
+    """Return moves with at most one plain cast, and everything else as nodes."""
     fragments = structure.fragments
     for axis in range(len(structure.shape) - 1, -1, -1):
         if len(fragments) > 1:
@@ -164,7 +158,7 @@ def _lower(structure: Structure, dtype: str) -> _Lowered:
 
 
 def _is_plain(before: str, after: str) -> bool:
-    """Whether numpy's assignment is the cast of :func:`~paddle_flexckpt.aoa.casts.converted`."""
+    """Return whether numpy's assignment is the cast of :func:`~paddle_flexckpt.aoa.casts.converted`."""
     if before == after:
         return True
     if before in COMPLEX or after in COMPLEX or after == "bool":
@@ -175,7 +169,7 @@ def _is_plain(before: str, after: str) -> bool:
 
 
 def _leaf_alone(structure: Structure, leaf: int) -> Structure:
-    """The whole of a leaf as a structure over the same inputs."""
+    """Return the whole of a leaf as a structure over the same inputs."""
     info = structure.leaf_info(leaf)
     alone = source(info).structure
     shown = replace(alone.fragments, leaf=np.full(1, leaf if leaf >= 0 else -1, dtype=np.int64))

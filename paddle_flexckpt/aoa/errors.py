@@ -28,7 +28,7 @@ class Place:
     column: int = 0
 
     def at(self, column: int) -> Place:
-        """The same statement, another column."""
+        """Return the same statement, another column."""
         return Place(self.number, self.text, column)
 
 
@@ -45,19 +45,13 @@ class StatementError(ValueError):
 
 
 def shorten(text: str) -> str:
-    """A line of bounded length."""
+    """Return a line of bounded length."""
     text = text.strip()
     return text if len(text) <= MAX_LINE else f"{text[: MAX_LINE // 2]} ... {text[-MAX_LINE // 2 :]}"
 
 
 def describe_problem(message: str, place: Place, expansion: Sequence[str] = ()) -> str:
-    """A problem with its statement, a mark under the column, and the statements it was expanded to.
-
-    Args:
-        message: What is wrong, and the remedy.
-        place: Where.
-        expansion: Texts that the statement became, from the outermost to the one that failed.
-    """
+    """Return a problem with its statement, a mark under the column, and the statements it was expanded to."""
     where = f"AOA statement {place.number}"
     if place.column:
         where += f", column {place.column}"

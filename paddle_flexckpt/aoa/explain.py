@@ -13,7 +13,7 @@ from paddle_flexckpt.aoa.errors import AoaError
 from paddle_flexckpt.aoa.macros import expand, expand_arrays
 from paddle_flexckpt.aoa.mapping import Region, TensorMapping
 from paddle_flexckpt.aoa.parser import parse
-from paddle_flexckpt.aoa.rule import Rule, instantiate
+from paddle_flexckpt.aoa.rule import instantiate
 from paddle_flexckpt.catalog import Catalog
 
 # Lines per target; a target made of hundreds of heads is told by its first ones.
@@ -38,38 +38,24 @@ class Expanded:
 def expand_program(
     aoa_config: AoaConfig | Statements, source: Catalog, target: Catalog | None = None
 ) -> list[Expanded]:
-    """All statements with ids, stars, transposes and fused layouts written out, as the in-tree engine writes them.
-
-    Args:
-        aoa_config: The statements.
-        source: All source shards.
-        target: All target shards, or None.
+    """Write out all ids, stars, transposes and fused layouts of statements, as the in-tree engine does.
 
     Raises:
         AoaError: The statements are malformed or do not fit.
     """
-    program = run_program(aoa_config, source, target, keeps_history=True)
+    program = run_program(aoa_config, source, target, traced=True)
     result = []
-    for rule in program.rules:
-        for ids in program.used_ids(rule):
-            concrete = program.concrete.get((id(rule), ids), rule)
-            parts = program.parts.get((id(concrete), () if concrete is not rule else ids), (1, 1))
-            numbers = dict(zip(rule.placeholders, ids))
-            text = instantiate(_joined(concrete), numbers)
-            (statement,) = parse(text)
-            texts = expand(statement, *parts).texts
-            result.append(Expanded(rule.place.number, text, texts))
+    for rule, ids, parts in program.trace or ():
+        text = instantiate(expand_arrays(rule.statement), dict(zip(rule.placeholders, ids)))
+        (statement,) = parse(text)
+        result.append(Expanded(rule.place.number, text, expand(statement, *parts).texts))
     return result
-
-
-def _joined(rule: Rule) -> str:
-    return expand_arrays(rule.statement)
 
 
 def explain(
     aoa_config: AoaConfig | Statements, source: Catalog, target: Catalog | None = None, keys: Iterable[str] = ()
 ) -> str:
-    """Tells where each target comes from.
+    """Tell where each target comes from.
 
     Args:
         aoa_config: The statements.
@@ -114,7 +100,7 @@ def explain(
 
 
 def _present(catalog: Catalog) -> list[str]:
-    """The keys that a catalog has rows of."""
+    """Return the keys that a catalog has rows of."""
     return [catalog.keys[key] for key in np.unique(catalog.key)]
 
 

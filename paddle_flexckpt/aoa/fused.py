@@ -29,13 +29,7 @@ class Expansion:
 
 
 def expand_fused(statement: Statement, tag: str, source_parts: int, target_parts: int) -> Expansion:
-    """Expands a fused layout to cuts and joins.
-
-    Args:
-        statement: The statement, without ``^T``.
-        tag: Which layout.
-        source_parts: In how many parts the fused tensor on the left is cut.
-        target_parts: In how many parts the fused tensor on the right is cut.
+    """Expand a fused layout to cuts and joins.
 
     Raises:
         StatementError: The names or numbers do not fit the layout.
@@ -46,7 +40,7 @@ def expand_fused(statement: Statement, tag: str, source_parts: int, target_parts
 
 
 def fused_statement(source: str, target: str, tags: str, keys: Collection[str]) -> str:
-    """The statement that moves a fused parameter and its states to another number of parts.
+    """Return the statement that moves a fused parameter and its states to another number of parts.
 
     Args:
         source: Key of the parameter, or of one of its states, in the source.
@@ -65,7 +59,7 @@ def _axis(statement: Statement) -> object:
 
 
 def _heads(statement: Statement, tag: str) -> tuple[int, int]:
-    """Numbers of query heads and of key-value heads."""
+    """Return numbers of query heads and of key-value heads."""
     values = []
     for key in ("num_heads", "num_key_value_groups"):
         attribute = statement.get(key)
@@ -115,7 +109,7 @@ Numbered = Callable[[str, int], str]
 
 
 def _interleaved(counts: Sequence[tuple[str, int]], degree: int, temporary: Numbered, tag: str) -> list[str]:
-    """The temporaries of one tensor, part by part: every part holds its share of each component."""
+    """Return the temporaries of one tensor, part by part: every part holds its share of each component."""
     names = []
     for rank in range(degree):
         for component, count in counts:
@@ -163,7 +157,7 @@ def _split_and_merge(
     tag: str,
     counts: Sequence[tuple[str, int]],
 ) -> Expansion:
-    """The fused tensor on the left is cut part by part, and the pieces are joined in the order of the right."""
+    """Cut the fused tensor on the left part by part, and join the pieces in the order of the right."""
     axis = _axis(statement)
     source, target = degrees
     if (len(left), len(right)) not in ((1, 1), (1, len(counts)), (len(counts), 1)):

@@ -61,7 +61,7 @@ class Token(NamedTuple):
 
 
 def tokenize(text: str) -> list[Token]:
-    """Splits a text into tokens; blanks, comments and line breaks are left out.
+    """Split a text into tokens; blanks, comments and line breaks are left out.
 
     Raises:
         StatementError: A character has no meaning here.
@@ -84,5 +84,5 @@ def tokenize(text: str) -> list[Token]:
 
 
 def quoted(name: str) -> str:
-    """A name as it has to be written in a statement: in quotes if it is a tag, or has other characters than names."""
+    """Write a name for a statement: in quotes if it is a tag, or has other characters than names."""
     return name if _PLAIN_NAME.fullmatch(name) and name not in TAGS else f'"{name}"'

@@ -16,7 +16,7 @@ from paddle_flexckpt.aoa.parser import Statement, Variable, parse, written
 
 
 def joined(statement: Statement, write: Callable[[Variable, bool], Sequence[str]]) -> str:
-    """The statement without blanks, as the in-tree macros write it.
+    """Write the statement without blanks, as the in-tree macros do.
 
     Args:
         statement: The statement.
@@ -46,7 +46,7 @@ def _plain(variable: Variable) -> list[str]:
 
 
 def array_names(variables: Sequence[Variable]) -> list[str]:
-    """The names of variables, ``q[0:3]`` being ``q_0, q_1, q_2``."""
+    """Return the names of variables, ``q[0:3]`` being ``q_0, q_1, q_2``."""
     names: list[str] = []
     for variable in variables:
         if variable.items is None:
@@ -57,7 +57,7 @@ def array_names(variables: Sequence[Variable]) -> list[str]:
 
 
 def expand_arrays(statement: Statement) -> str:
-    """The statement with every ``q[0:3]`` written out; as it is where no macro of names is in it."""
+    """Write out every ``q[0:3]`` of a statement; without macros of names it stays as it is."""
     text = statement.place.text
     if "$" in text or "[" in text or "*" in text:
         return joined(statement, lambda variable, _: _plain(variable))
@@ -65,7 +65,7 @@ def expand_arrays(statement: Statement) -> str:
 
 
 def expand_stars(statement: Statement, keys: Callable[[str, bool], Sequence[str]]) -> str:
-    """The statement with every name that has a star replaced by the keys that it stands for.
+    """Replace every name that has a star by the keys that it stands for.
 
     Args:
         statement: A statement without placeholders.
@@ -88,7 +88,7 @@ def expand_stars(statement: Statement, keys: Callable[[str, bool], Sequence[str]
 
 
 def expand_transposes(statement: Statement) -> Expansion:
-    """``A^T`` on the left: a temporary that is A with all axes reversed, and the statement with that instead."""
+    """Replace every ``A^T`` on the left by a temporary that is A with all axes reversed."""
     transposed = list(dict.fromkeys(variable.name for variable in statement.left if variable.transposed))
     if not transposed:
         return Expansion((statement.place.text,))
@@ -105,7 +105,7 @@ def _temporary(name: str) -> str:
 
 
 def fused_tag(statement: Statement) -> str | None:
-    """The statement's fused layout, if it has one.
+    """Return the statement's fused layout, if it has one.
 
     Raises:
         StatementError: It has more than one.
@@ -117,12 +117,7 @@ def fused_tag(statement: Statement) -> str | None:
 
 
 def expand(statement: Statement, source_parts: int = 1, target_parts: int = 1) -> Expansion:
-    """Transposes and fused layouts written out; the statement has no stars and arrays any more.
-
-    Args:
-        statement: The statement; placeholders in its names stay as they are.
-        source_parts: In how many tensor-parallel parts the fused tensor on the left is cut.
-        target_parts: Likewise on the right.
+    """Write out transposes and fused layouts; the statement has no stars and arrays any more.
 
     Raises:
         StatementError: A macro's names or attributes do not fit.
@@ -141,7 +136,7 @@ def expand(statement: Statement, source_parts: int = 1, target_parts: int = 1) -
 
 
 def _around(statement: Statement, tag: str) -> tuple[list[str], str, list[str]]:
-    """A fused statement without the attributes that act on single variables, and these before and after it."""
+    """Return a fused statement without attributes of single variables, and these before and after it."""
     position = next(i for i, attribute in enumerate(statement.attributes) if attribute.key == tag)
     others = [(i < position, a) for i, a in enumerate(statement.attributes) if a.key not in FUSED_ATTRIBUTES]
     left = [variable.name for variable in statement.left]

@@ -17,10 +17,10 @@ class Step(Protocol):
     """An element-wise computation that can be carried out for any box of its result."""
 
     def operand_boxes(self, box: Box) -> tuple[Box, ...]:
-        """The box of every operand that a box of the result needs."""
+        """Return the box of every operand that a box of the result needs."""
 
     def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
-        """The result's elements in a box.
+        """Compute the result's elements in a box.
 
         Args:
             box: The box of the result.

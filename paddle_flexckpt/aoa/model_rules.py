@@ -33,16 +33,13 @@ _NAME = re.compile(r"[A-Za-z0-9_.]*")
 
 
 def rule_names() -> list[str]:
-    """Names of the families of models that there are rules for, sorted."""
+    """Return names of the families of models that there are rules for, sorted."""
     files = (file.name for file in resources.files("paddle_flexckpt.aoa").joinpath("rules").iterdir())
     return sorted(name[: -len(".json")] for name in files if name.endswith(".json"))
 
 
 def describe_model_rules(name: str) -> dict[str, Any]:
-    """The data file of a family of models: its parameters, variants and blocks of statements.
-
-    Args:
-        name: One of :func:`rule_names`.
+    """Return the data file of a family of models: its parameters, variants and blocks of statements.
 
     Raises:
         AoaError: There are no rules of that name.
@@ -56,7 +53,7 @@ def describe_model_rules(name: str) -> dict[str, Any]:
 def model_rules(
     name: str, variant: str = "plain", direction: str = "from_hf", **parameters: Any
 ) -> dict[str, list[str]]:
-    """The ``aoa_config`` that loads a Hugging Face checkpoint into a Paddle model, or the other way round.
+    """Return the ``aoa_config`` that loads a Hugging Face checkpoint into a Paddle model, or the other way round.
 
     Args:
         name: The family of models, one of :func:`rule_names`.
@@ -98,7 +95,7 @@ def model_rules(
 
 
 def _way_back(blocks: Mapping[str, Any], names: list[str]) -> tuple[list[str], list[str]]:
-    """Statements to HF as they are written, and statements from HF that have to be inverted."""
+    """Return the statements to HF as they are written, and those from HF that have to be inverted."""
     written: list[str] = []
     forward: list[str] = []
     for name in names:
@@ -118,7 +115,7 @@ def _check_known(what: str, got: str, known: list[str]) -> None:
 
 
 def _check_value(name: str, key: str, spec: Mapping[str, Any], value: Any) -> None:
-    """Raises AoaError if a parameter's value is not of its type."""
+    """Raise AoaError if a parameter's value is not of its type."""
     kind = spec["type"]
     if kind == "integer":
         fits, expected = type(value) is int and value > 0, "a positive whole number"
@@ -142,7 +139,7 @@ def _text(spec: Mapping[str, Any], value: Any) -> str:
 
 
 def _filled(context: str, specs: Mapping[str, Any], statements: list[str], texts: Mapping[str, str]) -> list[str]:
-    """Statements with their parameters' values.
+    """Fill statements with their parameters' values.
 
     Raises:
         AoaError: A parameter has no value.

@@ -37,7 +37,7 @@ class Placeholder:
     terms: tuple[tuple[str, int], ...] = ()
 
     def value(self, number: int) -> int:
-        """The number that stands in the name for an id."""
+        """Return the number that stands in the name for an id."""
         for operator, term in self.terms:
             if operator == "+":
                 number += term
@@ -52,7 +52,7 @@ class Placeholder:
         return number
 
     def solve(self, number: int) -> int | None:
-        """The id for which :meth:`value` is the given number, or None; None too where there may be several."""
+        """Return the id for which :meth:`value` is the given number, or None; None too where there may be several."""
         for operator, term in reversed(self.terms):
             if operator == "+":
                 number -= term
@@ -66,7 +66,7 @@ class Placeholder:
 
     @property
     def is_solvable(self) -> bool:
-        """Whether an id can be told from the number."""
+        """Return whether an id can be told from the number."""
         return all(operator in "+-*" for operator, _ in self.terms)
 
 
@@ -86,11 +86,11 @@ class Template:
 
     @property
     def has_star(self) -> bool:
-        """Whether ``*`` is in it."""
+        """Return whether ``*`` is in it."""
         return "*" in self.text
 
     def formatter(self, order: tuple[str, ...]) -> Callable[[tuple[int, ...]], str]:
-        """A function from ids, in the given order of placeholders, to the name."""
+        """Return a function from ids, in the given order of placeholders, to the name."""
         if not self.placeholders:
             return lambda ids: self.text
         pattern = "".join(part.replace("%", "%%") if isinstance(part, str) else "%d" for part in self.parts)
@@ -112,7 +112,7 @@ class Template:
 
 
 def parse_name(text: str, column: int = 0) -> Template:
-    """Splits a name at its placeholders; a ``$`` that begins none is a character like others.
+    """Split a name at its placeholders; a ``$`` that begins none is a character like others.
 
     Raises:
         StatementError: What stands between ``${`` and ``}`` is no arithmetic.
@@ -161,11 +161,11 @@ class KeyIndex:
             self._pieces.setdefault("#".join(pieces[::2]), []).append(pieces)
 
     def add(self, names: Iterable[str], template: Template) -> None:
-        """Adds names that a template was made into; the work is done when somebody asks for such names."""
+        """Add names that a template was made into; the work is done when somebody asks for such names."""
         self._later.setdefault(form_of(template)[0], []).extend(names)
 
     def _open(self, form: str | None) -> None:
-        """Takes in the names of a form (None: all) that were added."""
+        """Take in the names of a form (None: all) that were added."""
         waiting = [form, None] if form is not None else list(self._later)
         for name in [name for kind in waiting for name in self._later.pop(kind, ())]:
             pieces = _DIGITS.split(name)
@@ -178,7 +178,7 @@ class KeyIndex:
                 self._tables = {key: table for key, table in self._tables.items() if key[0] != own}
 
     def _ids(self, form: str, places: tuple[int, ...], numbers: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """The runs of digits of all keys of a form that have the given numbers in the given places."""
+        """Return the runs of digits of all keys of a form that have the given numbers in the given places."""
         table = self._tables.get((form, places))
         if table is None:
             table = self._tables[form, places] = {}
@@ -191,7 +191,7 @@ class KeyIndex:
         return ("".join(pieces) for form in forms for pieces in self._pieces.get(form, []))
 
     def keys_like(self, key: str, count: int = 3) -> list[str]:
-        """Some keys that look like a name, for messages: the same last component, and the first ones if possible."""
+        """Return some keys that look like a name: the same last component, and the first ones if possible."""
         self._open(None)
         wanted = _DIGITS.sub("#", _PLACEHOLDER.sub("#", key))
         tail = wanted.rsplit(".", 1)[-1]
@@ -200,12 +200,7 @@ class KeyIndex:
         return [next(self._names(form)) for form in alike[:count]]
 
     def bindings(self, template: Template, known: Mapping[str, int] | None = None) -> list[tuple[int, ...]]:
-        """All ids, in the order of ``template.placeholders``, for which the name is a key; sorted, each once.
-
-        Args:
-            template: The name.
-            known: Ids that are fixed already.
-        """
+        """Return all ids, in the order of ``template.placeholders``, for which the name is a key; sorted."""
         if template.has_star:
             return self._starred_bindings(template, known)
         form, slots = form_of(template)
@@ -221,7 +216,7 @@ class KeyIndex:
         return sorted(set(found))
 
     def _starred_bindings(self, template: Template, known: Mapping[str, int] | None) -> list[tuple[int, ...]]:
-        """The ids of a name that has stars too: a star is a placeholder that nobody asks for."""
+        """Return the ids of a name that has stars too: a star is a placeholder that nobody asks for."""
         parts: list[str | Placeholder] = []
         for part in template.parts:
             if isinstance(part, Placeholder):
@@ -258,7 +253,7 @@ class KeyIndex:
         return [ids for ids in solved if ids is not None]
 
     def star(self, name: str) -> list[str]:
-        """The keys that match a name whose stars stand for numbers, sorted by these numbers."""
+        """Return the keys that match a name whose stars stand for numbers, sorted by these numbers."""
         pattern = re.compile(r"(\d+)".join(re.escape(part) for part in name.split("*")))
         form, _ = form_of(parse_name(name))
         # A star next to a digit may share a run of digits with it: then every key is looked at.
@@ -273,12 +268,12 @@ class KeyIndex:
 
 
 def _shared(first: Sequence[str], second: Sequence[str]) -> int:
-    """How many components two names have in common at their beginnings."""
+    """Return how many components two names have in common at their beginnings."""
     return next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), min(len(first), len(second)))
 
 
 def _solve(names: tuple[str, ...], slots: list[tuple[Placeholder, str]]) -> tuple[int, ...] | None:
-    """The ids for which placeholders stand for the given texts, or None."""
+    """Return the ids for which placeholders stand for the given texts, or None."""
     ids: dict[str, int] = {}
     for slot, text in slots:
         number = slot.solve(int(text)) if slot.is_solvable else None
@@ -290,7 +285,7 @@ def _solve(names: tuple[str, ...], slots: list[tuple[Placeholder, str]]) -> tupl
 
 
 def form_of(template: Template) -> tuple[str | None, list[str | Placeholder]]:
-    """The form of the keys that a name stands for, and what stands in each of its runs of digits.
+    """Return the form of the keys that a name stands for, and what stands in each of its runs of digits.
 
     None where a placeholder touches a digit or another placeholder: runs of digits then do not tell them apart.
     """

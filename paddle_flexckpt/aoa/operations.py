@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from paddle_flexckpt.aoa import steps, structure_ops
 from paddle_flexckpt.aoa.errors import StatementError
@@ -12,8 +12,9 @@ from paddle_flexckpt.aoa.parser import Attribute, Statement
 from paddle_flexckpt.aoa.structure import Derived, Structure, StructureError
 
 Shape = tuple[int, ...]
+Result = TypeVar("Result")
 _TAG_JOINERS = frozenset({"copy", "stack", "unstack", "sum", "average", "lora_merge", "dequant"})
-_MODIFIERS = frozenset({"permute", "reshape", "slice", "pad", "resize", "repeat", "dtype", "dst_dtype", "scale"})
+MODIFIERS = frozenset({"permute", "reshape", "slice", "pad", "resize", "repeat", "dtype", "dst_dtype", "scale"})
 _SHAPE_MODIFIERS = frozenset({"permute", "reshape", "slice", "pad", "resize", "repeat"})
 # Attributes that mean something only beside others.
 _PARTNERS = {
@@ -43,20 +44,24 @@ class Operations:
     """Operations on values; what was done to a structure before is not computed again."""
 
     def __init__(self) -> None:
-        self._memo: dict[tuple[Any, ...], Derived] = {}
+        self._memo: dict[tuple[Any, ...], Any] = {}
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], Result]) -> Result:
+        """Return what ``make`` gave when it was called for this key, or call it."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        found: Result = self._memo[key]
+        return found
 
     def apply(self, function: Callable[..., Derived], values: Sequence[Value], *arguments: Any) -> Value:
-        """A function of structures, applied to values.
+        """Apply a function of structures to values.
 
         Raises:
             StructureError: The values do not fit.
         """
         structures = tuple(value.structure for value in values)
-        key = (function, arguments, structures)
-        derived = self._memo.get(key)
-        if derived is None:
-            operand = structures if function in _OF_MANY else structures[0]
-            derived = self._memo[key] = function(operand, *arguments)
+        operand = structures if function in _OF_MANY else structures[0]
+        derived = self.once((function, arguments, structures), lambda: function(operand, *arguments))
         inputs = concatenated(values)
         if derived.slots == tuple(range(len(inputs))):
             return Value(derived.structure, inputs)
@@ -64,14 +69,14 @@ class Operations:
 
 
 def concatenated(values: Sequence[Value]) -> tuple[Any, ...]:
-    """The inputs of all values, in order."""
+    """Return the inputs of all values, in order."""
     return values[0].inputs if len(values) == 1 else tuple(x for value in values for x in value.inputs)
 
 
 def carry_out(
     statement: Statement, left: Sequence[Value], shapes: Sequence[Shape | None], operations: Operations
 ) -> list[Value]:
-    """The values of a statement's right variables.
+    """Carry out a statement: return the values of its right variables.
 
     Args:
         statement: A statement without macros; neither side is ``_``.
@@ -84,7 +89,7 @@ def carry_out(
     """
     _check_partners(statement)
     count = len(statement.right)
-    joiner = _joiner(statement, len(left), count)
+    joiner = joiner_of(statement, len(left), count)
     if joiner is None:
         values = list(left)
         for attribute in statement.attributes:
@@ -118,8 +123,8 @@ def _check_partners(statement: Statement) -> None:
             raise StatementError(f"{attribute.key} means nothing here: it goes with {beside}", attribute.column)
 
 
-def _joiner(statement: Statement, left: int, right: int) -> Attribute | None:
-    """The attribute that turns left variables into right ones; None where each right variable is its left one."""
+def joiner_of(statement: Statement, left: int, right: int) -> Attribute | None:
+    """Return the attribute that makes right variables of left ones; None: each right one is its left one."""
     tags = [attribute for attribute in statement.attributes if attribute.key in _TAG_JOINERS]
     if len(tags) > 1:
         raise StatementError(f"{tags[0].key} and {tags[1].key} exclude each other", tags[1].column)
@@ -173,7 +178,7 @@ def _axis(statement: Statement, joiner: Attribute) -> int:
     axis = statement.get("axis")
     if axis is None:
         raise StructureError(f"{joiner.key} needs axis=")
-    return int(axis.value)  # type: ignore[arg-type]
+    return int(axis.value)
 
 
 def _place(axis: int, shape: Shape) -> int:
@@ -183,20 +188,19 @@ def _place(axis: int, shape: Shape) -> int:
 
 
 def _value_step(statement: Statement, joiner: Attribute, count: int) -> Any:
-    """The step of a tag that computes values."""
+    """Return the step of a tag that computes values."""
     if joiner.key == "average":
         return steps.Average(count)
     if joiner.key == "lora_merge":
         scale = statement.get("scale")
-        return steps.LoraMerge(1.0 if scale is None else float(scale.value))  # type: ignore[arg-type]
+        return steps.LoraMerge(1.0 if scale is None else float(scale.value))
     if joiner.key == "sum":
         weights = statement.get("weights")
         if weights is None:
             return steps.WeightedSum((1.0,) * count)
-        numbers: Any = weights.value
-        if len(numbers) != count:
-            raise StructureError(f"weights has {len(numbers)} numbers for {count} names")
-        return steps.WeightedSum(tuple(map(float, numbers)))
+        if len(weights.value) != count:
+            raise StructureError(f"weights has {len(weights.value)} numbers for {count} names")
+        return steps.WeightedSum(tuple(map(float, weights.value)))
     block = statement.get("block")
     if joiner.value == "fp8":
         if block is None or not isinstance(block.value, tuple):
@@ -240,12 +244,12 @@ def _cut(
 
 
 def _check_sizes(statement: Statement, values: Sequence[Value], axis: int) -> None:
-    """``sizes`` on a join says what the extents have to be."""
+    """Check the extents of what is joined against ``sizes``."""
     attribute = statement.get("sizes")
     if attribute is None or attribute.value == "auto":
         return
     found = [value.structure.shape[_place(axis, value.structure.shape)] for value in values]
-    expected = [found[0]] * len(found) if attribute.value == "equal" else list(attribute.value)  # type: ignore[arg-type]
+    expected = [found[0]] * len(found) if attribute.value == "equal" else list(attribute.value)
     if len(expected) != len(found) or any(e not in (-1, f) for e, f in zip(expected, found)):
         raise StructureError(f"sizes says {attribute.value}; the extents along axis {axis} are {found}")
 
@@ -272,7 +276,7 @@ def _sizes(statement: Statement, shape: Shape, axis: int, shapes: Sequence[Shape
                 'Remedy: give sizes="[..]" or sizes="equal" (on the join that is inverted, if this is an inverse)'
             )
     else:
-        sizes = list(attribute.value)  # type: ignore[arg-type]
+        sizes = list(attribute.value)
     if len(sizes) != count or sizes.count(-1) > 1 or any(size < -1 for size in sizes):
         raise StructureError(f"sizes has to give {count} extents, of which one may be -1; got {sizes}")
     if -1 in sizes:
@@ -285,8 +289,8 @@ def _sizes(statement: Statement, shape: Shape, axis: int, shapes: Sequence[Shape
 def _modified(
     statement: Statement, attribute: Attribute, value: Value, shape: Shape | None, operations: Operations
 ) -> Value:
-    """The value after one attribute that acts on single variables; others leave it as it is."""
-    if attribute.key not in _MODIFIERS or (attribute.key == "scale" and statement.has("lora_merge")):
+    """Return the value after one attribute that acts on single variables; others leave it as it is."""
+    if attribute.key not in MODIFIERS or (attribute.key == "scale" and statement.has("lora_merge")):
         return value
     modified: Value = _guard(attribute, lambda: _modify(statement, attribute, value, shape, operations))
     return modified
@@ -308,8 +312,7 @@ def _modify(
     if key == "slice":
         return operations.apply(structure_ops.slice_, [value], _slices(str(given)))
     if key == "pad":
-        pairs: Any = given
-        before, after = tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
+        before, after = tuple(a for a, _ in given), tuple(b for _, b in given)
         fill = fill_of(statement)
         if fill is None:
             raise StructureError('pad needs fill=, a number or "keep"')
@@ -324,7 +327,7 @@ def _modify(
             structure_ops.repeat, [value], axis.value, given, None if block is None else block.value
         )
     if key == "scale":
-        return _computed(steps.Scale(float(given)), [value], operations)  # type: ignore[arg-type]
+        return _computed(steps.Scale(float(given)), [value], operations)
     if key == "dst_dtype":
         source = statement.get("src_dtype")
         if source is not None and source.value != structure.dtype:
@@ -336,7 +339,7 @@ def _modify(
 
 
 def _slices(text: str) -> tuple[int | tuple[int | None, int | None], ...]:
-    """``"[0:3, :, 2]"`` as one (start, stop) or number per axis."""
+    """Parse ``"[0:3, :, 2]"`` to one (start, stop) or number per axis."""
     inner = text.strip()
     if not (inner.startswith("[") and inner.endswith("]")):
         raise StructureError(f'slice has to be like "[0:100, :, 3]"; got {text!r}')
@@ -356,7 +359,7 @@ def _slices(text: str) -> tuple[int | tuple[int | None, int | None], ...]:
 
 
 def fill_of(statement: Statement) -> Any:
-    """The statement's ``fill``: a number, ``structure_ops.KEEP``, or None.
+    """Return the statement's ``fill``: a number, ``structure_ops.KEEP``, or None.
 
     Raises:
         StructureError: It is neither a number nor "keep".
@@ -374,7 +377,7 @@ def fill_of(statement: Statement) -> Any:
 
 
 def filled(statement: Statement, info: TensorInfo) -> Value:
-    """The value of ``_ -> B``: a constant, or what the destination has.
+    """Return the value of ``_ -> B``: a constant, or what the destination has.
 
     Raises:
         StructureError: ``fill`` does not fit the dtype.

@@ -14,12 +14,7 @@ _KEEPS_AXES = frozenset({"permute", "dtype", "src_dtype", "dst_dtype", "scale", 
 
 
 def source_parts(rule: Rule, value: Value, side: Side) -> int:
-    """The number of parts of the tensor on the left.
-
-    Args:
-        rule: ``A -> ...`` with a fused layout.
-        value: Value of A.
-        side: The source.
+    """Return the number of parts of the tensor on the left.
 
     Raises:
         StatementError: It is put together from several tensors, or the parts differ in size.
@@ -47,7 +42,7 @@ def source_parts(rule: Rule, value: Value, side: Side) -> int:
 def target_parts(
     rule: Rule, ids: Mapping[str, int], name: str, ndim: int, side: Side | None, following: Sequence[Rule]
 ) -> int:
-    """The number of parts of the tensor on the right.
+    """Return the number of parts of the tensor on the right.
 
     Where the right name is no key of the destination, the statements that follow are searched for the key that it
     becomes, through renames, transposes and casts.
@@ -85,7 +80,7 @@ def target_parts(
 
 
 def _followed(rule: Rule, later: Rule, axis: int, ndim: int, name: str) -> int:
-    """The axis after a later statement."""
+    """Return the axis after a later statement."""
     statement = later.statement
     simple = len(statement.left) == len(statement.right) == 1 and later.fused is None
     if not simple or any(attribute.key not in _KEEPS_AXES for attribute in statement.attributes):
@@ -98,14 +93,14 @@ def _followed(rule: Rule, later: Rule, axis: int, ndim: int, name: str) -> int:
         axis = ndim - 1 - axis
     permute = statement.get("permute")
     if permute is not None:
-        axes = list(permute.value) or list(range(ndim - 1, -1, -1))  # type: ignore[arg-type]
+        axes = list(permute.value) or list(range(ndim - 1, -1, -1))
         axis = [a % ndim for a in axes].index(axis)
     return axis
 
 
 def _axis(statement: Statement, ndim: int) -> int:
     attribute = statement.get("axis")
-    axis = 1 if attribute is None else int(attribute.value)  # type: ignore[arg-type]
+    axis = 1 if attribute is None else int(attribute.value)
     if not -ndim <= axis < ndim:
         raise StatementError(
             f"axis {axis} is out of range for {ndim} axes. Remedy: give axis= (a fused layout takes 1 by default)",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from paddle_flexckpt.aoa.errors import AoaError, Place, StatementError, describe_problem
@@ -41,17 +41,12 @@ class Program:
         origins: The statement that assigned a name (for a state: its whole key).
         removed: Source names that are declared unused.
         read: Names that a statement has read since they were assigned.
-        history: Right names of a statement, by its number, for every combination of ids.
-        parts: Numbers of tensor-parallel parts that a fused layout met, by the rule's identity and the ids.
-        concrete: Rules without stars, made of rules with stars, by the rule's identity and the ids.
-        read_ever: Left names of a statement, by its number.
-        infos: Shapes and dtypes on both sides of a statement, by its number and the ids.
-        destination_name: Gives the destination key whose shape a right name takes with "auto".
+        trace: Where it is a dict: what was carried out, in order, as rules without stars, their ids, and the numbers of
+            tensor-parallel parts on both sides.
     """
 
-    def __init__(self, source: Side, target: Side | None, keeps_history: bool = False) -> None:
-        """Starts with the source keys alone; ``keeps_history``: whether :attr:`infos` and :attr:`history` are kept."""
-        self._keeps_history = keeps_history
+    def __init__(self, source: Side, target: Side | None) -> None:
+        """Start with the source keys alone."""
         self.source = source
         self.target = target
         self._sides = (source,) if target is None else (source, target)
@@ -62,13 +57,7 @@ class Program:
         self.removed: set[str] = set()
         self.states = StateView(source, self.removed)
         self.read: set[str] = set()
-        self.infos: dict[int, dict[Ids, tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...]]]] = {}
-        self.parts: dict[tuple[int, Ids], tuple[int, int]] = {}
-        self.concrete: dict[tuple[int, Ids], Rule] = {}
-        self.read_ever: dict[int, set[str]] = {}
-        self.history: dict[int, list[Sequence[str]]] = {}
-        self._used_ids: dict[int, list[Ids]] = {}
-        self.destination_name: Callable[[str], str] = str
+        self.trace: dict[tuple[Rule, Ids, tuple[int, int]], None] | None = None
         self._poisoned: set[str] = set()
         # By identity: a side has one object for equal shapes and dtypes, and hashing these takes longer.
         self._sources: dict[int, Structure] = {}
@@ -79,7 +68,7 @@ class Program:
         self._position = 0
 
     def run(self, statements: Sequence[Statement]) -> None:
-        """Carries out statements.
+        """Carry out statements.
 
         Raises:
             AoaError: Some do not fit the tensors; all that do not follow from others are listed.
@@ -100,8 +89,23 @@ class Program:
                 self._note(error, rule.place)
         self._raise()
 
+    def assign(self, name: str, state: str | None, value: Value, origin: Origin | None) -> None:
+        """Give a name a value that no statement of this program made.
+
+        Args:
+            name: Name of a parameter.
+            state: The state that is meant; None: the parameter and all of its states.
+            value: As in :attr:`values`, or for a state in :attr:`state_values`.
+            origin: The statement that it comes from, where there is one.
+        """
+        table = self.values if state is None else self.state_values.setdefault(state, {})
+        table[name] = value
+        if origin is not None:
+            self.origins[name if state is None else state_key(name, state)] = origin
+        self._index.add([name], parse_name(name))
+
     def _is_parameter(self, template: Template) -> bool:
-        """Whether a parameter of one of the sides has that name."""
+        """Return whether a parameter of one of the sides has that name."""
         if template.text == NOTHING:
             return False
         return bool(self._index.bindings(template) or self._destination_index().bindings(template))
@@ -116,14 +120,12 @@ class Program:
             self._problems.append(describe_problem(str(error), place.at(error.column), texts))
 
     def _run_rule(self, rule: Rule) -> None:
-        """Carries a rule out for all ids: all left names are read before any right name is assigned."""
+        """Carry a rule out for all ids: all left names are read before any right name is assigned."""
         before = len(self._problems)
         bindings = self.bindings(rule)
-        if self._keeps_history:
-            self._used_ids[id(rule)] = bindings
         left = [template.formatter(rule.placeholders) for template in rule.left]
         right = [template.formatter(rule.placeholders) for template in rule.right]
-        if rule.is_plain and not self._poisoned and not self._keeps_history and self._run_plain(rule, bindings):
+        if rule.is_plain and not self._poisoned and self.trace is None and self._run_plain(rule, bindings):
             return
         assigned: list[_Assignment] = []
         for ids in bindings:
@@ -146,7 +148,7 @@ class Program:
         self._commit(rule, assigned)
 
     def _run_plain(self, rule: Rule, bindings: Sequence[Ids]) -> bool:
-        """Carries out a rule that is the same for all ids, column by column: most are, tens of thousands of times.
+        """Carry out a rule that is the same for all ids, column by column: most are, tens of thousands of times.
 
         Returns:
             False if something is wrong with some of the ids; nothing was assigned then.
@@ -190,8 +192,6 @@ class Program:
                     self.origins[state_key(name, state)] = origin
         if not assigned:
             return
-        if self._keeps_history:
-            self.history[rule.place.number] = [assignment.names for assignment in assigned]
         if rule.has_stars:
             for assignment in assigned:
                 for name in assignment.names:
@@ -208,8 +208,6 @@ class Program:
             if rule.is_optional:
                 return []
             raise
-        if self._keeps_history:
-            self.concrete[id(rule), ids] = concrete
         names = [t.text for t in concrete.left], [t.text for t in concrete.right]
         try:
             return self._assignments(concrete, Origin(rule, ids), *names)
@@ -217,12 +215,8 @@ class Program:
             self._poisoned.update(names[1])
             raise ExpandedError(str(error), concrete.statement.place.text) from error
 
-    def used_ids(self, rule: Rule) -> list[Ids]:
-        """The combinations of ids for which a rule was carried out; only with history."""
-        return self._used_ids.get(id(rule), [])
-
     def star_keys(self, name: str, is_left: bool) -> list[str]:
-        """The keys that a name with stars stands for."""
+        """Return the keys that a name with stars stands for."""
         if is_left:
             return self._index.star(name)
         if self.target is None:
@@ -235,7 +229,7 @@ class Program:
         return self._target_index
 
     def bindings(self, rule: Rule) -> list[Ids]:
-        """The combinations of ids for which the rule is carried out."""
+        """Return the combinations of ids for which the rule is carried out."""
         if not rule.placeholders:
             return [()]
         by_target = rule.left[0].text == NOTHING
@@ -270,7 +264,7 @@ class Program:
         )
 
     def _assignments(self, rule: Rule, origin: Origin, left: list[str], right: list[str]) -> list[_Assignment]:
-        """What a rule assigns for one combination of ids."""
+        """Return what a rule assigns for one combination of ids."""
         if self._poisoned and not self._poisoned.isdisjoint(left):
             self._poisoned.update(right)
             return []
@@ -281,8 +275,9 @@ class Program:
     def _evaluated(
         self, rule: Rule, ids: Ids, left: list[str], right: list[str], state: str | None
     ) -> Sequence[Value] | None:
-        """Values of the right names, or None where there is nothing to assign."""
+        """Return values of the right names, or None where there is nothing to assign."""
         if left[0] == NOTHING:
+            self._note_traced(rule, ids, (1, 1))
             return self._fill(rule, right[0], state)
         known = []
         for name in left:
@@ -297,26 +292,20 @@ class Program:
             known.append(value)
         if state is None or rule.source_state == PARAMETER:
             self.read.update(left)
-            if self._keeps_history:
-                self.read_ever.setdefault(rule.place.number, set()).update(left)
         if right[0] == NOTHING:
+            self._note_traced(rule, ids, (1, 1))
             self.removed.update(left if state is None else [state_key(left[0], state)])
             return None
         parts = (1, 1) if rule.fused is None else self._parts(rule, ids, known, right)
-        if self._keeps_history and rule.fused is not None:
-            self.parts[id(rule), ids] = parts
-        values = rule.evaluate(parts, known, self._shapes(rule, right, state), self.operations)
-        if state is None and self._keeps_history:
-            self._remember(rule, ids, known, values)
-        return values
+        self._note_traced(rule, ids, parts)
+        return rule.evaluate(parts, known, self._shapes(rule, right, state), self.operations)
 
-    def _remember(self, rule: Rule, ids: Ids, left: Sequence[Value], right: Sequence[Value]) -> None:
-        """Notes the shapes and dtypes that a rule met."""
-        infos = tuple(v.structure.info for v in left), tuple(v.structure.info for v in right)
-        self.infos.setdefault(rule.place.number, {})[ids] = infos
+    def _note_traced(self, rule: Rule, ids: Ids, parts: tuple[int, int]) -> None:
+        if self.trace is not None:
+            self.trace[rule, ids if rule.placeholders else (), parts] = None
 
     def _lookup(self, name: str, state: str | None, by_key: bool) -> Value | None:
-        """What a name stands for; ``by_key``: the statement has the name of the state itself."""
+        """Return what a name stands for; ``by_key``: the statement has the name of the state itself."""
         if state is not None:
             value = self.state_values.get(state, {}).get(name)
             if value is not None:
@@ -333,26 +322,26 @@ class Program:
         return self._find(name)
 
     def _moved(self, name: str, state: str) -> Value | None:
-        """What a name stands for as a state, or for PARAMETER as what is none."""
+        """Return what a name stands for as a state, or for PARAMETER as what is none."""
         value = self._lookup(name, state, True) if state != PARAMETER else self.state_values.get(state, {}).get(name)
         return value if value is not None else self._find(state_key(name, state))
 
     def _find(self, name: str) -> Value | None:
-        """What a name stands for as a parameter: what was assigned last, else the source key."""
+        """Return what a name stands for as a parameter: what was assigned last, else the source key."""
         value = self.values.get(name)
         if value is None and name in self.source.states:
             value = Value(self.source_structure(self.source.base_info(name)), (name,))
         return value
 
     def source_structure(self, info: TensorInfo) -> Structure:
-        """The structure of a tensor as it is; one for all of the same shape and dtype."""
+        """Return the structure of a tensor as it is; one for all of the same shape and dtype."""
         structure = self._sources.get(id(info))
         if structure is None:
             structure = self._sources[id(info)] = source_structure(info).structure
         return structure
 
     def _parts(self, rule: Rule, ids: Ids, left: list[Value], right: list[str]) -> tuple[int, int]:
-        """In how many tensor-parallel parts a fused tensor on the left, and one on the right, is cut."""
+        """Return in how many tensor-parallel parts a fused tensor on the left, and one on the right, is cut."""
         numbers = dict(zip(rule.placeholders, ids))
         ndim = len(left[0].structure.shape)
         following = self.rules[self._position + 1 :]
@@ -372,7 +361,6 @@ class Program:
         if not rule.asks_shapes:
             return (None,) * len(right)
         states = {} if self.target is None else self.target.states
-        right = [self.destination_name(name) for name in right]
         infos = [states.get(name) for name in right]
         if state:
             return tuple(None if i is None or state not in i else i[state].shape for i in infos)
@@ -381,7 +369,7 @@ class Program:
         )
 
     def _fill(self, rule: Rule, name: str, state: str | None) -> list[Value] | None:
-        """The value of ``_ -> name``, or None where there is no such destination key."""
+        """Return the value of ``_ -> name``, or None where there is no such destination key."""
         states = {} if self.target is None else self.target.states.get(name, {})
         if not states or (state is not None and state not in states):
             if self.target is not None and rule.statement.has("fill") and not rule.is_optional:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -42,62 +42,55 @@ class Rule:
     placeholders: tuple[str, ...]
     states: tuple[str, ...] | None
     source_state: str | None = None
-    _expansions: dict[tuple[int, int], tuple[Statement, ...]] = field(default_factory=dict)
-    _results: dict[tuple[object, ...], list[tuple[Structure, tuple[int, ...] | None]]] = field(default_factory=dict)
 
     @cached_property
     def is_optional(self) -> bool:
-        """Whether the statement is left out where a left name does not exist."""
+        """Return whether the statement is left out where a left name does not exist."""
         return self.statement.has("optional")
 
     @cached_property
     def asks_shapes(self) -> bool:
-        """Whether some attribute takes the destination's shapes."""
+        """Return whether some attribute takes the destination's shapes."""
         return any(attribute.value == "auto" for attribute in self.statement.attributes)
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether it depends on nothing but the values of its left names, and is about parameters and their states."""
+        """Tell whether it depends on nothing but the values of its left names, and is about no single state."""
         special = self.states is not None or self.fused or self.has_stars or self.asks_shapes or self.is_optional
         return not special and NOTHING not in (self.left[0].text, self.right[0].text)
 
     @cached_property
     def has_stars(self) -> bool:
-        """Whether it depends on the keys that there are."""
+        """Return whether it depends on the keys that there are."""
         return any(template.has_star for template in (*self.left, *self.right))
 
     @cached_property
     def fused(self) -> str | None:
-        """Its fused layout, if it has one that depends on the number of tensor-parallel parts."""
+        """Return its fused layout, if it has one that depends on the number of tensor-parallel parts."""
         tag = fused_tag(self.statement)
         return tag if tag in ("fused_ffn", "fused_qkv_old") else None
 
     def expanded(self, parts: tuple[int, int]) -> tuple[Statement, ...]:
-        """The simple statements that it stands for, placeholders as they are."""
-        if parts not in self._expansions:
-            texts = expand(self.statement, *parts).texts
-            self._expansions[parts] = tuple(statement for text in texts for statement in parse(text))
-        return self._expansions[parts]
+        """Return the simple statements that it stands for, placeholders as they are."""
+        return tuple(statement for text in expand(self.statement, *parts).texts for statement in parse(text))
 
     def evaluate(
         self, parts: tuple[int, int], left: Sequence[Value], shapes: tuple[Shape | None, ...], operations: Operations
     ) -> list[Value]:
-        """Values of the right names for values of the left ones; done once per combination of structures.
+        """Return values of the right names for the left ones; done once per combination of structures.
 
         Raises:
             StatementError: They do not fit.
         """
-        key = (parts, shapes, *(value.structure for value in left))
-        results = self._results.get(key)
-        if results is None:
-            results = self._results[key] = self._compute(parts, left, shapes, operations)
+        key = (self, parts, shapes, *(value.structure for value in left))
+        results = operations.once(key, lambda: self._compute(parts, left, shapes, operations))
         inputs = concatenated(left)
         return [Value(s, inputs if slots is None else tuple([inputs[i] for i in slots])) for s, slots in results]
 
     def _compute(
         self, parts: tuple[int, int], left: Sequence[Value], shapes: tuple[Shape | None, ...], operations: Operations
     ) -> list[tuple[Structure, tuple[int, ...] | None]]:
-        """The right names' structures, and which of all the left inputs each of them has; None: these, in order."""
+        """Return the right names' structures, and which of all left inputs each has; None: these, in order."""
         names: dict[str, Value] = {}
         first = 0
         for variable, value in zip(self.statement.left, left):
@@ -105,7 +98,7 @@ class Rule:
             names[variable.name] = Value(value.structure, tuple(range(first, first + count)))
             first += count
         known = {variable.name: shape for variable, shape in zip(self.statement.right, shapes)}
-        for simple in self.expanded(parts):
+        for simple in operations.once((self, parts), lambda: self.expanded(parts)):
             try:
                 values = carry_out(
                     simple,
@@ -152,7 +145,7 @@ def make_rule(
     is_parameter: Callable[[Template], bool] = lambda _: False,
     sides: Sequence[Side] = (),
 ) -> Rule:
-    """A rule from a parsed statement.
+    """Make a rule of a parsed statement.
 
     Args:
         statement: The statement.
@@ -208,7 +201,7 @@ def _states(
     states: Collection[str],
     is_parameter: Callable[[Template], bool],
 ) -> tuple[tuple[str, ...] | None, list[Template], list[Template]]:
-    """The states that a statement names, in ``states=`` or as the last component of all its names."""
+    """Return the states that a statement names, in ``states=`` or as the last component of all its names."""
     attribute = statement.get("states")
     if attribute is not None:
         names = [name.strip() for name in str(attribute.value).split(",") if name.strip()]
@@ -230,7 +223,7 @@ def _states(
 
 
 def _is_rename(statement: Statement) -> bool:
-    """Whether a statement does nothing to one tensor but give it another name."""
+    """Return whether a statement does nothing to one tensor but give it another name."""
     (*left, first), (*right, last) = statement.left, statement.right
     more = left or right or statement.attributes or first.transposed or last.transposed
     return not more and NOTHING not in (first.name, last.name)
@@ -243,7 +236,7 @@ def _ends(
     is_parameter: Callable[[Template], bool],
     sides: Sequence[Side],
 ) -> tuple[str, str] | None:
-    """The states of the names of a rename of which one is a state and the other neither that nor has any.
+    """Return the states of both names of a rename where one is a state and the other is none and has none.
 
     The keys of a plain ``optimizer.state_dict()`` are such: its states do not have the names of states.
 
@@ -283,7 +276,7 @@ _TEXT_PLACEHOLDER = re.compile(
 
 
 def instantiate(text: str, ids: Mapping[str, int]) -> str:
-    """A statement's text with ids in place of its placeholders."""
+    """Write a statement with ids in place of its placeholders."""
     arrow = text.find("->")
 
     def number(found: re.Match[str]) -> str:
@@ -302,13 +295,7 @@ def _parts(text: str) -> tuple[str | Placeholder, ...]:
 
 
 def without_stars(rule: Rule, ids: Mapping[str, int], keys: Callable[[str, bool], Sequence[str]]) -> Rule:
-    """The rule for one combination of ids, with stars replaced by the keys that they stand for.
-
-    Args:
-        rule: A rule with stars.
-        ids: The ids by placeholder.
-        keys: Gives the keys for a name on the left (or not).
-    """
+    """Return the rule for one combination of ids, with the keys that stars stand for."""
     (statement,) = parse(instantiate(rule.statement.place.text, ids))
     (statement,) = parse(expand_stars(statement, keys))
     return replace(make_rule(statement, rule.states or ()), place=rule.place)

@@ -40,16 +40,12 @@ _NUMBERED = re.compile(r".*_\d+")
 
 
 def split_state(key: str, keys: Mapping[str, object] | set[str]) -> tuple[str, str]:
-    """A key as (parameter, state); the state of a parameter itself is :data:`PARAMETER`.
+    """Split a key into (parameter, state); the state of a parameter itself is :data:`PARAMETER`.
 
     ``block.w_0`` may be the master weight of ``block`` or a parameter of that name. Without a ``block`` it is a
     parameter if it has a state of its own, or if ``block`` ends with a number, as in the names that Paddle gives to
     parameters (``linear_0.w_0``), and has no other state; else it is a state. Names that no optimizer of Paddle uses
     are states only of parameters that are there.
-
-    Args:
-        key: The key.
-        keys: The keys of both sides.
     """
     if not key[-1:].isdigit():
         return key, PARAMETER
@@ -70,7 +66,7 @@ class Side:
     """The tensors of a source or a destination."""
 
     def __init__(self, catalog: Catalog, other_keys: Iterable[str] = ()) -> None:
-        """Reads a catalog.
+        """Read a catalog.
 
         Args:
             catalog: All shards of the side.
@@ -96,8 +92,13 @@ class Side:
         self._cuts: dict[int, dict[str, tuple[int, bool]]] = {}
         self._numbers: dict[str, int] | None = None
 
+    def split(self, key: str) -> tuple[str, str]:
+        """Return a key of this side as (parameter, state)."""
+        base, _, state = key.rpartition(".")
+        return (base, state) if state in self.states.get(base, ()) else (key, PARAMETER)
+
     def base_info(self, base: str) -> TensorInfo:
-        """Shape and dtype of a parameter; where only states of it are there, of the first one that is no scalar."""
+        """Return shape and dtype of a parameter; without it, of its first state that is no scalar."""
         states = self.states[base]
         info = states.get(PARAMETER)
         if info is not None:
@@ -159,7 +160,7 @@ class Side:
 
 
 def _infos(catalog: Catalog, rows: np.ndarray) -> list[TensorInfo]:
-    """Shape and dtype of some rows; one object for all that are equal."""
+    """Return shape and dtype of some rows; one object for all that are equal."""
     if not len(rows):
         return []
     columns = np.column_stack([catalog.dtype[rows], catalog.ndim[rows], catalog.global_shape[rows]]).astype(np.int64)
@@ -176,5 +177,5 @@ def _infos(catalog: Catalog, rows: np.ndarray) -> list[TensorInfo]:
 
 
 def state_key(base: str, state: str) -> str:
-    """The key of a state of a parameter."""
+    """Return the key of a state of a parameter."""
     return f"{base}.{state}" if state else base

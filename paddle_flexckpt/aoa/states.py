@@ -21,18 +21,13 @@ class StateView:
     """Values of states, made from values of parameters."""
 
     def __init__(self, source: Side, removed: Collection[str]) -> None:
-        """Args: source: the source. removed: source keys that statements declare unused, as they become known."""
+        """Take the source, and the source keys that statements declare unused, as they become known."""
         self._source = source
         self._removed = removed
         self._memo: dict[tuple[Structure, str, tuple[TensorInfo, ...]], Structure] = {}
 
     def value(self, value: Value, state: str, parameters_too: bool = False) -> Value:
-        """A state's value, its inputs being source keys.
-
-        Args:
-            value: Value of the parameter; inputs are names of source parameters.
-            state: Which state.
-            parameters_too: Whether a source parameter without this state takes its place.
+        """Return a state's value, its inputs being source keys.
 
         Raises:
             NotFed: A source parameter lacks the state, or the state has no meaning after the parameter's steps.
@@ -58,7 +53,7 @@ class StateView:
         return Value(self._structure(value.structure, state, tuple(infos)), tuple(keys))
 
     def _parameter(self, value: Value) -> Value:
-        """The parameter itself: as it is, once it is known to be there."""
+        """Return the parameter as it is, once it is known to be there."""
         for base in value.inputs:
             if PARAMETER not in self._source.states[base]:
                 raise NotFed(f"the source has no key {base!r}")
@@ -77,7 +72,7 @@ class StateView:
 
 
 def _without_fill(structure: Structure) -> Structure:
-    """New elements of a moment are 0, whatever those of the parameter are."""
+    """Make new elements of a moment 0, whatever those of the parameter are."""
     nodes = tuple(
         replace(node, step=Constant(0, node.step.dtype)) if isinstance(node.step, Constant) else node
         for node in structure.nodes
@@ -86,14 +81,9 @@ def _without_fill(structure: Structure) -> Structure:
 
 
 def of_constants(structure: Structure, state: str, info: TensorInfo) -> Structure:
-    """A state of a parameter that is made of no source: of constants, and of what the target has.
+    """Return a state of a parameter that is made of constants and of what the target has.
 
     A state of another shape (a scalar) keeps what it has.
-
-    Args:
-        structure: The parameter's structure.
-        state: Which state, or PARAMETER.
-        info: Shape and dtype of the state.
     """
     if state == PARAMETER:
         return structure

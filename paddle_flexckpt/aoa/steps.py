@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 
@@ -69,21 +70,43 @@ class Constant:
     dtype: str
 
     def operand_boxes(self, box: Box) -> tuple[Box, ...]:
-        """None."""
+        """Return nothing."""
         return ()
 
     def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
-        """A constant has the shape that is asked for, so this is always an error."""
+        """Raise StructureError: a constant has the shape that is asked for."""
         raise StructureError("a constant's shape does not follow from operands")
 
     def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
-        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        """Fill the box."""
         value = number_in(self.fill, self.dtype)
         return np.full(box.shape, value, value.dtype)
 
 
+class _Pointwise:
+    """Base of steps that compute an element from the elements at the same place."""
+
+    what: ClassVar[str]
+
+    @property
+    def operands(self) -> int:
+        """Return the number of operands."""
+        return 1
+
+    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
+        """Return the same box of each."""
+        return (box,) * self.operands
+
+    def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
+        """Return the first operand's shape and dtype."""
+        _check(self.what, infos, self.operands)
+        _check_floats(self.what, infos)
+        _check_equal_shapes(self.what, infos)
+        return infos[0]
+
+
 @dataclass(frozen=True)
-class Convert:
+class Convert(_Pointwise):
     """Casts, one after the other.
 
     Attributes:
@@ -92,12 +115,8 @@ class Convert:
 
     dtypes: tuple[str, ...]
 
-    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
-        """The same box."""
-        return (box,)
-
     def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
-        """The operand's shape with the last dtype."""
+        """Return the operand's shape with the last dtype."""
         _check("a cast", infos, 1)
         for before, after in zip((infos[0].dtype, *self.dtypes), self.dtypes):
             if before in COMPLEX and after not in (*COMPLEX, "bool"):
@@ -105,7 +124,7 @@ class Convert:
         return TensorInfo(infos[0].shape, (infos[0].dtype, *self.dtypes)[-1])
 
     def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
-        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        """Cast the elements."""
         array = operands[0]
         for dtype in self.dtypes:
             array = converted(array, dtype)
@@ -113,55 +132,41 @@ class Convert:
 
 
 @dataclass(frozen=True)
-class Scale:
+class Scale(_Pointwise):
     """``factor * A[i]``.
 
     Attributes:
         factor: The factor.
     """
 
+    what: ClassVar[str] = "scale"
     factor: float
 
-    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
-        """The same box."""
-        return (box,)
-
-    def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
-        """As the operand."""
-        _check("scale", infos, 1)
-        _check_floats("scale", infos)
-        return infos[0]
-
     def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
-        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        """Multiply the elements."""
         work = _work_dtype(operands)
         with np.errstate(all="ignore"):
             return _rounded(operands[0].astype(work) * work(self.factor), operands[0].dtype)
 
 
 @dataclass(frozen=True)
-class WeightedSum:
+class WeightedSum(_Pointwise):
     """``w0 * A[i] + w1 * B[i] + ...``, from left to right.
 
     Attributes:
         weights: One weight for each operand; all 1 for a plain sum.
     """
 
+    what: ClassVar[str] = "sum"
     weights: tuple[float, ...]
 
-    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
-        """The same box of each."""
-        return (box,) * len(self.weights)
-
-    def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
-        """As the first operand."""
-        _check("sum", infos, len(self.weights))
-        _check_floats("sum", infos)
-        _check_equal_shapes("sum", infos)
-        return infos[0]
+    @property
+    def operands(self) -> int:
+        """Return the number of operands."""
+        return len(self.weights)
 
     def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
-        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        """Add the elements."""
         work = _work_dtype(operands)
         with np.errstate(all="ignore"):
             total = operands[0].astype(work) * work(self.weights[0])
@@ -171,28 +176,23 @@ class WeightedSum:
 
 
 @dataclass(frozen=True)
-class Average:
+class Average(_Pointwise):
     """``(A[i] + B[i] + ...) / count``, summed from left to right.
 
     Attributes:
         count: Number of operands.
     """
 
+    what: ClassVar[str] = "average"
     count: int
 
-    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
-        """The same box of each."""
-        return (box,) * self.count
-
-    def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
-        """As the first operand."""
-        _check("average", infos, self.count)
-        _check_floats("average", infos)
-        _check_equal_shapes("average", infos)
-        return infos[0]
+    @property
+    def operands(self) -> int:
+        """Return the number of operands."""
+        return self.count
 
     def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
-        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        """Average the elements."""
         work = _work_dtype(operands)
         with np.errstate(all="ignore"):
             total = operands[0].astype(work)
@@ -202,7 +202,7 @@ class Average:
 
 
 @dataclass(frozen=True)
-class Same:
+class Same(_Pointwise):
     """Operands that have to be equal bit for bit; gives the first.
 
     Attributes:
@@ -211,12 +211,13 @@ class Same:
 
     names: tuple[str, ...]
 
-    def operand_boxes(self, box: Box) -> tuple[Box, ...]:
-        """The same box of each."""
-        return (box,) * len(self.names)
+    @property
+    def operands(self) -> int:
+        """Return the number of operands."""
+        return len(self.names)
 
     def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
-        """As every operand."""
+        """Return shape and dtype, which every operand has."""
         _check("a comparison", infos, len(self.names))
         for name, info in zip(self.names, infos):
             if info != infos[0]:
@@ -227,7 +228,7 @@ class Same:
         return infos[0]
 
     def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
-        """See :class:`~paddle_flexckpt.aoa.mapping.Step`.
+        """Compare the elements and return the first operand's.
 
         Raises:
             CheckpointError: The operands differ.
@@ -261,12 +262,12 @@ class LoraMerge:
     rank: int = -1
 
     def operand_boxes(self, box: Box) -> tuple[Box, ...]:
-        """The same box of W, its rows of A and its columns of B."""
+        """Return the same box of W, its rows of A and its columns of B."""
         (row, column), (rows, columns) = box.offset, box.shape
         return box, Box((row, 0), (rows, self.rank)), Box((0, column), (self.rank, columns))
 
     def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
-        """As W."""
+        """Return W's shape and dtype."""
         _check("lora_merge", infos, 3)
         _check_floats("lora_merge", infos)
         shape = infos[0].shape
@@ -282,7 +283,7 @@ class LoraMerge:
         return infos[0]
 
     def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
-        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        """Compute the elements of the box."""
         work = _work_dtype(operands)
         weight, left, right = (operand.astype(work) for operand in operands)
         if not self.rank:
@@ -306,13 +307,13 @@ class DequantFp8:
     block: tuple[int, ...]
 
     def operand_boxes(self, box: Box) -> tuple[Box, ...]:
-        """The same box of W and the scales of the blocks that it touches."""
+        """Return the same box of W and the scales of the blocks that it touches."""
         first = tuple(o // b for o, b in zip(box.offset, self.block))
         stop = tuple(-(-s // b) for s, b in zip(box.stop, self.block))
         return box, Box(first, tuple(max(s - f, 0) for f, s in zip(first, stop)))
 
     def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
-        """W's shape, float32."""
+        """Return W's shape, float32."""
         _check('dequant="fp8"', infos, 2)
         _check_floats('dequant="fp8"', infos)
         weight, scales = infos
@@ -330,7 +331,7 @@ class DequantFp8:
         return TensorInfo(weight.shape, "float32")
 
     def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
-        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        """Compute the elements of the box."""
         work = _work_dtype(operands)
         weight, scales = (operand.astype(work) for operand in operands)
         for axis, (start, extent, block) in enumerate(zip(box.offset, box.shape, self.block)):
@@ -350,13 +351,13 @@ class DequantMxfp4:
     group: int = -1
 
     def operand_boxes(self, box: Box) -> tuple[Box, ...]:
-        """The bytes and the scales of the groups that the box touches."""
+        """Return the bytes and the scales of the groups that the box touches."""
         first, stop = box.offset[-1] // (2 * self.group), -(-box.stop[-1] // (2 * self.group))
         scales = Box((*box.offset[:-1], first), (*box.shape[:-1], max(stop - first, 0)))
         return Box((*scales.offset, 0), (*scales.shape, self.group)), scales
 
     def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
-        """``[..., G * 2 * n]``, float32."""
+        """Return ``[..., G * 2 * n]``, float32."""
         _check('dequant="mxfp4"', infos, 2)
         weight, scales = infos
         for name, info in zip("WS", infos):
@@ -374,7 +375,7 @@ class DequantMxfp4:
         return TensorInfo((*weight.shape[:-2], weight.shape[-2] * 2 * self.group), "float32")
 
     def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
-        """See :class:`~paddle_flexckpt.aoa.mapping.Step`."""
+        """Compute the elements of the box."""
         weight, scales = operands
         nibbles = np.stack([weight & 15, weight >> 4], axis=-1)
         exponents = scales.astype(np.int32)[..., None, None] - 127
@@ -387,7 +388,7 @@ class DequantMxfp4:
 
 
 def bound(step: TypedStep, infos: Sequence[TensorInfo]) -> TypedStep:
-    """A step that knows those extents of its operands that it needs to tell which boxes it reads."""
+    """Return a step that knows the extents of its operands that tell which boxes it reads."""
     if isinstance(step, LoraMerge) and step.rank < 0 and len(infos) == 3 and infos[1].shape:
         return replace(step, rank=infos[1].shape[-1])
     if isinstance(step, DequantMxfp4) and step.group < 0 and len(infos) == 2 and infos[0].shape:

@@ -29,7 +29,7 @@ class TypedStep(Step, Protocol):
     """A step that knows what it makes of its operands."""
 
     def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
-        """Shape and dtype of the result for operands of these shapes and dtypes.
+        """Return shape and dtype of the result for operands of these shapes and dtypes.
 
         Raises:
             StructureError: The step has no meaning for such operands.
@@ -67,7 +67,7 @@ class Fragments(Columns):
         return replace(self, leaf_offset=self.leaf_offset[:, -extra:], value_axis=self.value_axis[:, -extra:])
 
     def clipped(self, start: np.ndarray, stop: np.ndarray) -> Fragments:
-        """The parts between ``start`` and ``stop`` (int64, broadcast to ``[p, n]``); some may be empty."""
+        """Return the parts between ``start`` and ``stop`` (int64, broadcast to ``[p, n]``); some may be empty."""
         low = np.maximum(self.offset, start)
         high = np.minimum(self.offset + self.extent, stop)
         # A last column of zeros is what NO_AXIS (-1) picks.
@@ -77,12 +77,12 @@ class Fragments(Columns):
         return replace(self, offset=low, extent=np.maximum(high - low, 0), leaf_offset=moved)
 
     def with_axes(self, table: Sequence[int], offset: np.ndarray, extent: np.ndarray) -> Fragments:
-        """The fragments of a value with other axes: ``table`` says what becomes of each axis (NO_AXIS: it is gone)."""
+        """Return the fragments with other axes: ``table`` says what becomes of each (NO_AXIS: it is gone)."""
         mapped = np.asarray([*table, NO_AXIS], np.int64)[self.value_axis]
         return replace(self, offset=offset, extent=extent, value_axis=mapped)
 
     def split_at_multiples(self, axis: int, block: int) -> Fragments:
-        """The fragments, split along an axis wherever the value's index is a multiple of ``block``.
+        """Return the fragments, split along an axis wherever the value's index is a multiple of ``block``.
 
         Raises:
             StructureError: There would be more than MAX_FRAGMENTS.
@@ -123,7 +123,7 @@ class StructureNode:
 
     @cached_property
     def slots(self) -> frozenset[int]:
-        """Input slots that the node needs."""
+        """Return input slots that the node needs."""
         return frozenset().union(*(operand.slots for operand in self.operands))
 
 
@@ -153,18 +153,18 @@ class Structure:
 
     @cached_property
     def info(self) -> TensorInfo:
-        """Shape and dtype of the value."""
+        """Return shape and dtype of the value."""
         return TensorInfo(self.shape, self.dtype)
 
     @cached_property
     def slots(self) -> frozenset[int]:
-        """Input slots that the value needs."""
+        """Return input slots that the value needs."""
         leaves = distinct(self.fragments.leaf)
         own = frozenset(leaf for leaf in leaves if leaf >= 0)
         return own.union(*(self.nodes[-1 - leaf].slots for leaf in leaves if leaf < 0))
 
     def leaf_info(self, leaf: int) -> TensorInfo:
-        """Shape and dtype of a leaf."""
+        """Return shape and dtype of a leaf."""
         return self.inputs[leaf] if leaf >= 0 else self.nodes[-1 - leaf].info
 
 
@@ -181,18 +181,18 @@ class Derived:
     slots: tuple[int, ...]
 
     def then(self, following: Derived) -> Derived:
-        """An operation on ``self.structure``, seen from the inputs that this one started from."""
+        """Return an operation on ``self.structure``, seen from the inputs that this one started from."""
         return Derived(following.structure, tuple(self.slots[slot] for slot in following.slots))
 
 
 def distinct(column: np.ndarray) -> list[int]:
-    """The distinct values of an int64 column, ascending."""
+    """Return the distinct values of an int64 column, ascending."""
     # numpy's own takes longer than all the rest of an operation on a few fragments.
     return sorted(set(column.tolist())) if len(column) < 256 else np.unique(column).tolist()
 
 
 def unchanged(structure: Structure) -> Derived:
-    """The structure itself."""
+    """Return the structure itself."""
     return Derived(structure, tuple(range(len(structure.inputs))))
 
 
@@ -205,7 +205,7 @@ def assembled(
     nodes: Sequence[StructureNode],
     shifts: Sequence[int] | None = None,
 ) -> Derived:
-    """A structure without empty fragments and without inputs, nodes and chains that nothing needs.
+    """Return a structure without empty fragments and without inputs, nodes and chains that nothing needs.
 
     Args:
         shape: Shape of the value.
@@ -269,7 +269,7 @@ def renumbered(
     inputs: tuple[TensorInfo, ...],
     memo: dict[tuple[int, int], Structure],
 ) -> Structure:
-    """An operand's structure over the inputs of its holder: slot s becomes ``table[s + shift]``.
+    """Return an operand's structure over its holder's inputs: slot s becomes ``table[s + shift]``.
 
     Args:
         structure: The operand's structure.

@@ -64,7 +64,7 @@ Fill = Union[int, float, Literal["keep"]]
 
 
 def axis_of(axis: int, rank: int) -> int:
-    """The number of an axis from 0; a negative one counts from the end.
+    """Return the number of an axis from 0; a negative one counts from the end.
 
     Raises:
         StructureError: There is no such axis.
@@ -77,7 +77,7 @@ def axis_of(axis: int, rank: int) -> int:
 
 
 def cut(structure: Structure, axis: int, start: int, stop: int) -> Derived:
-    """The elements from ``start`` to before ``stop`` along an axis."""
+    """Cut out the elements from ``start`` to before ``stop`` along an axis."""
     axis = axis_of(axis, len(structure.shape))
     extent = structure.shape[axis]
     start, stop = _integer(start, "start"), _integer(stop, "stop")
@@ -92,14 +92,14 @@ def cut(structure: Structure, axis: int, start: int, stop: int) -> Derived:
 
 
 def index(structure: Structure, axis: int, i: int) -> Derived:
-    """The slice at index ``i`` of an axis, without that axis; a negative ``i`` counts from the end."""
+    """Cut out index ``i`` of an axis, without that axis; a negative ``i`` counts from the end."""
     axis = axis_of(axis, len(structure.shape))
     items: list[tuple[int | None, int | None] | int] = [(None, None)] * axis
     return slice_(structure, [*items, i])
 
 
 def slice_(structure: Structure, items: Sequence[tuple[int | None, int | None] | int]) -> Derived:
-    """Parts of all axes at once.
+    """Cut out parts of all axes at once.
 
     Args:
         structure: The value.
@@ -132,19 +132,19 @@ def slice_(structure: Structure, items: Sequence[tuple[int | None, int | None] |
 
 
 def join(structures: Sequence[Structure], axis: int) -> Derived:
-    """Values one after the other along an axis; dtypes and all other extents have to be equal."""
+    """Put values one after the other along an axis; dtypes and all other extents have to be equal."""
     return _joined(structures, axis_of(axis, len(_first_of(structures, "join").shape)))
 
 
 def stack(structures: Sequence[Structure], axis: int) -> Derived:
-    """Values one after the other along a new axis; shapes and dtypes have to be equal."""
+    """Put values one after the other along a new axis; shapes and dtypes have to be equal."""
     first = _first_of(structures, "stack")
     axis = axis_of(axis, len(first.shape) + 1)
     return _joined(structures, axis, new_axis=True)
 
 
 def permute(structure: Structure, axes: Sequence[int]) -> Derived:
-    """The value with axis i of the result being axis ``axes[i]``."""
+    """Permute axes: axis i of the result is axis ``axes[i]``."""
     rank = len(structure.shape)
     order = [_integer(axis, "axis") for axis in axes]
     order = [axis + rank if axis < 0 else axis for axis in order]
@@ -162,7 +162,7 @@ def permute(structure: Structure, axes: Sequence[int]) -> Derived:
 
 
 def pad(structure: Structure, before: Sequence[int], after: Sequence[int], fill: Fill) -> Derived:
-    """The value with elements added before and after it along every axis.
+    """Add elements before and after the value along every axis.
 
     Args:
         structure: The value.
@@ -199,7 +199,7 @@ def pad(structure: Structure, before: Sequence[int], after: Sequence[int], fill:
 
 
 def resize(structure: Structure, extents: Sequence[int], fill: Fill | None) -> Derived:
-    """The value cut or extended at the end of every axis.
+    """Cut or extend the value at the end of every axis.
 
     Args:
         structure: The value.
@@ -223,14 +223,7 @@ def resize(structure: Structure, extents: Sequence[int], fill: Fill | None) -> D
 
 
 def repeat(structure: Structure, axis: int, times: int, block: int | None = None) -> Derived:
-    """Copies of the value, or of every block of it in place, along an axis.
-
-    Args:
-        structure: The value.
-        axis: The axis.
-        times: Number of copies.
-        block: Extent of the blocks (None: the whole value is one).
-    """
+    """Repeat the value, or every block of it in place, along an axis."""
     axis = axis_of(axis, len(structure.shape))
     extent = structure.shape[axis]
     block = max(extent, 1) if block is None else _integer(block, "block")
@@ -283,7 +276,7 @@ def _moved(structure: Structure, shape: tuple[int, ...], fragments: Fragments) -
 
 
 def _window(structure: Structure, starts: Sequence[int], stops: Sequence[int], dropped: Sequence[int] = ()) -> Derived:
-    """The part between ``starts`` and ``stops``, without the dropped axes, whose extents have to be 1 in it."""
+    """Return what is between ``starts`` and ``stops``, without the dropped axes, of extent 1 there."""
     if not any(starts) and tuple(stops) == structure.shape and not dropped:
         return unchanged(structure)
     first = np.asarray(starts, np.int64)

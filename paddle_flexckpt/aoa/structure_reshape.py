@@ -12,14 +12,10 @@ from paddle_flexckpt.aoa.structure import NO_AXIS, Derived, Fragments, Structure
 
 
 def reshape(structure: Structure, shape: Sequence[int]) -> Derived:
-    """The value with its elements, in row-major order, in another shape.
+    """Give the elements, in row-major order, another shape.
 
     Axes that go over as they are, and extents 1 that come or go, cost nothing. Where axes are split or merged, a
     fragment falls into the rows that both shapes have in common: ``[B * W, R]`` and ``[B, W, R]`` have B of them.
-
-    Args:
-        structure: The value.
-        shape: The new shape; one extent may be -1.
 
     Raises:
         StructureError: The number of elements differs, or there would be too many fragments.
@@ -90,7 +86,7 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
 
 
 def _reshaped(fragments: Fragments, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Fragments, list[int]]:
-    """The fragments in the new shape, and the new axes along which neighbours may have arisen."""
+    """Return the fragments in the new shape, and the new axes along which neighbours may have arisen."""
     groups = _groups(old, new)
     # Within a group the innermost axes alone have equal strides, so that is where boxes may extend: one row at a time.
     for first, second in groups:
@@ -131,7 +127,7 @@ def _reshaped(fragments: Fragments, old: tuple[int, ...], new: tuple[int, ...]) 
 
 
 def coalesced(fragments: Fragments, axis: int) -> Fragments:
-    """The fragments with those joined that continue each other along an axis, in the value and in the leaf.
+    """Join the fragments that continue each other along an axis, in the value and in the leaf.
 
     So a reshape and its inverse give the fragments that there were.
     """

@@ -28,12 +28,12 @@ _UNCAST: tuple[tuple[str, ...], ...] = ((),)
 
 
 def source(info: TensorInfo) -> Derived:
-    """The tensor bound to one input slot."""
+    """Return the tensor bound to one input slot."""
     return assembled(info.shape, info.dtype, (info,), _whole(info.shape, 0), _UNCAST, ())
 
 
 def computed(step: TypedStep, info: TensorInfo | None, operands: Sequence[Structure]) -> Derived:
-    """The result of a step, as one node.
+    """Return the result of a step, as one node.
 
     Args:
         step: The step; what :func:`~paddle_flexckpt.aoa.steps.bound` finds out need not be given.
@@ -63,17 +63,17 @@ def computed(step: TypedStep, info: TensorInfo | None, operands: Sequence[Struct
 
 
 def constant(info: TensorInfo, fill: Number) -> Derived:
-    """A value of which every element is ``fill``."""
+    """Return a value of which every element is ``fill``."""
     return _leaf_alone(info, fill_step(fill, info.dtype))
 
 
 def keep(info: TensorInfo) -> Derived:
-    """A value of which the target keeps what it has."""
+    """Return a value of which the target keeps what it has."""
     return _leaf_alone(info, None)
 
 
 def cast(structure: Structure, dtype: str) -> Derived:
-    """The value in another dtype."""
+    """Cast the value to another dtype."""
     try:
         dtype = dtype_of(dtype).name
     except ValidationError as error:
@@ -103,7 +103,7 @@ def cast(structure: Structure, dtype: str) -> Derived:
 
 
 def with_inputs(structure: Structure, infos: Sequence[TensorInfo], casts: bool = False) -> Structure:
-    """The same moves and steps on inputs of other dtypes, as for an optimizer's states.
+    """Apply the same moves and steps to inputs of other dtypes, as for an optimizer's states.
 
     Numbers that were filled in take the dtype of what they were added to.
 
@@ -183,13 +183,13 @@ def _text(info: TensorInfo) -> str:
 
 
 def fill_step(fill: Number, dtype: str) -> Constant:
-    """The step that fills with a number, which has to exist in the dtype."""
+    """Return the step that fills with a number, which has to exist in the dtype."""
     number_in(fill, dtype)
     return Constant(fill, dtype)
 
 
 def boxes_of(offset: np.ndarray, extent: np.ndarray, leaf: int) -> Fragments:
-    """Fragments that show a leaf of the value's own shape."""
+    """Return fragments that show a leaf of the value's own shape."""
     count, rank = offset.shape
     axes = np.broadcast_to(np.arange(rank, dtype=np.int64), (count, rank))
     return Fragments(offset, extent, np.full(count, leaf, np.int64), offset, axes, np.zeros(count, np.int64))

@@ -31,7 +31,7 @@ class DType:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """Return bytes per element."""
         return self.numpy.itemsize
 
 
@@ -60,7 +60,7 @@ DTYPES = MappingProxyType({dtype.name: dtype for dtype in _TABLE})
 
 @functools.lru_cache(maxsize=256)
 def dtype_of(name: str) -> DType:
-    """The element type of that name.
+    """Return the element type of that name.
 
     Args:
         name: Paddle's name, with or without ``"paddle."`` in front; numpy's names are the same.

@@ -35,6 +35,6 @@ def check_extra_names(keys: Iterable[str]) -> None:
 
 
 def without_extra_state(catalog: Catalog) -> Catalog:
-    """The shards of a catalog that are no run's extra state."""
+    """Return the shards of a catalog that are no run's extra state."""
     extra = np.asarray([key.startswith(EXTRA_STATE) for key in catalog.keys], dtype=bool)
     return catalog.take(~extra[catalog.key]) if extra.any() else catalog

@@ -26,12 +26,12 @@ class ReplicaGroups:
 
     @property
     def count(self) -> np.ndarray:
-        """int64 ``[g]``, replicas in each group."""
+        """Return int64 ``[g]``, replicas in each group."""
         return np.diff(self.start)
 
     @property
     def first(self) -> np.ndarray:
-        """int64 ``[g]``, one row of each group (that of the lowest rank)."""
+        """Return int64 ``[g]``, one row of each group (that of the lowest rank)."""
         return self.order[self.start[:-1]]
 
     @property
@@ -56,7 +56,7 @@ class ReplicaGroups:
 
 
 def group_replicas(catalog: Catalog) -> ReplicaGroups:
-    """Groups the rows that have the same key, box and flattened range.
+    """Group the rows that have the same key, box and flattened range.
 
     Groups are numbered in the order of key, then offset, then flattened range.
     """
@@ -78,7 +78,7 @@ def group_replicas(catalog: Catalog) -> ReplicaGroups:
 
 
 def _lexsort_packed(columns: list[np.ndarray], n: int) -> np.ndarray:
-    """``np.lexsort`` of columns given most significant first; columns are packed into few int64 to sort once."""
+    """Sort as ``np.lexsort`` does, most significant column first; columns are packed to sort once."""
     packed: list[np.ndarray] = []
     room = 0
     for column in columns:

@@ -66,28 +66,28 @@ class Catalog(Columns):
 
     @property
     def is_flattened(self) -> np.ndarray:
-        """Bool ``[n]``."""
+        """Return bool ``[n]``."""
         return self.flat_start != NOT_FLATTENED
 
     @property
     def size(self) -> np.ndarray:
-        """int64 ``[n]``, elements in each shard."""
+        """Return int64 ``[n]``, elements in each shard."""
         box = self.shape.prod(axis=1, dtype=np.int64)
         return np.where(self.is_flattened, self.flat_stop - self.flat_start, box)
 
     @property
     def itemsize(self) -> np.ndarray:
-        """int64 ``[n]``, bytes per element."""
+        """Return int64 ``[n]``, bytes per element."""
         sizes = np.asarray([dtype_of(name).itemsize for name in self.dtypes], dtype=np.int64)
         return sizes[self.dtype] if len(sizes) else np.zeros(len(self), dtype=np.int64)
 
     @property
     def byte_length(self) -> np.ndarray:
-        """int64 ``[n]``, bytes in each shard."""
+        """Return int64 ``[n]``, bytes in each shard."""
         return self.size * self.itemsize
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """All columns and, as JSON in uint8 arrays, all name tables: what a file or a message holds of a catalog."""
+        """Return all columns and, as JSON in uint8 arrays, all tables of names: what files and messages hold."""
         arrays: dict[str, np.ndarray] = {
             table: np.frombuffer(json.dumps(getattr(self, table), ensure_ascii=False).encode(), dtype=np.uint8)
             for table in _TABLES
@@ -101,7 +101,7 @@ class Catalog(Columns):
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Catalog:
-        """The catalog whose :meth:`to_arrays` gave the arrays; columns may be in narrower integer types.
+        """Return the catalog whose :meth:`to_arrays` gave the arrays; columns may be of narrower types.
 
         Raises:
             ValueError: A table is not a list of names (of orders), or columns differ in length or beyond their table.
@@ -147,11 +147,11 @@ class Catalog(Columns):
         return self.files[self.file[row]] if self.file[row] >= 0 else None
 
     def unpadded(self, row: int, column: np.ndarray) -> tuple[int, ...]:
-        """A row of a ``[n, d]`` column without its padding."""
+        """Return a row of a ``[n, d]`` column without its padding."""
         return tuple(int(x) for x in column[row, self.width - self.ndim[row] :])
 
     def describe(self, row: int) -> str:
-        """One shard in words: ``float32 [0:4, 2:6] of [8, 8]``, with its flattened range if it has one."""
+        """Describe one shard: ``float32 [0:4, 2:6] of [8, 8]``, with its flattened range if it has one."""
         offset, shape = self.unpadded(row, self.offset), self.unpadded(row, self.shape)
         box = ", ".join(f"{o}:{o + s}" for o, s in zip(offset, shape))
         text = f"{self.dtype_name(row)} [{box}] of {list(self.unpadded(row, self.global_shape))}"
@@ -174,7 +174,7 @@ class CatalogBuilder:
     """Collects the shards of one rank, row by row, and makes the columns of them."""
 
     def __init__(self, rank: int, file: str | None = None) -> None:
-        """Args: rank: the rank that holds the shards. file: name of the file that holds them, if any."""
+        """Collect the shards of a rank that are in a file, if they are in any."""
         self._rank = rank
         self._file = file
         self._keys: dict[str, int] = {}
@@ -193,7 +193,7 @@ class CatalogBuilder:
         byte_offset: int = 0,
         order: Order | None = None,
     ) -> int:
-        """Adds a shard and returns its row.
+        """Add a shard and return its row.
 
         Args:
             key: The tensor's name.
@@ -236,7 +236,7 @@ class CatalogBuilder:
         return len(self._rows) - 1
 
     def build(self) -> Catalog:
-        """The catalog of all shards added so far."""
+        """Return the catalog of all shards added so far."""
         n = len(self._rows)
         width = max([1, *(len(row[2]) for row in self._rows)])
         rows: list[tuple[Any, ...]] = list(self._rows)
@@ -343,3 +343,23 @@ def _merged_orders(catalogs: Sequence[Catalog], of_keys: Sequence[np.ndarray], k
     if problems:
         raise ValidationError(problems)
     return {"orders": tuple(table), "key_order": merged} if table else {}
+
+
+def unordered(catalog: Catalog) -> np.ndarray:
+    """Return, as bool per key, which tensors may be fused, for all that the catalog says.
+
+    These are cut along their last axis, the outputs of a linear layer, and nothing is known of their order: the catalog
+    was written before there were orders, or by another program.
+    """
+    count = len(catalog.keys)
+    found = np.zeros(count, dtype=bool)
+    filled = (catalog.size > 0) & (catalog.ndim > 0)
+    if len(catalog.key_order):
+        filled &= catalog.key_order[catalog.key] < 0
+    rows = np.flatnonzero(filled)
+    if len(rows):
+        found[catalog.key[rows]] = True
+        whole = catalog.shape[rows, -1] == catalog.global_shape[rows, -1]
+        # A part of fewer than two elements fuses nothing.
+        found[catalog.key[rows[whole | (catalog.shape[rows, -1] < 2)]]] = False
+    return found

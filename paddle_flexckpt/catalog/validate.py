@@ -27,7 +27,7 @@ MAX_PIECES = 100_000
 
 
 def validate_shards(catalog: Catalog) -> list[Problem]:
-    """Checks every shard by itself and against the other shards of its key.
+    """Check every shard by itself and against the other shards of its key.
 
     Checks that boxes are inside the global shape, flattened ranges are inside their box, and that all shards of a key
     agree on dtype and global shape. A rank that holds nothing of a tensor may have a shard with an extent of 0.
@@ -66,7 +66,7 @@ def validate_shards(catalog: Catalog) -> list[Problem]:
 
 
 def _disagreements(catalog: Catalog) -> list[Problem]:
-    """Shards whose dtype or global shape is not that of the first shard of their key."""
+    """Return shards whose dtype or global shape is not that of the first shard of their key."""
     n = len(catalog)
     if n == 0:
         return []
@@ -117,7 +117,7 @@ class Coverage:
 
 
 def validate_coverage(catalog: Catalog, groups: ReplicaGroups) -> Coverage:
-    """Checks that the shards of every key cover its whole tensor, and finds those that overlap.
+    """Check that the shards of every key cover its whole tensor, and finds those that overlap.
 
     Args:
         catalog: Shards that :func:`validate_shards` found nothing wrong with.
@@ -167,7 +167,7 @@ def validate_coverage(catalog: Catalog, groups: ReplicaGroups) -> Coverage:
 
 
 def _is_grid(offset: np.ndarray, shape: np.ndarray, global_shape: np.ndarray) -> bool:
-    """Whether distinct boxes are exactly the cells of a grid over the whole tensor."""
+    """Return whether distinct boxes are exactly the cells of a grid over the whole tensor."""
     cells = 1
     for axis in range(offset.shape[1]):
         cuts = np.unique(np.stack([offset[:, axis], shape[:, axis]], axis=1), axis=0)
@@ -180,7 +180,7 @@ def _is_grid(offset: np.ndarray, shape: np.ndarray, global_shape: np.ndarray) ->
 
 
 def _inspect_key(catalog: Catalog, rows: np.ndarray, coverage: Coverage) -> None:
-    """Finds holes and overlaps of one key box by box."""
+    """Find holes and overlaps of one key box by box."""
     part, offset, shape = row_boxes(catalog, rows)
     row = int(rows[0])
     pairs = _overlapping_pairs(part, offset, shape)
@@ -258,7 +258,7 @@ def _overlapping_pairs(part: np.ndarray, offset: np.ndarray, shape: np.ndarray) 
 
 
 def row_boxes(catalog: Catalog, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The boxes, in global coordinates, that the shards of the given rows consist of.
+    """Return the boxes, in global coordinates, that the shards of the given rows consist of.
 
     Returns:
         ``(part, offset, shape)``: index into ``rows`` (int64 ``[m]``), and the boxes (int64 ``[m, d]`` twice).

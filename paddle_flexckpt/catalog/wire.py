@@ -10,22 +10,22 @@ from paddle_flexckpt.catalog.table import Catalog
 
 
 def encode_catalog(catalog: Catalog) -> bytes:
-    """A catalog as bytes."""
+    """Encode a catalog as bytes."""
     return safetensors_numpy.save(catalog.to_arrays())
 
 
 def decode_catalog(data: bytes) -> Catalog:
-    """The catalog that :func:`encode_catalog` made the bytes of."""
+    """Decode the catalog that :func:`encode_catalog` was given."""
     return Catalog.from_arrays(safetensors_numpy.load(data))
 
 
 def join(parts: Iterable[bytes]) -> bytes:
-    """One message of several parts."""
+    """Join several parts to one message."""
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
 def split(message: bytes) -> list[bytes]:
-    """The parts that :func:`join` was given."""
+    """Split a message into the parts that :func:`join` was given."""
     parts, position = [], 0
     while position < len(message):
         end = position + 8 + int.from_bytes(message[position : position + 8], "little")

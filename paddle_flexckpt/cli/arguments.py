@@ -1,4 +1,7 @@
-"""Hold what several commands share: arguments, what these stand for, and the outcome of a command."""
+"""Hold what several commands share: arguments, what these stand for, and the outcome of a command.
+
+Tested in tests/cli/test_cli.py.
+"""
 
 from __future__ import annotations
 

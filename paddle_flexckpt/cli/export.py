@@ -1,4 +1,4 @@
-"""flexckpt export: a checkpoint as Hugging Face style safetensors files."""
+"""flexckpt export: a checkpoint as Hugging Face style safetensors files. Tested in tests/cli/test_cli.py."""
 
 from __future__ import annotations
 

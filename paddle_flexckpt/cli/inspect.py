@@ -1,4 +1,4 @@
-"""flexckpt inspect: what a checkpoint holds, from its manifest alone."""
+"""flexckpt inspect: what a checkpoint holds, from its manifest alone. Tested in tests/cli/test_verify.py."""
 
 from __future__ import annotations
 

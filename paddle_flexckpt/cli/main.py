@@ -1,4 +1,4 @@
-"""The command line: one sub-command per module of this package."""
+"""The command line: one sub-command per module of this package. Tested in tests/cli/test_cli.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""flexckpt patch: patches for installed packages."""
+"""flexckpt patch: patches for installed packages. Tested in tests/patching/test_patching.py."""
 
 from __future__ import annotations
 

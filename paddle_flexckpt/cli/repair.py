@@ -1,4 +1,4 @@
-"""flexckpt repair: a lost manifest from the data files."""
+"""flexckpt repair: a lost manifest from the data files. Tested in tests/cli/test_verify.py."""
 
 from __future__ import annotations
 

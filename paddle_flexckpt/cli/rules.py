@@ -1,4 +1,4 @@
-"""flexckpt rules: AOA statements for common models."""
+"""flexckpt rules: AOA statements for common models. Tested in tests/cli/test_cli.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""flexckpt explain, expand and invert: what AOA statements do, stand for, and how they are undone."""
+"""flexckpt explain, expand and invert: what AOA statements do, stand for, and how they are undone.
+
+Tested in tests/cli/test_cli.py.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,6 @@ def add_command(commands: Any) -> None:
         parser.add_argument("source", metavar="CHECKPOINT", help=_SOURCE)
         parser.add_argument("target", metavar="TARGET", nargs="?", help=f"{_TARGET}; by default what they make")
     explain.add_argument("--key", action="append", default=[], help="only this target; may be given several times")
-    invert.add_argument("--source", metavar="CHECKPOINT", help=_SOURCE)
-    invert.add_argument("--target", metavar="CHECKPOINT", help=_TARGET)
 
 
 def _explain(options: argparse.Namespace) -> str:
@@ -46,5 +47,4 @@ def _expand(options: argparse.Namespace) -> str:
 
 def _invert(options: argparse.Namespace) -> str:
     """Return the statements that undo others."""
-    inverse = aoa.invert(aoa_config(options.aoa), catalog_of(options.source), catalog_of(options.target))
-    return json.dumps(inverse, indent=2, ensure_ascii=False)
+    return json.dumps(aoa.invert(aoa_config(options.aoa)), indent=2, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""explain and invert for what users have in hand: checkpoints, state dicts, or catalogs.
+"""Explain AOA statements for what users have in hand: checkpoints, state dicts, or catalogs.
 
 Tested in tests/aoa/test_docs.py.
 """
@@ -35,24 +35,6 @@ def explain(aoa_config: AoaConfig, src: Tensors, dst: Tensors | None = None, key
         ValidationError: The statements are malformed or do not fit, or there is no such key.
     """
     return aoa.explain(aoa_config, _catalog(src), None if dst is None else _catalog(dst), keys)
-
-
-def invert(aoa_config: AoaConfig, src: Tensors | None = None, dst: Tensors | None = None) -> dict[str, Any]:
-    """Return the statements that undo others: what is loaded with the ones is given back by the others.
-
-    Args:
-        aoa_config: The statements, as in :func:`load_state_dict`.
-        src: Their source, where it is known, as in :func:`explain`: shapes and dtypes that the statements do not tell
-            are taken from it.
-        dst: Their destination, where it is known.
-
-    Returns:
-        An ``aoa_config``.
-
-    Raises:
-        ValidationError: There is no exact inverse; the error names the statement.
-    """
-    return aoa.invert(aoa_config, None if src is None else _catalog(src), None if dst is None else _catalog(dst))
 
 
 def _catalog(tensors: Tensors) -> Catalog:

@@ -1,13 +1,15 @@
 """Collect what the manager saves: shards of model, optimizer and caller, the run's extra state, its record.
 
 The record is one small tensor among those of the extra state, ``extra_state.manager``: step, time and metrics, as JSON.
-It is all that retention and the choice of the best checkpoint have to read.
+It is all that retention and the choice of the best checkpoint have to read. Tested in tests/manager/test_manager.py.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,34 @@ from paddle_flexckpt.run_state.portable import decode, encode
 RECORD = f"{EXTRA_STATE}manager"
 _VERSION = 1
 _TAKEN = ("lr_scheduler", "scaler", "step", "rng", "dataloader")
+
+
+@dataclass(frozen=True)
+class StepContents:
+    """Hold what one rank saves of a step.
+
+    Attributes:
+        shards: Shards and extra state by name.
+        metrics: The same on every rank.
+    """
+
+    shards: dict[str, Any]
+    metrics: dict[str, float]
+
+    def describe_metrics(self) -> bytes:
+        """Return what this rank tells the others of its metrics, in exact text, and of its clock."""
+        metrics = {name: repr(number) for name, number in self.metrics.items()}
+        return json.dumps({"time": time.time(), "metrics": metrics}).encode()
+
+    def add_record(self, step: int, answers: list[bytes], ranks: Sequence[int], context: str) -> None:
+        """Add the record of the step, with the time of the coordinator's clock.
+
+        Raises:
+            ValidationError: Options or metrics differ between ranks; the same on every rank.
+        """
+        said = said_by_all(answers, context)
+        check_same_metrics(ranks, [each["metrics"] for each in said], context)
+        self.shards[RECORD] = encode_record(StepRecord(step, said[0]["time"], self.metrics))
 
 
 def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -114,11 +144,6 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
 
 def check_same_metrics(ranks: Sequence[int], metrics: Sequence[Mapping[str, str]], context: str) -> None:
     """Check that all ranks were given the same metrics.
-
-    Args:
-        ranks: Numbers of the ranks.
-        metrics: Of each of them, in exact text.
-        context: What is being done, for the error.
 
     Raises:
         ValidationError: They differ; the same on every rank.

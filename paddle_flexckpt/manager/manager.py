@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
-import os
 import signal
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
@@ -20,13 +17,11 @@ from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager.contents import (
-    RECORD,
+    StepContents,
     check_extra,
     check_metrics,
-    check_same_metrics,
     check_step,
     collect_shards,
-    encode_record,
     said_by_all,
 )
 from paddle_flexckpt.manager.pending import PendingSteps
@@ -36,7 +31,6 @@ from paddle_flexckpt.manager.policies import (
     Mode,
     SaveEvery,
     SavePolicy,
-    StepRecord,
     check_policies,
 )
 from paddle_flexckpt.manager.readiness import OWN_OBJECTS, check, given
@@ -49,7 +43,6 @@ from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
 
 EVERY_STEP = SaveEvery(1)
-_FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 
 
 class CheckpointManager:
@@ -171,10 +164,7 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """Return whether a rank had got a preemption signal at the last :meth:`should_save`.
-
-        The same on every rank; communicates nothing.
-        """
+        """Return whether a rank had got a preemption signal at the last :meth:`should_save`; communicate nothing."""
         return self._schedule.should_stop
 
     @same_on_all_ranks()
@@ -246,29 +236,25 @@ class CheckpointManager:
         context = f"cannot save a step in {self.path!r}"
         background = bool(self._async_save) if blocking is None else not blocking
 
-        def prepare() -> tuple[tuple[dict[str, Any], dict[str, float]], bytes]:
+        def prepare() -> tuple[StepContents, bytes]:
             self._check_open()
             check_step(step)
-            numbers = check_metrics(metrics)
-            contents = collect_shards(model, optimizer, state)
-            contents.update(collect_extra_state(lr_scheduler, scaler, step, rng, dataloader, **check_extra(extra)))
+            contents = StepContents(collect_shards(model, optimizer, state), check_metrics(metrics))
+            more = check_extra(extra)
+            contents.shards.update(collect_extra_state(lr_scheduler, scaler, step, rng, dataloader, **more))
             if self._comm.position == 0:
                 self._steps.prepare(step, overwrite or step in self._damaged)
             said = {"blocking": not background, "check_replicas": ReplicaPolicies(check_replicas).agreed}
             head = encode_options(CheckpointManager.save, options, **said, **given(options))
-            numbers_said = {"time": time.time(), "metrics": {name: repr(number) for name, number in numbers.items()}}
-            return (contents, numbers), join((head, json.dumps(numbers_said).encode()))
+            return contents, join((head, contents.describe_metrics()))
 
         self._pending.collect(context, wait_for=step)
-        (contents, numbers), answers = self._comm.together(prepare, context)
-        said = said_by_all(answers, context)
-        check_same_metrics(self._comm.ranks, [each["metrics"] for each in said], context)
-        contents[RECORD] = encode_record(StepRecord(step, said[0]["time"], numbers))
-        directory = self._steps.directory(step)
+        contents, answers = self._comm.together(prepare, context)
+        contents.add_record(step, answers, self._comm.ranks, context)
         try:
             report = save_state_dict(
-                contents,
-                directory,
+                contents.shards,
+                self._steps.directory(step),
                 self._comm,
                 unique_id=UNIQUE_ID,
                 step=step,
@@ -277,14 +263,7 @@ class CheckpointManager:
                 async_save=(self._async_save or True) if background else False,
             )
         except CheckpointError as error:
-            # Each rank removes its files, and the last one finds the directory empty.
-            with contextlib.suppress(OSError):
-                directory.remove_directory()
-            if self._keep and any(text in str(error) for text in _FULL):
-                raise CheckpointError(
-                    f"{error}. What need not be kept is removed when the new checkpoint is complete, so there has to "
-                    "be room for one more than is kept. Remedy: keep fewer, or make room"
-                ) from error
+            self._steps.give_up(step, error, bool(self._keep))
             raise
         if isinstance(report, SaveHandle):
             self._pending.add(step, report)
@@ -322,13 +301,9 @@ class CheckpointManager:
 
     def _retain(self, done: str, newest: int | None) -> None:
         """Remove what may go; ``done`` is what has gone well, for the error."""
-
-        def work() -> tuple[None, bytes]:
-            if self._comm.position == 0:
-                self._steps.retain(self._keep, newest, self._pending.steps)
-            return None, b""
-
-        self._comm.together(work, f"{done}, but what need not be kept in {self.path!r} could not be removed")
+        retain = partial(self._steps.retain, self._keep, newest, self._pending.steps)
+        context = f"{done}, but what need not be kept in {self.path!r} could not be removed"
+        self._comm.together(lambda: (retain() if self._comm.position == 0 else None, b""), context)
 
     @takes(RestoreOptions, **OWN_OBJECTS)
     def restore(
@@ -366,11 +341,10 @@ class CheckpointManager:
             if step not in ("latest", "best"):
                 check_step(step)
             targets = Targets(collect_shards(model, optimizer, state), lr_scheduler, scaler, asked.rng)
-            order: Any = ([], {})
-            if self._comm.position == 0:
-                order = self._steps.order(step, self._best(), asked.fallback)
-            order, damaged = order
             head = asked.encode("restore", **given({"lr_scheduler": lr_scheduler, "scaler": scaler}))
+            if self._comm.position != 0:
+                return targets, join((head, b"null"))
+            order, damaged = self._steps.order(step, self._best(), asked.fallback)
             return targets, join((head, json.dumps([order, list(damaged.items())]).encode()))
 
         self._pending.collect(context, wait_for="all")

@@ -1,4 +1,4 @@
-"""check: say before the training starts what its saves would refuse."""
+"""check: say before the training starts what its saves would refuse. Tested in tests/manager/test_check.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Restoring the checkpoint of one step, and the report of it."""
+"""Restoring the checkpoint of one step, and the report of it.
+
+Tested in tests/manager/test_manager.py and tests/manager/test_unreadable.py.
+"""
 
 from __future__ import annotations
 
@@ -103,13 +106,6 @@ def restore_checkpoint(
     directory: Backend, step: int, comm: Communicator, targets: Targets, options: RestoreOptions
 ) -> RestoreReport:
     """Restore the checkpoint in a step's directory; first its extra state, which is small and touches nothing.
-
-    Args:
-        directory: The step's directory.
-        step: The step.
-        comm: The ranks that take part.
-        targets: What is to be put back.
-        options: Of the restore.
 
     Raises:
         ValidationError: It does not fit; nothing was changed.

@@ -9,8 +9,10 @@ else is ever removed: not what is being saved or read, and no file that the chec
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -36,6 +38,7 @@ Which = Union[int, Literal["latest", "best"]]
 UNIQUE_ID = 0
 _MANIFEST = f"{UNIQUE_ID}.manifest"
 _UNREADABLE = "cannot be read"
+_FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 _REMOVING = re.compile(r"step_(\d{8,})\.removing", re.ASCII)
 
@@ -206,6 +209,25 @@ class StepDirectories:
                     "soon as the new one is complete"
                 ]
             )
+
+    def give_up(self, step: int, error: CheckpointError, keeps: bool) -> None:
+        """Remove the directory of a save that failed, and say more of a full disk; all ranks may call it.
+
+        Args:
+            step: The step that could not be saved.
+            error: Why. Each rank has removed its files, so the last one finds the directory empty.
+            keeps: Whether a policy says what is kept.
+
+        Raises:
+            CheckpointError: The disk is full: what can be done.
+        """
+        with contextlib.suppress(OSError):
+            self.directory(step).remove_directory()
+        if keeps and any(text in str(error) for text in _FULL):
+            raise CheckpointError(
+                f"{error}. What need not be kept is removed when the new checkpoint is complete, so there has to be "
+                "room for one more than is kept. Remedy: keep fewer, or make room"
+            ) from error
 
     def retain(self, policies: Sequence[KeepPolicy], newest: int | None, busy: Collection[int]) -> list[int]:
         """Remove what no policy keeps, and what dead saves and interrupted removals left behind.

@@ -1,4 +1,7 @@
-"""Folding: one statement with placeholders instead of one for every layer and expert."""
+"""Folding: one statement with placeholders instead of one for every layer and expert.
+
+Tested in tests/parallel/test_gen_aoa_statements.py.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +47,6 @@ def fold(renames: Sequence[Rename]) -> list[str]:
 
     The first number that differs becomes ``$LAYER_ID``, the second ``$EXPERT_ID``. Where the numbers of model and
     checkpoint differ by a constant, it is added to those that are assigned: ``${LAYER_ID+1}``.
-
-    Args:
-        renames: All parameters of the model, in the order of the statements.
 
     Raises:
         ValueError: A name cannot be written in a statement.

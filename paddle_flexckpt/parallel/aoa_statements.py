@@ -14,6 +14,8 @@ A layer whose parameters are its own says so with a method; a layer may speak fo
                 return {"sinks": "copy", "qkv_proj.weight": f"{q}^T, {k}^T, {v}^T -> {{paddle}}, {qkv}"}
             back = [f"{{paddle}} -> {q}, {k}, {v}, {qkv}", *(f"{x}^T -> {x}" for x in (q, k, v))]
             return {"sinks": "copy", "qkv_proj.weight": "\\n".join(back)}
+
+Tested in tests/parallel/test_gen_aoa_statements.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 A DistModel keeps both in the scope of its program, under raw names. They are described here under the names that they
 have in dynamic mode, with the live memory, so one checkpoint serves both modes.
+Tested in tests/semi_auto/test_dist_model.py.
 """
 
 from __future__ import annotations

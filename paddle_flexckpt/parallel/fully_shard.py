@@ -5,6 +5,7 @@ parameters themselves have memory only while their layer runs. The optimizer ste
 of a buffer, and here they are taken apart again into ranges of parameters, without the padding.
 
 Without fusion parameters and states are plain DistTensors, and nothing here is needed.
+Tested in tests/semi_auto/test_fully_shard.py.
 """
 
 from __future__ import annotations
@@ -198,10 +199,6 @@ def _drop_gathered(context: Any, buffer: Any) -> None:
     """Free the whole buffers that Paddle keeps for the next layer or forward, if one of them is there.
 
     They would be used again after a load, with the values from before it. Paddle gathers them anew when it needs them.
-
-    Args:
-        context: What ``fully_shard`` has registered.
-        buffer: The buffer that is described: the others stay as they are while this one is free.
     """
     from paddle.distributed.auto_parallel.fully_shard_fusion import BufferState
 

@@ -6,6 +6,7 @@ the optimizer steps on the buffer, so that its states are those of the buffer. H
 Stage 3 keeps a float32 master of every slice, and of every parameter that is too small to be sliced. A slice's master
 *is* the slice from the end of a backward on, and what a forward leaves there in the parameter's own dtype is a copy of
 it: so the slice is described by its master. A small parameter is a copy of its master too, in memory of the device.
+Tested in tests/distributed/test_sharding.py.
 """
 
 from __future__ import annotations
@@ -30,9 +31,6 @@ def on_host(optimizer: Any) -> AbstractContextManager[None]:
 
 def stage2_tables(optimizer: Any) -> StateTables:
     """Return the tables of a stage-2 optimizer with offload, by parameter; states that are not there are created.
-
-    Args:
-        optimizer: The GroupShardedOptimizerStage2.
 
     Raises:
         ValueError: The optimizer has parameter groups, which Paddle then steps on in place of the buffer.
@@ -60,12 +58,7 @@ def stage2_tables(optimizer: Any) -> StateTables:
 
 
 def stage3_tables(optimizer: Any, parameters: Collection[Any]) -> StateTables:
-    """Return the tables of an optimizer of stage 3 with offload, with the masters of small half-precision parameters.
-
-    Args:
-        optimizer: The optimizer that steps.
-        parameters: Its trainable parameters.
-    """
+    """Return the tables of a stage-3 optimizer with offload, with the masters of small half-precision parameters."""
     masters = {
         parameter.name: parameter.master_weight
         for parameter in parameters

@@ -206,11 +206,6 @@ def require_described(parameters: Iterable[Any], names: Mapping[str, list[str]])
 def create_accumulators(optimizer: Any, parameters: list[Any], names: Mapping[str, list[str]]) -> None:
     """Create the accumulators that the first step would create, and take no step.
 
-    Args:
-        optimizer: The optimizer that steps.
-        parameters: What it updates.
-        names: Structured names by name of parameter.
-
     Raises:
         ValueError: A parameter is not in the model's dict, or what ``set_state_dict`` was given lacks a state.
     """

@@ -1,4 +1,7 @@
-"""Find which layers of a pipeline's description a stage holds, and where each of them stands in it."""
+"""Find which layers of a pipeline's description a stage holds, and where each of them stands in it.
+
+Tested in tests/parallel/test_pipeline.py.
+"""
 
 from __future__ import annotations
 

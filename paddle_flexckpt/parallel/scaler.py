@@ -1,4 +1,7 @@
-"""Gradient scalers of semi-automatic parallelism, for releases of Paddle that look into gradients without memory."""
+"""Gradient scalers of semi-automatic parallelism, for releases of Paddle that look into gradients without memory.
+
+Tested in tests/compat/test_semi_auto.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Serve ``dist.shard_optimizer``: each state by placements of its own, or as a range of a fused buffer."""
+"""Serve ``dist.shard_optimizer``: each state by placements of its own, or as a range of a fused buffer.
+
+Tested in tests/semi_auto/test_states.py.
+"""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ Small parameters are not sliced at all.
 
 So nothing is communicated here: layers describe parameters by their shapes, and what is released is then described by
 its slice. The optimizer steps on the slices, under the parameter's name with ``slice@`` in front.
+Tested in tests/parallel/test_sharding.py.
 """
 
 from __future__ import annotations
@@ -162,13 +163,7 @@ def stepped_parameters(optimizer: Any, parameters: Iterable[Any]) -> Iterator[An
 def slice_ranges(
     optimizer: Any, model: Mapping[str, ShardedWeight], names: Mapping[str, list[str]]
 ) -> dict[str, slice]:
-    """Return, by name of parameter, the flattened range of its local box that this rank's states are of.
-
-    Args:
-        optimizer: The optimizer that steps.
-        model: The model's shards by structured name.
-        names: Structured names by name of parameter.
-    """
+    """Return, by name of parameter, the flattened range of its local box that this rank's states are of."""
     ranges: dict[str, slice] = {}
     wrapper = wrapper_of_optimizer(optimizer)
     for name, keys in names.items():

@@ -3,7 +3,7 @@
 Paddle creates the states of ``dist.shard_optimizer`` in the first step, and when it is asked for them before, it takes
 one on gradients of zero. Weight decay then changes the parameters, the beta powers are one step ahead, and gradients
 are left that are defined and have no memory. What is created here is what the first step would create, and nothing else
-changes.
+changes. Tested in tests/semi_auto/test_state_creation.py.
 """
 
 from __future__ import annotations
@@ -72,10 +72,6 @@ def create_states(optimizer: Any) -> None:
 
 def create_dense_states(optimizer: Any, parameters: Iterable[Any]) -> None:
     """Create what the first step of an optimizer would create, where that step creates the states itself.
-
-    Args:
-        optimizer: The optimizer that steps.
-        parameters: What it updates: its parameters, or slices of them.
 
     Raises:
         ValueError: What ``set_state_dict`` was given lacks a state. Nothing has been created then.

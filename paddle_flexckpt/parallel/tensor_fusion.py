@@ -3,7 +3,7 @@
 Paddle lays the parameters one behind the other into buffers (each padded, a new buffer after 256 MB) and splits every
 buffer into equal parts, one per rank of the mesh axis "dp". A rank has optimizer states for its part only, and they
 are one-dimensional: a part of the flattened parameter. The buffers are made in the first step; what they will be can be
-told before, so that states can be created and loaded before any step.
+told before, so that states can be created and loaded before any step. Tested in tests/semi_auto/test_states.py.
 """
 
 from __future__ import annotations
@@ -125,11 +125,6 @@ def _place_on_mesh() -> tuple[int, int]:
 
 def remember_prediction(optimizer: Any, pieces: Iterable[FusedPiece], parameters: list[Any]) -> None:
     """Keep, until the first step, which ranges states are created for.
-
-    Args:
-        optimizer: An optimizer with tensor fusion.
-        pieces: What states are about to be created for, or are there already.
-        parameters: What its first step will update.
 
     Raises:
         ValueError: Before the first step: there are states already, and they are of other ranges.

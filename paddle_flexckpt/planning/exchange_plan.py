@@ -43,7 +43,7 @@ def plan_exchange(
     rows: np.ndarray | None = None,
     maps: BoxMaps | None = None,
 ) -> ExchangePlan:
-    """Plans one rank's part of the exchange.
+    """Plan one rank's part of the exchange.
 
     Bytes received are exactly those that the rank lacks: a piece that any source on the rank holds is local, and what
     several targets of a rank want (the two uses of a tied weight) is sent once.
@@ -87,7 +87,7 @@ def plan_exchange(
 
 
 def _sent_once(pieces: Pieces, source: Catalog, target: Catalog) -> tuple[Pieces, Pieces]:
-    """The pieces of one message without those that show the same elements again, and these as copies.
+    """Split a message's pieces into those that it holds, and those that show the same elements again.
 
     A copy starts from a target of the source's own dtype, or else of the same dtype as its own: nothing is rounded
     that would not be.

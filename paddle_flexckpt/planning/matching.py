@@ -46,11 +46,11 @@ class Pieces(Columns):
 
     @property
     def size(self) -> np.ndarray:
-        """int64 ``[p]``, elements of each piece."""
+        """Return int64 ``[p]``, elements of each piece."""
         return self.extents.prod(axis=1, dtype=np.int64)
 
     def copy(self, piece: int) -> StridedCopy:
-        """One piece as a :class:`StridedCopy`, on as few axes as possible."""
+        """Return one piece as a :class:`StridedCopy`, on as few axes as possible."""
         return StridedCopy(
             tuple(self.extents[piece].tolist()),
             int(self.source_base[piece]),
@@ -60,12 +60,12 @@ class Pieces(Columns):
         ).simplified()
 
     def copies(self) -> Iterator[StridedCopy]:
-        """All pieces, one after the other."""
+        """Return all pieces, one after the other."""
         return (self.copy(piece) for piece in range(len(self)))
 
 
 def concat_pieces(parts: list[Pieces], width: int) -> Pieces:
-    """One table with the pieces of all, in order; ``width`` is the number of axes where there are none."""
+    """Return one table with the pieces of all; ``width`` is the number of axes where there are none."""
     if not parts:
         none, table = np.zeros(0, dtype=np.int64), np.zeros((0, width), dtype=np.int64)
         return Pieces(none, none, table, none, table, none, table)
@@ -80,7 +80,7 @@ class ShardMatcher:
     """
 
     def __init__(self, source: Catalog, groups: ReplicaGroups | None = None, coverage: Coverage | None = None) -> None:
-        """Makes the index of the source's boxes.
+        """Make the index of the source's boxes.
 
         Args:
             source: The source shards; :func:`validate_shards` found nothing wrong with them.
@@ -113,7 +113,7 @@ class ShardMatcher:
         self._key_start = np.searchsorted(key[order], np.arange(len(source.keys) + 1))
 
     def held_by(self, rank: int) -> ShardMatcher:
-        """A matcher that gives the pieces which that rank may have to send, and few others.
+        """Return a matcher that gives the pieces which that rank may have to send, and few others.
 
         It looks at the rank's own shards alone (and at all of a key whose shards overlap), so that asking it about the
         targets of all ranks takes time in proportion to their number, not to its square.
@@ -127,7 +127,7 @@ class ShardMatcher:
         return part
 
     def reaching(self, maps: BoxMaps) -> BoxMaps:
-        """The maps that take something from a shard that this matcher looks at; names stay as they are."""
+        """Return the maps that take something from a shard that this matcher looks at; names stay as they are."""
         width = max(self.source.width, maps.width)
         maps = maps.widened(width)
         offset, shape = self._boxes(width)
@@ -141,7 +141,7 @@ class ShardMatcher:
         return maps.take(keep)
 
     def match(self, target: Catalog, rows: np.ndarray | None = None, maps: BoxMaps | None = None) -> Pieces:
-        """The pieces that fill the given target shards.
+        """Return the pieces that fill the given target shards.
 
         Args:
             target: Target shards; keys are matched by name, and ranks by number.
@@ -158,12 +158,12 @@ class ShardMatcher:
         return self._answer(requests, target.rank[requests.row], width)
 
     def _boxes(self, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Offset and shape of the source's boxes on that many axes."""
+        """Return offset and shape of the source's boxes on that many axes."""
         pad = ((0, 0), (width - self.source.width, 0))
         return np.pad(self._offset, pad), np.pad(self._shape, pad, constant_values=1)
 
     def _answer(self, requests: Requests, rank: np.ndarray, width: int) -> Pieces:
-        """The pieces that serve requests; ``rank`` is that of each request's target."""
+        """Return the pieces that serve requests; ``rank`` is that of each request's target."""
         source_offset, source_shape = self._boxes(width)
         first = self._key_start[requests.key]
         found = []
@@ -185,7 +185,7 @@ class ShardMatcher:
         return Pieces(source_row, target_row, shape, source_base, source_strides, base, strides).take(order)
 
     def _choose_replica(self, group: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """The row of each group to read: the target's own rank's if it has one, else one chosen by the rank.
+        """Choose the row of each group to read: the target's own rank's if it has one, else by the rank.
 
         The sum of the rank's digits to the base ``count``, modulo it: readers that are a step apart, as the ranks of
         one tensor-parallel index are, spread as evenly as neighbours do. ``rank % count`` would send them all to one.
@@ -200,7 +200,7 @@ class ShardMatcher:
         return np.where(local >= 0, local, chosen)
 
     def _local_member(self, group: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """Row of each group that is held by the given rank, or -1."""
+        """Return row of each group that is held by the given rank, or -1."""
         span = np.int64(max(int(self.source.rank.max(initial=0)), int(rank.max(initial=0))) + 1)
         member_group = np.repeat(np.arange(len(self.groups)), self.groups.count)
         # Members are sorted by group, then rank, so this code is sorted too.
@@ -212,7 +212,7 @@ class ShardMatcher:
     def _without_overlaps(
         self, rank: np.ndarray, group: np.ndarray, request: np.ndarray, offset: np.ndarray, shape: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Keeps every element of a request in one intersection only, where sources overlap without being replicas."""
+        """Keep every element of a request in one intersection only, where sources overlap without being replicas."""
         suspect = self._overlapping[self.source.key[self.groups.first[group]]]
         if not suspect.any():
             return group, request, offset, shape

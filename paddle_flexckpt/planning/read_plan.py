@@ -28,7 +28,7 @@ class ReadPlan:
 def plan_read(
     matcher: ShardMatcher, target: Catalog, rows: np.ndarray | None = None, maps: BoxMaps | None = None
 ) -> ReadPlan:
-    """Plans the reads that fill target shards from stored ones (every rank just its own: the ``direct`` way).
+    """Plan the reads that fill target shards from stored ones.
 
     Args:
         matcher: Matcher of the stored shards' catalog.

@@ -37,7 +37,7 @@ class Requests(Columns):
 def find_requests(
     target: Catalog, rows: np.ndarray, maps: BoxMaps | None, source_keys: Sequence[str], at_once: int
 ) -> Requests:
-    """What target shards need, in the coordinates of the source tensors.
+    """Return what target shards need, in the coordinates of the source tensors.
 
     A key that ``maps`` defines is made of what they say, any other of the source tensor of its own name.
 
@@ -74,7 +74,7 @@ def find_requests(
         along, axis = maps.target_axis[right] >= 0, np.maximum(maps.target_axis[right], 0)
 
         def turned(column: np.ndarray, other: int, axis: np.ndarray = axis, along: np.ndarray = along) -> np.ndarray:
-            """A column by the target's axes as one by the source's axes."""
+            """Turn a column by the target's axes into one by the source's axes."""
             return np.where(along, np.take_along_axis(column, axis, axis=1), other)
 
         found.append(
@@ -100,13 +100,13 @@ def addresses(catalog: Catalog, rows: np.ndarray, offset: np.ndarray) -> tuple[n
 
 
 def positions(names: Sequence[str], among: Sequence[str]) -> np.ndarray:
-    """int64, for every name its index in ``among``, or -1."""
+    """Return int64: for every name its index in ``among``, or -1."""
     index = {name: i for i, name in enumerate(among)}
     return np.asarray([index.get(name, -1) for name in names], dtype=np.int64)
 
 
 def portions(first: np.ndarray, count: np.ndarray, at_once: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """All pairs of an index i and one of ``[first[i], first[i] + count[i])``, at most about ``at_once`` at a time.
+    """Yield all pairs of i and one of ``[first[i], first[i] + count[i])``, about ``at_once`` at a time.
 
     Yields:
         ``(left, right)``, int64 each, sorted.

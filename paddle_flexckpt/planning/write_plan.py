@@ -38,7 +38,7 @@ class WritePlan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes in all files together, without headers."""
+        """Return bytes in all files together, without headers."""
         return int(self.rank_bytes.sum())
 
     @property
@@ -56,7 +56,7 @@ def plan_write(
     groups: ReplicaGroups | None = None,
     indivisible: np.ndarray | None = None,
 ) -> WritePlan:
-    """Plans who writes which shard.
+    """Plan who writes which shard.
 
     Args:
         catalog: The validated shards of all ranks.
@@ -88,7 +88,7 @@ def _assign(
     min_split_bytes: int,
     indivisible: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Gives every group's elements to its holders; returns (row, writer, start, stop) per item."""
+    """Give every group's elements to its holders; return (row, writer, start, stop) per item."""
     first_rows = groups.first
     distinct = catalog.take(first_rows)
     group_size, itemsize, unit = distinct.size, distinct.itemsize, _row_elements(distinct)
@@ -121,7 +121,7 @@ def _assign(
 
 
 def _holder_sets(groups: ReplicaGroups, rank_index: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Groups by the set of ranks that hold them: (group numbers, sorted distinct holders), smallest sets first."""
+    """Return (group numbers, sorted distinct holders) for each set of ranks that hold groups, smallest first."""
     if not len(groups):
         return []
     holder = rank_index[groups.order]
@@ -148,7 +148,7 @@ def _holder_sets(groups: ReplicaGroups, rank_index: np.ndarray) -> list[tuple[np
 
 
 def _water_fill(load: np.ndarray, amount: int) -> np.ndarray:
-    """How to pour ``amount`` onto ``load`` so that the highest level is as low as it can be; int64, sums to amount."""
+    """Pour ``amount`` onto ``load`` so that the highest level is lowest; int64, sums to amount."""
     order = np.argsort(load, kind="stable")
     level = load[order]
     below = np.arange(1, len(level) + 1)
@@ -163,7 +163,7 @@ def _water_fill(load: np.ndarray, amount: int) -> np.ndarray:
 
 
 def _row_elements(catalog: Catalog) -> np.ndarray:
-    """Elements per index of the first axis that has more than one: where a shard may be cut."""
+    """Return elements per index of the first axis that has more than one: where a shard may be cut."""
     shape = catalog.shape
     axis = np.argmax(shape > 1, axis=1)
     extent = np.take_along_axis(shape, axis[:, None], axis=1)[:, 0]
@@ -174,7 +174,7 @@ def _row_elements(catalog: Catalog) -> np.ndarray:
 def _cut_line(
     size: np.ndarray, itemsize: np.ndarray, unit: np.ndarray, share: np.ndarray, min_split_bytes: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Lays shards end to end and cuts the line after each share.
+    """Lay shards end to end and cut the line after each share.
 
     Args:
         size: Elements of each shard.
@@ -222,7 +222,7 @@ def _lay_out(
     stop: np.ndarray,
     file_name: Callable[[int], str],
 ) -> WritePlan:
-    """Orders the items of each file and computes their boxes and byte offsets."""
+    """Order the items of each file and compute their boxes and byte offsets."""
     itemsize = catalog.itemsize[row]
     # Widest elements first keeps every item aligned to its own element size without padding.
     order = np.lexsort(

@@ -2,7 +2,7 @@
 
 The trainer's own loop knows its own files alone, and warns where they are not there. So its flag is off between the
 begin of the loop, where callbacks look at it, and its end, where the first callback loads the best model before the
-others see the end of the training.
+others see the end of the training. Tested in tests/trainer/test_trainer.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
 
 @contextlib.contextmanager
 def keep_best_model(trainer: Any, flex: TrainerCheckpointer) -> Iterator[None]:
-    """Load the best model at the end of the training in this context, if that is wanted.
-
-    Args:
-        trainer: The trainer.
-        flex: Its checkpoints.
-    """
+    """Load the best model at the end of the training in this context, if that is wanted."""
     args, callbacks = trainer.args, trainer.callback_handler.callbacks
     if not (flex.options.save and args.load_best_model_at_end):
         yield

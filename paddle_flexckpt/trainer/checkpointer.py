@@ -8,6 +8,7 @@ A save, on all ranks:
 4. Model, optimizer and extra state are saved as one checkpoint; its manifest is the commit.
 5. What comes after a commit: the export, the signal of the job's scheduler, rotation. For a save in the background this
    is done when it is collected: at the next save, or at the end of the training.
+Tested in tests/trainer/test_trainer.py.
 """
 
 from __future__ import annotations
@@ -64,11 +65,7 @@ class TrainerCheckpointer:
     """Save and restore one trainer. All methods communicate, unless they say that they do not."""
 
     def __init__(self, trainer: Any) -> None:
-        """Do nothing yet: a trainer whose flags are not set is not touched.
-
-        Args:
-            trainer: The trainer.
-        """
+        """Do nothing yet: a trainer whose flags are not set is not touched."""
         self._trainer = trainer
         self._restored: Restored | None = None
         self._saving = False

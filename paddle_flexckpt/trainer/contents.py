@@ -1,4 +1,7 @@
-"""Collect what a trainer's checkpoint holds: shards of model and optimizer, and the trainer's own small files."""
+"""Collect what a trainer's checkpoint holds: shards of model and optimizer, and the trainer's own small files.
+
+Tested in tests/trainer/test_trainer.py.
+"""
 
 from __future__ import annotations
 
@@ -90,12 +93,7 @@ def collect_shards(trainer: Any, with_optimizer: bool) -> dict[str, Any]:
 
 
 def write_small_files(trainer: Any, directory: Path) -> None:
-    """Write what is not a tensor: configurations, tokenizer, training arguments.
-
-    Args:
-        trainer: The trainer.
-        directory: Where; it is made.
-    """
+    """Write what is not a tensor: configurations, tokenizer, training arguments."""
     import paddle
 
     directory.mkdir(parents=True, exist_ok=True)

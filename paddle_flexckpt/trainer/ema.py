@@ -2,7 +2,7 @@
 
 Its callback keeps the averages on the host and writes them beside the checkpoint, before that is saved. Here they are
 shards of the checkpoint itself, a part of its extra state: there is one commit for both, they come back under any
-strategy, and a run without averages does not see them.
+strategy, and a run without averages does not see them. Tested in tests/paddleformers/test_ema.py.
 """
 
 from __future__ import annotations
@@ -76,12 +76,6 @@ class AverageState:
         self, path: str, describe: Callable[[], Mapping[str, Any]], comm: Communicator, options: TrainerOptions
     ) -> bool:
         """Fill the averages from a checkpoint of this library; return whether it has some.
-
-        Args:
-            path: The checkpoint.
-            describe: Gives the shards of model and optimizer.
-            comm: All ranks.
-            options: How to load.
 
         Raises:
             ValidationError: They do not fit.

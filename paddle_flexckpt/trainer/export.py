@@ -1,4 +1,4 @@
-"""Write the weights of a trainer's checkpoint in Hugging Face's format."""
+"""Write the weights of a trainer's checkpoint in Hugging Face's format. Tested in tests/trainer/test_trainer.py."""
 
 from __future__ import annotations
 
@@ -20,10 +20,6 @@ def export_weights(trainer: Any, directory: Path) -> None:
 
     They go to ``{directory}/huggingface``, which is there when it is complete; configuration and tokenizer are copied
     beside them. One process does it.
-
-    Args:
-        trainer: The trainer, for the model's rules.
-        directory: The checkpoint's directory.
 
     Raises:
         ValidationError: There are no rules for this model; nothing was written.

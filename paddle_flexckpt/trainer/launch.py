@@ -1,6 +1,7 @@
 """Launch training scripts that know nothing of this library, in place of ``paddle.distributed.launch``.
 
 python -m paddle_flexckpt.trainer.launch --nproc_per_node 2 script.py --save_checkpoint_format flex_checkpoint ...
+Tested in tests/trainer/test_launched.py.
 """
 
 from __future__ import annotations

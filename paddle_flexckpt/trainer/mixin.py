@@ -1,4 +1,7 @@
-"""Hold the methods of a trainer that save and resume: the mixins for PaddleNLP's and PaddleFormers' trainers."""
+"""Hold the methods of a trainer that save and resume: the mixins for PaddleNLP's and PaddleFormers' trainers.
+
+Tested in tests/trainer/test_installation.py.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,18 @@
-"""Restoring a trainer from a checkpoint directory, of this library or of another format."""
+"""Restoring a trainer from a checkpoint directory, of this library or of another format.
+
+Tested in tests/trainer/test_unified_resume.py.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.loader import load_state_dict
@@ -53,13 +57,6 @@ class Restored:
 def restore_from(trainer: Any, path: str, everything: bool, options: TrainerOptions, comm: Communicator) -> Restored:
     """Fill the trainer's tensors and put scheduler and scaler back, on all ranks.
 
-    Args:
-        trainer: The trainer, after it has wrapped model and optimizer.
-        path: The checkpoint's directory.
-        everything: Whether optimizer, scheduler and scaler are restored too, or the model alone.
-        options: How to load.
-        comm: All ranks.
-
     Raises:
         ValidationError: It does not fit; nothing was changed.
         CorruptCheckpointError: It is damaged; tensors may be partly overwritten.
@@ -94,9 +91,9 @@ def _restore_native(
 
 def _loading(trainer: Any, everything: bool, options: TrainerOptions) -> dict[str, Any]:
     """Return how to load: with the optimizer, or the model alone."""
-    if everything and trainer.optimizer is not None:
-        return options.loading()
-    return {**options.loading(), "optimizer_states": "ignore"}
+    alone = not everything or trainer.optimizer is None
+    asked = replace(options.loading(), optimizer_states="ignore") if alone else options.loading()
+    return asked.keywords(LoadOptions)
 
 
 def _other_samples(before: int, now: int) -> dict[str, str]:

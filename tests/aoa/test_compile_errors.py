@@ -240,11 +240,15 @@ WORDS = st.sampled_from([*PIECES, "\n", " ", "-> x", "a ->", *sorted(TAGS), *sor
 def survives(text: str) -> None:
     for target in (TARGET, None):
         catalogs = catalog(SOURCE), None if target is None else catalog(target)
-        for function in (compile_program, invert):
+        for reverse in (False, True):
             try:
-                function({"aoa_statements": [text]}, *catalogs)
+                compile_program({"aoa_statements": [text], "aoa_config_reverse": reverse}, *catalogs)
             except AoaError as error:
                 assert str(error)
+    try:
+        invert([text])
+    except AoaError as error:
+        assert str(error)
 
 
 @examples(300)

@@ -72,17 +72,14 @@ def test_expand_writes_macros_out(checkpoint, capsys):
     ]
 
 
-def test_invert_prints_a_config(checkpoint, capsys):
+def test_invert_prints_a_config(capsys):
     text = printed(capsys, "invert", "--aoa", CONFIG)
     assert json.loads(text) == {"aoa_statements": ["l.$LAYER_ID.weight^T -> model.layers.$LAYER_ID.w"]}
 
 
-def test_invert_takes_sizes_from_the_source(checkpoint, capsys):
-    path, _ = checkpoint
+def test_invert_refuses_what_statements_alone_do_not_tell(capsys):
     config = json.dumps({"aoa_statements": ['model.norm -> n, resize="[8]", fill=0']})
-    assert "give invert() the source" in failed(capsys, "invert", "--aoa", config)
-    text = printed(capsys, "invert", "--aoa", config, "--source", path)
-    assert json.loads(text)["aoa_statements"] == ['n -> model.norm, resize="[5]"']
+    assert "resize does not tell the shape that there was" in failed(capsys, "invert", "--aoa", config)
 
 
 def test_a_config_is_a_file_or_standard_input(checkpoint, tmp_path, capsys, monkeypatch):

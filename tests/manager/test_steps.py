@@ -17,7 +17,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import KeepBest, KeepEvery, KeepLatest
-from paddle_flexckpt.manager import manager as manager_module
+from paddle_flexckpt.manager import contents as contents_module
 from paddle_flexckpt.manager.steps import StepDirectories
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from tests.manager.samples import (
@@ -58,7 +58,7 @@ def test_what_need_not_be_kept_is_gone_with_its_directory(tmp_path):
 def test_a_clock_that_goes_back(tmp_path, monkeypatch):
     manager = manager_of(tmp_path, keep=KeepLatest(1))
     for step, now in ((5, 100.0), (3, 50.0)):
-        monkeypatch.setattr(manager_module, "time", SimpleNamespace(time=lambda now=now: now))
+        monkeypatch.setattr(contents_module, "time", SimpleNamespace(time=lambda now=now: now))
         save(manager, step)
     # 5 is the highest, and 3 has just been saved.
     assert manager.all_steps() == [3, 5]

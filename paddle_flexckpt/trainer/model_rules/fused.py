@@ -3,6 +3,7 @@
 ``_get_tensor_parallel_mappings`` of PaddleNLP's models says how a whole parameter is split: ``is_naive_2fuse`` gives
 every rank its parts of two that are fused, ``is_naive_3fuse`` of three. A plain split (grouped q, k and v too) is
 the same under every degree. What the mappings do not say, or not by the name that the parameter has, is in a table.
+Tested in tests/trainer/test_model_rules_unit.py.
 """
 
 from __future__ import annotations
@@ -33,11 +34,7 @@ class FusedLayer:
 
 
 def fused_layers(model: Any) -> list[FusedLayer]:
-    """Return the layers of a model whose outputs every rank holds side by side.
-
-    Args:
-        model: A model of PaddleNLP or PaddleFormers.
-    """
+    """Return the layers of a model whose outputs every rank holds side by side."""
     config = getattr(model, "config", None)
     layers = [FusedLayer("gate_up_fused_proj", _FFN), FusedLayer("up_gate_proj", _FFN)]
     module = type(model).__module__
@@ -89,12 +86,7 @@ def _is_plain(action: Any) -> bool:
 
 
 def layer_of(layers: Mapping[str, FusedLayer], path: str) -> FusedLayer | None:
-    """Return the fused layer of a path: the one whose own path is its longest end; None where there is none.
-
-    Args:
-        layers: By their paths.
-        path: Name of a layer in a model.
-    """
+    """Return the fused layer of a path: the one whose own path is its longest end; None where there is none."""
     parts = path.split(".")
     ends = (".".join(parts[first:]) for first in range(len(parts)))
     return next((layers[end] for end in ends if end in layers), None)

@@ -2,7 +2,7 @@
 
 PaddleNLP's models say for every parameter of a Hugging Face checkpoint which parameter it becomes, transposed or split
 (``_get_name_mappings``), and which of these are fused then (``_get_fuse_or_split_param_mappings``). PaddleFormers'
-models have AOA statements of their own.
+models have AOA statements of their own. Tested in tests/trainer/test_model_rules.py.
 """
 
 from __future__ import annotations

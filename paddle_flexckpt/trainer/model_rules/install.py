@@ -1,4 +1,7 @@
-"""Put the rules of a library's models into effect, and describe such models."""
+"""Put the rules of a library's models into effect, and describe such models.
+
+Tested in tests/trainer/test_model_rules.py.
+"""
 
 from __future__ import annotations
 

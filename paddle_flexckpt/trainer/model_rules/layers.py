@@ -1,4 +1,7 @@
-"""Find the rules of model libraries' layers: heads over a split vocabulary, and what tells its ``split_axis``."""
+"""Find the rules of model libraries' layers: heads over a split vocabulary, and what tells its ``split_axis``.
+
+Tested in tests/trainer/test_model_rules_unit.py.
+"""
 
 from __future__ import annotations
 
@@ -75,11 +78,6 @@ def _vocabulary_axis(layer: Any, name: str, tensor: Any, preferred: int | None) 
 
 def complete_rules(layer: Any, own: dict[str, Any], stop: type) -> dict[str, Any]:
     """Return the rules of a layer: the registry's, or else its own, and then what parameters tell themselves.
-
-    Args:
-        layer: The layer.
-        own: What its ``_get_shard_rules()`` says.
-        stop: ``paddle.nn.Layer``.
 
     Raises:
         ValueError: A ``split_axis`` is no axis.

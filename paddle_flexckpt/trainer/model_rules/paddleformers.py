@@ -3,6 +3,7 @@
 Their ``_get_tensor_parallel_mappings`` do not tell it. Their AOA statements from Hugging Face's weights do: one with
 ``fused_ffn`` or ``fused_qkv_old`` makes a parameter whose parts every rank holds side by side. With ``fused_qkv`` they
 are in the order of the key and value heads, and a plain split is the same under every degree.
+Tested in tests/trainer/test_model_rules_paddleformers.py.
 """
 
 from __future__ import annotations
@@ -49,9 +50,6 @@ def with_tied_names(described: Callable[..., ShardedStateDict]) -> Callable[...,
     """Wrap the ``sharded_state_dict`` of PaddleFormers' pipelines: add a tied weight's names on other stages.
 
     Without a pipeline the state of a tied weight stands under one of its names, which a stage may not have.
-
-    Args:
-        described: The method as it is.
     """
 
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> ShardedStateDict:

@@ -2,7 +2,7 @@
 
 ``add_sequential_layer(layer, name_prefix)`` of PaddleNLP's PipelinePretrainedModel says what the names of each layer
 begin with. A weight that two stages share is known to Paddle under a property of both layers, ``embedding_weight``; a
-stage that has only one of them has to know how the other calls it.
+stage that has only one of them has to know how the other calls it. Tested in tests/trainer/test_model_rules_unit.py.
 """
 
 from __future__ import annotations
