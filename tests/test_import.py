@@ -64,6 +64,20 @@ def test_a_name_of_the_floor_does_not_import_paddle(name):
     assert "paddle" not in names
 
 
+def test_collecting_the_tests_of_the_floor_does_not_import_paddle():
+    # What macros expand to is compared with Paddle's own engine.
+    rooms = [
+        "--ignore=tests/aoa/test_expansion.py",
+        *(f"tests/{room}" for room in ("algebra", "catalog", "planning", "aoa")),
+    ]
+    names, seconds = modules_after(
+        f"import pytest; pytest.main(['--collect-only', '-qq', '-p', 'no:cacheprovider', *{rooms}])"
+    )
+    print(f"collecting: {seconds:.1f} s")
+    assert "_pytest" in names
+    assert "paddle" not in names
+
+
 @pytest.mark.paddle
 def test_every_public_name_resolves():
     pytest.importorskip("paddle")

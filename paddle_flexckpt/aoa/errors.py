@@ -51,13 +51,7 @@ def shorten(text: str) -> str:
 
 
 def describe_problem(message: str, place: Place, expansion: Sequence[str] = ()) -> str:
-    """Return a problem with its statement, a mark under the column, and the statements it was expanded to.
-
-    Args:
-        message: What is wrong, and the remedy.
-        place: Where.
-        expansion: Texts that the statement became, from the outermost to the one that failed.
-    """
+    """Return a problem with its statement, a mark under the column, and the statements it was expanded to."""
     where = f"AOA statement {place.number}"
     if place.column:
         where += f", column {place.column}"

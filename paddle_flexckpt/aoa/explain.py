@@ -40,11 +40,6 @@ def expand_program(
 ) -> list[Expanded]:
     """Write out all ids, stars, transposes and fused layouts of statements, as the in-tree engine does.
 
-    Args:
-        aoa_config: The statements.
-        source: All source shards.
-        target: All target shards, or None.
-
     Raises:
         AoaError: The statements are malformed or do not fit.
     """

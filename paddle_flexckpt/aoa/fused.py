@@ -31,12 +31,6 @@ class Expansion:
 def expand_fused(statement: Statement, tag: str, source_parts: int, target_parts: int) -> Expansion:
     """Expand a fused layout to cuts and joins.
 
-    Args:
-        statement: The statement, without ``^T``.
-        tag: Which layout.
-        source_parts: In how many parts the fused tensor on the left is cut.
-        target_parts: In how many parts the fused tensor on the right is cut.
-
     Raises:
         StatementError: The names or numbers do not fit the layout.
     """

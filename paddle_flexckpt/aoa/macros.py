@@ -119,11 +119,6 @@ def fused_tag(statement: Statement) -> str | None:
 def expand(statement: Statement, source_parts: int = 1, target_parts: int = 1) -> Expansion:
     """Write out transposes and fused layouts; the statement has no stars and arrays any more.
 
-    Args:
-        statement: The statement; placeholders in its names stay as they are.
-        source_parts: In how many tensor-parallel parts the fused tensor on the left is cut.
-        target_parts: Likewise on the right.
-
     Raises:
         StatementError: A macro's names or attributes do not fit.
     """

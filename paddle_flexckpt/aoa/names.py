@@ -200,12 +200,7 @@ class KeyIndex:
         return [next(self._names(form)) for form in alike[:count]]
 
     def bindings(self, template: Template, known: Mapping[str, int] | None = None) -> list[tuple[int, ...]]:
-        """Return all ids, in the order of ``template.placeholders``, for which the name is a key; sorted.
-
-        Args:
-            template: The name.
-            known: Ids that are fixed already.
-        """
+        """Return all ids, in the order of ``template.placeholders``, for which the name is a key; sorted."""
         if template.has_star:
             return self._starred_bindings(template, known)
         form, slots = form_of(template)

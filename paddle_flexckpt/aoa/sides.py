@@ -46,10 +46,6 @@ def split_state(key: str, keys: Mapping[str, object] | set[str]) -> tuple[str, s
     parameter if it has a state of its own, or if ``block`` ends with a number, as in the names that Paddle gives to
     parameters (``linear_0.w_0``), and has no other state; else it is a state. Names that no optimizer of Paddle uses
     are states only of parameters that are there.
-
-    Args:
-        key: The key.
-        keys: The keys of both sides.
     """
     if not key[-1:].isdigit():
         return key, PARAMETER

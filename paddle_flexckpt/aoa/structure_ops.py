@@ -223,14 +223,7 @@ def resize(structure: Structure, extents: Sequence[int], fill: Fill | None) -> D
 
 
 def repeat(structure: Structure, axis: int, times: int, block: int | None = None) -> Derived:
-    """Repeat the value, or every block of it in place, along an axis.
-
-    Args:
-        structure: The value.
-        axis: The axis.
-        times: Number of copies.
-        block: Extent of the blocks (None: the whole value is one).
-    """
+    """Repeat the value, or every block of it in place, along an axis."""
     axis = axis_of(axis, len(structure.shape))
     extent = structure.shape[axis]
     block = max(extent, 1) if block is None else _integer(block, "block")

@@ -17,10 +17,6 @@ def reshape(structure: Structure, shape: Sequence[int]) -> Derived:
     Axes that go over as they are, and extents 1 that come or go, cost nothing. Where axes are split or merged, a
     fragment falls into the rows that both shapes have in common: ``[B * W, R]`` and ``[B, W, R]`` have B of them.
 
-    Args:
-        structure: The value.
-        shape: The new shape; one extent may be -1.
-
     Raises:
         StructureError: The number of elements differs, or there would be too many fragments.
     """
