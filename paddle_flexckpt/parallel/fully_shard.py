@@ -174,8 +174,8 @@ def _piece(context: Any, buffer: Any) -> slice:
     if owned * group.nranks != total or len(context.mesh.process_ids) != group.nranks:
         # Paddle splits by a rank's number in the whole mesh and gathers over its axis "dp".
         raise ValueError(
-            f"fully_shard: buffer {buffer.data_buffer.name!r} of {total} elements, of which this rank holds {owned}, is spread "
-            f"over {group.nranks} of the {len(context.mesh.process_ids)} ranks of {context.mesh}. Fused "
+            f"fully_shard: buffer {buffer.data_buffer.name!r} of {total} elements, of which this rank holds {owned}, "
+            f"is spread over {group.nranks} of the {len(context.mesh.process_ids)} ranks of {context.mesh}. Fused "
             "parameters can be described on meshes of one axis only. Remedy: fully_shard(..., "
             "enable_tensor_fusion_and_overlap=False)"
         )
