@@ -1,4 +1,7 @@
-"""Whether other processes are alive: each listens at a socket, which the kernel closes with it."""
+"""Whether other processes are alive: each listens at a socket, which the kernel closes with it.
+
+Tested in tests/live/test_lost_ranks.py.
+"""
 
 from __future__ import annotations
 

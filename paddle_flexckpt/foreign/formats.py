@@ -4,7 +4,7 @@ In this order: a manifest (``{id}.manifest``) is this library's, whatever else i
 one alone: ``{id}.metadata`` is Paddle's own; the directories ``model_state``, ``optimizer_state`` and
 ``master_weight`` with such files in them are a FlexCheckpoint of PaddleFormers; safetensors files of optimizer states,
 master weights or adapters are a unified checkpoint of PaddleNLP, and so are weights alone whose files say
-``format: np``; other safetensors files are a Hugging Face directory.
+``format: np``; other safetensors files are a Hugging Face directory. Tested in tests/foreign/test_huggingface.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 A Hugging Face style index is JSON: ``weight_map`` says for every tensor which file it is in. What the index says and
 what the files hold have to be the same; a file that an index names is in the same directory.
+Tested in tests/foreign/test_huggingface.py.
 """
 
 from __future__ import annotations

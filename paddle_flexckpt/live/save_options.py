@@ -1,4 +1,4 @@
-"""Options of a save."""
+"""Options of a save. Tested in tests/live/test_options.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""save_state_dict: live shards into a checkpoint directory."""
+"""save_state_dict: live shards into a checkpoint directory. Tested in tests/live/test_odd_calls.py."""
 
 from __future__ import annotations
 

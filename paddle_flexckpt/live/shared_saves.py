@@ -1,4 +1,7 @@
-"""Saves to a directory that all ranks share: written by the ranks themselves, or by their background writers."""
+"""Saves to a directory that all ranks share: written by the ranks themselves, or by their background writers.
+
+Tested in tests/live/test_communicator.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 Where a file or a block turns out to be damaged, the same bytes are read from a replica in another file, if the
 checkpoint has one. A block is read again whole, so that nothing of the damaged one stays in the target.
+Tested in tests/native/test_reader_full.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Make and read headers of data files: what a rank's file says about itself, without the manifest."""
+"""Make and read headers of data files: what a rank's file says about itself, without the manifest.
+
+Tested in tests/native/test_manifest.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""List checkpoints, and tell whether they are whole."""
+"""List checkpoints, and tell whether they are whole. Tested in tests/native/test_dead_saves.py."""
 
 from __future__ import annotations
 

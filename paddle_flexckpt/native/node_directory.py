@@ -6,7 +6,7 @@ checkpoint exists, whole; and as every node's manifest has all of the catalog, a
 save replaces goes when all nodes have published.
 
 A node whose save died between these two steps cannot know whether another has published: what it has prepared stays
-until a save finds out.
+until a save finds out. Tested in tests/live/test_nodes.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Find what a load can still read of a damaged checkpoint: intact replicas of what is damaged."""
+"""Find what a load can still read of a damaged checkpoint: intact replicas of what is damaged.
+
+Tested in tests/native/test_replica_reads.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 A save with ``save_replicas=True`` writes what every rank holds. Items count as replicas if they are the same shard and
 the manifest has the same checksums for them: then any block of one is the block of the other.
+Tested in tests/native/test_replica_reads.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Read bytes of a checkpoint's rows from its data files, each opened and checked when it is first needed."""
+"""Read bytes of a checkpoint's rows from its data files, each opened and checked when it is first needed.
+
+Tested in tests/native/test_reader.py.
+"""
 
 from __future__ import annotations
 

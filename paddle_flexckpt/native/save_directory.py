@@ -8,6 +8,7 @@
 
 A crash at any point leaves the manifests that were there, and the files that they name, as they were. The next save
 finds the marker and cleans up. The companion is there before the first data file, and names files that are there.
+Tested in tests/native/test_dead_saves.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Name the files of a save."""
+"""Name the files of a save. Tested in tests/native/test_directory.py."""
 
 from __future__ import annotations
 
