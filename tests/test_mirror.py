@@ -17,7 +17,15 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "paddle_flexckpt"
 NAMED = re.compile(r"Tested in (tests/\S+\.py(?:(?:,| and|, and) tests/\S+\.py)*)\.")
 #: Rooms whose modules do not all say it yet.
-NOT_YET = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {"cli", "manager", "parallel", "trainer"} | {""}
+NOT_YET = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {
+    "background",
+    "cli",
+    "live",
+    "manager",
+    "parallel",
+    "run_state",
+    "trainer",
+} | {""}
 
 
 def modules() -> list[str]:

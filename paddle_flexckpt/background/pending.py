@@ -1,6 +1,6 @@
 """Pending saves: room for a save with a writer, and the saves that were handed over and are not over yet.
 
-Tested in tests/background/test_writer.py.
+Tested in tests/background/test_writer.py and tests/background/test_failures.py.
 """
 
 from __future__ import annotations

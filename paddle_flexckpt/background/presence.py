@@ -1,6 +1,6 @@
 """Whether other processes are alive: each listens at a socket, which the kernel closes with it.
 
-Tested in tests/live/test_lost_ranks.py.
+Tested in tests/background/test_killed_trainers.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Read JSON step by step: nothing is built of what the caller does not expect, so memory stays in proportion.
 
 ``json.loads`` makes 64 bytes of every ``[],`` of a file. Here the caller says what comes next: an object, whose entries
-it takes one at a time, a text, or a small value. Tested in tests/attacks/test_files.py.
+it takes one at a time, a text, or a small value.
+
+Tested in tests/attacks/test_files.py.
 """
 
 from __future__ import annotations
