@@ -1,4 +1,7 @@
-"""The writer process, seen from the training process: its start, the saves handed over, its answers, and its end."""
+"""The writer process, seen from the training process: its start, the saves handed over, its answers, and its end.
+
+Tested in tests/background/test_failures.py and tests/background/test_exit.py.
+"""
 
 from __future__ import annotations
 

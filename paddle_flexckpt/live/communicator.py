@@ -66,9 +66,9 @@ class Communicator(ABC):
     @abstractmethod
     def _all_gather(self, payload: bytes) -> list[bytes]: ...
 
-    @abstractmethod
     def open_transport(self) -> Transport:
         """Return a transport for tensor data between the members through host memory."""
+        return SocketTransport(self.ranks, self.position)
 
     @property
     def device_group(self) -> Any:
@@ -134,10 +134,6 @@ class SoloCommunicator(Communicator):
     def _all_gather(self, payload: bytes) -> list[bytes]:
         return [payload]
 
-    def open_transport(self) -> Transport:
-        """Return a transport that never has anything to carry."""
-        return SocketTransport(self.ranks, self.position)
-
 
 class PaddleCommunicator(Communicator):
     """Connect the members of a Paddle process group."""
@@ -189,10 +185,6 @@ class PaddleCommunicator(Communicator):
             return describe_lost_ranks(Missing([], [], []), error)
         name = _name_of(int(self._group.id), self.ranks)
         return describe_lost_ranks(find_missing_ranks(store, name, self.ranks, self.rank), error)
-
-    def open_transport(self) -> Transport:
-        """Implement :meth:`Communicator.open_transport`."""
-        return SocketTransport(self.ranks, self.position)
 
     @property
     def device_group(self) -> Any:

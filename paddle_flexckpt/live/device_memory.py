@@ -2,6 +2,8 @@
 
 Only calls that all accelerators of Paddle have are used (views, ``copy_``, ``_copy_to``, ``paddle.device``), so a GPU,
 an NPU and an XPU take the same path. Elements are moved as integers of their width: a copy needs no kernel for a dtype.
+
+Tested in tests/device/test_device_memory.py.
 """
 
 from __future__ import annotations

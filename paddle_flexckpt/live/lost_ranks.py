@@ -46,27 +46,23 @@ class KeyValueStore(Protocol):
 
 
 class Presence:
-    """Hold a socket that listens for as long as this process lives, or this object."""
+    """Hold a socket that listens for as long as this process lives, or this object.
+
+    Attributes:
+        announced: The stores, and the numbers under which they know this process.
+    """
 
     def __init__(self) -> None:
         """Open it on the interface that the launcher gave this rank."""
         # Connections are never accepted: that they can be made is all that is asked. They stay in the backlog; a job
         # in which this is asked is about to end.
         self._listener = open_presence()
-        self._announced: list[tuple[KeyValueStore, int]] = []
+        self.announced: list[tuple[KeyValueStore, int]] = []
 
     @property
     def address(self) -> str:
         """Return what others need to look for it."""
         return address_of(self._listener)
-
-    def announce(self, store: KeyValueStore, rank: int) -> None:
-        """Tell the others, once, where this rank can be looked for."""
-        if any(there is store and who == rank for there, who in self._announced):
-            return
-        store.set(f"flexckpt/presence/{rank}", self.address)
-        store.add(f"flexckpt/present/{rank}", 1)
-        self._announced.append((store, rank))
 
     def close(self) -> None:
         """Stop listening in this process."""
@@ -89,7 +85,11 @@ def _leave(presence: Presence) -> None:
 
 def announce(store: KeyValueStore, rank: int) -> None:
     """Tell the others, once, where this rank can be looked for. It has to come before anything that can fail."""
-    own_presence().announce(store, rank)
+    presence = own_presence()
+    if not any(there is store and who == rank for there, who in presence.announced):
+        store.set(f"flexckpt/presence/{rank}", presence.address)
+        store.add(f"flexckpt/present/{rank}", 1)
+        presence.announced.append((store, rank))
 
 
 def presence_of(store: KeyValueStore, rank: int) -> tuple[str, int] | None:

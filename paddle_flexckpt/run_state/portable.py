@@ -2,6 +2,8 @@
 
 JSON's own types stand for themselves. What it lacks is an object with the key ``$``: tuples, bytes, arrays, numbers
 that are not finite, dicts whose keys are not all text, and tensors, which are kept outside.
+
+Tested in tests/run_state/test_extra_state.py.
 """
 
 from __future__ import annotations

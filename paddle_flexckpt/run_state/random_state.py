@@ -1,4 +1,7 @@
-"""The state of a process's random number generators: Python's, numpy's, Paddle's, and fleet's model-parallel ones."""
+"""The state of a process's random number generators: Python's, numpy's, Paddle's, and fleet's model-parallel ones.
+
+Tested in tests/run_state/test_extra_state.py.
+"""
 
 from __future__ import annotations
 
