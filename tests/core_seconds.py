@@ -1,4 +1,4 @@
-"""Prints how many core-seconds each test file takes, workers included: ``pytest -p tests.core_seconds tests``.
+"""Print how many core-seconds each test file takes, workers included: ``pytest -p tests.core_seconds tests``.
 
 Unlike durations, core-seconds change little when the machine is busy, and a test that waits costs nothing.
 """
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 _TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+#: How many files and tests are printed.
 _LISTED = int(os.environ.get("CORE_SECONDS_LISTED", "40"))
 
 

@@ -64,6 +64,20 @@ def test_a_name_of_the_floor_does_not_import_paddle(name):
     assert "paddle" not in names
 
 
+def test_collecting_the_tests_of_the_floor_does_not_import_paddle():
+    # What macros expand to is compared with Paddle's own engine.
+    rooms = [
+        "--ignore=tests/aoa/test_expansion.py",
+        *(f"tests/{room}" for room in ("algebra", "catalog", "planning", "aoa")),
+    ]
+    names, seconds = modules_after(
+        f"import pytest; pytest.main(['--collect-only', '-qq', '-p', 'no:cacheprovider', *{rooms}])"
+    )
+    print(f"collecting: {seconds:.1f} s")
+    assert "_pytest" in names
+    assert "paddle" not in names
+
+
 @pytest.mark.paddle
 def test_every_public_name_resolves():
     pytest.importorskip("paddle")
@@ -112,6 +126,19 @@ def test_no_module_imports_itself_by_others():
     assert len(imported) > 200
     new = [circle for circle in circles(imported) if not any(known.issuperset(circle) for known in KNOWN_CIRCLES)]
     assert not new, "\n".join(" -> ".join([*circle, circle[0]]) for circle in new)
+
+
+def test_abstract_classes_are_small():
+    """Whoever implements one has a dozen methods to write and not more."""
+    found = {}
+    for path in sorted((ROOT / "paddle_flexckpt").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and any(
+                getattr(base, "id", "") in ("ABC", "Protocol") for base in node.bases
+            ):
+                found[node.name] = sum(isinstance(member, ast.FunctionDef) for member in node.body)
+    assert found["Backend"] == 12
+    assert {name: count for name, count in found.items() if count > 12} == {}
 
 
 def type_checking_imports() -> dict[str, str]:

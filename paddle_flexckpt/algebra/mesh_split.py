@@ -11,10 +11,6 @@ def balanced_split(total_nums: int, num_of_pieces: int) -> list[int]:
     Five over four pieces are ``[2, 2, 1, 0]``: where pieces of the rounded size are too many, the last are short or
     empty. (The rule is that of ``BalancedSplit`` in Paddle's reshard_utils.cc, which has a negative piece there.)
 
-    Args:
-        total_nums: Extent of the axis.
-        num_of_pieces: Number of pieces.
-
     Raises:
         ValueError: There are no pieces, or the extent is negative.
     """

@@ -1,4 +1,7 @@
-"""Casts: what becomes of a number in another dtype, and which casts of a chain change nothing."""
+"""Casts: what becomes of a number in another dtype, and which casts of a chain change nothing.
+
+Tested in tests/aoa/test_steps.py.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,6 @@ def converted(array: np.ndarray, dtype: str) -> np.ndarray:
 
     Floating-point numbers are rounded once, to nearest and ties to even. What does not fit becomes infinity, or NaN
     where there is none; integers that do not fit wrap around, as in numpy.
-
-    Args:
-        array: Array of any supported dtype.
-        dtype: Paddle's name of a dtype.
 
     Raises:
         CheckpointError: The numbers have no meaning in that dtype: NaN, infinity or too large for an integer (what C
@@ -115,12 +114,7 @@ def number_in(value: Number, dtype: str) -> np.ndarray:
 
 @lru_cache(maxsize=4096)
 def simplify_chain(source_dtype: str, chain: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the casts of a chain without those that cannot change any number.
-
-    Args:
-        source_dtype: Dtype that the elements have.
-        chain: Dtypes that they are cast to, in order.
-    """
+    """Return the casts of a chain without those that cannot change any number."""
     dtypes = [source_dtype]
     for following in chain:
         while len(dtypes) > 1 and _is_transparent(dtypes[-2], dtypes[-1], following):

@@ -1,4 +1,7 @@
-"""From values to box maps: every structure is lowered once, for all the targets that share it."""
+"""From values to box maps: every structure is lowered once, for all the targets that share it.
+
+Tested in tests/aoa/test_compile_scale.py.
+"""
 
 from __future__ import annotations
 
@@ -43,13 +46,7 @@ class Emitter:
         self._targets: list[str] = []
 
     def add(self, name: str, value: Value, dtype: str) -> None:
-        """Add a target.
-
-        Args:
-            name: Its key.
-            value: Where it comes from; inputs are source keys.
-            dtype: Dtype of the target itself; the value's elements are cast to it.
-        """
+        """Add a target."""
         structure = value.structure
         self.tensors[name] = structure.info
         lowered = self._lowered.get((structure, dtype))

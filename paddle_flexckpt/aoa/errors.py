@@ -1,4 +1,7 @@
-"""Errors of AOA programs: every one shows the statement, the column and what the statement was expanded to."""
+"""Errors of AOA programs: every one shows the statement, the column and what the statement was expanded to.
+
+Tested in tests/aoa/test_compile_errors.py.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +54,7 @@ def shorten(text: str) -> str:
 
 
 def describe_problem(message: str, place: Place, expansion: Sequence[str] = ()) -> str:
-    """Return a problem with its statement, a mark under the column, and the statements it was expanded to.
-
-    Args:
-        message: What is wrong, and the remedy.
-        place: Where.
-        expansion: Texts that the statement became, from the outermost to the one that failed.
-    """
+    """Return a problem with its statement, a mark under the column, and the statements it was expanded to."""
     where = f"AOA statement {place.number}"
     if place.column:
         where += f", column {place.column}"

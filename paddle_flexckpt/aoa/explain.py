@@ -1,4 +1,7 @@
-"""explain: where each target comes from, for people; and what the macros made of the statements."""
+"""explain: where each target comes from, for people; and what the macros made of the statements.
+
+Tested in tests/aoa/test_language.py.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,6 @@ def expand_program(
     aoa_config: AoaConfig | Statements, source: Catalog, target: Catalog | None = None
 ) -> list[Expanded]:
     """Write out all ids, stars, transposes and fused layouts of statements, as the in-tree engine does.
-
-    Args:
-        aoa_config: The statements.
-        source: All source shards.
-        target: All target shards, or None.
 
     Raises:
         AoaError: The statements are malformed or do not fit.

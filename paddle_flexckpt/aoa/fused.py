@@ -1,4 +1,7 @@
-"""The macros of fused parameters: q, k and v in one tensor, gate and up in one tensor."""
+"""The macros of fused parameters: q, k and v in one tensor, gate and up in one tensor.
+
+Tested in tests/aoa/test_invert.py.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,6 @@ class Expansion:
 
 def expand_fused(statement: Statement, tag: str, source_parts: int, target_parts: int) -> Expansion:
     """Expand a fused layout to cuts and joins.
-
-    Args:
-        statement: The statement, without ``^T``.
-        tag: Which layout.
-        source_parts: In how many parts the fused tensor on the left is cut.
-        target_parts: In how many parts the fused tensor on the right is cut.
 
     Raises:
         StatementError: The names or numbers do not fit the layout.

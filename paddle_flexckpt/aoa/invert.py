@@ -38,9 +38,6 @@ class _NotInvertible(ValueError):
 def invert(aoa_config: AoaConfig | Statements) -> dict[str, Any]:
     """Return the configuration that undoes another: it makes the source of what the other made of it.
 
-    Args:
-        aoa_config: The statements.
-
     Returns:
         ``{"aoa_statements": [...]}``.
 
@@ -237,14 +234,12 @@ class _Inverse:
         if key in _NEVER:
             raise _NotInvertible(_NEVER[key])
         if key == "permute":
-            axes: Any = value
-            positive = [axis % len(axes) for axis in axes]
+            positive = [axis % len(value) for axis in value]
             return [f'permute="{[positive.index(axis) for axis in range(len(positive))]}"']
         if key in ("dtype", "dst_dtype"):
             return self._cast(str(value))
         if key == "pad":
-            pairs: Any = value
-            return ['slice="[' + ", ".join(f"{before}:{-after if after else ''}" for before, after in pairs) + ']"']
+            return ['slice="[' + ", ".join(f"{before}:{-after if after else ''}" for before, after in value) + ']"']
         if key == "reshape" and is_last:
             return ['reshape="auto"']
         raise _NotInvertible(f"{key} does not tell the shape that there was")

@@ -3,6 +3,7 @@
 What a macro of the in-tree language expands to is, character by character, what the in-tree engine makes of it, so that
 those who know its output find their way (``tests/aoa/test_expansion.py`` compares them and lists the exceptions). The
 names of temporaries are as in-tree too, but they are private to the statement: a parameter of the same name is safe.
+Tested in tests/aoa/test_expansion.py.
 """
 
 from __future__ import annotations
@@ -118,11 +119,6 @@ def fused_tag(statement: Statement) -> str | None:
 
 def expand(statement: Statement, source_parts: int = 1, target_parts: int = 1) -> Expansion:
     """Write out transposes and fused layouts; the statement has no stars and arrays any more.
-
-    Args:
-        statement: The statement; placeholders in its names stay as they are.
-        source_parts: In how many tensor-parallel parts the fused tensor on the left is cut.
-        target_parts: Likewise on the right.
 
     Raises:
         StatementError: A macro's names or attributes do not fit.

@@ -41,9 +41,6 @@ def rule_names() -> list[str]:
 def describe_model_rules(name: str) -> dict[str, Any]:
     """Return the data file of a family of models: its parameters, variants and blocks of statements.
 
-    Args:
-        name: One of :func:`rule_names`.
-
     Raises:
         AoaError: There are no rules of that name.
     """

@@ -2,6 +2,7 @@
 
 Matching every pattern against every key would take patterns times keys steps. Instead keys are grouped once by their
 *form*, the name with every run of digits replaced by ``#``; a pattern has a form too and looks at one group only.
+Tested in tests/aoa/test_language.py.
 """
 
 from __future__ import annotations
@@ -200,12 +201,7 @@ class KeyIndex:
         return [next(self._names(form)) for form in alike[:count]]
 
     def bindings(self, template: Template, known: Mapping[str, int] | None = None) -> list[tuple[int, ...]]:
-        """Return all ids, in the order of ``template.placeholders``, for which the name is a key; sorted.
-
-        Args:
-            template: The name.
-            known: Ids that are fixed already.
-        """
+        """Return all ids, in the order of ``template.placeholders``, for which the name is a key; sorted."""
         if template.has_star:
             return self._starred_bindings(template, known)
         form, slots = form_of(template)

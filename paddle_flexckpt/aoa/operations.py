@@ -1,9 +1,12 @@
-"""Single statements carried out on values: cuts, joins, moves and steps, in the order of the attributes."""
+"""Single statements carried out on values: cuts, joins, moves and steps, in the order of the attributes.
+
+Tested in tests/aoa/test_oracle.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from paddle_flexckpt.aoa import steps, structure_ops
 from paddle_flexckpt.aoa.errors import StatementError
@@ -12,6 +15,7 @@ from paddle_flexckpt.aoa.parser import Attribute, Statement
 from paddle_flexckpt.aoa.structure import Derived, Structure, StructureError
 
 Shape = tuple[int, ...]
+Result = TypeVar("Result")
 _TAG_JOINERS = frozenset({"copy", "stack", "unstack", "sum", "average", "lora_merge", "dequant"})
 MODIFIERS = frozenset({"permute", "reshape", "slice", "pad", "resize", "repeat", "dtype", "dst_dtype", "scale"})
 _SHAPE_MODIFIERS = frozenset({"permute", "reshape", "slice", "pad", "resize", "repeat"})
@@ -43,7 +47,14 @@ class Operations:
     """Operations on values; what was done to a structure before is not computed again."""
 
     def __init__(self) -> None:
-        self._memo: dict[tuple[Any, ...], Derived] = {}
+        self._memo: dict[tuple[Any, ...], Any] = {}
+
+    def once(self, key: tuple[Any, ...], make: Callable[[], Result]) -> Result:
+        """Return what ``make`` gave when it was called for this key, or call it."""
+        if key not in self._memo:
+            self._memo[key] = make()
+        found: Result = self._memo[key]
+        return found
 
     def apply(self, function: Callable[..., Derived], values: Sequence[Value], *arguments: Any) -> Value:
         """Apply a function of structures to values.
@@ -52,11 +63,8 @@ class Operations:
             StructureError: The values do not fit.
         """
         structures = tuple(value.structure for value in values)
-        key = (function, arguments, structures)
-        derived = self._memo.get(key)
-        if derived is None:
-            operand = structures if function in _OF_MANY else structures[0]
-            derived = self._memo[key] = function(operand, *arguments)
+        operand = structures if function in _OF_MANY else structures[0]
+        derived = self.once((function, arguments, structures), lambda: function(operand, *arguments))
         inputs = concatenated(values)
         if derived.slots == tuple(range(len(inputs))):
             return Value(derived.structure, inputs)
@@ -173,7 +181,7 @@ def _axis(statement: Statement, joiner: Attribute) -> int:
     axis = statement.get("axis")
     if axis is None:
         raise StructureError(f"{joiner.key} needs axis=")
-    return int(axis.value)  # type: ignore[arg-type]
+    return int(axis.value)
 
 
 def _place(axis: int, shape: Shape) -> int:
@@ -188,15 +196,14 @@ def _value_step(statement: Statement, joiner: Attribute, count: int) -> Any:
         return steps.Average(count)
     if joiner.key == "lora_merge":
         scale = statement.get("scale")
-        return steps.LoraMerge(1.0 if scale is None else float(scale.value))  # type: ignore[arg-type]
+        return steps.LoraMerge(1.0 if scale is None else float(scale.value))
     if joiner.key == "sum":
         weights = statement.get("weights")
         if weights is None:
             return steps.WeightedSum((1.0,) * count)
-        numbers: Any = weights.value
-        if len(numbers) != count:
-            raise StructureError(f"weights has {len(numbers)} numbers for {count} names")
-        return steps.WeightedSum(tuple(map(float, numbers)))
+        if len(weights.value) != count:
+            raise StructureError(f"weights has {len(weights.value)} numbers for {count} names")
+        return steps.WeightedSum(tuple(map(float, weights.value)))
     block = statement.get("block")
     if joiner.value == "fp8":
         if block is None or not isinstance(block.value, tuple):
@@ -245,7 +252,7 @@ def _check_sizes(statement: Statement, values: Sequence[Value], axis: int) -> No
     if attribute is None or attribute.value == "auto":
         return
     found = [value.structure.shape[_place(axis, value.structure.shape)] for value in values]
-    expected = [found[0]] * len(found) if attribute.value == "equal" else list(attribute.value)  # type: ignore[arg-type]
+    expected = [found[0]] * len(found) if attribute.value == "equal" else list(attribute.value)
     if len(expected) != len(found) or any(e not in (-1, f) for e, f in zip(expected, found)):
         raise StructureError(f"sizes says {attribute.value}; the extents along axis {axis} are {found}")
 
@@ -272,7 +279,7 @@ def _sizes(statement: Statement, shape: Shape, axis: int, shapes: Sequence[Shape
                 'Remedy: give sizes="[..]" or sizes="equal" (on the join that is inverted, if this is an inverse)'
             )
     else:
-        sizes = list(attribute.value)  # type: ignore[arg-type]
+        sizes = list(attribute.value)
     if len(sizes) != count or sizes.count(-1) > 1 or any(size < -1 for size in sizes):
         raise StructureError(f"sizes has to give {count} extents, of which one may be -1; got {sizes}")
     if -1 in sizes:
@@ -308,8 +315,7 @@ def _modify(
     if key == "slice":
         return operations.apply(structure_ops.slice_, [value], _slices(str(given)))
     if key == "pad":
-        pairs: Any = given
-        before, after = tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
+        before, after = tuple(a for a, _ in given), tuple(b for _, b in given)
         fill = fill_of(statement)
         if fill is None:
             raise StructureError('pad needs fill=, a number or "keep"')
@@ -324,7 +330,7 @@ def _modify(
             structure_ops.repeat, [value], axis.value, given, None if block is None else block.value
         )
     if key == "scale":
-        return _computed(steps.Scale(float(given)), [value], operations)  # type: ignore[arg-type]
+        return _computed(steps.Scale(float(given)), [value], operations)
     if key == "dst_dtype":
         source = statement.get("src_dtype")
         if source is not None and source.value != structure.dtype:

@@ -5,7 +5,7 @@
     VARIABLE  ::= ( NAME | STRING ) [ '[' NUMBER ':' NUMBER ']' ] [ '^T' ]
     ATTRIBUTE ::= NAME '=' ( NUMBER | STRING ) | TAG
 
-The list of right variables ends where ``, NAME =`` or ``, TAG`` is seen.
+The list of right variables ends where ``, NAME =`` or ``, TAG`` is seen. Tested in tests/aoa/test_compile_errors.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ast
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Union
+from typing import Any
 
 from paddle_flexckpt.aoa.errors import AoaError, Place, StatementError, describe_problem, shorten
 from paddle_flexckpt.aoa.lexer import TAGS, Token, tokenize
@@ -25,7 +25,6 @@ _LISTS = frozenset({"permute", "sizes", "weights", "block", "pad", "resize", "re
 _STRINGS = frozenset({"dtype", "src_dtype", "dst_dtype", "slice", "dequant", "states", "fill"})
 ATTRIBUTES = _INTEGERS | _FLOATS | _LISTS | _STRINGS
 _MAY_BE_AUTO = frozenset({"sizes", "resize", "reshape"})
-Value = Union[int, float, str, bool, tuple]
 # No tensor has more elements, no statement more names: larger numbers are mistakes that would take memory or time.
 MAX_NUMBER = 2**48
 MAX_NAMES = 65_536
@@ -50,10 +49,16 @@ class Variable:
 
 @dataclass(frozen=True)
 class Attribute:
-    """An attribute, or a tag (whose value is True)."""
+    """An attribute, or a tag (whose value is True).
+
+    Attributes:
+        key: Its name.
+        value: A number, a text or a tuple of numbers, as the grammar has it for this name.
+        column: From 1.
+    """
 
     key: str
-    value: Value
+    value: Any
     column: int
 
 
@@ -86,10 +91,6 @@ class Statement:
 
 def parse(text: str, number: int = 1) -> list[Statement]:
     """Parse the statements of one text.
-
-    Args:
-        text: One statement or several.
-        number: The text's number in the program, for messages.
 
     Raises:
         StatementError: It is not a statement; the column says where.
@@ -254,7 +255,7 @@ def _shifted(variable: Variable, shift: int) -> Variable:
     return Variable(variable.name, variable.transposed, variable.items, variable.column - shift)
 
 
-def _attribute_value(key: str, text: str, column: int) -> Value:
+def _attribute_value(key: str, text: str, column: int) -> Any:
     if key in _STRINGS:
         return text
     if (key in _MAY_BE_AUTO and text == "auto") or (key == "sizes" and text == "equal"):
@@ -279,12 +280,12 @@ def _attribute_value(key: str, text: str, column: int) -> Value:
     raise StatementError(f"{key} cannot be {shorten(text)!r}; expected {_expected(key)}", column)
 
 
-def _is_number(value: object, most: float, kinds: tuple[type, ...] = (int,)) -> bool:
+def _is_number(value: Any, most: float, kinds: tuple[type, ...] = (int,)) -> bool:
     """Return whether a value is a finite number of one of the types, and at most so large."""
     if type(value) not in kinds:
         return False
     try:
-        return abs(float(value)) <= most and math.isfinite(value)  # type: ignore[arg-type]
+        return abs(float(value)) <= most and math.isfinite(value)
     except OverflowError:
         return False
 

@@ -1,10 +1,13 @@
-"""Rules: statements whose names may have placeholders, ready to be carried out for every combination of ids."""
+"""Rules: statements whose names may have placeholders, ready to be carried out for every combination of ids.
+
+Tested in tests/aoa/test_compile_scale.py.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -42,8 +45,6 @@ class Rule:
     placeholders: tuple[str, ...]
     states: tuple[str, ...] | None
     source_state: str | None = None
-    _expansions: dict[tuple[int, int], tuple[Statement, ...]] = field(default_factory=dict)
-    _results: dict[tuple[object, ...], list[tuple[Structure, tuple[int, ...] | None]]] = field(default_factory=dict)
 
     @cached_property
     def is_optional(self) -> bool:
@@ -74,10 +75,7 @@ class Rule:
 
     def expanded(self, parts: tuple[int, int]) -> tuple[Statement, ...]:
         """Return the simple statements that it stands for, placeholders as they are."""
-        if parts not in self._expansions:
-            texts = expand(self.statement, *parts).texts
-            self._expansions[parts] = tuple(statement for text in texts for statement in parse(text))
-        return self._expansions[parts]
+        return tuple(statement for text in expand(self.statement, *parts).texts for statement in parse(text))
 
     def evaluate(
         self, parts: tuple[int, int], left: Sequence[Value], shapes: tuple[Shape | None, ...], operations: Operations
@@ -87,10 +85,8 @@ class Rule:
         Raises:
             StatementError: They do not fit.
         """
-        key = (parts, shapes, *(value.structure for value in left))
-        results = self._results.get(key)
-        if results is None:
-            results = self._results[key] = self._compute(parts, left, shapes, operations)
+        key = (self, parts, shapes, *(value.structure for value in left))
+        results = operations.once(key, lambda: self._compute(parts, left, shapes, operations))
         inputs = concatenated(left)
         return [Value(s, inputs if slots is None else tuple([inputs[i] for i in slots])) for s, slots in results]
 
@@ -105,7 +101,7 @@ class Rule:
             names[variable.name] = Value(value.structure, tuple(range(first, first + count)))
             first += count
         known = {variable.name: shape for variable, shape in zip(self.statement.right, shapes)}
-        for simple in self.expanded(parts):
+        for simple in operations.once((self, parts), lambda: self.expanded(parts)):
             try:
                 values = carry_out(
                     simple,
@@ -302,13 +298,7 @@ def _parts(text: str) -> tuple[str | Placeholder, ...]:
 
 
 def without_stars(rule: Rule, ids: Mapping[str, int], keys: Callable[[str, bool], Sequence[str]]) -> Rule:
-    """Return the rule for one combination of ids, with the keys that stars stand for.
-
-    Args:
-        rule: A rule with stars.
-        ids: The ids by placeholder.
-        keys: Gives the keys for a name on the left (or not).
-    """
+    """Return the rule for one combination of ids, with the keys that stars stand for."""
     (statement,) = parse(instantiate(rule.statement.place.text, ids))
     (statement,) = parse(expand_stars(statement, keys))
     return replace(make_rule(statement, rule.states or ()), place=rule.place)

@@ -1,4 +1,7 @@
-"""One side of a program: the keys of a catalog, which of them are states of which parameter, and how they are cut."""
+"""One side of a program: the keys of a catalog, which of them are states of which parameter, and how they are cut.
+
+Tested in tests/aoa/test_language.py.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +49,6 @@ def split_state(key: str, keys: Mapping[str, object] | set[str]) -> tuple[str, s
     parameter if it has a state of its own, or if ``block`` ends with a number, as in the names that Paddle gives to
     parameters (``linear_0.w_0``), and has no other state; else it is a state. Names that no optimizer of Paddle uses
     are states only of parameters that are there.
-
-    Args:
-        key: The key.
-        keys: The keys of both sides.
     """
     if not key[-1:].isdigit():
         return key, PARAMETER

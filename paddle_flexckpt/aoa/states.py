@@ -1,4 +1,7 @@
-"""States: what the moves of a parameter mean for its master weight, its moments and its scalars."""
+"""States: what the moves of a parameter mean for its master weight, its moments and its scalars.
+
+Tested in tests/aoa/test_language.py.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,6 @@ class StateView:
 
     def value(self, value: Value, state: str, parameters_too: bool = False) -> Value:
         """Return a state's value, its inputs being source keys.
-
-        Args:
-            value: Value of the parameter; inputs are names of source parameters.
-            state: Which state.
-            parameters_too: Whether a source parameter without this state takes its place.
 
         Raises:
             NotFed: A source parameter lacks the state, or the state has no meaning after the parameter's steps.
@@ -89,11 +87,6 @@ def of_constants(structure: Structure, state: str, info: TensorInfo) -> Structur
     """Return a state of a parameter that is made of constants and of what the target has.
 
     A state of another shape (a scalar) keeps what it has.
-
-    Args:
-        structure: The parameter's structure.
-        state: Which state, or PARAMETER.
-        info: Shape and dtype of the state.
     """
     if state == PARAMETER:
         return structure

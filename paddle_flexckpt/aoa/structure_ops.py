@@ -2,6 +2,7 @@
 
 Axes may be negative everywhere. Every function gives a :class:`~paddle_flexckpt.aoa.structure.Derived` and raises
 :class:`~paddle_flexckpt.aoa.structure.StructureError` where the operation does not fit the value.
+Tested in tests/aoa/test_structure.py.
 """
 
 from __future__ import annotations
@@ -223,14 +224,7 @@ def resize(structure: Structure, extents: Sequence[int], fill: Fill | None) -> D
 
 
 def repeat(structure: Structure, axis: int, times: int, block: int | None = None) -> Derived:
-    """Repeat the value, or every block of it in place, along an axis.
-
-    Args:
-        structure: The value.
-        axis: The axis.
-        times: Number of copies.
-        block: Extent of the blocks (None: the whole value is one).
-    """
+    """Repeat the value, or every block of it in place, along an axis."""
     axis = axis_of(axis, len(structure.shape))
     extent = structure.shape[axis]
     block = max(extent, 1) if block is None else _integer(block, "block")

@@ -1,4 +1,7 @@
-"""Row-major reshape of a structure: boxes of the old shape become boxes of the new one."""
+"""Row-major reshape of a structure: boxes of the old shape become boxes of the new one.
+
+Tested in tests/aoa/test_structure.py.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,6 @@ def reshape(structure: Structure, shape: Sequence[int]) -> Derived:
 
     Axes that go over as they are, and extents 1 that come or go, cost nothing. Where axes are split or merged, a
     fragment falls into the rows that both shapes have in common: ``[B * W, R]`` and ``[B, W, R]`` have B of them.
-
-    Args:
-        structure: The value.
-        shape: The new shape; one extent may be -1.
 
     Raises:
         StructureError: The number of elements differs, or there would be too many fragments.

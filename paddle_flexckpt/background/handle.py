@@ -1,4 +1,7 @@
-"""Handles: an asynchronous save as its caller sees it, and the errors of failed saves that nobody has seen."""
+"""Handles: an asynchronous save as its caller sees it, and the errors of failed saves that nobody has seen.
+
+Tested in tests/background/test_writer.py and tests/background/test_failures.py.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +77,7 @@ class SaveHandle:
 
     @property
     def error(self) -> CheckpointError | None:
-        """Why the save failed; None while it is under way and when it is committed."""
+        """Return why the save failed; None while it is under way and when it is committed."""
         return self._outcome if isinstance(self._outcome, CheckpointError) else None
 
     def finish(self, outcome: SaveReport | CheckpointError) -> None:

@@ -4,6 +4,8 @@
 2. The coordinator's writer looks for both and decides. It commits when all parts are there. It gives the save up when
    there is a failure, when a part does not come in time, or when its rank has died; its own failure file says why.
 3. The other writers wait for the manifest or that file. So the outcome is the same on every rank, to the word.
+
+Tested in tests/background/test_worker.py and tests/background/test_ranks.py.
 """
 
 from __future__ import annotations

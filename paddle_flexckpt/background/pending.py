@@ -1,4 +1,7 @@
-"""Pending saves: room for a save with a writer, and the saves that were handed over and are not over yet."""
+"""Pending saves: room for a save with a writer, and the saves that were handed over and are not over yet.
+
+Tested in tests/background/test_writer.py and tests/background/test_failures.py.
+"""
 
 from __future__ import annotations
 

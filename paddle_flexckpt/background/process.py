@@ -1,4 +1,7 @@
-"""The writer process, seen from the training process: its start, the saves handed over, its answers, and its end."""
+"""The writer process, seen from the training process: its start, the saves handed over, its answers, and its end.
+
+Tested in tests/background/test_failures.py and tests/background/test_exit.py.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +127,7 @@ class WriterProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is gone; what it had is told to ``on_end`` in a moment, if it was not."""
+        """Return whether the process is gone; what it had is told to ``on_end`` in a moment, if it was not."""
         return self._process.poll() is not None
 
     def finish(self) -> None:

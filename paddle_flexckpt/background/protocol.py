@@ -56,17 +56,17 @@ class WriteJob:
 
     @property
     def context(self) -> str:
-        """What is being done, for errors."""
+        """Return what is being done, for errors."""
         return f"cannot save to {self.path!r}"
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of the items."""
+        """Return the bytes of the items."""
         return int(self.items.byte_length.sum())
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this rank commits."""
+        """Return whether this rank commits."""
         return self.rank == self.coordinator
 
     def encode(self) -> bytes:

@@ -113,7 +113,7 @@ class StagingPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all segments together."""
+        """Return the bytes of all segments together."""
         return sum(segment.nbytes for segment in self._segments)
 
     def take(self, nbytes: int) -> Segment:

@@ -95,23 +95,23 @@ class BackgroundWriter:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process made the writer; a fork of that process did not, and cannot use it."""
+        """Return whether this process made the writer; a fork of that process did not, and cannot use it."""
         return os.getpid() == self._owner
 
     @property
     def pid(self) -> int | None:
-        """Process id of the writer process, if there is one now."""
+        """Return the process id of the writer process, if there is one now."""
         process = self._process
         return None if process is None else process.pid
 
     @property
     def pending(self) -> int:
-        """Number of pending saves."""
+        """Return the number of pending saves."""
         return len(self._saves)
 
     @property
     def staging_bytes(self) -> int:
-        """Memory taken for copies of the state."""
+        """Return the bytes of memory taken for copies of the state."""
         return self._pool.nbytes
 
     def reserve(self, nbytes: int) -> None:

@@ -76,11 +76,7 @@ class Failure:
         return cls(str(decoded["kind"]), tuple(map(str, decoded["problems"])))
 
     def error(self, context: str = "") -> CheckpointError:
-        """Return the error.
-
-        Args:
-            context: What was being done.
-        """
+        """Return the error."""
         kind = _KINDS.get(self.kind, CheckpointError)
         if issubclass(kind, ValidationError):
             return kind(list(self.problems), context)

@@ -2,20 +2,16 @@
 
 Where q, k and v (gate and up) are one parameter, each of N tensor-parallel ranks holds its share of all of them. The
 whole tensor in the order of ranks is then another permutation for every N; with N = 1 it is in *natural order*.
+Tested in tests/live/test_orders.py.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from paddle_flexckpt.catalog.errors import Problem
-
-if TYPE_CHECKING:
-    from paddle_flexckpt.catalog.table import Catalog
 
 # Nobody has so many tensor-parallel ranks; a file could say anything.
 _MAX_PARTS = 1 << 16
@@ -96,23 +92,3 @@ def common_order(key: str, first: Order, second: Order) -> Order | Problem:
         got=other.describe(),
         remedy="give its shards the same FusedAxis on every rank",
     )
-
-
-def unordered(catalog: Catalog) -> np.ndarray:
-    """Return, as bool per key, which tensors may be fused, for all that the catalog says.
-
-    These are cut along their last axis, the outputs of a linear layer, and nothing is known of their order: the catalog
-    was written before there were orders, or by another program.
-    """
-    count = len(catalog.keys)
-    found = np.zeros(count, dtype=bool)
-    filled = (catalog.size > 0) & (catalog.ndim > 0)
-    if len(catalog.key_order):
-        filled &= catalog.key_order[catalog.key] < 0
-    rows = np.flatnonzero(filled)
-    if len(rows):
-        found[catalog.key[rows]] = True
-        whole = catalog.shape[rows, -1] == catalog.global_shape[rows, -1]
-        # A part of fewer than two elements fuses nothing.
-        found[catalog.key[rows[whole | (catalog.shape[rows, -1] < 2)]]] = False
-    return found

@@ -343,3 +343,23 @@ def _merged_orders(catalogs: Sequence[Catalog], of_keys: Sequence[np.ndarray], k
     if problems:
         raise ValidationError(problems)
     return {"orders": tuple(table), "key_order": merged} if table else {}
+
+
+def unordered(catalog: Catalog) -> np.ndarray:
+    """Return, as bool per key, which tensors may be fused, for all that the catalog says.
+
+    These are cut along their last axis, the outputs of a linear layer, and nothing is known of their order: the catalog
+    was written before there were orders, or by another program.
+    """
+    count = len(catalog.keys)
+    found = np.zeros(count, dtype=bool)
+    filled = (catalog.size > 0) & (catalog.ndim > 0)
+    if len(catalog.key_order):
+        filled &= catalog.key_order[catalog.key] < 0
+    rows = np.flatnonzero(filled)
+    if len(rows):
+        found[catalog.key[rows]] = True
+        whole = catalog.shape[rows, -1] == catalog.global_shape[rows, -1]
+        # A part of fewer than two elements fuses nothing.
+        found[catalog.key[rows[whole | (catalog.shape[rows, -1] < 2)]]] = False
+    return found

@@ -16,12 +16,7 @@ Result = TypeVar("Result")
 
 
 class Ranks(Protocol):
-    """Reach the ranks that take part in a call.
-
-    Attributes:
-        ranks: Global ranks of the members, in the group's order.
-        position: This rank's place in ``ranks``.
-    """
+    """Reach the ranks that take part in a call; :class:`~paddle_flexckpt.live.communicator.Communicator` does."""
 
     ranks: tuple[int, ...]
     position: int
@@ -35,15 +30,7 @@ class Ranks(Protocol):
         """Return the number of members."""
 
     def together(self, work: Callable[[], tuple[Result, bytes]], context: str = "") -> tuple[Result, list[bytes]]:
-        """Take a step on every member, and go on only if it went well on all of them.
-
-        Args:
-            work: The step; returns its result for this rank, and a payload for the others.
-            context: What is being done, for the error.
-
-        Returns:
-            This rank's result, and every member's payload in the group's order.
-        """
+        """Take a step on every member, and go on only if it went well on all of them."""
 
 
 def check_coordinator(comm: Ranks, coordinator_rank: int) -> None:

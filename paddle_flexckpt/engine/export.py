@@ -15,6 +15,7 @@ import numpy as np
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype_of
+from paddle_flexckpt.engine.files import reads_of
 from paddle_flexckpt.engine.mapping import maybe_fused, whole_mapping
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
 from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination
@@ -55,12 +56,9 @@ def export_safetensors(
         prefix: Only keys that start with this and a dot, which are taken off; after the statements.
         max_file_bytes: Bytes of tensors in one file; a larger tensor has a file for itself.
         unique_id: The checkpoint's id; None takes the highest.
-        verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` reads those blocks whole
-            too of which only a part is needed, so that every byte that is written is verified; the report says
-            how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
+        verify: As in :class:`~paddle_flexckpt.engine.options.LoadOptions`.
         states: Whether optimizer states and a run's extra state are written too.
-        use_replicas: Whether a replica is read where a file or a block turns out to be damaged, as in
-            :func:`load_state_dict`.
+        use_replicas: As in :class:`~paddle_flexckpt.engine.options.LoadOptions`.
 
     Returns:
         What was done.
@@ -105,12 +103,9 @@ def export_safetensors(
         left_out=left_out,
         unfed=sorted(mapping.unfed) if mapping is not None and states else [],
         total_bytes=sum(file.data_bytes for file in files),
-        bytes_read=reader.count.bytes_read,
-        bytes_verified=reader.count.bytes_verified,
-        bytes_extra=reader.count.bytes_extra,
         peak_scratch_bytes=tensors.peak_scratch_bytes,
         maybe_fused=unordered,
-        replicas_used=reader.replicas_used,
+        **reads_of(reader),
         seconds={"plan": planned - begin, "write": end - planned, "total": end - begin},
     )
 

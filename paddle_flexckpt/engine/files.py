@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.plan import FillPlan
-from paddle_flexckpt.engine.transfer import Counts, Source, Task
+from paddle_flexckpt.engine.transfer import Source, Task
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.directory import LockedManifest
@@ -29,12 +29,7 @@ class Files(Source):
     """Read a checkpoint, of which this rank sees all files; each rank reads just what its targets need."""
 
     def __init__(self, location: Location, options: LoadOptions) -> None:
-        """Open nothing yet.
-
-        Args:
-            location: The checkpoint's directory.
-            options: Of the load.
-        """
+        """Open nothing yet."""
         super().__init__()
         self._location, self._options = location, options
 
@@ -56,50 +51,25 @@ class Files(Source):
             self._reader.check_files(self._plan.pieces.source)
         return ()
 
-    def move(self, task: Task) -> Counts:
+    def move(self, task: Task) -> dict[str, Any]:
         """Read every piece into its target, and compute what is computed."""
         task.memory.wait()
         filling = Filling(task.plan, task.memory, self._plan.pieces.target)
         with reading(self.path):
             read_pieces(self._reader, self._plan.pieces, filling, computes=bool(task.plan.tiles))
         filling.finish()
-        self.replicas_used = self._reader.replicas_used
-        counts = Counts(self._plan.needed_bytes, peak_scratch_bytes=filling.peak_scratch_bytes)
-        return with_reads(counts, self._reader)
+        counts = {"bytes_needed": self._plan.needed_bytes, "peak_scratch_bytes": filling.peak_scratch_bytes}
+        return {**counts, "reads": self._reader.count.reads, **reads_of(self._reader)}
 
 
-def with_reads(counts: Counts, reader: FileReader) -> Counts:
-    """Return the same counts with those of a reader."""
-    count = reader.count
-    return replace(
-        counts,
-        bytes_read=count.bytes_read,
-        bytes_verified=count.bytes_verified,
-        bytes_extra=count.bytes_extra,
-        reads=count.reads,
-    )
-
-
-class RowMemory(Protocol):
-    """Reach the memory of a plan's rows."""
-
-    def advance(self, row: int) -> None:
-        """Compute what can be computed when all rows before the given one have been filled."""
-
-    def host_storage(self, row: int) -> np.ndarray:
-        """Return the 1-D host memory in which a row is filled."""
-
-    def piece_done(self, row: int) -> None:
-        """Note that a piece of a row has arrived."""
+def reads_of(reader: FileReader) -> dict[str, Any]:
+    """Return what a report says of the reads of a reader, by field."""
+    names = ("bytes_read", "bytes_verified", "bytes_extra")
+    return {**{name: getattr(reader.count, name) for name in names}, "replicas_used": reader.replicas_used}
 
 
 def plan_reads(matcher: ShardMatcher, plan: FillPlan, mapping: TensorMapping | None) -> ReadPlan:
     """Plan the reads that fill a rank's targets and scratch, in the order in which these are filled.
-
-    Args:
-        matcher: Matcher of what is stored.
-        plan: What is to be filled.
-        mapping: What the keys that it defines are made of.
 
     Raises:
         ValidationError: They would not fill all of it.
@@ -112,7 +82,7 @@ def plan_reads(matcher: ShardMatcher, plan: FillPlan, mapping: TensorMapping | N
     return replace(reads, pieces=replace(reads.pieces, target=plan.order[reads.pieces.target]))
 
 
-def read_pieces(reader: FileReader, pieces: Pieces, memory: RowMemory, computes: bool) -> None:
+def read_pieces(reader: FileReader, pieces: Pieces, memory: Filling, computes: bool) -> None:
     """Read pieces into their rows.
 
     Args:

@@ -105,13 +105,7 @@ def _to_natural_order(mapping: TensorMapping, source: Catalog) -> tuple[str, ...
 
 
 def maybe_fused(source: Catalog, names: Collection[str], mapping: TensorMapping | None) -> list[str]:
-    """Return those of some keys that are the source's as they are, and may be fused, for all that the source says.
-
-    Args:
-        source: The shards of all sources.
-        names: Keys after the statements.
-        mapping: The statements, compiled without a destination; None where there are none.
-    """
+    """Return those of some keys that are the source's as they are, and may be fused, for all that the source says."""
     keys = (source.keys[number] for number in np.flatnonzero(unordered(source)).tolist())
     made = () if mapping is None else mapping.provenance
     return sorted(key for key in keys if key in names and key not in made)
@@ -137,13 +131,13 @@ def _check_dtypes(mapping: TensorMapping, target: Catalog) -> None:
         raise ValidationError(problems)
 
 
-def config_digest(aoa_config: Any, master_weights: str = "") -> str | None:
+def config_digest(aoa_config: Any) -> str | None:
     """Return what tells one program from another, however it is given; None where there is none."""
     if aoa_config is None:
         return None
     if isinstance(aoa_config, TensorMapping):
         return "compiled"
-    text = json.dumps([asdict(read_config(aoa_config)), master_weights])
+    text = json.dumps(asdict(read_config(aoa_config)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -61,11 +61,6 @@ class Options:
     """Hold the options of one public call; each subclass adds its own as fields."""
 
     @classmethod
-    def own(cls) -> dict[str, str]:
-        """Return the options in which ranks may differ, with the reason why they may."""
-        return {each.name: each.metadata["own"] for each in fields(cls) if each.metadata.get("own")}
-
-    @classmethod
     def compared(cls) -> list[str]:
         """Return the options in which ranks may not differ."""
         return [each.name for each in fields(cls) if each.init and not each.metadata.get("own")]
@@ -209,7 +204,7 @@ def takes(options: type[Options], **own: str) -> Callable[[Call], Call]:
             if name not in given
         ]
         call.__signature__ = signature.replace(parameters=[*given.values(), *more])  # type: ignore[attr-defined]
-        setattr(call, _OPTIONS, (options, own))
+        setattr(call, _OPTIONS, options)
         names = ", ".join(f"``{name}``" for name in options.compared()) or "what they stand for"
         doc = _with_options(inspect.getdoc(call) or "", options, known)
         call.__doc__ = f"{doc}\n\nThe same on every rank, and compared: {names}."
@@ -247,14 +242,8 @@ def same_on_all_ranks(**own: str) -> Callable[[Call], Call]:
 
 def options_of(call: Callable[..., Any]) -> type[Options]:
     """Return the options that a public call takes."""
-    options: type[Options] = getattr(call, _OPTIONS)[0]
+    options: type[Options] = getattr(call, _OPTIONS)
     return options
-
-
-def own_arguments(call: Callable[..., Any]) -> dict[str, str]:
-    """Return the arguments of a public call in which ranks may differ, with the reasons."""
-    options, own = getattr(call, _OPTIONS)
-    return {**own, **options.own()}
 
 
 def encode_options(call: Callable[..., Any], arguments: Mapping[str, Any], **said: Any) -> bytes:

@@ -111,12 +111,6 @@ def plan_fill(
 ) -> FillPlan:
     """Plan what has to be filled for some of a rank's targets.
 
-    Args:
-        catalog: The rank's targets, under the names that the mapping or the source has for them.
-        rows: The rows to fill.
-        mapping: What the keys that it defines are made of.
-        same_memory: As of :class:`FillPlan`.
-
     Raises:
         ValidationError: A value is to be computed from what a target has.
     """

@@ -18,14 +18,7 @@ _TIED = re.compile(r"(?:embed|wte|head|decoder)[^.]*\.[^.]+$", re.IGNORECASE)
 
 
 def resized(target: Catalog, row: int, source: Catalog, source_row: int) -> str:
-    """Return the statement that cuts or extends a source tensor, mostly for another vocabulary; "" for other axes.
-
-    Args:
-        target: The targets.
-        row: The one whose global shape differs.
-        source: The source's shards.
-        source_row: A shard of what the source has for it.
-    """
+    """Return the statement that cuts or extends a source tensor, mostly for another vocabulary; "" for other axes."""
     old = source.unpadded(source_row, source.global_shape)
     new = target.unpadded(row, target.global_shape)
     if len(old) != len(new):
@@ -37,13 +30,7 @@ def resized(target: Catalog, row: int, source: Catalog, source_row: int) -> str:
 
 
 def untied(target: Catalog, row: int, source: Catalog) -> str:
-    """Return the statement for a head or embedding that the saved model had tied to the other; "" for other targets.
-
-    Args:
-        target: The targets.
-        row: The one that the source lacks.
-        source: The source's shards.
-    """
+    """Return the statement for a head or embedding that the saved model had tied to the other; "" for other targets."""
     keys = {*source.keys, *target.keys}
     key, shape = target.key_name(row), target.unpadded(row, target.global_shape)
     parameter = split_state(key, keys)[0]

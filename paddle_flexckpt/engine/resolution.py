@@ -5,7 +5,7 @@ Tested in tests/live/test_policies.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -135,17 +135,12 @@ class Resolution:
 
 
 def resolve(
-    targets: Targets,
-    overlap: Callable[[int, int], bool],
-    source: Catalog,
-    options: TransferOptions,
-    mapping: TensorMapping | None = None,
+    targets: Targets, source: Catalog, options: TransferOptions, mapping: TensorMapping | None = None
 ) -> Resolution:
     """Find what every target is made of, and check that it fits.
 
     Args:
         targets: This rank's targets.
-        overlap: Tells whether two of them whose addresses overlap have an element in common.
         source: All source shards.
         options: What is allowed.
         mapping: What the keys that it defines are made of; every other target is the source's tensor of its name.
@@ -160,30 +155,17 @@ def resolve(
     if problems:
         raise ValidationError(problems)
     names = {i: row.name for i, row in enumerate(rows) if row.how != MISSING and row.mismatch is None}
-    filled, same_memory = share_memory(targets, overlap, names, mapping)
+    filled, same_memory = share_memory(targets, names, mapping)
     return Resolution(targets, rows, np.asarray(filled, dtype=np.int64), same_memory)
 
 
 def complete(
-    first: Resolution,
-    statements: Sequence[str],
-    overlap: Callable[[int, int], bool],
-    source: Catalog,
-    options: TransferOptions,
-    targets: Catalog,
+    first: Resolution, statements: Sequence[str], source: Catalog, options: TransferOptions, targets: Catalog
 ) -> tuple[TensorMapping, Resolution]:
     """Resolve a rank's targets again, with the statements that put fused parameters right.
 
     Each of these is about one parameter, and any part of that tells how it is cut. So those of one rank and its own
     targets serve where other ranks need not know, and mean what those of all ranks with all targets mean.
-
-    Args:
-        first: What :func:`resolve` has found.
-        statements: Of :meth:`Resolution.statements`; of all ranks, where they have to know.
-        overlap: As of :func:`resolve`; so are source and options.
-        source: Likewise.
-        options: Likewise.
-        targets: The targets that statements are about: this rank's own, or those of all ranks.
 
     Raises:
         ValidationError: Statements or targets do not fit.
@@ -192,7 +174,7 @@ def complete(
     if problems:
         raise ValidationError(problems)
     mapping = compile_mapping(options.aoa_config, source, targets, options.master_weights, statements)
-    again = resolve(first.targets, overlap, source, options, mapping)
+    again = resolve(first.targets, source, options, mapping)
     if again.mismatches:
         raise ValidationError([one.problem() for one in again.mismatches])
     # What was found before is what the report tells.
@@ -232,7 +214,7 @@ class _Resolver:
         self, targets: Targets, source: Catalog, options: TransferOptions, mapping: TensorMapping | None
     ) -> None:
         self._targets, self._catalog, self._source = targets, targets.catalog, source
-        self._options, self._mapping = options, mapping
+        self._options, self._mapping, self._casts = options, mapping, options.dtype == "cast"
         self._numbers = {name: i for i, name in enumerate(source.keys)}
         self._defined: Collection[str] = () if mapping is None else mapping.tensors
         # What statements take away or leave unfed is not looked for elsewhere.
@@ -296,7 +278,7 @@ class _Resolver:
         how = OWN if name == key else MASTER if master else RAW_NAME if key in self.compatible.names else ALIAS
         alias = name if name != key and not master else ""
         number = self._index[name]
-        cast, problem = self._fit(row, self._stored(row, number), casts=bool(master))
+        cast, problem = _fit(self._catalog, row, self._stored(row, number), bool(master) or self._casts)
         resolved = Resolved(how, name, alias, cast, master or "", problem=problem)
         return resolved if problem else self._in_order(resolved, row, number)
 
@@ -307,7 +289,7 @@ class _Resolver:
         # Braces of the statement are its own.
         origin = mapping.made_by(found).replace("{", "{{").replace("}", "}}")
         given = _Given(info.shape, info.dtype, f"AOA gives {{}}{origin}", remedy="correct the statement, or the target")
-        cast, problem = self._fit(row, given, casts=bool(master))
+        cast, problem = _fit(self._catalog, row, given, bool(master) or self._casts)
         resolved = Resolved(STATEMENT, found, found if found != key else "", cast, master, problem=problem)
         own = self._copied.get(found, found)
         # A new name changes no order; a statement that makes a key of itself takes it as it is.
@@ -385,10 +367,6 @@ class _Resolver:
         if shape == self._catalog.unpadded(row, self._catalog.global_shape):
             return given
         return replace(given, remedy=given.remedy + resized(self._catalog, row, source, source_row))
-
-    def _fit(self, row: int, given: _Given, casts: bool) -> tuple[str, Problem | None]:
-        """Return how values are cast on the way from what is given to a target, and why they cannot get there."""
-        return _fit(self._catalog, row, given, casts or self._options.dtype == "cast")
 
 
 @dataclass(frozen=True)

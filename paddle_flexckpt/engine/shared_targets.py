@@ -5,28 +5,21 @@ Tested in tests/live/test_shared_memory.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
+from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.engine.targets import Targets
 
 
 def share_memory(
-    targets: Targets,
-    overlap: Callable[[int, int], bool],
-    names: Mapping[int, str],
-    mapping: TensorMapping | None,
+    targets: Targets, names: Mapping[int, str], mapping: TensorMapping | None
 ) -> tuple[list[int], dict[int, int]]:
     """Sort out tied targets: which rows to fill, and which of these only to compare with an earlier one.
 
-    Args:
-        targets: The targets.
-        overlap: Tells whether two of them whose addresses overlap have an element in common.
-        names: By row that is to be filled, the key of the source, or of what statements make, that fills it.
-        mapping: What statements make.
+    ``names`` has, by row that is to be filled, the key of the source, or of what statements make, that fills it.
 
     Raises:
         ValidationError: Targets share memory without being the same part of a tensor.
@@ -61,24 +54,20 @@ def share_memory(
             spans[row] = place[0]
         earlier.append(row)
         keep.append(row)
-    _refuse_overlaps(targets.catalog, overlap, spans)
+    _refuse_overlaps(targets, spans)
     return keep, same_memory
 
 
-def _refuse_overlaps(catalog: Catalog, overlap: Callable[[int, int], bool], spans: dict[int, tuple[int, int]]) -> None:
+def _refuse_overlaps(targets: Targets, spans: Mapping[int, tuple[int, int]]) -> None:
     """Raise ValidationError if a target shares memory with another that is not the very same part of a tensor.
 
-    Args:
-        catalog: The targets.
-        overlap: As of :func:`share_memory`.
-        spans: By row, first and last address (exclusive) of a target; of targets that are the same part of the same
-            memory, one.
+    ``spans`` has first and last address (exclusive) by row, of one of the targets that are the same part of one memory.
     """
     rows = np.fromiter(spans, dtype=np.int64, count=len(spans))
     begin, end = np.asarray(list(spans.values()), dtype=np.int64).reshape(-1, 2).T
     order = np.lexsort((end, begin))
     rows, begin, end = rows[order], begin[order], end[order]
-    problems = []
+    problems, catalog, overlap = [], targets.catalog, targets.memory.overlap
     # Most targets begin where all earlier ones have ended.
     for place in np.flatnonzero(begin[1:] < np.maximum.accumulate(end)[:-1]).tolist():
         row = int(rows[place + 1])

@@ -20,34 +20,6 @@ from paddle_flexckpt.engine.names import raw_parameter
 Place = tuple[tuple[int, int], str, str]
 
 
-@dataclass(frozen=True, eq=False)
-class Targets:
-    """List what one rank wants to have filled, a row each.
-
-    Attributes:
-        catalog: Names, shapes, dtypes, and orders of elements. No key has two rows, so a row is its key's number too.
-        aliases: By row, other names of the same, tied parameter.
-        raw_names: By row, raw names of an optimizer's state that has a structured name.
-        tensor_names: By row, Paddle's own name of the tensor, or None.
-        places: By row, where it is: equal for the same part in the same memory; None without elements.
-    """
-
-    catalog: Catalog
-    aliases: tuple[tuple[str, ...], ...]
-    raw_names: tuple[tuple[str, ...], ...]
-    tensor_names: tuple[str | None, ...]
-    places: tuple[Place | None, ...]
-
-    @cached_property
-    def by_tensor_name(self) -> dict[str, list[str]]:
-        """Return keys, sorted, by the name of the tensor behind them, without ``.dist``."""
-        names: dict[str, list[str]] = {}
-        for key, name in zip(self.catalog.keys, self.tensor_names):
-            if name is not None:
-                names.setdefault(raw_parameter(name), []).append(key)
-        return {name: sorted(keys) for name, keys in names.items()}
-
-
 class OpenTarget(Protocol):
     """Show a target as host memory.
 
@@ -63,24 +35,58 @@ class OpenTarget(Protocol):
         """Put a copy's elements back into the target."""
 
 
-class Memory(Protocol):
-    """Reach the memory of targets, by their row."""
+class Memory:
+    """Reach the memory of targets, by their row; on the host, unless a subclass says otherwise."""
 
     @property
     def devices(self) -> list[str]:
         """Return the names of the devices on which targets are."""
+        return []
 
     def open(self, row: int, fresh: bool) -> OpenTarget:
         """Open a target; ``fresh``: all of it will be written, so that a copy need not begin with its values."""
+        raise NotImplementedError
 
     def on_device(self, row: int) -> AnyStorage | None:
         """Return the storage of a target on a device, to be written in place; None for host memory."""
+        return None
 
     def overlap(self, one: int, other: int) -> bool:
-        """Return whether two targets whose addresses overlap have an element in common, as far as one can tell."""
+        """Return whether two targets whose addresses overlap have an element in common, or may have one."""
+        return False
 
     def wait(self) -> None:
-        """Wait until devices have done what was begun."""
+        """Wait until devices have done what was begun on them."""
 
     def finish(self, untouched: Collection[str]) -> None:
         """Take note that the transfer has ended; ``untouched``: keys of targets that were not filled, or in part."""
+
+
+@dataclass(frozen=True, eq=False)
+class Targets:
+    """List what one rank wants to have filled, a row each.
+
+    Attributes:
+        catalog: Names, shapes, dtypes, and orders of elements. No key has two rows, so a row is its key's number too.
+        aliases: By row, other names of the same, tied parameter.
+        raw_names: By row, raw names of an optimizer's state that has a structured name.
+        tensor_names: By row, Paddle's own name of the tensor, or None.
+        places: By row, where it is: equal for the same part in the same memory; None without elements.
+        memory: Reaches their memory.
+    """
+
+    catalog: Catalog
+    aliases: tuple[tuple[str, ...], ...]
+    raw_names: tuple[tuple[str, ...], ...]
+    tensor_names: tuple[str | None, ...]
+    places: tuple[Place | None, ...]
+    memory: Memory
+
+    @cached_property
+    def by_tensor_name(self) -> dict[str, list[str]]:
+        """Return keys, sorted, by the name of the tensor behind them, without ``.dist``."""
+        names: dict[str, list[str]] = {}
+        for key, name in zip(self.catalog.keys, self.tensor_names):
+            if name is not None:
+                names.setdefault(raw_parameter(name), []).append(key)
+        return {name: sorted(keys) for name, keys in names.items()}

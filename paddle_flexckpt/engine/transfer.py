@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,31 +39,19 @@ class Task:
     """Say what one rank fills, and of what.
 
     Attributes:
-        memory: Of the targets.
         resolution: How each target is filled.
         mapping: What statements make, or None.
         plan: The rows to fill.
     """
 
-    memory: Memory
     resolution: Resolution
     mapping: TensorMapping | None
     plan: FillPlan
 
-
-@dataclass(frozen=True)
-class Counts:
-    """Count what one rank has moved; fields as of :class:`LoadReport`."""
-
-    bytes_needed: int = 0
-    bytes_read: int = 0
-    bytes_verified: int = 0
-    bytes_extra: int = 0
-    bytes_copied: int = 0
-    bytes_received: int = 0
-    bytes_sent: int = 0
-    reads: int = 0
-    peak_scratch_bytes: int = 0
+    @property
+    def memory(self) -> Memory:
+        """Return the memory of the targets."""
+        return self.resolution.targets.memory
 
 
 class Source:
@@ -73,16 +61,12 @@ class Source:
         path: What to call it.
         unique_id: The checkpoint's id, or None.
         catalog: All of its shards; known when it is open.
-        replicas: As of :class:`LoadReport`; so are ``replicas_used``.
-        replicas_used: Likewise.
         between_ranks: Whether ranks send each other what they need: each has to know what the others want.
     """
 
     path: str
     unique_id: int | None = None
     catalog: Catalog
-    replicas: Mapping[str, str] = {}
-    replicas_used: Mapping[str, str] = {}
     between_ranks = False
 
     def __init__(self) -> None:
@@ -99,8 +83,8 @@ class Source:
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
         """Plan what ranks send each other; ``answers``: by field, what :meth:`prepare` gave on every rank."""
 
-    def move(self, task: Task) -> Counts:
-        """Fill all rows of the plan."""
+    def move(self, task: Task) -> dict[str, Any]:
+        """Fill all rows of the plan; return what the report says of it, by field."""
         raise NotImplementedError
 
 
@@ -125,7 +109,7 @@ class Transfer:
         self,
         comm: Ranks,
         source: Source,
-        describe_targets: Callable[[], tuple[Targets, Memory]],
+        describe_targets: Callable[[], Targets],
         options: TransferOptions,
         call: str,
         context: str,
@@ -162,12 +146,12 @@ class Transfer:
             return self.report()
 
     @functools.cached_property
-    def _described(self) -> tuple[Targets, Memory, bytes]:
-        """Return this rank's targets and their memory, and what has to be the same on every rank."""
+    def _described(self) -> tuple[Targets, bytes]:
+        """Return this rank's targets, and what has to be the same on every rank."""
         said = self._source.open()
-        targets, memory = self._describe_targets()
+        targets = self._describe_targets()
         check_coordinator(self._comm, self._options.coordinator_rank)
-        return targets, memory, self._options.encode(self._call, **said, context=self._context)
+        return targets, self._options.encode(self._call, **said, context=self._context)
 
     def describe(self) -> None:
         """Gather the targets of all ranks, where statements are to mean the same on each of them."""
@@ -176,7 +160,7 @@ class Transfer:
 
     def _gather_targets(self) -> None:
         def describe() -> tuple[None, bytes]:
-            targets, _, head = self._described
+            targets, head = self._described
             problems = validate_shards(targets.catalog)
             if problems:
                 raise ValidationError(problems)
@@ -203,19 +187,19 @@ class Transfer:
         return sorted({statement for texts in needed for statement in json.loads(texts)})
 
     def _resolve(self, statements: Sequence[str]) -> tuple[Task, bytes]:
-        targets, memory, head = self._described
+        targets, head = self._described
         source, options, mapping = self._source.catalog, self._options, None
         if options.aoa_config is not None:
             mapping = compile_mapping(options.aoa_config, source, self._all_targets, options.master_weights)
-        resolution = resolve(targets, memory.overlap, source, options, mapping)
+        resolution = resolve(targets, source, options, mapping)
         needed = resolution.statements(source)
         if not self._source.between_ranks:
             statements = needed
         if statements:
             known = targets.catalog if self._all_targets is None else self._all_targets
-            mapping, resolution = complete(resolution, statements, memory.overlap, source, options, known)
+            mapping, resolution = complete(resolution, statements, source, options, known)
         plan = plan_fill(resolution.catalog, resolution.filled, mapping, resolution.same_memory)
-        task = Task(memory, resolution, mapping, plan)
+        task = Task(resolution, mapping, plan)
         used = np.packbits(resolution.used(source, mapping)).tobytes()
         names = json.dumps(resolution.raw_meanings()).encode()
         return task, join((head, json.dumps(needed).encode(), used, names, *self._source.prepare(task)))
@@ -231,11 +215,11 @@ class Transfer:
     def move(self) -> None:
         """Fill the targets."""
 
-        def move() -> tuple[Counts, bytes]:
-            counts = self._source.move(self._task)
-            return counts, str(counts.bytes_needed).encode()
+        def move() -> tuple[dict[str, Any], bytes]:
+            moved = self._source.move(self._task)
+            return moved, str(moved["bytes_needed"]).encode()
 
-        self._counts, answers = self._comm.together(move, self._context)
+        self._moved, answers = self._comm.together(move, self._context)
         self._total_bytes = sum(int(answer) for answer in answers)
         self._task.memory.finish({*self._task.resolution.missing, *self._keys(self._task.plan.kept)})
 
@@ -254,15 +238,9 @@ class Transfer:
             kept=self._keys(self._task.plan.kept),
             computed=self._keys(self._task.plan.computed),
             total_bytes=self._total_bytes,
-            replicas=dict(source.replicas),
-            replicas_used=dict(source.replicas_used),
-            seconds={
-                "plan": self._planned - self._begin,
-                moved: end - self._planned,
-                "total": end - self._begin,
-            },
+            seconds={"plan": self._planned - self._begin, moved: end - self._planned, "total": end - self._begin},
             **self._task.resolution.report(),
-            **{each.name: getattr(self._counts, each.name) for each in fields(Counts)},
+            **self._moved,
         )
         if report.maybe_fused:
             logger.warning(f"rank {self._comm.rank}: {order_warning(report.source, report.maybe_fused)}")
@@ -288,12 +266,7 @@ def check_unexpected(
 ) -> list[str]:
     """Return the keys of the source that no rank uses. Extra state does not count, nor what AOA statements remove.
 
-    Args:
-        source: All source shards.
-        bits: Every rank's packed :meth:`Resolution.used`.
-        mapping: What AOA statements say.
-        options: Whether such keys are errors.
-        context: What is being done, for the error.
+    ``bits`` has every rank's packed :meth:`Resolution.used`.
 
     Raises:
         ValidationError: They are not allowed; the same on every rank.

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from paddle_flexckpt.engine.files import plan_reads, read_pieces
 from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.mapping import stored, whole_mapping
 from paddle_flexckpt.engine.plan import FillPlan, plan_fill
+from paddle_flexckpt.engine.targets import Memory
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.checksums import VerifyMode
@@ -116,10 +116,8 @@ class _Array:
         """Do nothing: it is no copy."""
 
 
-class _Arrays:
+class _Arrays(Memory):
     """Make the memory of whole tensors when it is first asked for."""
-
-    devices: ClassVar[list[str]] = []
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -128,19 +126,6 @@ class _Arrays:
         """Return a fresh array."""
         count = math.prod(self._catalog.shape[row].tolist())
         return _Array(np.empty(count, dtype=dtype_of(self._catalog.dtype_name(row)).numpy))
-
-    def on_device(self, row: int) -> None:
-        """Return nothing: all is in host memory."""
-
-    def overlap(self, one: int, other: int) -> bool:
-        """Return that fresh arrays have no element in common."""
-        return False
-
-    def wait(self) -> None:
-        """Do nothing."""
-
-    def finish(self, untouched: Collection[str]) -> None:
-        """Do nothing."""
 
 
 def _portions(names: list[str]) -> Iterator[list[str]]:

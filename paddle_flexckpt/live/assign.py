@@ -1,4 +1,4 @@
-"""assign_sharded_slice: the copy of what two shards share, between tensors of one process."""
+"""Copy what two shards share between tensors of one process."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ DEVICE_BACKENDS = frozenset(("nccl", "bkcl", "xccl", "flagcx"))
 
 
 class Communicator(ABC):
-    """The ranks that take part in one call.
+    """Connect the ranks that take part in one call.
 
     Attributes:
         ranks: Global ranks of the members, in the group's order.
@@ -55,20 +55,20 @@ class Communicator(ABC):
 
     @property
     def size(self) -> int:
-        """Number of members."""
+        """Return the number of members."""
         return len(self.ranks)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        """Every member's payload, in the group's order."""
+        """Return every member's payload, in the group's order."""
         self.collectives += 1
         return self._all_gather(payload) if self.size > 1 else [payload]
 
     @abstractmethod
     def _all_gather(self, payload: bytes) -> list[bytes]: ...
 
-    @abstractmethod
     def open_transport(self) -> Transport:
         """Return a transport for tensor data between the members through host memory."""
+        return SocketTransport(self.ranks, self.position)
 
     @property
     def device_group(self) -> Any:
@@ -76,7 +76,7 @@ class Communicator(ABC):
         return None
 
     def together(self, work: Callable[[], tuple[Result, bytes]], context: str = "") -> tuple[Result, list[bytes]]:
-        """Does a step on every member and goes on only if it went well on all of them.
+        """Take a step on every member and go on only if it went well on all of them.
 
         Args:
             work: The step; returns its result for this rank, and a payload for the others.
@@ -98,7 +98,7 @@ class Communicator(ABC):
         return result, self.agree(None, payload, context)
 
     def agree(self, error: Exception | None, payload: bytes = b"", context: str = "") -> list[bytes]:
-        """Exchanges outcomes: returns every member's payload, or raises the same error on every member.
+        """Exchange outcomes: return every member's payload, or raise the same error on every member.
 
         Args:
             error: What went wrong on this rank, if anything did.
@@ -125,7 +125,7 @@ class Communicator(ABC):
 
 
 class SoloCommunicator(Communicator):
-    """One rank alone: a process without a distributed environment, or a rank that saves for itself."""
+    """Stand for one rank alone: a process without a distributed environment, or a rank that saves for itself."""
 
     def __init__(self, rank: int = 0) -> None:
         """Args: rank: the rank's global number."""
@@ -134,13 +134,9 @@ class SoloCommunicator(Communicator):
     def _all_gather(self, payload: bytes) -> list[bytes]:
         return [payload]
 
-    def open_transport(self) -> Transport:
-        """A transport that never has anything to carry."""
-        return SocketTransport(self.ranks, self.position)
-
 
 class PaddleCommunicator(Communicator):
-    """The members of a Paddle process group."""
+    """Connect the members of a Paddle process group."""
 
     def __init__(self, group: Any) -> None:
         """Args: group: a paddle.distributed Group that this rank is in."""
@@ -190,13 +186,9 @@ class PaddleCommunicator(Communicator):
         name = _name_of(int(self._group.id), self.ranks)
         return describe_lost_ranks(find_missing_ranks(store, name, self.ranks, self.rank), error)
 
-    def open_transport(self) -> Transport:
-        """See :meth:`Communicator.open_transport`."""
-        return SocketTransport(self.ranks, self.position)
-
     @property
     def device_group(self) -> Any:
-        """See :attr:`Communicator.device_group`."""
+        """Implement :attr:`Communicator.device_group`."""
         return self._group if _backend(self._group) in DEVICE_BACKENDS else None
 
 
@@ -222,7 +214,7 @@ def _host_channel(group_id: int, ranks: tuple[int, ...], position: int) -> HostC
 
 
 def communicator_for(process_group: Any = None) -> Communicator:
-    """The communicator of a call.
+    """Return the communicator of a call.
 
     Args:
         process_group: None for all ranks of the job (or the one process there is), ``"self"`` for this rank alone, a

@@ -2,6 +2,8 @@
 
 Only calls that all accelerators of Paddle have are used (views, ``copy_``, ``_copy_to``, ``paddle.device``), so a GPU,
 an NPU and an XPU take the same path. Elements are moved as integers of their width: a copy needs no kernel for a dtype.
+
+Tested in tests/device/test_device_memory.py.
 """
 
 from __future__ import annotations
@@ -113,11 +115,11 @@ class DeviceMemory:
         return self._tensor.place
 
     def along_axes(self, copy: StridedCopy, side: int) -> StridedCopy:
-        """See :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
+        """Implement :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
         return copy if self._strides is None else copy.along_axes(side, self._shape)
 
     def read(self, copy: StridedCopy) -> np.ndarray:
-        """See :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
+        """Implement :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
         import paddle
 
         host = paddle.CPUPlace()
@@ -135,7 +137,7 @@ class DeviceMemory:
         return values.reshape(copy.extents)
 
     def write(self, copy: StridedCopy, values: np.ndarray) -> None:
-        """See :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
+        """Implement :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
         import paddle
 
         values = np.ascontiguousarray(values).reshape(-1)
@@ -156,7 +158,7 @@ class DeviceMemory:
                 part.copy_(chunk, True)
 
     def copy_from(self, source: DeviceStorage, copy: StridedCopy) -> None:
-        """See :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
+        """Implement :class:`~paddle_flexckpt.engine.copies.DeviceStorage`."""
         import paddle
 
         if not isinstance(source, DeviceMemory):

@@ -1,4 +1,4 @@
-"""Which ranks have gone, when an exchange between ranks fails.
+"""Find out which ranks have gone, when an exchange between ranks fails.
 
 A backend only says that something broke (gloo names a neighbour by its number in the group), and a socket only that its
 other end has closed, maybe for the failure of a third. So every process has a *presence*: a listening socket, which the
@@ -33,40 +33,36 @@ _POLL_SECONDS = 0.1
 
 
 class KeyValueStore(Protocol):
-    """What is used of Paddle's TCPStore."""
+    """Describe what is used of Paddle's TCPStore."""
 
     def add(self, key: str, value: int) -> int:
-        """Adds to a counter, which starts at 0; returns what it is then."""
+        """Add to a counter, which starts at 0; return what it is then."""
 
     def set(self, key: str, value: str) -> None:
-        """Sets a value."""
+        """Set a value."""
 
     def get(self, key: str) -> bytes:
-        """A value; waits until there is one."""
+        """Return a value; wait until there is one."""
 
 
 class Presence:
-    """A socket that listens for as long as this process lives, or this object."""
+    """Hold a socket that listens for as long as this process lives, or this object.
+
+    Attributes:
+        announced: The stores, and the numbers under which they know this process.
+    """
 
     def __init__(self) -> None:
-        """Opens it on the interface that the launcher gave this rank."""
+        """Open it on the interface that the launcher gave this rank."""
         # Connections are never accepted: that they can be made is all that is asked. They stay in the backlog; a job
         # in which this is asked is about to end.
         self._listener = open_presence()
-        self._announced: list[tuple[KeyValueStore, int]] = []
+        self.announced: list[tuple[KeyValueStore, int]] = []
 
     @property
     def address(self) -> str:
-        """What others need to look for it."""
+        """Return what others need to look for it."""
         return address_of(self._listener)
-
-    def announce(self, store: KeyValueStore, rank: int) -> None:
-        """See :func:`announce`."""
-        if any(there is store and who == rank for there, who in self._announced):
-            return
-        store.set(f"flexckpt/presence/{rank}", self.address)
-        store.add(f"flexckpt/present/{rank}", 1)
-        self._announced.append((store, rank))
 
     def close(self) -> None:
         """Stop listening in this process."""
@@ -75,7 +71,7 @@ class Presence:
 
 @functools.cache
 def own_presence() -> Presence:
-    """This process's presence, for as long as it lives."""
+    """Return this process's presence, which lasts as long as the process."""
     presence = Presence()
     os.register_at_fork(after_in_child=functools.partial(_leave, presence))
     return presence
@@ -89,7 +85,11 @@ def _leave(presence: Presence) -> None:
 
 def announce(store: KeyValueStore, rank: int) -> None:
     """Tell the others, once, where this rank can be looked for. It has to come before anything that can fail."""
-    own_presence().announce(store, rank)
+    presence = own_presence()
+    if not any(there is store and who == rank for there, who in presence.announced):
+        store.set(f"flexckpt/presence/{rank}", presence.address)
+        store.add(f"flexckpt/present/{rank}", 1)
+        presence.announced.append((store, rank))
 
 
 def presence_of(store: KeyValueStore, rank: int) -> tuple[str, int] | None:
@@ -198,7 +198,7 @@ def _answers(presence: tuple[str, int]) -> bool:
 
 
 def describe_lost_ranks(missing: Missing | None, error: Exception) -> str:
-    """What to tell the user.
+    """Return what to tell the user.
 
     Args:
         missing: Of :func:`find_missing_ranks`.
@@ -229,7 +229,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def default_store() -> Any:
-    """The job's key-value store; None if the job was not started with one."""
+    """Return the job's key-value store; None if the job was not started with one."""
     from paddle.distributed import collective
 
     return getattr(collective, "_default_store", None)

@@ -3,6 +3,8 @@
 Every rank listens, and says in the job's key-value store where. With the address goes a random token, by which a
 connection shows that it comes from one who can read the store. Nobody waits for a rank that has gone: its presence is
 watched until it comes.
+
+Tested in tests/live/test_host_channel.py.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
-from paddle_flexckpt.engine.files import Files, with_reads
+from paddle_flexckpt.engine.files import Files, reads_of
 from paddle_flexckpt.engine.options import LoadOptions
-from paddle_flexckpt.engine.transfer import Counts, Source, Task
+from paddle_flexckpt.engine.transfer import Source, Task
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.peers import Peers
@@ -80,16 +80,9 @@ def find_checkpoint(
 ) -> Found:
     """Agree on a checkpoint: the one with the highest id that a node has published. Four collectives.
 
+    ``head`` gives what ranks have to agree about, or raises; ``held`` takes the manifest's lock where there is one.
     Where a save died after some nodes had published it in place of an older one, it is the newer if all of it can be
     read, else the older.
-
-    Args:
-        comm: The ranks.
-        open_directory: Gives this rank's; it need not exist.
-        unique_id: Its id; None takes the highest.
-        head: Gives what ranks have to agree about, or raises.
-        held: Takes the lock of the manifest, where this rank has it.
-        context: What is being done, for errors.
 
     Raises:
         ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
@@ -191,15 +184,7 @@ class NodeFiles(Peers):
     def __init__(
         self, comm: Communicator, directory: CheckpointDirectory, found: Found, options: LoadOptions, context: str
     ) -> None:
-        """Open no file yet.
-
-        Args:
-            comm: The ranks.
-            directory: This rank's.
-            found: The checkpoint.
-            options: Of the load.
-            context: What is being done, for errors.
-        """
+        """Open no file yet."""
         stored = found.manifest.catalog
         # A row for every rank that can read it, so that each finds what it sees on itself.
         position, item = np.nonzero(found.seen[:, stored.file])
@@ -223,11 +208,9 @@ class NodeFiles(Peers):
         """Return a shard that this rank sees."""
         return _StoredItem(self._reader, int(self._item[row]), dtype_of(self.catalog.dtype_name(row)).numpy)
 
-    def move(self, task: Task) -> Counts:
+    def move(self, task: Task) -> dict[str, Any]:
         """Copy, send and receive."""
-        counts = with_reads(super().move(task), self._reader)
-        self.replicas_used = self._reader.replicas_used
-        return counts
+        return {**super().move(task), "reads": self._reader.count.reads, **reads_of(self._reader)}
 
     def check_plan(self, plan: ExchangePlan) -> None:
         """Open the files that this rank is to read, and raise where nobody can."""
@@ -259,13 +242,6 @@ class NodeFiles(Peers):
 
 def find_node_files(comm: Communicator, path: Location, options: LoadOptions, call: str, context: str) -> Source:
     """Agree on a checkpoint, and return its files as a source. Four collectives.
-
-    Args:
-        comm: The ranks.
-        path: This rank's directory.
-        options: Of the load.
-        call: Name of the public call.
-        context: What is being done, for errors.
 
     Raises:
         ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.

@@ -1,4 +1,7 @@
-"""Saves to nodes that share no storage: who shares a directory with whom, one id for all, and the agreed commit."""
+"""Saves to nodes that share no storage: who shares a directory with whom, one id for all, and the agreed commit.
+
+Tested in tests/live/test_nodes.py and tests/crash/test_nodes.py.
+"""
 
 from __future__ import annotations
 

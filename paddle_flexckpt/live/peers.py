@@ -20,7 +20,7 @@ from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog
 from paddle_flexckpt.engine.copies import AnyStorage, copy_pieces, pack, unpack
 from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.options import TransferOptions, rule
-from paddle_flexckpt.engine.transfer import Counts, Source, Task
+from paddle_flexckpt.engine.transfer import Source, Task
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.device_exchange import DeviceExchange, Traffic
 from paddle_flexckpt.live.device_memory import devices_of, has_views, wait_for_devices
@@ -57,23 +57,17 @@ class Peers(Source):
     Attributes:
         catalog: One row per shard, with the rank that holds it.
         checked: What is known about it.
+        replicas: As of :class:`LoadReport`.
     """
 
+    replicas: Mapping[str, str] = {}
     path = "memory"
     between_ranks = True
 
     def __init__(
         self, comm: Communicator, catalog: Catalog, checked: CheckedSources, context: str, offload: bool
     ) -> None:
-        """Take what the ranks hold.
-
-        Args:
-            comm: The ranks.
-            catalog: All of it.
-            checked: What is known about it.
-            context: What is being done, for errors.
-            offload: Whether data of devices goes through host memory.
-        """
+        """Take what the ranks hold."""
         super().__init__()
         self.catalog, self.checked = catalog, checked
         self._comm, self._context, self._offload = comm, context, offload
@@ -132,7 +126,7 @@ class Peers(Source):
         self._addresses = list(addresses)
         self._on_device, self._sent = self._comm.together(plan, self._context)
 
-    def move(self, task: Task) -> Counts:
+    def move(self, task: Task) -> dict[str, Any]:
         """Copy, send and receive."""
         plan, filling = self._plan, Filling(task.plan, task.memory)
         storage: Callable[[int], AnyStorage] = functools.cache(self.storage)
@@ -160,13 +154,14 @@ class Peers(Source):
             sum(int((p.size * itemsize[p.source]).sum()) for p in side.values())
             for side in (plan.incoming, plan.outgoing)
         )
-        return Counts(
-            copied + received,
-            bytes_copied=copied,
-            bytes_received=received,
-            bytes_sent=sent,
-            peak_scratch_bytes=filling.peak_scratch_bytes,
-        )
+        return {
+            "bytes_needed": copied + received,
+            "bytes_copied": copied,
+            "bytes_received": received,
+            "bytes_sent": sent,
+            "peak_scratch_bytes": filling.peak_scratch_bytes,
+            "replicas": self.replicas,
+        }
 
 
 def _names_in_place(task: Task) -> list[str]:
@@ -184,13 +179,6 @@ def _names_in_place(task: Task) -> list[str]:
 
 def plan_rank(source: Catalog, checked: CheckedSources, targets: Catalog, task: Task, rank: int) -> ExchangePlan:
     """Return one rank's part of an exchange, in rows of its own plan, checked to fill all of these.
-
-    Args:
-        source: What all ranks hold.
-        checked: What is known about it.
-        targets: What all ranks fill.
-        task: Of this rank.
-        rank: This rank.
 
     Raises:
         ValidationError: Something is left unfilled.
@@ -233,16 +221,7 @@ class MemoryPeers(Peers):
         options: ReshardOptions,
         context: str,
     ) -> None:
-        """Take what the ranks hold.
-
-        Args:
-            comm: The ranks.
-            catalog: All of it.
-            checked: What is known about it.
-            described: This rank's tensors or shards by row.
-            options: Of the reshard.
-            context: What is being done, for errors.
-        """
+        """Take what the ranks hold; ``described`` has this rank's tensors or shards by row."""
         super().__init__(comm, catalog, checked, context, options.offload)
         self._described, self._options = described, options
 

@@ -1,4 +1,7 @@
-"""What is asked of the replicas of a shard: policies by key, the same on every rank."""
+"""What is asked of the replicas of a shard: policies by key, the same on every rank.
+
+Tested in tests/live/test_replicas.py.
+"""
 
 from __future__ import annotations
 

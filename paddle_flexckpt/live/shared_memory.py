@@ -1,4 +1,4 @@
-"""Memory that targets share with sources, which they would overwrite while these are still read."""
+"""Refuse targets that share memory with sources: they would overwrite what is still to be read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paddle_flexckpt.live.tensors import address_range
 
 @dataclass(frozen=True)
 class _Span:
-    """The memory of one shard: addresses ``[begin, end)``, what it is, and which target it is (None: a source)."""
+    """Hold the memory of one shard: addresses ``[begin, end)``, what it is, and which target it is (None: a source)."""
 
     begin: int
     end: int
@@ -24,11 +24,7 @@ class _Span:
 def refuse_shared_memory(source: Catalog, held: Mapping[int, Any], targets: Targets, names: Sequence[str]) -> None:
     """Check that no target shares memory with a source, unless both are the very same shard.
 
-    Args:
-        source: The source catalog.
-        held: This rank's source tensors by row of that catalog.
-        targets: This rank's targets.
-        names: By row of these, a name that only the source shard has that the target may be.
+    ``names`` has the targets' names, so that only those look like a source shard that may be it.
 
     Raises:
         ValidationError: A target would overwrite a source that is still being read.

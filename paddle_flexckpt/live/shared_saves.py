@@ -1,4 +1,7 @@
-"""Saves to a directory that all ranks share: written by the ranks themselves, or by their background writers."""
+"""Saves to a directory that all ranks share: written by the ranks themselves, or by their background writers.
+
+Tested in tests/distributed/test_save_load.py and tests/background/test_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -166,13 +169,13 @@ class BackgroundSave(SharedSave):
         self._presences: tuple[tuple[str, ...], ...] = ()
 
     def begin(self) -> tuple[SaveNames | None, bytes]:
-        """See :meth:`SharedSave.begin`. The others' writers look at the addresses whether this rank is alive."""
+        """Implement :meth:`SharedSave.begin`. At the addresses the others' writers see whether this rank is alive."""
         names, _ = super().begin()
         address = "" if self._comm.size == 1 else self._slot.address
         return names, json.dumps([own_presence().address, address] if address else []).encode()
 
     def agree(self, names: SaveNames, places: Sequence[bytes], messages: Sequence[bytes]) -> None:
-        """See :meth:`SharedSave.agree`."""
+        """Implement :meth:`SharedSave.agree`."""
         super().agree(names, places, messages)
         self._presences = tuple(tuple(json.loads(message)) for message in messages)
 

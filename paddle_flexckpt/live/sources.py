@@ -49,10 +49,6 @@ class CheckedSources:
 def check_layout(catalog: Catalog, context: str) -> CheckedSources:
     """Check that all ranks' shards make whole tensors, as far as their descriptions tell.
 
-    Args:
-        catalog: The shards of all ranks.
-        context: What is being done, for the error.
-
     Raises:
         ValidationError: Shards are malformed, disagree or leave holes.
     """
@@ -67,13 +63,7 @@ def check_layout(catalog: Catalog, context: str) -> CheckedSources:
 
 
 def check_state(describe: Callable[[], Mapping[str, Any]], comm: Communicator, context: str, head: bytes = b"") -> None:
-    """Check that all ranks' shards can be saved. One collective; no value is read.
-
-    Args:
-        describe: Gives this rank's state, as for :func:`save_state_dict`.
-        comm: The ranks.
-        context: What is being done, for the error.
-        head: What has to be the same on every rank.
+    """Check that all ranks' shards, which ``describe`` gives, can be saved. One collective; no value is read.
 
     Raises:
         ValidationError: They cannot; the same on every rank, and in the words of the save.
@@ -92,12 +82,6 @@ def check_sources(comm: Communicator, held: Mapping[int, Any], catalog: Catalog,
 
     Every rank computes the same from the same catalog. Only where shards overlap without being replicas of each other
     is one collective needed: their common elements have to be equal.
-
-    Args:
-        comm: The ranks.
-        held: This rank's tensors by row of the catalog.
-        catalog: The shards of all ranks.
-        context: What is being done, for the error.
 
     Raises:
         ValidationError: As of :func:`check_layout`, or overlapping shards differ; the same on every rank.

@@ -6,14 +6,13 @@ Tested in tests/live/test_shared_memory.py.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.catalog import dtype_of
 from paddle_flexckpt.engine.copies import AnyStorage
-from paddle_flexckpt.engine.targets import Place, Targets
+from paddle_flexckpt.engine.targets import Memory, Place, Targets
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.live.live_masters import renew_masters
 from paddle_flexckpt.live.state import LocalState, open_state, tensor_name
@@ -23,40 +22,32 @@ from paddle_flexckpt.live.tensors import HostTensor, address_range, device_of, d
 _MAX_WORK = 100_000
 
 
-def describe_targets(state_dict: Mapping[str, Any], rank: int) -> tuple[Targets, TargetTensors]:
-    """Return the table of a rank's targets, and their memory.
-
-    Args:
-        state_dict: As of :func:`~paddle_flexckpt.live.state.open_state`.
-        rank: This rank's number.
-
-    Raises:
-        ValidationError: Some value is not a usable shard; all of them are listed.
-    """
+def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
+    """Return the table of a rank's targets; arguments and errors as of :func:`.open_state`."""
     state = open_state(state_dict, rank)
 
     def place(row: int) -> Place | None:
         span = address_range(state.tensor(row))
         return None if span is None else (span, state.catalog.dtype_name(row), state.catalog.describe(row))
 
-    targets = Targets(
+    return Targets(
         state.catalog,
         tuple(tuple(getattr(weight, "aliases", ())) for weight in state.weights),
         tuple(tuple(getattr(weight, "raw_names", ())) for weight in state.weights),
         tuple(map(tensor_name, state.weights)),
         tuple(map(place, range(len(state.weights)))),
+        TargetTensors(state, rank),
     )
-    return targets, TargetTensors(state, rank)
 
 
-class TargetTensors:
-    """Reach the tensors of a rank's targets, as :class:`~paddle_flexckpt.engine.targets.Memory` says."""
+class TargetTensors(Memory):
+    """Reach the tensors of a rank's targets."""
 
     def __init__(self, state: LocalState, rank: int) -> None:
         """Take the targets of a rank."""
         self._state, self._rank = state, rank
 
-    @cached_property
+    @property
     def devices(self) -> list[str]:
         """Return the names of the devices on which targets are."""
         return devices_of(weight.local_tensor for weight in self._state.weights)

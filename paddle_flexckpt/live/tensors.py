@@ -23,24 +23,24 @@ _DEVICE = re.compile(r"Place\((\w+:\d+)\)")
 
 
 def dtype_name(tensor: Any) -> str:
-    """Paddle's name of a tensor's (or array's) element type."""
+    """Return Paddle's name of a tensor's (or array's) element type."""
     return str(tensor.dtype).rsplit(".", 1)[-1]
 
 
 def is_initialized(tensor: Any) -> bool:
-    """Whether a tensor has memory. A tensor without elements needs none."""
+    """Return whether a tensor has memory. A tensor without elements needs none."""
     if isinstance(tensor, np.ndarray) or 0 in tensor.shape:
         return True
     return bool(tensor._is_initialized())
 
 
 def element_count(tensor: Any) -> int:
-    """Number of elements of a tensor or array."""
+    """Return the number of elements of a tensor or array."""
     return math.prod(int(n) for n in tensor.shape)
 
 
 def address_range(tensor: Any) -> tuple[int, int] | None:
-    """First and last byte address (exclusive) that a tensor's elements span, or None if it has none."""
+    """Return first and last byte address (exclusive) that a tensor's elements span, or None if it has none."""
     if element_count(tensor) == 0:
         return None
     itemsize = dtype_of(dtype_name(tensor)).itemsize
@@ -158,14 +158,14 @@ def host_memory(tensor: Any) -> np.ndarray:
 
 
 def _buffer(tensor: Any, address: int, nbytes: int) -> Any:
-    """Host memory as a buffer that keeps its tensor alive for as long as an array uses it."""
+    """Return host memory as a buffer that keeps its tensor alive for as long as an array uses it."""
     buffer: Any = (ctypes.c_uint8 * nbytes).from_address(address)
     buffer.owner = tensor
     return buffer
 
 
 def _strided_memory(tensor: Any) -> np.ndarray:
-    """A host tensor's memory as an array with the tensor's own shape and strides."""
+    """Return a host tensor's memory as an array with the tensor's own shape and strides."""
     dtype = dtype_of(dtype_name(tensor)).numpy
     bounds = address_range(tensor)
     shape = [int(n) for n in tensor.shape]

@@ -8,7 +8,6 @@ the backend's all-to-all instead (:mod:`~paddle_flexckpt.live.device_exchange`).
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
 import struct
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from paddle_flexckpt.background.presence import own_host
 from paddle_flexckpt.catalog import CheckpointError
 
 # A peer that sends nothing for so long has died or hangs.
@@ -28,7 +28,7 @@ _HELLO = struct.Struct("<16si")
 
 
 class Transport(ABC):
-    """Moves byte streams between the members of a group.
+    """Move byte streams between the members of a group.
 
     One exchange is: 1. every member calls :meth:`address` and they exchange the answers; 2. every member calls
     :meth:`exchange` once; 3. :meth:`close`.
@@ -36,7 +36,7 @@ class Transport(ABC):
 
     @abstractmethod
     def address(self) -> bytes:
-        """What the other members need in order to reach this one."""
+        """Return what the other members need in order to reach this one."""
 
     @abstractmethod
     def exchange(
@@ -45,7 +45,7 @@ class Transport(ABC):
         outgoing: Mapping[int, Iterator[np.ndarray]],
         incoming: Mapping[int, Iterator[np.ndarray]],
     ) -> None:
-        """Sends and receives all streams.
+        """Send and receive all streams.
 
         Args:
             addresses: Every member's address, in the group's order.
@@ -58,11 +58,11 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Releases what the transport holds."""
+        """Release what the transport holds."""
 
 
 class SocketTransport(Transport):
-    """Host sockets.
+    """Move byte streams through host sockets.
 
     In step k every rank sends to the rank k places after it and receives from the one k places before it; a thread
     sends while the caller receives. So every stream has its receiver ready, and no ring of sends can wait for itself.
@@ -80,9 +80,8 @@ class SocketTransport(Transport):
         self._failure: BaseException | None = None
 
     def address(self) -> bytes:
-        """Host, port and a token that tells members from strangers."""
-        # The endpoint that the launcher gave this rank names the interface that its peers can reach.
-        host = os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0]
+        """Return host, port and a token that tells members from strangers."""
+        host = own_host()
         self._listener = socket.create_server((host, 0), backlog=max(len(self._ranks), 16))
         port = self._listener.getsockname()[1]
         return self._token + struct.pack("<H", port) + host.encode()
@@ -93,7 +92,7 @@ class SocketTransport(Transport):
         outgoing: Mapping[int, Iterator[np.ndarray]],
         incoming: Mapping[int, Iterator[np.ndarray]],
     ) -> None:
-        """See :meth:`Transport.exchange`."""
+        """Implement :meth:`Transport.exchange`."""
         n, here = len(self._ranks), self._position
         receivers = [r for k in range(1, n) if (r := self._ranks[(here + k) % n]) in outgoing]
         senders = [r for k in range(1, n) if (r := self._ranks[(here - k) % n]) in incoming]
@@ -123,7 +122,7 @@ class SocketTransport(Transport):
             raise self._failure
 
     def close(self) -> None:
-        """Closes all sockets."""
+        """Close all sockets."""
         if self._listener is not None:
             self._listener.close()
         for connection in self._arrived.values():
@@ -191,7 +190,7 @@ class SocketTransport(Transport):
             self._fail(error)
 
     def _greet(self, connection: socket.socket) -> int | None:
-        """The rank that a connection says it is, or None for a stranger."""
+        """Return the rank that a connection says it is, or None for a stranger."""
         hello = bytearray(_HELLO.size)
         connection.settimeout(min(GREETING_SECONDS, self._stall / 10))
         try:
@@ -217,7 +216,7 @@ class SocketTransport(Transport):
 
 
 def _reset(connection: socket.socket) -> None:
-    """Ends a connection at once: its sender, who may wait for bytes to be read that nobody will read, gets an error."""
+    """End a connection at once: its sender, who may wait for bytes to be read that nobody will read, gets an error."""
     # Without lingering, closing is a reset. An ordinary end leaves a sender whose window is full where it is.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()

@@ -28,12 +28,8 @@ def gather_virtual_files(
 ) -> Catalog:
     """Return the catalog of all ranks' files, each row with the rank that holds its file.
 
-    Args:
-        comm: The ranks.
-        source_state_dict: This rank's files, each with its tensors by name.
-        metadata_list: Catalogs, or ``Metadata`` objects.
-        targets: Gives this rank's targets: they tell the global shapes that the metadata leaves out.
-        context: What is being done, for the error.
+    ``source_state_dict`` has this rank's files, each with its tensors by name; ``targets`` gives this rank's targets,
+    which tell the global shapes that the metadata leaves out.
 
     Raises:
         ValidationError: The metadata does not describe what the ranks hold; the same on every rank.

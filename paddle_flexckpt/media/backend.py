@@ -2,6 +2,8 @@
 
 The format needs little of a medium: files that are written once and whole, byte ranges of them, a small file that
 appears with all its bytes or not at all (the commit, :func:`publish`), and a lock among savers.
+
+Tested in tests/media/test_remote.py and tests/media/test_destinations.py.
 """
 
 from __future__ import annotations
@@ -166,19 +168,8 @@ class Backend(ABC):
     def remove(self, name: str) -> None:
         """Remove a file; one that is not there is fine."""
 
-    def remove_unfinished(self, wanted: Callable[[str], bool]) -> int:
-        """Remove what a medium keeps of files that were begun and not finished, and that :meth:`names` does not list.
-
-        Args:
-            wanted: Tells by a file's name whether it is meant.
-
-        Returns:
-            How many there were.
-
-        Raises:
-            OSError: The medium refused.
-        """
-        return 0
+    def remove_unfinished(self, wanted: Callable[[str], bool]) -> None:  # noqa: B027
+        """Remove what a medium keeps of wanted files that were begun and not finished; :meth:`names` lists none."""
 
     @abstractmethod
     def make_directory(self) -> None:
@@ -240,10 +231,9 @@ def write_file(backend: Backend, name: str, data: bytes, mode: Mode = "overwrite
 
 
 def map_files(backend: Backend, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Do the same for each of several files, in any order; several at a time where the medium gains by that.
+    """Do the same for each of several files; several at a time where the medium gains by that.
 
-    Raises:
-        Exception: The first one's error, in the order of the items.
+    The first error, in the order of the items, is raised.
     """
     items = list(items)
     if len(items) < 2 or backend.at_once < 2:
@@ -290,11 +280,7 @@ def open_member(backend: Backend, name: str) -> InputFile:
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Make an error of the medium one of this library, which a restore may pass over.
-
-    Raises:
-        UnreadableCheckpointError: The medium failed or refused; the text says how.
-    """
+    """Make an OSError of the medium an UnreadableCheckpointError, which a restore may pass over."""
     try:
         yield
     except OSError as error:

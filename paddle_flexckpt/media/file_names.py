@@ -1,4 +1,7 @@
-"""File names that a checkpoint gives: they stay inside its directory, and so do the files behind them."""
+"""File names that a checkpoint gives: they stay inside its directory, and so do the files behind them.
+
+Tested in tests/attacks/test_files.py.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +41,7 @@ def check_file_name(name: str) -> str:
 
 
 def check_member(directory: str, name: str) -> None:
-    """Refuse the name of a checkpoint's file or directory that leads out of it.
-
-    Raises:
-        CorruptCheckpointError: It does.
-    """
+    """Raise CorruptCheckpointError if the name of a checkpoint's file or directory leads out of it."""
     try:
         check_file_name(name)
     except ValueError as error:
@@ -50,17 +49,19 @@ def check_member(directory: str, name: str) -> None:
 
 
 def check_not_elsewhere(directory: str, name: str) -> None:
-    """Refuse a directory of a checkpoint's that is a link out of it.
+    """Raise CorruptCheckpointError if a directory of a checkpoint's is a link out of it."""
+    _real_path(directory, name, "directory")
 
-    Raises:
-        CorruptCheckpointError: It is one.
-    """
+
+def _real_path(directory: str, name: str, kind: str) -> str:
+    """Follow the links of a path; CorruptCheckpointError if they lead out of the directory."""
     path = os.path.join(directory, name)
     real = os.path.realpath(path)
     if os.path.dirname(real) != os.path.realpath(directory):
         raise CorruptCheckpointError(
-            f"{path} is a link out of the checkpoint's directory, to {real}. Remedy: put the directory itself there"
+            f"{path} is a link out of the checkpoint's directory, to {real}. Remedy: put the {kind} itself there"
         )
+    return real
 
 
 def open_inside(directory: str, name: str) -> int:
@@ -86,12 +87,7 @@ def open_inside(directory: str, name: str) -> int:
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
-        real = os.path.realpath(path)
-        if os.path.dirname(real) != os.path.realpath(directory):
-            raise CorruptCheckpointError(
-                f"{path} is a link out of the checkpoint's directory, to {real}. Remedy: put the file itself there"
-            ) from error
-        descriptor = os.open(real, flags)
+        descriptor = os.open(_real_path(directory, name, "file"), flags)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise CorruptCheckpointError(f"{path} is not a regular file. Remedy: load another checkpoint")

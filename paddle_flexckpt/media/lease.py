@@ -75,11 +75,7 @@ class Claim:
 
 
 def check_lease_seconds(seconds: object) -> float:
-    """Return a lease's time.
-
-    Raises:
-        ValidationError: It is none.
-    """
+    """Return a lease's time; ValidationError if it is none."""
     if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds < 86400:
         raise ValidationError([f"lease_seconds has to be a number of seconds, at most a day; got {seconds!r}"])
     return float(seconds)
@@ -173,9 +169,6 @@ class LeaseLocks(Locks):
             backend: The directory.
             seconds: How long a saver may be silent before another one may take its place.
             exclusive: Tells whether, of two that create a file at a time, one fails for certain.
-
-        Raises:
-            ValidationError: That is no time of a lease.
         """
         self._backend = backend
         self._seconds, self._exclusive = check_lease_seconds(seconds), exclusive

@@ -1,6 +1,8 @@
 """The local backend: a directory of a file system that this machine has mounted.
 
 Whatever becomes durable here goes through :func:`fsync`; :func:`sync_path` does it for the names of files.
+
+Tested in tests/media/test_destinations.py and tests/crash/test_faults.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The kernel's locks: ``flock`` of a directory by its saver, of a manifest by its readers or its remover."""
+"""The kernel's locks: ``flock`` of a directory by its saver, of a manifest by its readers or its remover.
+
+Tested in tests/native/test_reading_lock.py and tests/media/test_lease.py.
+"""
 
 from __future__ import annotations
 
@@ -86,14 +89,7 @@ class LocalLocks(LeaseLocks):
     """Hand out ``flock`` locks of one directory, or a lease where its file system has none."""
 
     def __init__(self, backend: Backend, enabled: bool, lease_seconds: float, identity: list[int] | None) -> None:
-        """Take nothing yet.
-
-        Args:
-            backend: The directory.
-            enabled: Whether savers exclude each other, and readers those who remove.
-            lease_seconds: How long a saver may be silent, where there are no locks.
-            identity: Device and inode of the directory, if a save has begun there.
-        """
+        """Take nothing yet; arguments as of :class:`LocalBackend`."""
         super().__init__(backend, lease_seconds)
         self._enabled = enabled
         self.identity = identity
@@ -167,17 +163,7 @@ class LocalLocks(LeaseLocks):
 
 
 def _flock(descriptor: int, operation: int, path: str, required: bool = True) -> None:
-    """Lock a descriptor; where that fails, close it.
-
-    Args:
-        descriptor: Of a file or directory.
-        operation: As ``fcntl.flock`` takes it.
-        path: For errors.
-        required: Whether it is an error if the file system has no locks.
-
-    Raises:
-        BlockingIOError: Somebody else has it, and ``operation`` does not wait.
-    """
+    """Lock a descriptor, and close it where that fails; unless ``required``, a file system may have no locks."""
     try:
         with naming(path):
             fcntl.flock(descriptor, operation)

@@ -2,6 +2,8 @@
 
 The classes here ask nobody: they are for media without locks, and for callers who keep savers apart themselves.
 ``local_locks.py`` has the locks of the kernel, ``lease.py`` those of media without locks.
+
+Tested in tests/native/test_reading_lock.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Media: what the files of a directory of an fsspec file system can do, and how each kind of file system commits."""
+"""Media: what the files of a directory of an fsspec file system can do, and how each kind of file system commits.
+
+Tested in tests/media/test_remote.py.
+"""
 
 from __future__ import annotations
 
@@ -105,16 +108,7 @@ class Medium:
     """
 
     def __init__(self, file_system: Any, protocol: str, root: str, shown: str, retries: int, secrets: Secrets) -> None:
-        """Wrap a file system.
-
-        Args:
-            file_system: fsspec's.
-            protocol: Its protocol.
-            root: The directory's path in it.
-            shown: The directory's URL, for errors.
-            retries: Tries after the first one, of requests that can be made again.
-            secrets: What errors must not show.
-        """
+        """Wrap a file system; ``root`` is the directory's path in it, ``shown`` its URL for errors."""
         self.file_system, self.pid = file_system, os.getpid()
         self._protocol, self._root, self._shown = protocol, root, shown
         self._retrier, self._once = Retrier(retries, secrets), Retrier(0, secrets)
@@ -159,11 +153,7 @@ class Medium:
         return found
 
     def info(self, name: str) -> dict[str, Any]:
-        """Return fsspec's description of a file or directory.
-
-        Raises:
-            FileNotFoundError: It is not there.
-        """
+        """Return fsspec's description of a file or directory; FileNotFoundError if it is not there."""
         self.file_system.invalidate_cache(self.path(name))
         info: dict[str, Any] = self.ask(name, self.file_system.info, self.path(name))
         return info
@@ -174,11 +164,9 @@ class Medium:
 
     def exists(self, name: str) -> bool:
         """Return whether there is a file or directory."""
-        try:
-            self.info(name)
-        except FileNotFoundError:
-            return False
-        return True
+        with contextlib.suppress(FileNotFoundError):
+            return bool(self.info(name))
+        return False
 
     def head(self, name: str, length: int) -> tuple[int, bytes]:
         """Return a file's size, and up to ``length`` first bytes of it, or none if they would cost another request.
@@ -193,27 +181,14 @@ class Medium:
         return int(info["size"]), b""
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Return bytes of a file; to its end if ``end`` is None.
-
-        Raises:
-            FileNotFoundError: It is not there.
-        """
+        """Return bytes of a file, to its end if ``end`` is None; FileNotFoundError if it is not there."""
         # Else what is not asynchronous reads ahead at every call.
         keywords: dict[str, Any] = {} if self.file_system.async_impl else {"cache_type": "none"}
         data: bytes = self.ask(name, self.file_system.cat_file, self.path(name), start=begin, end=end, **keywords)
         return data
 
     def put(self, name: str, data: bytes | bytearray, exclusive: bool = False) -> None:
-        """Write a whole file.
-
-        Args:
-            name: Its name.
-            data: All of it.
-            exclusive: Whether it is an error if there is one already.
-
-        Raises:
-            FileExistsError: There is.
-        """
+        """Write a whole file; if it is to be ``exclusive``, FileExistsError if there is one already."""
         keywords: dict[str, Any] = {}
         if exclusive:
             self.check_new(name)
@@ -227,11 +202,7 @@ class Medium:
         self.ask(name, self.file_system.pipe_file, self.path(name), bytes(data), again=is_ours, **keywords)
 
     def check_new(self, name: str, text: str = "exists") -> None:
-        """Refuse to go on if a file is there.
-
-        Raises:
-            FileExistsError: It is.
-        """
+        """Raise FileExistsError if a file is there."""
         if self.exists(name):
             raise FileExistsError(errno.EEXIST, text, self.where(name))
 
@@ -244,11 +215,7 @@ class Medium:
         return Upload(self, name, part_bytes)
 
     def rename(self, source: str, target: str, replaces: bool) -> None:
-        """Rename a file.
-
-        Raises:
-            FileExistsError: The target is there, and renaming does not replace it.
-        """
+        """Rename a file; FileExistsError if the target is there and renaming does not replace it."""
         if not replaces:
             self.check_new(target, "exists, and this file system cannot replace a file at once")
         self.ask_once(target, self.file_system.mv, self.path(source), self.path(target))

@@ -1,4 +1,7 @@
-"""Open a directory by its path or URL, on whatever medium it is."""
+"""Open a directory by its path or URL, on whatever medium it is.
+
+Tested in tests/media/test_remote.py.
+"""
 
 from __future__ import annotations
 

@@ -105,11 +105,7 @@ class FsspecBackend(Backend):
         return known
 
     def _commit(self) -> Commit:
-        """Return how files are replaced here.
-
-        Raises:
-            ValidationError: That is not known.
-        """
+        """Return how files are replaced here; ValidationError if that is not known."""
         chosen: Commit | None = self._settings["commit"] or commit_of(self._protocol, self._medium.file_system)
         if chosen is None:
             raise ValidationError(
@@ -153,26 +149,19 @@ class FsspecBackend(Backend):
         Raises:
             FileExistsError: It is there; also if it is to be replaced, where the file system cannot do that at once.
         """
-        medium = self._medium
         # S3 takes a certain number of parts; this many are fine for everybody.
         part_bytes = max(self._settings["part_bytes"], -(-(size or 0) // MOST_PARTS))
-        if mode == "new":
-            return RemoteOutputFile(medium, name, part_bytes, size)
-        if mode == "overwrite" or self._commit() == "put":
-            return RemoteOutputFile(medium, name, part_bytes, size, exclusive=False)
-        temporary = f"{name}.{os.urandom(16).hex()}.tmp"
-        return RemoteOutputFile(medium, temporary, part_bytes, size, target=name, replaces=self.replaces)
+        commit = self._commit() if mode == "replace" else "put"
+        return RemoteOutputFile(self._medium, name, part_bytes, size, mode == "new", commit)
 
     def remove(self, name: str) -> None:
         """Implement the base class."""
         self._medium.remove(name)
 
-    def remove_unfinished(self, wanted: Callable[[str], bool]) -> int:
+    def remove_unfinished(self, wanted: Callable[[str], bool]) -> None:
         """Implement the base class."""
         medium = self._medium
-        found = [(name, upload) for name, upload in medium.unfinished() if wanted(name)]
-        map_files(self, lambda each: medium.abandon(*each), found)
-        return len(found)
+        map_files(self, lambda each: medium.abandon(*each), [each for each in medium.unfinished() if wanted(each[0])])
 
     def make_directory(self) -> None:
         """Make the directory, where there are any.
@@ -226,18 +215,7 @@ class FsspecBackend(Backend):
 
 
 def _open_medium(url: str, shown: str, options: dict[str, Any], retries: int, secrets: Secrets) -> Medium:
-    """Return the medium of a URL.
-
-    Args:
-        url: The URL.
-        shown: The URL for errors.
-        options: fsspec's storage options.
-        retries: Tries after the first one.
-        secrets: What errors must not show.
-
-    Raises:
-        ValidationError: A package is missing, or the options do not fit.
-    """
+    """Return the medium of a URL; ValidationError if a package is missing or fsspec does not know the protocol."""
     protocol = url.partition("://")[0].lower()
     try:
         import fsspec

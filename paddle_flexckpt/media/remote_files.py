@@ -1,13 +1,16 @@
-"""Files of a remote medium: reading ahead within bounds, writing in parts."""
+"""Files of a remote medium: reading ahead within bounds, writing in parts.
+
+Tested in tests/media/test_remote.py.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections import OrderedDict
 
 from paddle_flexckpt.media.backend import Buffer, InputFile, OutputFile
-from paddle_flexckpt.media.medium import Medium, Upload
+from paddle_flexckpt.media.medium import Commit, Medium, Upload
 
 # What opening a file brings of it: the save token, and most headers.
 HEAD_BYTES = 16 << 10
@@ -25,26 +28,27 @@ class Windows:
     def __init__(self, most_bytes: int = WINDOWS_BYTES) -> None:
         """Args: most_bytes: of all windows; one is kept whatever its size."""
         self._most = most_bytes
-        self._held: OrderedDict[int, tuple[int, bytes]] = OrderedDict()
+        # In the order of their use.
+        self._windows: dict[int, tuple[int, bytes]] = {}
         self._bytes = 0
         self._lock = threading.Lock()
 
     def get(self, file: int) -> tuple[int, bytes]:
         """Return a file's window: its first byte in the file, and its bytes; an empty one if it has none."""
         with self._lock:
-            if file in self._held:
-                self._held.move_to_end(file)
-            return self._held.get(file, (0, b""))
+            window = self._windows.pop(file, (0, b""))
+            if window[1]:
+                self._windows[file] = window
+            return window
 
     def put(self, file: int, begin: int, data: bytes) -> None:
         """Give a file a window instead of the one that it has; an empty one ends it."""
         with self._lock:
-            self._bytes -= len(self._held.pop(file, (0, b""))[1])
+            self._bytes += len(data) - len(self._windows.pop(file, (0, b""))[1])
             if data:
-                self._held[file] = (begin, data)
-                self._bytes += len(data)
-            while self._bytes > self._most and len(self._held) > 1:
-                self._bytes -= len(self._held.popitem(last=False)[1][1])
+                self._windows[file] = (begin, data)
+            while self._bytes > self._most and len(self._windows) > 1:
+                self._bytes -= len(self._windows.pop(next(iter(self._windows)))[1])
 
 
 class RemoteInputFile(InputFile):
@@ -55,11 +59,7 @@ class RemoteInputFile(InputFile):
     """
 
     def __init__(self, medium: Medium, name: str, windows: Windows) -> None:
-        """Open a file.
-
-        Raises:
-            FileNotFoundError: It is not there.
-        """
+        """Open a file; FileNotFoundError if it is not there."""
         self._medium, self._name, self._windows = medium, name, windows
         self.size, head = medium.head(name, HEAD_BYTES)
         self._read_to = 0
@@ -78,8 +78,7 @@ class RemoteInputFile(InputFile):
         length = min(length, len(window) - start)
         buffer[:length] = memoryview(window)[start : start + length]
         self._read_to = offset + length
-        used_up = self._read_to == begin + len(window)
-        if used_up:
+        if self._read_to == begin + len(window):  # it is used up
             self._windows.put(id(self), 0, b"")
         elif begin == offset:
             self._windows.put(id(self), begin, window)
@@ -103,15 +102,7 @@ class RemoteOutputFile(OutputFile):
     """
 
     def __init__(
-        self,
-        medium: Medium,
-        name: str,
-        part_bytes: int,
-        size: int | None,
-        *,
-        exclusive: bool = True,
-        target: str | None = None,
-        replaces: bool = True,
+        self, medium: Medium, name: str, part_bytes: int, size: int | None, exclusive: bool, commit: Commit
     ) -> None:
         """Send nothing yet.
 
@@ -121,13 +112,12 @@ class RemoteOutputFile(OutputFile):
             part_bytes: Size of a part.
             size: Bytes that it will have, if that is known.
             exclusive: Whether it is an error if there is one already.
-            target: The name that the file gets when it is whole, if that is another one.
-            replaces: Whether renaming replaces what is there.
+            commit: How it takes another's place.
         """
-        self._medium, self._name = medium, name
-        self._part_bytes, self._size, self._exclusive = part_bytes, size, exclusive
-        self._target, self._replaces = target, replaces
-        self._buffer = bytearray()
+        self._medium, self._target, self._commit = medium, name, commit
+        self._name = name if commit == "put" else f"{name}.{os.urandom(16).hex()}.tmp"
+        self._part_bytes, self._size, self._exclusive = part_bytes, size, exclusive or commit != "put"
+        self._buffer, self._piece = bytearray(), b""
         self._upload: Upload | None = None
         self._whole = False
         # Whether there may be something of it that is its own.
@@ -135,9 +125,11 @@ class RemoteOutputFile(OutputFile):
 
     def write(self, data: Buffer) -> None:
         """Implement the base class."""
+        if isinstance(data, bytes) and len(data) == self._size:
+            # Whoever writes it in one piece has it in memory: one request is the surest way.
+            self._piece = data
+            return
         view = memoryview(data).cast("B")
-        # Whoever writes it in one piece has it in memory: one request is the surest way.
-        self._whole = self._whole or len(view) == self._size
         while len(view):
             if len(self._buffer) >= self._part_bytes and not self._whole:
                 self._send()
@@ -166,15 +158,15 @@ class RemoteOutputFile(OutputFile):
             self._upload.finish()
         else:
             try:
-                self._medium.put(self._name, self._buffer, self._exclusive)
+                self._medium.put(self._name, self._piece or self._buffer, self._exclusive)
             except FileExistsError:
                 raise
             except BaseException:
                 self._is_there = True
                 raise
-        if self._target is not None:
+        if self._target != self._name:
             self._upload, self._is_there = None, True
-            self._medium.rename(self._name, self._target, self._replaces)
+            self._medium.rename(self._name, self._target, self._commit == "replace")
 
     def abort(self) -> None:
         """Implement the base class."""

@@ -1,4 +1,7 @@
-"""Retry requests to remote storage: which errors pass by themselves, and how long to wait for that."""
+"""Retry requests to remote storage: which errors pass by themselves, and how long to wait for that.
+
+Tested in tests/media/test_remote.py.
+"""
 
 from __future__ import annotations
 

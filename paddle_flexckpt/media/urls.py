@@ -1,4 +1,7 @@
-"""Locations: which of them are URLs, and what of a URL and its options is secret."""
+"""Locations: which of them are URLs, and what of a URL and its options is secret.
+
+Tested in tests/media/test_remote.py.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class ExtraStateReport:
-    """What :func:`restore_extra_state` found and did.
+    """Say what :func:`restore_extra_state` found and did.
 
     Attributes:
         step: Training step, if one was saved.
@@ -80,7 +80,7 @@ def collect_extra_state(
     dataloader: Any = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """The extra state of a run, to be saved with the rest by ``save_state_dict``.
+    """Return the extra state of a run, to be saved with the rest by ``save_state_dict``.
 
     Args:
         lr_scheduler: A ``paddle.optimizer.lr.LRScheduler``; schedulers inside it are saved as well.
@@ -118,7 +118,7 @@ def collect_extra_state(
 
 @same_on_all_ranks(path=PATH, process_group=GROUP, unique_id="what is compared is the checkpoint that it stands for")
 def load_extra_state(path: Location, unique_id: int | None = None, process_group: Any = None) -> dict[str, Any]:
-    """Reads the extra state that concerns this rank. Every rank of the group calls this.
+    """Read the extra state that concerns this rank. Every rank of the group calls this.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
@@ -182,7 +182,7 @@ def saved_world_size(state: Mapping[str, Any]) -> int:
 def restore_extra_state(
     state: Mapping[str, Any], lr_scheduler: Any = None, scaler: Any = None, rng: bool = True
 ) -> ExtraStateReport:
-    """Puts scheduler, scaler and generators back in place.
+    """Put scheduler, scaler and generators back in place.
 
     Args:
         state: Of :func:`load_extra_state` or :func:`collect_extra_state`.
@@ -204,19 +204,16 @@ def restore_extra_state(
         ("lr_scheduler", lr_scheduler, restore_scheduler),
         ("scaler", scaler, restore_scaler),
     ):
-        problem = None
         if common[name] is None and target is None:
             continue
         if target is None:
-            problem = "none was passed to restore_extra_state()"
+            not_restored[name] = "none was passed to restore_extra_state()"
         elif common[name] is None:
-            problem = "the checkpoint has none"
-        else:
-            problem = restore(target, common[name])
-        if problem is None:
-            restored.append(name)
-        else:
+            not_restored[name] = "the checkpoint has none"
+        elif (problem := restore(target, common[name])) is not None:
             not_restored[name] = problem
+        else:
+            restored.append(name)
     layout = _layout()
     same = common["layout"] == layout
     other = f"saved under {_describe(common['layout'])}, this run has {_describe(layout)}"
@@ -240,7 +237,7 @@ def restore_extra_state(
 
 
 def _restore_generators(state: Mapping[str, Any], restored: list[str], not_restored: dict[str, str]) -> str | None:
-    """Restores this rank's generators and notes which; or says why there are none."""
+    """Restore this rank's generators and note which; or return why there are none."""
     name = f"{_PREFIX}rng.rank{_rank()}"
     if name not in state:
         return "the checkpoint has none of this rank"
@@ -253,7 +250,7 @@ def _restore_generators(state: Mapping[str, Any], restored: list[str], not_resto
 
 
 def _positions(state: Mapping[str, Any]) -> dict[int, Any]:
-    """Positions in the data by the rank that saved them."""
+    """Return positions in the data by the rank that saved them."""
     found = {}
     for name in state:
         match = _OF_RANK.fullmatch(name)
@@ -263,7 +260,7 @@ def _positions(state: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def _layout() -> dict[str, int]:
-    """World size and, if fleet is initialised, the degrees of parallelism."""
+    """Return world size and, if fleet is initialised, the degrees of parallelism."""
     import paddle.distributed as dist
     from paddle.distributed.fleet.base import topology
 

@@ -1,4 +1,7 @@
-"""The state of a process's random number generators: Python's, numpy's, Paddle's, and fleet's model-parallel ones."""
+"""The state of a process's random number generators: Python's, numpy's, Paddle's, and fleet's model-parallel ones.
+
+Tested in tests/run_state/test_extra_state.py.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import numpy as np
 
 
 def collect_random_state() -> dict[str, Any]:
-    """The state of every generator, as values that :mod:`~paddle_flexckpt.run_state.portable` takes."""
+    """Return the state of every generator, as values that :mod:`~paddle_flexckpt.run_state.portable` takes."""
     version, words, gauss = random.getstate()
     return {
         "python": {"version": version, "words": np.asarray(words, dtype=np.uint32), "gauss": gauss},
@@ -22,7 +25,7 @@ def collect_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> dict[str, str]:
-    """Puts the generators back.
+    """Put the generators back.
 
     Args:
         state: Of :func:`collect_random_state`.
@@ -63,7 +66,7 @@ def _tracker() -> Any:
 
 
 def _generators() -> dict[str, list[Any]]:
-    """States of Paddle's default generators by device; the process of an accelerator draws on the host as well."""
+    """Return states of Paddle's default generators by device; an accelerator's process draws on the host as well."""
     import paddle
     from paddle.base import core
 
@@ -92,7 +95,7 @@ def _set_tracker(states: list[Any], name: str) -> None:
 
 
 def _dump(states: list[Any]) -> list[Any]:
-    """Paddle's generator states: device, seed, offset, and the engine's state, which is text."""
+    """Return Paddle's generator states: device, seed, offset, and the engine's state, which is text."""
     dumped = []
     for state in states:
         device, seed, offset, engine = state.__getstate__()

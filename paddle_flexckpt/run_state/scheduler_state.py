@@ -1,4 +1,7 @@
-"""The states of LR schedulers, with the schedulers inside them, and of GradScalers."""
+"""The states of LR schedulers, with the schedulers inside them, and of GradScalers.
+
+Tested in tests/run_state/test_extra_state.py.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ _LEFT_OUT = {"CosineAnnealingWarmRestarts": ("T_i", "T_cur")}
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """A scheduler's state and that of the schedulers inside it, whatever wraps whatever."""
+    """Return a scheduler's state and that of the schedulers inside it, whatever wraps whatever."""
     return {
         "class": type(scheduler).__name__,
         "state": scheduler.state_dict(),
@@ -29,7 +32,7 @@ def _schedulers_inside(scheduler: Any) -> list[tuple[str, Any]]:
 
 
 def restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
-    """Sets a scheduler, and those inside it, to a state of :func:`scheduler_state`; or says why it cannot."""
+    """Set a scheduler, and those inside it, to a state of :func:`scheduler_state`; or return why it cannot."""
     expected, got = _classes(saved), _classes(scheduler_state(scheduler))
     if expected != got:
         return f"the checkpoint has a {expected}, this run a {got}"
@@ -46,7 +49,7 @@ def restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
 
 
 def restore_plain_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
-    """Sets a scheduler to a state of its own ``state_dict()``, as others save it; or says why it cannot."""
+    """Set a scheduler to a state of its own ``state_dict()``, as others save it; or return why it cannot."""
     own = scheduler.state_dict()
     if own.keys() != saved.keys():
         return f"the checkpoint has a scheduler's {sorted(saved)}, this run's {type(scheduler).__name__} {sorted(own)}"
@@ -60,7 +63,7 @@ def _classes(state: dict[str, Any]) -> str:
 
 
 def restore_scaler(scaler: Any, saved: dict[str, Any]) -> str | None:
-    """Sets a GradScaler to a state of its ``state_dict()``; or says why it cannot."""
+    """Set a GradScaler to a state of its ``state_dict()``; or return why it cannot."""
     if not saved:
         return "it was disabled when it was saved"
     if not scaler.state_dict():

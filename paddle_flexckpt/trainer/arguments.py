@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Optional, get_type_hints
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.live.replica_policies import CheckReplicas
 from paddle_flexckpt.native.checksums import VerifyMode
 
@@ -113,16 +114,16 @@ class TrainerOptions:
     convert_master_weights: bool = False
     ignore_optimizer_states: bool = False
 
-    def loading(self) -> dict[str, Any]:
+    def loading(self) -> LoadOptions:
         """Return the options of :func:`load_state_dict`."""
-        return {
-            "aoa_config": self.aoa_config,
-            "strict": self.strict,
-            "verify": self.verify,
-            "dtype": "cast" if self.cast else "raise",
-            "master_weights": "convert" if self.convert_master_weights else "exact",
-            "optimizer_states": "ignore" if self.ignore_optimizer_states else "raise",
-        }
+        return LoadOptions(
+            aoa_config=self.aoa_config,
+            strict=self.strict,
+            verify=self.verify,
+            dtype="cast" if self.cast else "raise",
+            master_weights="convert" if self.convert_master_weights else "exact",
+            optimizer_states="ignore" if self.ignore_optimizer_states else "raise",
+        )
 
 
 def flag_types() -> dict[str, Any]:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.loader import load_state_dict
@@ -90,9 +91,9 @@ def _restore_native(
 
 def _loading(trainer: Any, everything: bool, options: TrainerOptions) -> dict[str, Any]:
     """Return how to load: with the optimizer, or the model alone."""
-    if everything and trainer.optimizer is not None:
-        return options.loading()
-    return {**options.loading(), "optimizer_states": "ignore"}
+    alone = not everything or trainer.optimizer is None
+    asked = replace(options.loading(), optimizer_states="ignore") if alone else options.loading()
+    return asked.keywords(LoadOptions)
 
 
 def _other_samples(before: int, now: int) -> dict[str, str]:

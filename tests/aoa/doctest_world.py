@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
+import paddle_flexckpt as fc
 from paddle_flexckpt.aoa import compile_program
 from paddle_flexckpt.catalog import Catalog, CheckpointError
-from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.aoa.layouts import catalog_of
@@ -82,9 +81,9 @@ def load(
         saved = states_of(held, [shard.of(source[shard.key]) for shard in held], 1 + max(s.rank for s in held))
         loaded = states_of(wanted, [shard.of(to[shard.key]) for shard in wanted], 1 + max(s.rank for s in wanted))
         try:
-            SimulatedWorld(len(saved)).run(lambda comm: save_state_dict(saved[comm.position], path, comm))
+            SimulatedWorld(len(saved)).run(lambda comm: fc.save_state_dict(saved[comm.position], path, comm))
             reports = SimulatedWorld(len(loaded)).run(
-                lambda comm: load_state_dict(loaded[comm.position], path, comm, aoa_config=config, **options)
+                lambda comm: fc.load_state_dict(loaded[comm.position], path, comm, aoa_config=config, **options)
             )
         except CheckpointError as error:
             # Where examples save is nobody's business, and another place each time.

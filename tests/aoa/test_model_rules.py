@@ -11,12 +11,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import paddle_flexckpt as fc
 from paddle_flexckpt.aoa import parser
 from paddle_flexckpt.aoa.errors import AoaError
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
-from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.ramdisk import memory_directory
 
@@ -334,8 +332,8 @@ def move(source: State, target: State, aoa_config: dict[str, list[str]], **optio
 
     def job(comm: Any) -> Any:
         with memory_directory() as path:
-            save_state_dict(source, path, comm)
-            return load_state_dict(target, path, comm, aoa_config=aoa_config, **options)
+            fc.save_state_dict(source, path, comm)
+            return fc.load_state_dict(target, path, comm, aoa_config=aoa_config, **options)
 
     (report,) = SimulatedWorld(1).run(job)
     return report
@@ -379,7 +377,7 @@ def test_an_export_has_the_keys_of_hf(name, make, variant):
     hf, paddle, parameters = make(variant)
     config = model_rules(name, variant, "to_hf", **parameters)
     with memory_directory() as path:
-        save_state_dict(paddle, path, process_group="self")
+        fc.save_state_dict(paddle, path, process_group="self")
         merged = load_merged_state_dict(path, aoa_config=config)
     check_equal({key: tensor.numpy() for key, tensor in merged.items()}, hf)
 
@@ -403,12 +401,12 @@ def test_fused_parameters_of_two_tensor_parallel_ranks():
             columns = whole[name].shape[1] // 2 if "qkv" in name else inner
             local = np.zeros((HIDDEN, columns), dtype=np.float32)
             offset = (0, comm.rank * columns)
-            target[name] = ShardedWeight(name, local, local.shape, (HIDDEN, 2 * columns), offset)
-        load_state_dict(target, path, comm, aoa_config=config)
+            target[name] = fc.ShardedWeight(name, local, local.shape, (HIDDEN, 2 * columns), offset)
+        fc.load_state_dict(target, path, comm, aoa_config=config)
         return {name: weight.local_tensor for name, weight in target.items()}
 
     with memory_directory() as path:
-        SimulatedWorld(1).run(lambda comm: save_state_dict(hf, path, comm))
+        SimulatedWorld(1).run(lambda comm: fc.save_state_dict(hf, path, comm))
         ranks = SimulatedWorld(2).run(job)
     for rank, state in enumerate(ranks):
         for name, local in state.items():

@@ -8,16 +8,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
-from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.sharded_weight import ShardedWeight
+import paddle_flexckpt as fc
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.aoa.layouts import Layout
 from tests.property.layouts import Shard
 from tests.ramdisk import memory_directory
 
-State = dict[str, ShardedWeight]
+State = dict[str, "fc.ShardedWeight"]
 
 
 @contextlib.contextmanager
@@ -32,11 +29,11 @@ def quiet() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def weight_of(shard: Shard, content: np.ndarray) -> ShardedWeight:
+def weight_of(shard: Shard, content: np.ndarray) -> fc.ShardedWeight:
     """A live shard with a copy of the content."""
     tensor = content.copy().reshape(-1 if shard.flat is not None else shard.shape)
     flat = None if shard.flat is None else slice(*shard.flat)
-    return ShardedWeight(shard.key, tensor, shard.shape, shard.global_shape, shard.offset, flat is not None, flat)
+    return fc.ShardedWeight(shard.key, tensor, shard.shape, shard.global_shape, shard.offset, flat is not None, flat)
 
 
 def states_of(layout: Layout, contents: Sequence[np.ndarray], world: int) -> list[State]:
@@ -73,16 +70,16 @@ def check_system(
     config = {"aoa_statements": list(texts)}
     with memory_directory() as path:
         saved = states_of(layout, contents, worlds[0])
-        SimulatedWorld(worlds[0]).run(lambda comm: save_state_dict(saved[comm.position], path, comm))
+        SimulatedWorld(worlds[0]).run(lambda comm: fc.save_state_dict(saved[comm.position], path, comm))
         loaded = states_of(*target, worlds[1])
         SimulatedWorld(worlds[1]).run(
-            lambda comm: load_state_dict(
+            lambda comm: fc.load_state_dict(
                 loaded[comm.position], path, comm, aoa_config=config, optimizer_states="ignore"
             )
         )
     held, filled = states_of(layout, contents, max(worlds)), states_of(*target, max(worlds))
     SimulatedWorld(max(worlds)).run(
-        lambda comm: reshard_sharded_state_dict(
+        lambda comm: fc.reshard_sharded_state_dict(
             held[comm.position], filled[comm.position], comm, aoa_config=config, optimizer_states="ignore"
         )
     )

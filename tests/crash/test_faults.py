@@ -48,7 +48,7 @@ def test_both_outcomes_are_met(bench):
 
 
 def _nameless(monkeypatch):
-    monkeypatch.setattr(local, "_naming", lambda path: contextlib.nullcontext())
+    monkeypatch.setattr(local, "naming", lambda path: contextlib.nullcontext())
 
 
 def _no_abort(monkeypatch):

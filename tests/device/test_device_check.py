@@ -79,6 +79,7 @@ def test_everything_is_right_on_the_simulated_device_which_is_said_loudly(tmp_pa
     assert list(report["devices"]) == ["rehearsal:0", "rehearsal:1"]
 
 
+@pytest.mark.slow  # test_seeded_mistakes has a dozen more
 def test_a_mistake_of_one_bit_is_found(tmp_path):
     status, said, report = run(tmp_path, MISTAKE)
     assert status == 1, said

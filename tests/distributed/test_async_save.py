@@ -42,7 +42,7 @@ def save_and_go_on(directory, layout):
         finished_early = handle.done()
         os.kill(writer.pid, signal.SIGCONT)
         report = handle.result(60)
-    # The other rank's writer has settled it too, in the same way.
+    # The other rank's writer has decided too, in the same way.
     fc.load_state_dict(state, directory)
     return {
         "calls": calls,

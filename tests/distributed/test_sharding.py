@@ -656,12 +656,12 @@ def test_two_ranks_load_what_two_saved(world2, saved2, kind):
     check_loads(world2, kind, saved2)
 
 
-@pytest.mark.parametrize("kind", ("single", "v2", "stage3"))
+@pytest.mark.parametrize("kind", (pytest.param("single", marks=pytest.mark.slow), "v2", "stage3"))
 def test_two_ranks_load_what_four_saved(world2, saved4, kind):
     check_loads(world2, kind, {name: saved4[name] for name in ("v2", "stage3")})
 
 
-@pytest.mark.parametrize("kind", ("v1", "v2", "v2colors", "stage3"))
+@pytest.mark.parametrize("kind", ("v1", "v2", pytest.param("v2colors", marks=pytest.mark.slow), "stage3"))
 def test_four_ranks_load_what_two_and_four_saved(world4, saved2, saved4, kind):
     two = {f"{name} of 2": saved2[name] for name in ("v2colors", "stage3")}
     check_loads(world4, kind, {**two, **saved4})
@@ -681,6 +681,7 @@ def test_half_precision_with_master_weights(world2, tmp_path):
         check_loads(world2, kind, some, dtype="bfloat16", unused=False)
 
 
+@pytest.mark.slow
 def test_tensor_fusion_and_overlap_of_v1(world2, tmp_path):
     # A fused parameter without a gradient is stepped, and its weight decays: so every parameter has one here.
     saved = save_all(world2, tmp_path, ("v2", "v1overlap", "v1fused+overlap"), unused=False)
@@ -696,7 +697,7 @@ def test_tensor_fusion_of_v1_with_master_weights(world2, tmp_path):
     check_loads(world2, "v2", {"fused": saved["v1fused+overlap"]}, dtype="bfloat16", unused=False)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_fused_states_of_v2(world2, tmp_path, dtype):
     saved = save_all(world2, tmp_path, ("v2", "v2states"), dtype=dtype, unused=False)
     assert all(report["fused"] for report in saved["v2states"][1])
@@ -710,7 +711,7 @@ def test_offload_of_stage3(world2, saved2, tmp_path):
     check_loads(world2, "v2", saved)
 
 
-@pytest.mark.parametrize("multi_precision", [True, False])
+@pytest.mark.parametrize("multi_precision", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_offload_of_float16(world2, tmp_path, multi_precision):
     named = {"dtype": "float16", "unused": False, "multi_precision": multi_precision}
     saved = save_all(world2, tmp_path, ("stage2+offload", "stage3+offload"), **named)
@@ -736,7 +737,7 @@ def test_offload_of_bfloat16(world2, tmp_path):
     assert all("Only support offload" in text for text in world2.run(bfloat16_offload_of_stage2))
 
 
-@pytest.mark.parametrize("kind", ("v2", "stage3"))
+@pytest.mark.parametrize("kind", (pytest.param("v2", marks=pytest.mark.slow), "stage3"))
 def test_without_stride_kernels(world2, saved2, tmp_path, kind):
     saved = save_all(world2, tmp_path, (kind,), stride=False)
     check_loads(world2, kind, {**saved, "v1": saved2["v1"]}, stride=False)

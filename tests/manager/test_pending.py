@@ -42,7 +42,7 @@ class Save:
 
 
 def run(*saves, **options) -> list:
-    """Every rank's outcome of a settlement and its pending steps afterwards; ``saves``: by step, the ranks' handles."""
+    """Every rank's outcome of a collection and its pending steps afterwards; ``saves``: by step, the ranks' handles."""
 
     def job(comm):
         pending = PendingSteps(comm)

@@ -109,7 +109,7 @@ class Managed(RuleBasedStateMachine):
         )
         self.known: set[Stored] = set()
         self.found_damaged: set[int] = set()
-        self.unsettled = False
+        self.uncollected = False
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class Managed(RuleBasedStateMachine):
             self.retain(step)
             assert step in self.stored
             assert highest < 0 or max(self.stored) >= highest
-        self.unsettled = self.unsettled and self.pending is not None
+        self.uncollected = self.uncollected and self.pending is not None
 
     @rule(step=STEPS, loss=LOSSES, overwrite=st.booleans(), later=st.integers(-30, 120), at_once=st.booleans())
     def save_in_the_background(self, step, loss, overwrite, later, at_once) -> None:
@@ -195,7 +195,7 @@ class Managed(RuleBasedStateMachine):
         if not self.may_save(step, overwrite):
             with pytest.raises(fc.ValidationError, match="there is a checkpoint of step"):
                 self.manager.save(step, **contents, overwrite=overwrite)
-            self.unsettled = False
+            self.uncollected = False
             return
         os.kill(self.writer.pid, signal.SIGSTOP)
         try:
@@ -204,7 +204,7 @@ class Managed(RuleBasedStateMachine):
             os.kill(self.writer.pid, signal.SIGCONT)
             raise
         self.pending = step, stored, handle
-        self.unsettled = True
+        self.uncollected = True
         self.retain(None)
         if at_once:
             self.let_go()
@@ -217,15 +217,15 @@ class Managed(RuleBasedStateMachine):
     def wait(self) -> None:
         self.let_go()
         self.manager.wait()
-        if self.unsettled:
+        if self.uncollected:
             self.retain(None)
-        self.unsettled = False
+        self.uncollected = False
 
     @rule(keep=KEEPS)
     def close(self, keep) -> None:
         self.let_go()
         self.manager.close()
-        if self.unsettled:
+        if self.uncollected:
             self.retain(None)
         self.make(keep)
 
@@ -304,7 +304,7 @@ class Managed(RuleBasedStateMachine):
     @rule(which=st.one_of(st.just("latest"), st.just("best"), STEPS), fallback=st.booleans())
     def restore(self, which, fallback) -> None:
         self.let_go()
-        self.unsettled = False
+        self.uncollected = False
         state = empty()
         expected, skipped = self.what_is_restored(which, fallback)
         if isinstance(expected, type):

@@ -366,8 +366,8 @@ def test_windows_are_bounded_together(store):
         for number, file in enumerate(files):
             assert fill(file, buffer, offset) == MIB
             assert set(buffer[:5]) == set(buffer[-5:]) == {number}
-            assert windows._bytes <= max(3 * MIB, 8 * MIB * (len(windows._held) == 1))
-            assert windows._bytes == sum(len(data) for _, data in windows._held.values())
+            assert windows._bytes <= max(3 * MIB, 8 * MIB * (len(windows._windows) == 1))
+            assert windows._bytes == sum(len(data) for _, data in windows._windows.values())
     for file in files:
         file.close()
     assert windows._bytes == 0

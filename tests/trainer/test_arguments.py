@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.trainer import TrainerOptions, options_of
 
 FLEX = {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
@@ -43,7 +44,7 @@ def test_without_flags_nothing_is_asked_for():
 def test_flags_reach_the_load(flags, expected):
     plain = {"aoa_config": None, "strict": "missing", "verify": "read", "dtype": "raise", "master_weights": "exact"}
     plain["optimizer_states"] = "raise"
-    assert options(**FLEX, **flags).loading() == {**plain, **expected}
+    assert options(**FLEX, **flags).loading() == LoadOptions(**{**plain, **expected})
 
 
 @pytest.mark.parametrize("name", ["async_save", "fallback", "export_hf", "save_replicas"])
