@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[1]
 KNOWN_CIRCLES = (
     {"aoa.compile", "aoa.invert", "aoa.invert_boxes"},
     {"catalog.orders", "catalog.table"},
-    {"live.device_memory", "live.tensors"},
 )
 FLOOR = (
     *("algebra", "catalog", "planning", "aoa", "media.remote", "native.reader", "native.listing"),
