@@ -124,6 +124,19 @@ def test_no_module_imports_itself_by_others():
     assert not new, "\n".join(" -> ".join([*circle, circle[0]]) for circle in new)
 
 
+def test_abstract_classes_are_small():
+    """Whoever implements one has a dozen methods to write and not more."""
+    found = {}
+    for path in sorted((ROOT / "paddle_flexckpt").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and any(
+                getattr(base, "id", "") in ("ABC", "Protocol") for base in node.bases
+            ):
+                found[node.name] = sum(isinstance(member, ast.FunctionDef) for member in node.body)
+    assert found["Backend"] == 12
+    assert {name: count for name, count in found.items() if count > 12} == {}
+
+
 def type_checking_imports() -> dict[str, str]:
     """Names imported for type checkers, with their modules."""
     tree = ast.parse(Path(paddle_flexckpt.__file__).read_text(encoding="utf-8"))

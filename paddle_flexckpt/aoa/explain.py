@@ -1,4 +1,7 @@
-"""explain: where each target comes from, for people; and what the macros made of the statements."""
+"""explain: where each target comes from, for people; and what the macros made of the statements.
+
+Tested in tests/aoa/test_language.py.
+"""
 
 from __future__ import annotations
 

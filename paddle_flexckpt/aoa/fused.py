@@ -1,4 +1,7 @@
-"""The macros of fused parameters: q, k and v in one tensor, gate and up in one tensor."""
+"""The macros of fused parameters: q, k and v in one tensor, gate and up in one tensor.
+
+Tested in tests/aoa/test_invert.py.
+"""
 
 from __future__ import annotations
 

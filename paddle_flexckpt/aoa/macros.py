@@ -3,6 +3,7 @@
 What a macro of the in-tree language expands to is, character by character, what the in-tree engine makes of it, so that
 those who know its output find their way (``tests/aoa/test_expansion.py`` compares them and lists the exceptions). The
 names of temporaries are as in-tree too, but they are private to the statement: a parameter of the same name is safe.
+Tested in tests/aoa/test_expansion.py.
 """
 
 from __future__ import annotations

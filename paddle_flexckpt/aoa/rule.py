@@ -1,4 +1,7 @@
-"""Rules: statements whose names may have placeholders, ready to be carried out for every combination of ids."""
+"""Rules: statements whose names may have placeholders, ready to be carried out for every combination of ids.
+
+Tested in tests/aoa/test_compile_scale.py.
+"""
 
 from __future__ import annotations
 

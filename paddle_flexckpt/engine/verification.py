@@ -92,7 +92,7 @@ def _doubts(directory: CheckpointDirectory, manifest: Manifest, found: Verificat
     """Return evidence that the manifest, not the data files, was swapped."""
     file, remedy = directory.manifest_file(manifest.unique_id), "restore the manifest that belongs to the data files"
     names = manifest.catalog.files
-    others = [name for _, name in directory.data_files(manifest.unique_id) if name not in names]
+    others = [name for each, _, name in directory.data_files() if each == manifest.unique_id and name not in names]
     if found.tokens and not found.bytes_verified:
         what, tokens = "no data file is of the save that this manifest belongs to", sorted(set(found.tokens.values()))
         expected = " or ".join(tokens[:3])

@@ -5,23 +5,24 @@ one alone: ``{id}.metadata`` is Paddle's own; the directories ``model_state``, `
 ``master_weight`` with such files in them are a FlexCheckpoint of PaddleFormers; safetensors files of optimizer states,
 master weights or adapters are a unified checkpoint of PaddleNLP, and so are weights alone whose files say
 ``format: np``; other safetensors files are a Hugging Face directory.
+
+Tested in tests/foreign/test_huggingface.py and tests/foreign/test_paddleformers_checkpoint.py.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.foreign.huggingface import find_weights, manifest_of_weights
+from paddle_flexckpt.foreign.huggingface import INDEX_FILE, TENSOR_FILE, find_weights, manifest_of_weights, read_weights
 from paddle_flexckpt.foreign.not_found import explain_missing
 from paddle_flexckpt.foreign.paddle_checkpoint import paddle_ids, read_paddle_manifest
 from paddle_flexckpt.foreign.paddle_metadata import PaddleMetadata
 from paddle_flexckpt.foreign.paddleformers_checkpoint import paddleformers_directories, read_paddleformers_manifest
-from paddle_flexckpt.foreign.tensor_files import INDEX_FILE, TENSOR_FILE, Weights, read_weights
 from paddle_flexckpt.foreign.unified_checkpoint import is_unified_checkpoint, read_unified_manifest
 from paddle_flexckpt.media.backend import Backend, Location
 from paddle_flexckpt.media.opening import open_backend
@@ -84,9 +85,10 @@ class SourceDirectory(CheckpointDirectory):
         if ids and unique_id in (None, *ids):
             return super().read_manifest(unique_id)
         # With a manifest there, only ids of Paddle's can be meant that it does not have.
-        found = find_foreign(self.backend, self._file) if not ids or paddle_ids(self.backend) else None
-        if found is not None and (unique_id is None or found.origin != "paddle" or unique_id in found.ids):
-            return found.read(self.backend, unique_id)
+        of_paddle = paddle_ids(self.backend)
+        found = find_foreign(self.backend, self._file) if not ids or of_paddle else None
+        if found is not None and (unique_id is None or found.origin != "paddle" or unique_id in of_paddle):
+            return found.read(unique_id)
         raise ValidationError([explain_missing(self.backend, ids, unique_id)])
 
     def origin(self) -> Origin:
@@ -161,44 +163,11 @@ def open_destination(location: Location) -> Backend:
     return backend
 
 
-@dataclass(frozen=True)
-class ForeignSource:
-    """Tell what another program has written, and read it.
-
-    Attributes:
-        origin: Which program.
-        ids: Ids that it has; other programs than Paddle have 0 alone.
-        directories: Of PaddleFormers', the directories that it consists of.
-        weights: Of weights alone, the headers of their files.
-    """
+class ForeignSource(NamedTuple):
+    """Tell which program has written a checkpoint, and read its manifest, for an id (None takes the highest)."""
 
     origin: Origin
-    ids: tuple[int, ...] = (0,)
-    directories: tuple[str, ...] = ()
-    weights: Weights | None = None
-
-    def read(self, backend: Backend, unique_id: int | None = None) -> Manifest:
-        """Make its manifest.
-
-        Args:
-            backend: Its directory.
-            unique_id: Its id; None takes the highest.
-
-        Raises:
-            ValidationError: It has no such id, or cannot be read as it is.
-            CorruptCheckpointError: It is damaged.
-        """
-        if self.origin == "paddleformers":
-            return read_paddleformers_manifest(backend, self.directories, unique_id)
-        if self.origin == "paddle":
-            return read_paddle_manifest(backend, unique_id)
-        if unique_id not in (None, 0):
-            raise ValidationError(
-                [f"{backend.path} is {ORIGINS[self.origin]}, which has no ids. Remedy: leave unique_id={unique_id} out"]
-            )
-        if self.weights is None:
-            return read_unified_manifest(backend)
-        return manifest_of_weights(backend, self.weights, self.origin)
+    read: Callable[[int | None], Manifest]
 
 
 def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | None:
@@ -213,34 +182,46 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
         CorruptCheckpointError: Safetensors files are damaged.
     """
     if file is not None:
-        return _weights(backend, file)
+        return _source_of_weights(backend, file)
     names = backend.names()
-    ids = paddle_ids(backend)
+    sources: list[ForeignSource] = []
+    if paddle_ids(backend):
+        sources.append(ForeignSource("paddle", partial(read_paddle_manifest, backend)))
     directories = paddleformers_directories(backend, backend.names("directories"))
-    unified = is_unified_checkpoint(names)
-    found = find_weights(backend.path, names) if not unified else None
-    whose: list[Origin] = []
-    whose += ["paddle"] if ids else []
-    whose += ["paddleformers"] if directories else []
-    whose += ["unified_checkpoint"] if unified else ["huggingface"] if found else []
-    if len(whose) > 1:
-        listed = " and ".join(ORIGINS[origin] for origin in whose)
+    if directories:
+        sources.append(ForeignSource("paddleformers", partial(read_paddleformers_manifest, backend, directories)))
+    weights = None
+    if is_unified_checkpoint(names):
+        sources.append(_source_without_ids(backend, "unified_checkpoint", partial(read_unified_manifest, backend)))
+    else:
+        weights = find_weights(backend.path, names)
+    origins: list[Origin] = [source.origin for source in sources] + (["huggingface"] if weights else [])
+    if len(origins) > 1:
+        listed = " and ".join(ORIGINS[origin] for origin in origins)
         raise ValidationError(
             [
                 f"{backend.path} has more than one checkpoint: {listed}. Remedy: give the path of the directory in it, "
                 "or of the safetensors file or index, that is meant; or move the others away"
             ]
         )
-    if ids:
-        return ForeignSource("paddle", ids=tuple(ids))
-    if directories:
-        return ForeignSource("paddleformers", directories=tuple(directories))
-    if unified:
-        return ForeignSource("unified_checkpoint")
-    return _weights(backend, found) if found else None
+    if weights:
+        return _source_of_weights(backend, weights)
+    return sources[0] if sources else None
 
 
-def _weights(backend: Backend, source: str) -> ForeignSource:
+def _source_of_weights(backend: Backend, source: str) -> ForeignSource:
     weights = read_weights(backend, source)
     of_paddle = any(file.is_of_paddle for file in weights.files.values())
-    return ForeignSource("unified_checkpoint" if of_paddle else "huggingface", weights=weights)
+    origin: Origin = "unified_checkpoint" if of_paddle else "huggingface"
+    return _source_without_ids(backend, origin, partial(manifest_of_weights, backend, weights, origin))
+
+
+def _source_without_ids(backend: Backend, origin: Origin, read: Callable[[], Manifest]) -> ForeignSource:
+    def checked(unique_id: int | None) -> Manifest:
+        if unique_id not in (None, 0):
+            raise ValidationError(
+                [f"{backend.path} is {ORIGINS[origin]}, which has no ids. Remedy: leave unique_id={unique_id} out"]
+            )
+        return read()
+
+    return ForeignSource(origin, checked)

@@ -1,24 +1,195 @@
-"""Read Hugging Face directories: ``model.safetensors``, or numbered files under an index. All tensors are whole."""
+"""Read safetensors files, one by one or under an index as Hugging Face's are, and make a manifest of them.
+
+A Hugging Face style index is JSON: ``weight_map`` says for every tensor which file it is in. What the index says and
+what the files hold have to be the same; a file that an index names is in the same directory.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.foreign.tensor_files import (
-    INDEX_FILE,
-    TENSOR_FILE,
-    StoredShard,
-    Weights,
-    manifest_of_files,
+import xxhash
+
+from paddle_flexckpt.catalog import (
+    Catalog,
+    CatalogBuilder,
+    CorruptCheckpointError,
+    Problem,
+    ValidationError,
+    concat,
+    validate_shards,
 )
-from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.media.backend import Backend, map_files
+from paddle_flexckpt.media.file_names import check_file_name
+from paddle_flexckpt.native.json_cursor import JsonCursor
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.safetensors_header import StoredTensor, read_header
 from paddle_flexckpt.native.save_names import save_of
 
+TENSOR_FILE, INDEX_FILE = ".safetensors", ".safetensors.index.json"
 MODEL_FILE = "model" + TENSOR_FILE
 _NUMBERED = re.compile(r".*-\d+-of-\d+\.safetensors", re.ASCII)
+# What a safetensors header calls an element type; complex128 has no code of its own.
+_NAMES = {dtype.safetensors: dtype.name for dtype in DTYPES.values() if dtype.trailing == 1}
+# Paddle's arrays in numpy: bfloat16 is numpy's uint16 there, and is written as that.
+_NUMPY_NAMES = {**_NAMES, "U16": "bfloat16"}
+# That of a model of 100,000 tensors has about 10 MB.
+MAX_INDEX_BYTES = 64 << 20
+# Long enough for every name of a file, in JSON's longest spelling.
+_MAX_NAME_BYTES = 6 * 255
+_FORMAT = "format"
+_EXPERT = re.compile(r"\bexperts?\b")
+PADDLE_FORMAT = "np"
+
+
+class TensorFile(NamedTuple):
+    """Describe a safetensors file: its name, bytes, tensors by name, ``__metadata__``, and a hash of its header."""
+
+    name: str
+    size: int
+    tensors: Mapping[str, StoredTensor]
+    info: Mapping[str, str]
+    digest: bytes
+
+    @property
+    def is_of_paddle(self) -> bool:
+        """Return whether its tensors were Paddle's, written by way of numpy, as PaddleNLP does."""
+        return self.info.get(_FORMAT) == PADDLE_FORMAT
+
+    def dtype(self, tensor: str) -> str:
+        """Return the name of a tensor's element type."""
+        return (_NUMPY_NAMES if self.is_of_paddle else _NAMES)[self.tensors[tensor].code]
+
+
+class TensorIndex(NamedTuple):
+    """Hold an index: the file of each tensor (None if it does not say that), what else it says, and a hash of it."""
+
+    files: Mapping[str, str] | None
+    settings: Mapping[str, Any]
+    digest: bytes
+
+
+class Weights(NamedTuple):
+    """Describe whole tensors: their files by name, the file's name of each tensor, and a hash of the index."""
+
+    files: Mapping[str, TensorFile]
+    where: Mapping[str, str]
+    digest: bytes = b""
+
+
+class StoredShard(NamedTuple):
+    """Place a file's tensor: its key in the catalog, its name in the file, and, if it is a part, where it begins."""
+
+    key: str
+    tensor: str
+    file: TensorFile
+    global_shape: Sequence[int] | None = None
+    offset: Sequence[int] | None = None
+    rank: int = 0
+
+
+def read_tensor_file(backend: Backend, name: str, named_by: str | None = None) -> TensorFile:
+    """Read the header of a safetensors file; ``named_by`` is the file that names it, for errors.
+
+    Raises:
+        CorruptCheckpointError: It is missing or damaged, or the name leads out of the directory.
+    """
+    path = backend.where(name)
+    try:
+        with backend.open(name) as file:
+            header = read_header(file, path)
+            digest = xxhash.xxh3_128_digest(header.text)
+            return TensorFile(name, file.size, header.tensors, header.metadata, digest)
+    except FileNotFoundError as error:
+        who = f"; {named_by} names it" if named_by else ""
+        remedy = "Remedy: restore the file or load another checkpoint"
+        raise CorruptCheckpointError(f"{path} is missing{who}. {remedy}") from error
+
+
+def read_tensor_index(backend: Backend, name: str) -> TensorIndex:
+    """Read an index.
+
+    Raises:
+        CorruptCheckpointError: It is missing, no such JSON, names a file elsewhere, or is larger than
+            :data:`MAX_INDEX_BYTES`.
+    """
+    path = backend.where(name)
+    try:
+        with backend.open(name) as file:
+            if file.size > MAX_INDEX_BYTES:
+                raise CorruptCheckpointError(
+                    f"{path} has {file.size} bytes; an index has no more than {MAX_INDEX_BYTES}. Remedy: restore it"
+                )
+            text = file.read(0, file.size)
+    except FileNotFoundError as error:
+        raise CorruptCheckpointError(f"{path} is missing. Remedy: restore it or load another checkpoint") from error
+    files: dict[str, str] | None = None
+    settings: dict[str, Any] = {}
+    cursor = JsonCursor(text)
+    try:
+        for entry in cursor.entries():
+            if entry != "weight_map":
+                settings[entry] = cursor.value(with_fractions=True)
+                continue
+            files = {}
+            seen: dict[str, str] = {}
+            for tensor in cursor.entries():
+                file_name = cursor.string(_MAX_NAME_BYTES)
+                # One object for each file's name, however many tensors are in it.
+                files[tensor] = seen.setdefault(file_name, file_name)
+            for file_name in seen:
+                check_file_name(file_name)
+        cursor.end()
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{path} is not an index of safetensors files: {error}. Remedy: restore it") from (
+            error
+        )
+    return TensorIndex(files, settings, xxhash.xxh3_128_digest(text))
+
+
+def read_weights(backend: Backend, source: str) -> Weights:
+    """Read the headers of an index's files, or of one file, and compare them with the index.
+
+    Raises:
+        CorruptCheckpointError: A file is missing or damaged, or index and files contradict each other.
+    """
+    if not source.endswith(INDEX_FILE):
+        file = read_tensor_file(backend, source)
+        return Weights({source: file}, dict.fromkeys(file.tensors, source))
+    index = read_tensor_index(backend, source)
+    if index.files is None:
+        raise CorruptCheckpointError(f"{backend.where(source)} has no weight_map. Remedy: restore it")
+    path = backend.where(source)
+    names = sorted(set(index.files.values()))
+    files = dict(zip(names, map_files(backend, lambda name: read_tensor_file(backend, name, path), names)))
+    problems = []
+    for tensor, name in index.files.items():
+        if tensor not in files[name].tensors:
+            problems.append(Problem("a file lacks a tensor that the index has in it", tensor, file=backend.where(name)))
+    for name, file in files.items():
+        for tensor in file.tensors:
+            if index.files.get(tensor) != name and not _is_shared(tensor, file, files.get(index.files.get(tensor, ""))):
+                got = index.files.get(tensor, "no file")
+                what = "a file has a tensor that the index has elsewhere"
+                problems.append(Problem(what, tensor, file=backend.where(name), expected=name, got=got))
+    if problems:
+        error = ValidationError(problems, f"{path} and its files are not of one save. Remedy: restore them")
+        raise CorruptCheckpointError(str(error))
+    return Weights(files, index.files, index.digest)
+
+
+def _is_shared(tensor: str, file: TensorFile, other: TensorFile | None) -> bool:
+    """Return whether a tensor stands in two files of PaddleNLP's because two stages of a pipeline share it.
+
+    The index has one of them. Experts are no such tensors: those of several ranks may have the same name.
+    """
+    if other is None or not (file.is_of_paddle and other.is_of_paddle) or _EXPERT.search(tensor):
+        return False
+    here, there = file.tensors[tensor], other.tensors.get(tensor)
+    return there is not None and (here.code, here.shape) == (there.code, there.shape)
 
 
 def find_weights(path: str, names: Sequence[str]) -> str | None:
@@ -64,3 +235,44 @@ def manifest_of_weights(backend: Backend, weights: Weights, origin: str) -> Mani
     """Make the manifest of whole tensors under the names that they are stored under."""
     shards = [StoredShard(tensor, tensor, weights.files[name]) for tensor, name in weights.where.items()]
     return manifest_of_files(backend, shards, weights.files.values(), [weights.digest], origin)
+
+
+def manifest_of_files(
+    backend: Backend,
+    shards: Iterable[StoredShard],
+    files: Iterable[TensorFile],
+    digests: Iterable[bytes],
+    origin: str,
+    world_size: int = 1,
+) -> Manifest:
+    """Make a manifest, without checksums, of what another program has written into safetensors files.
+
+    Args:
+        backend: The directory.
+        shards: What the files hold, as far as it is anything of a checkpoint.
+        files: All of the files.
+        digests: Hashes of what else was read.
+        origin: Whose files they are.
+        world_size: Ranks that took part in the save, as far as that is known.
+
+    Raises:
+        CorruptCheckpointError: Shards of one tensor contradict each other.
+    """
+    files = list(files)
+    builders: dict[tuple[str, int], CatalogBuilder] = {}
+    for shard in shards:
+        stored = shard.file.tensors[shard.tensor]
+        builder = builders.setdefault((shard.file.name, shard.rank), CatalogBuilder(shard.rank, shard.file.name))
+        whole = stored.shape if shard.global_shape is None else shard.global_shape
+        offset = (0,) * len(stored.shape) if shard.offset is None else shard.offset
+        dtype = shard.file.dtype(shard.tensor)
+        builder.add(shard.key, dtype, whole, offset, stored.shape, byte_offset=stored.begin)
+    catalog: Catalog = concat([builder.build() for builder in builders.values()])
+    problems = validate_shards(catalog)
+    if problems:
+        raise CorruptCheckpointError(str(ValidationError(problems, f"{backend.path} contradicts itself")))
+    sizes = {file.name: file.size for file in files}
+    seen = xxhash.xxh3_128()
+    for digest in [*digests, *(file.digest for file in files)]:
+        seen.update(digest)
+    return Manifest.of_foreign(origin, catalog, sizes, seen.hexdigest(), 0, world_size)

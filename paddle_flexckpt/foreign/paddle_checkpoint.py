@@ -9,8 +9,8 @@ from __future__ import annotations
 import mmap
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -27,12 +27,11 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
-from paddle_flexckpt.media.backend import Backend, InputFile, Location
+from paddle_flexckpt.media.backend import Backend, Location
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.media.opening import open_backend
-from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header
+from paddle_flexckpt.native.safetensors_header import read_header
 
 _METADATA = re.compile(r"(\d+)\.metadata", re.ASCII)
 _DATA = re.compile(r"(\d{1,9})_\d+\.(distcp|safetensors)", re.ASCII)
@@ -44,15 +43,8 @@ _PARAMETER_NAMES = "StructuredToParameterName@@"
 _STAND_INS = {"bfloat16": "uint16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
 
 
-@dataclass(frozen=True)
-class _Stretch:
-    """Locate a tensor in its file.
-
-    Attributes:
-        dtype: Its element type's name in that file.
-        shape: Its shape there.
-        begin: Its first byte.
-    """
+class _Stretch(NamedTuple):
+    """Locate a tensor in its file: its element type's name and shape there, and its first byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,8 +57,8 @@ def paddle_ids(location: Location) -> list[int]:
     return sorted(int(match[1]) for match in map(_METADATA.fullmatch, names) if match)
 
 
-def read_paddle_metadata(path: Location, unique_id: int | None = None) -> Catalog:
-    """Read what a checkpoint of Paddle's own holds: one row per shard, with file and first byte.
+def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manifest:
+    """Read a checkpoint of Paddle's own as a manifest without checksums: one row per shard, with file and first byte.
 
     Args:
         path: Its directory.
@@ -77,11 +69,6 @@ def read_paddle_metadata(path: Location, unique_id: int | None = None) -> Catalo
         CorruptCheckpointError: A file is damaged, missing, or not what the metadata says; UnsafePickleError where a
             pickle is more than data.
     """
-    return read_paddle_manifest(path, unique_id).catalog
-
-
-def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manifest:
-    """Read the same as a manifest without checksums; arguments and errors of :func:`read_paddle_metadata`."""
     backend = open_backend(path)
     ids = paddle_ids(backend)
     if not ids or (unique_id is not None and unique_id not in ids):
@@ -105,22 +92,13 @@ def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manife
     problems = validate_shards(catalog)
     if problems:
         raise ValidationError(problems, f"{file} is not usable")
-    indices, sizes = [], []
+    indices, sizes = [], {}
     for data_file in catalog.files:
-        stretches, size = _index(backend, data_file)
+        stretches, sizes[data_file] = _index(backend, data_file)
         indices.append(stretches)
-        sizes.append(size)
-    offsets = _byte_offsets(catalog, indices, backend)
-    return Manifest(
-        catalog=replace(catalog, byte_offset=offsets),
-        checksums=Checksums.none(len(catalog)),
-        file_bytes=np.asarray(sizes, dtype=np.int64),
-        # Ranks compare it: all have read the same metadata.
-        save_token=xxhash.xxh3_128_hexdigest(data),
-        unique_id=chosen,
-        world_size=len({*catalog.rank.tolist()}),
-        origin="paddle",
-    )
+    catalog = replace(catalog, byte_offset=_byte_offsets(catalog, indices, backend))
+    digest, world_size = xxhash.xxh3_128_hexdigest(data), len({*catalog.rank.tolist()})
+    return Manifest.of_foreign("paddle", catalog, sizes, digest, chosen, world_size)
 
 
 def _rank_of(file: str) -> int:
@@ -153,7 +131,8 @@ def _index(backend: Backend, name: str) -> tuple[Mapping[str, _Stretch], int]:
         ) from error
     with file:
         if name.endswith(".safetensors"):
-            return _index_safetensors(file, path), file.size
+            tensors = read_header(file, path).tensors
+            return {name: _Stretch(each.code, each.shape, each.begin) for name, each in tensors.items()}, file.size
         if not file.size:
             raise CorruptCheckpointError(f"{path} is empty. Remedy: restore the file or load another checkpoint")
         # Of the pages with elements in them none is touched.
@@ -169,12 +148,6 @@ def _index(backend: Backend, name: str) -> tuple[Mapping[str, _Stretch], int]:
                 ]
             )
         return _index_distcp(file.read(0, file.size), path), file.size
-
-
-def _index_safetensors(file: InputFile, path: str) -> dict[str, _Stretch]:
-    length = header_bytes(file.read(0, 8), file.size, path)
-    header = parse_header(file.read(8, length), file.size, path)
-    return {name: _Stretch(each.code, each.shape, each.begin) for name, each in header.tensors.items()}
 
 
 def _index_distcp(mapped: mmap.mmap | bytes, file: str) -> dict[str, _Stretch]:

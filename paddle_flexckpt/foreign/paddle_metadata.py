@@ -3,6 +3,8 @@
 Paddle takes numbered safetensors files for a Hugging Face directory, and every shard in them for a whole tensor,
 unless it finds this file. It is a pickle of Paddle's class ``Metadata``, written here opcode by opcode. Where Paddle
 would read something else than what was saved, it makes Paddle fail with an error that says why.
+
+Tested in tests/live/test_paddle_reads.py.
 """
 
 from __future__ import annotations

@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import xxhash
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, ValidationError, concat
 from paddle_flexckpt.foreign.paddle_checkpoint import paddle_ids, read_paddle_manifest
 from paddle_flexckpt.media.backend import Backend, inner
-from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.manifest import Manifest
 
 # Only the last of them has keys that another has.
@@ -69,15 +67,9 @@ def read_paddleformers_manifest(backend: Backend, directories: Sequence[str], un
     catalog = concat([manifest.catalog for manifest in manifests])
     sizes = {file: size for manifest in manifests for file, size in manifest.sizes.items()}
     tokens = " ".join(manifest.save_token for manifest in manifests)
-    return Manifest(
-        catalog=catalog,
-        checksums=Checksums.none(len(catalog)),
-        file_bytes=np.asarray([sizes[file] for file in catalog.files], dtype=np.int64),
-        save_token=xxhash.xxh3_128_hexdigest(tokens.encode()),
-        unique_id=chosen,
-        world_size=max(manifest.world_size for manifest in manifests),
-        origin="paddleformers",
-    )
+    digest = xxhash.xxh3_128_hexdigest(tokens.encode())
+    world_size = max(manifest.world_size for manifest in manifests)
+    return Manifest.of_foreign("paddleformers", catalog, sizes, digest, chosen, world_size)
 
 
 def _renamed(manifest: Manifest, directory: str) -> Manifest:

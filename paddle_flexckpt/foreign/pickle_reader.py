@@ -17,10 +17,8 @@ import numpy as np
 from paddle_flexckpt.catalog import CorruptCheckpointError, LocalTensorIndex, LocalTensorMetadata, UnsafePickleError
 from paddle_flexckpt.foreign.pickle_values import (
     ATOMS,
-    CALLABLE,
     INERT,
     NAMES,
-    RECORDS,
     Arguments,
     Symbol,
     Unfinished,
@@ -117,8 +115,6 @@ class _Machine:
             self._refuse(f"{describe(result)} as the object")
         return result
 
-    # Errors
-
     def _refuse(self, what: str) -> NoReturn:
         raise UnsafePickleError(f"{self._file}: refused before byte {self._position}: {what}. {_REMEDY}")
 
@@ -127,8 +123,6 @@ class _Machine:
             f"{self._file} is damaged or not a pickle of protocol 2 to 5: {what} (byte {self._position}). "
             "Remedy: restore the file"
         )
-
-    # Bytes and stack
 
     def _take(self, count: int) -> memoryview:
         begin = self._position
@@ -180,8 +174,6 @@ class _Machine:
                 self._refuse(f"lists and dicts nested deeper than {_MOST_DEPTH}")
             self._depth[id(parent)] = depth
 
-    # Operations
-
     def _protocol(self) -> None:
         number = self._number(1)
         if not 2 <= number <= 5:
@@ -201,13 +193,6 @@ class _Machine:
         if size > _MOST_INTEGER_BYTES:
             self._refuse(f"an integer of {size} bytes")
         self._stack.append(int.from_bytes(self._take(size), "little", signed=True))
-
-    def _byte(self) -> None:
-        # By index: int.from_bytes makes a new object of every small number on older Pythons.
-        self._stack.append(self._take(1)[0])
-
-    def _floating(self) -> None:
-        self._stack.append(struct.unpack(">d", self._take(8))[0])
 
     def _text(self, size: int) -> None:
         try:
@@ -310,7 +295,7 @@ class _Machine:
 
     def _reduce(self) -> None:
         function, arguments = self._pop(2)
-        make = CALLABLE.get(function) if type(function) is Symbol else None
+        make = function.call if type(function) is Symbol else None
         if make is None:
             self._refuse(f"a call of {describe(function)}")
         if type(arguments) is Arguments:
@@ -321,7 +306,7 @@ class _Machine:
 
     def _new_object(self) -> None:
         cls, arguments = self._pop(2)
-        make = RECORDS.get(cls) if type(cls) is Symbol else None
+        make = cls.make if type(cls) is Symbol else None
         if make is None or type(arguments) is not tuple or arguments:
             self._refuse(f"an object of {describe(cls)}")
         self._container()
@@ -373,10 +358,11 @@ OPERATIONS: dict[int, _Operation] = {
     0x88: _push(True),
     0x89: _push(False),
     ord("J"): _push_number(4, signed=True),
-    ord("K"): _Machine._byte,
+    # By index: int.from_bytes makes a new object of every small number on older Pythons.
+    ord("K"): lambda machine: machine._stack.append(machine._take(1)[0]),
     ord("M"): _push_number(2),
     0x8A: _Machine._integer,
-    ord("G"): _Machine._floating,
+    ord("G"): lambda machine: machine._stack.append(struct.unpack(">d", machine._take(8))[0]),
     0x8C: _numbered(_Machine._text, 1),
     ord("X"): _numbered(_Machine._text, 4),
     0x8D: _numbered(_Machine._text, 8),

@@ -2,6 +2,8 @@
 
 Nothing is looked up or imported by the names in a pickle. Each name in the table stands for a function of this module,
 which checks its arguments and makes plain data of them.
+
+Tested in tests/foreign/test_pickle_reader.py and tests/attacks/test_pickles.py.
 """
 
 from __future__ import annotations
@@ -24,9 +26,11 @@ _MAX_EXTENT = 1 << 60
 
 @dataclass(frozen=True)
 class Symbol:
-    """Stand for a name of the table; inert."""
+    """Stand for a name of the table, which may be called with arguments, or made and filled with a dict; inert."""
 
     name: str
+    call: Callable[[tuple[Any, ...]], Any] | None = None
+    make: Callable[[], Unfinished] | None = None
 
 
 @dataclass(frozen=True)
@@ -254,35 +258,26 @@ def _record(cls: type) -> Callable[[], Unfinished]:
 NDARRAY = Symbol("numpy.ndarray")
 
 
-def _names() -> dict[tuple[str, str], Symbol]:
-    names = {
-        ("numpy", "ndarray"): NDARRAY,
-        ("numpy", "dtype"): Symbol("dtype"),
-        ("_codecs", "encode"): Symbol("encode"),
-        ("__builtin__", "bytes"): Symbol("bytes"),
-    }
-    for core in ("numpy.core", "numpy._core"):  # of numpy 1 and numpy 2
-        names[f"{core}.multiarray", "_reconstruct"] = Symbol("_reconstruct")
-        names[f"{core}.multiarray", "scalar"] = Symbol("scalar")
-        names[f"{core}.numeric", "_frombuffer"] = Symbol("_frombuffer")
-    for module in ("paddle.distributed.checkpoint.metadata", "paddle.distributed.flex_checkpoint.dcp.metadata"):
-        for cls in _FIELDS:
-            names[module, cls.__name__] = Symbol(cls.__name__)
-    return names
-
-
-# (module, name) as a pickle writes it -> what it stands for here.
-NAMES = MappingProxyType(_names())
-# Called with a tuple of arguments (REDUCE).
-CALLABLE = MappingProxyType(
+# (module, name) as a pickle writes it -> what it stands for here. There are names of numpy 1 and numpy 2.
+NAMES = MappingProxyType(
     {
-        Symbol("_reconstruct"): _reconstruct,
-        Symbol("_frombuffer"): _frombuffer,
-        Symbol("dtype"): _dtype,
-        Symbol("scalar"): _scalar,
-        Symbol("encode"): _encode,
-        Symbol("bytes"): _no_bytes,
+        ("numpy", "ndarray"): NDARRAY,
+        ("numpy", "dtype"): Symbol("dtype", _dtype),
+        ("_codecs", "encode"): Symbol("encode", _encode),
+        ("__builtin__", "bytes"): Symbol("bytes", _no_bytes),
+    }
+    | {
+        (f"{core}.{module}", name): Symbol(name, function)
+        for core in ("numpy.core", "numpy._core")
+        for module, name, function in (
+            ("multiarray", "_reconstruct", _reconstruct),
+            ("multiarray", "scalar", _scalar),
+            ("numeric", "_frombuffer", _frombuffer),
+        )
+    }
+    | {
+        (module, cls.__name__): Symbol(cls.__name__, make=_record(cls))
+        for module in ("paddle.distributed.checkpoint.metadata", "paddle.distributed.flex_checkpoint.dcp.metadata")
+        for cls in _FIELDS
     }
 )
-# Made without arguments and filled with a dict (NEWOBJ, BUILD).
-RECORDS = MappingProxyType({Symbol(cls.__name__): _record(cls) for cls in _FIELDS})

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from paddle_flexckpt.catalog import (
     CorruptCheckpointError,
@@ -28,13 +28,14 @@ from paddle_flexckpt.catalog import (
     group_replicas,
     validate_coverage,
 )
-from paddle_flexckpt.foreign.huggingface import MODEL_FILE, find_weights
-from paddle_flexckpt.foreign.tensor_files import (
+from paddle_flexckpt.foreign.huggingface import (
     INDEX_FILE,
+    MODEL_FILE,
     StoredShard,
     TensorFile,
     TensorIndex,
     Weights,
+    find_weights,
     manifest_of_files,
     read_tensor_file,
     read_tensor_index,
@@ -56,22 +57,8 @@ _PERMUTED = re.compile(r"gate_up|up_gate|c_attn|query_key_value|h_to_4h", re.ASC
 _RESUME = "resume once in PaddleNLP under the strategy it was saved under, and save"
 
 
-class _Where(TypedDict):
-    """Locate a problem."""
-
-    key: str
-    file: str
-
-
-@dataclass(frozen=True)
-class _RankFile:
-    """Describe a file of a rank's own states.
-
-    Attributes:
-        file: The file.
-        at: The rank's place: ``tp``, ``pp``, ``shard`` and ``moe``, as far as the file's name has them.
-        rank: Its number among the files.
-    """
+class _RankFile(NamedTuple):
+    """Describe a file of a rank's states: the place (``tp``, ``pp``, ``shard``, ``moe``) in its name, its number."""
 
     file: TensorFile
     at: Mapping[str, int]
@@ -96,7 +83,7 @@ def read_unified_manifest(backend: Backend) -> Manifest:
     models = [read_weights(backend, source) for source in _model_sources(backend, names)]
     shapes = {tensor: _shape(weights, tensor) for weights in models for tensor in weights.where}
     optimizer = OPTIMIZER + INDEX_FILE
-    index = read_tensor_index(backend, optimizer) if optimizer in names else TensorIndex(optimizer, None, {}, b"")
+    index = read_tensor_index(backend, optimizer) if optimizer in names else TensorIndex(None, {}, b"")
     _check_quantisation(backend, index)
     shards = [shard for weights in models for shard in _whole(weights, "{}")]
     read: list[Weights] = list(models)
@@ -152,8 +139,8 @@ def _check_quantisation(backend: Backend, index: TensorIndex) -> None:
     if stage != "O0":
         raise ValidationError(
             [
-                f"{backend.where(index.name)}: the optimizer states are quantised (ckpt_quant_stage {stage!r}), which "
-                f"is not read here. Remedy: {_RESUME} with --ckpt_quant_stage O0"
+                f"{backend.where(OPTIMIZER + INDEX_FILE)}: the optimizer states are quantised (ckpt_quant_stage "
+                f"{stage!r}), which is not read here. Remedy: {_RESUME} with --ckpt_quant_stage O0"
             ]
         )
 
@@ -242,10 +229,10 @@ def _placed(
     for each in own:
         for tensor, stored in each.file.tensors.items():
             parameter = tensor.rpartition("/")[0] if kind == OPTIMIZER else tensor
-            where: _Where = {"key": tensor, "file": backend.where(each.file.name)}
+            problem = partial(Problem, key=tensor, file=backend.where(each.file.name))
             if "moe" in each.at and held.setdefault(tensor, each.at["moe"]) != each.at["moe"]:
                 problems.append(
-                    Problem("several ranks of expert parallelism have a state of this name", **where, remedy=_RESUME)
+                    problem("several ranks of expert parallelism have a state of this name", remedy=_RESUME)
                 )
                 continue
             key = _key(tensor) if kind == OPTIMIZER else tensor + _MASTER
@@ -253,20 +240,20 @@ def _placed(
             # Powers of beta have one element, whatever the parameter has.
             if stored.shape == whole or "tp" not in each.at or (kind == OPTIMIZER and stored.shape in ((), (1,))):
                 if stored.shape != whole and whole is not None and stored.shape not in ((), (1,)):
-                    problems.append(_misfit(where, whole, stored.shape, degree))
+                    problems.append(_misfit(problem, whole, stored.shape, degree))
                 shards.append(StoredShard(key, tensor, each.file, rank=each.rank))
                 continue
             if whole is None:
                 what = "the model's weights, which would tell the shape of the whole, lack the parameter"
-                problems.append(Problem(what, **where, remedy=_RESUME + " without ignore_merge_optimizer"))
+                problems.append(problem(what, remedy=_RESUME + " without ignore_merge_optimizer"))
                 continue
             axes = [axis for axis, (part, all_of_it) in enumerate(zip(stored.shape, whole)) if part != all_of_it]
             consecutive = len(whole) == len(stored.shape) and len(axes) == 1
             if not consecutive or stored.shape[axes[0]] * degree != whole[axes[0]]:
-                problems.append(_misfit(where, whole, stored.shape, degree))
+                problems.append(_misfit(problem, whole, stored.shape, degree))
             elif _PERMUTED.search(parameter):
                 what = "ranks' parts of a fused parameter are not consecutive parts of the whole"
-                problems.append(Problem(what, **where, remedy=_RESUME + " without ignore_merge_optimizer"))
+                problems.append(problem(what, remedy=_RESUME + " without ignore_merge_optimizer"))
             else:
                 offset = [0] * len(whole)
                 offset[axes[0]] = each.at["tp"] * stored.shape[axes[0]]
@@ -276,6 +263,6 @@ def _placed(
     return shards
 
 
-def _misfit(where: _Where, whole: Sequence[int], part: Sequence[int], degree: int) -> Problem:
+def _misfit(problem: Callable[..., Problem], whole: Sequence[int], part: Sequence[int], degree: int) -> Problem:
     expected = f"one of {degree} equal parts of {list(whole)}" if degree > 1 else list(whole)
-    return Problem("a rank's state does not fit its parameter", **where, expected=expected, got=list(part))
+    return problem("a rank's state does not fit its parameter", expected=expected, got=list(part))

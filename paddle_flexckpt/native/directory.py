@@ -6,9 +6,6 @@ Removers and replacers must take this lock exclusively first.
 
 from __future__ import annotations
 
-import re
-from types import TracebackType
-
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Location, map_files
 from paddle_flexckpt.media.locks import Lock
@@ -87,20 +84,11 @@ class CheckpointDirectory:
         """Return the path of a checkpoint's manifest, whether it is there or not."""
         return self.backend.where(f"{unique_id}.manifest")
 
-    def data_files(self, unique_id: int) -> list[tuple[int, str]]:
-        """Return rank and name of all data files of an id, of every generation, in the order of ranks."""
-        found = [
-            (int(match[1]), int(match[3] or 0), match[0]) for match in self._data_files() if int(match[2]) == unique_id
-        ]
-        return [(rank, name) for rank, _, name in sorted(found)]
-
-    def data_ids(self) -> set[int]:
-        """Return the ids that data files have, committed or not."""
-        return {int(match[2]) for match in self._data_files()}
-
-    def _data_files(self) -> list[re.Match[str]]:
-        matches = map(OF_RANK.fullmatch, self.backend.names())
-        return [match for match in matches if match and match[4] == "safetensors"]
+    def data_files(self) -> list[tuple[int, int, str]]:
+        """Return id, rank and name of all data files, committed or not, in the order of ids, ranks and generations."""
+        matches = [match for match in map(OF_RANK.fullmatch, self.backend.names()) if match]
+        found = [(int(m[2]), int(m[1]), int(m[3] or 0), m[0]) for m in matches if m[4] == "safetensors"]
+        return [(unique_id, rank, name) for unique_id, rank, _, name in sorted(found)]
 
     def files_of(self, manifest: Manifest) -> list[str]:
         """Return the names of a checkpoint's data files, and of older ones that it has replaced."""
@@ -124,19 +112,18 @@ class CheckpointDirectory:
         Returns:
             A flag for each file of the manifest; and by name, what is wrong with those that are here but not usable.
         """
-        here, wrong = set(self.backend.names()), dict[str, str]()
+        here, sizes = set(self.backend.names()), manifest.sizes
 
-        def usable(item: tuple[str, int]) -> bool:
+        def problem(name: str) -> str:
             try:
-                check_data_file(self.backend, manifest, *item).close()
+                check_data_file(self.backend, manifest, name, sizes[name]).close()
             except (CorruptCheckpointError, OSError) as error:
-                wrong[item[0]] = str(error)
-                return False
-            return True
+                return str(error) or repr(error)
+            return ""
 
-        sizes = manifest.sizes
-        good = iter(map_files(self.backend, usable, [item for item in sizes.items() if item[0] in here]))
-        return [name in here and next(good) for name in sizes], wrong
+        names = [name for name in sizes if name in here]
+        problems = dict(zip(names, map_files(self.backend, problem, names)))
+        return [problems.get(name) == "" for name in sizes], {name: text for name, text in problems.items() if text}
 
 
 class LockedManifest:
@@ -181,9 +168,7 @@ class LockedManifest:
     def __enter__(self) -> Manifest:
         return self.manifest
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._lock.release()
 
 

@@ -1,4 +1,7 @@
-"""Make and read headers of data files: what a rank's file says about itself, without the manifest."""
+"""Make and read headers of data files: what a rank's file says about itself, without the manifest.
+
+Tested in tests/native/test_data_file.py and tests/native/test_repair.py.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +35,7 @@ class DataFileHeader:
 
     @classmethod
     def of_items(cls, items: Catalog, save: SaveInfo) -> DataFileHeader:
-        """Make the header of one file.
-
-        Args:
-            items: Its items in the order of their byte offsets, which count from the start of the data.
-            save: The save that it is of.
-        """
+        """Make the header of one file of a save; byte offsets of items rise, and count from the start of the data."""
         shards, entries = {}, {}
         flattened = items.is_flattened
         for row, name in enumerate(item_names(items)):

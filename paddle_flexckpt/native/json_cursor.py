@@ -2,6 +2,8 @@
 
 ``json.loads`` makes 64 bytes of every ``[],`` of a file. Here the caller says what comes next: an object, whose entries
 it takes one at a time, a text, or a small value.
+
+Tested in tests/attacks/test_files.py.
 """
 
 from __future__ import annotations

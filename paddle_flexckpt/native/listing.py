@@ -1,4 +1,7 @@
-"""List checkpoints, and tell whether they are whole."""
+"""List checkpoints, and tell whether they are whole.
+
+Tested in tests/native/test_dead_saves.py and tests/manager/test_unreadable.py.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +34,11 @@ class CheckpointInfo:
 
     path: str
     unique_id: int
-    step: int | None
-    world_size: int
-    keys: int
-    total_bytes: int
-    complete: bool
+    step: int | None = None
+    world_size: int = 0
+    keys: int = 0
+    total_bytes: int = 0
+    complete: bool = False
     problem: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -106,7 +109,7 @@ def _infos_below(backend: Backend) -> list[CheckpointInfo]:
 
 def _broken(path: str, unique_id: int, error: Exception) -> CheckpointInfo:
     problem = f"cannot be read: {type(error).__name__}: {error}" if isinstance(error, OSError) else str(error)
-    return CheckpointInfo(path, unique_id, None, 0, 0, 0, complete=False, problem=problem)
+    return CheckpointInfo(path, unique_id, problem=problem)
 
 
 def _info(directory: CheckpointDirectory, unique_id: int) -> CheckpointInfo | None:

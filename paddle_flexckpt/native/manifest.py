@@ -19,7 +19,7 @@ from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationE
 from paddle_flexckpt.media.backend import InputFile
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.checksums import ALGORITHM, BLOCK_BYTES, Checksums
-from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header
+from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header, read_header
 
 # Version 2 has tensors whose elements lie part by part: a reader of version 1 would take them for natural order.
 FORMAT_VERSIONS = ("1", "2")
@@ -83,22 +83,22 @@ class Manifest:
         sizes: Mapping[str, int],
         block_bytes: int = BLOCK_BYTES,
     ) -> Manifest:
-        """Make the manifest of data files.
-
-        Args:
-            info: The save that they are of.
-            catalog: Their items.
-            checksums: Of the items' blocks, in the order of items.
-            sizes: Bytes of the files by name.
-            block_bytes: Bytes of a block.
-        """
+        """Make the manifest of data files: their items, the checksums of these in order, and the files' sizes."""
         values = Checksums.of_items(np.asarray(checksums, dtype=np.uint64), catalog.byte_length, block_bytes)
         file_bytes = np.asarray([sizes[name] for name in catalog.files], dtype=np.int64)
         return cls(catalog, values, file_bytes, info.save_token, info.unique_id, info.world_size, info.step)
 
+    @classmethod
+    def of_foreign(
+        cls, origin: str, catalog: Catalog, sizes: Mapping[str, int], digest: str, unique_id: int, world_size: int
+    ) -> Manifest:
+        """Make the manifest of another program's files; ranks compare the digest of what it has been made of."""
+        file_bytes = np.asarray([sizes[name] for name in catalog.files], dtype=np.int64)
+        return cls(catalog, Checksums.none(len(catalog)), file_bytes, digest, unique_id, world_size, origin=origin)
+
     @property
     def info(self) -> SaveInfo:
-        """The save that it is of."""
+        """Return the save that it is of."""
         return SaveInfo(self.save_token, self.unique_id, self.world_size, self.step)
 
     def nodes_of(self, file: str) -> list[str]:
@@ -107,7 +107,7 @@ class Manifest:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the data files by name."""
+        """Return the sizes of the data files by name."""
         return dict(zip(self.catalog.files, self.file_bytes.tolist()))
 
     @property
@@ -117,7 +117,7 @@ class Manifest:
 
     @property
     def format_version(self) -> str:
-        """The oldest version whose readers understand all that is here."""
+        """Return the oldest version whose readers understand all that is here."""
         return format_version(self.catalog)
 
     def encode(self) -> bytes:
@@ -159,9 +159,7 @@ class Manifest:
             length = header_bytes(data[:8], len(data), file, _MAX_HEADER_BYTES)
             info = dict(parse_header(data[8 : 8 + length], len(data), file).metadata)
             arrays = safetensors_numpy.load(data)
-        except CorruptCheckpointError as error:
-            raise CorruptCheckpointError(f"{file} is damaged or not a manifest: {error}") from error
-        except (SafetensorError, ValueError, KeyError) as error:
+        except (CorruptCheckpointError, SafetensorError, ValueError, KeyError) as error:
             raise CorruptCheckpointError(f"{file} is damaged or not a manifest: {error}") from error
         if info.get("format") != "flexckpt" or "format_version" not in info:
             got = info.get("format")
@@ -275,17 +273,8 @@ def format_version(catalog: Catalog) -> str:
 
 
 def read_save_token(file: InputFile, name: str) -> str:
-    """Read the save token of a manifest, of which only the header is read.
-
-    Args:
-        file: The manifest.
-        name: Its name, for errors.
-
-    Raises:
-        CorruptCheckpointError: The header is not that of a manifest.
-    """
-    length = header_bytes(file.read(0, 8), file.size, name)
-    token = parse_header(file.read(8, length), file.size, name).metadata.get("save_token")
+    """Read the save token of a manifest, of which only the header is read; CorruptCheckpointError if it has none."""
+    token = read_header(file, name).metadata.get("save_token")
     if token is None:
         raise CorruptCheckpointError(f"{name} is damaged or not a manifest: it has no save token")
     return token

@@ -7,6 +7,8 @@ save replaces goes when all nodes have published.
 
 A node whose save died between these two steps cannot know whether another has published: what it has prepared stays
 until a save finds out.
+
+Tested in tests/live/test_nodes.py.
 """
 
 from __future__ import annotations
@@ -77,13 +79,7 @@ class NodeDirectory(SaveDirectory):
                     replaced.release()
 
     def prepare_save(self, save: SaveNames, rank: int, manifest: Manifest, node: str) -> None:
-        """Make a save ready to be published.
-
-        Args:
-            save: The save.
-            rank: The committer of this node.
-            manifest: Of all nodes.
-            node: The name of this one.
+        """Make a save ready to be published: write the manifest of all nodes as the committer of this one.
 
         Raises:
             CorruptCheckpointError: A data file of this node is not as it was written.

@@ -7,129 +7,33 @@ system call per run.
 With ``verify="full"`` no byte reaches a target unverified: a block of which only a part is needed is read whole, and
 the part is copied out of it; the latest such blocks are kept, as the next run or the next target often goes on there.
 
-Three classes, one upon the other: :class:`RowFiles` reads bytes, :class:`BlockReader` verifies blocks and chooses
+Three classes, each on the one before: :class:`RowFiles` reads bytes, :class:`BlockReader` verifies blocks and chooses
 replicas, :class:`FileReader` carries out copies.
 """
 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
-from paddle_flexckpt.catalog import ValidationError, dtype_of
-from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.media.opening import open_backend
+from paddle_flexckpt.catalog import dtype_of
 from paddle_flexckpt.native.block_reader import HASHED_AT_ONCE, BlockReader
-from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
-from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.row_files import ReadCount
 
 # A run at least this long is worth a system call of its own (a pread costs about as much as copying 16 KiB).
 MIN_PREAD_BYTES = 16 << 10
-# Blocks kept that were read whole for a part of them; bounds their memory to 16 MiB.
-KEPT_BLOCKS = 16
 
 
-@dataclass
-class _KeptBlock:
-    """Hold a verified block: its memory, as long as the longest block, its bytes, and those no target needed."""
-
-    memory: np.ndarray
-    length: int
-    unused: int
-
-
-class FileReader:
+class FileReader(BlockReader):
     """Read items of one checkpoint. Each file is opened when first needed and stays open until the reader closes."""
-
-    def __init__(
-        self,
-        directory: Location,
-        manifest: Manifest,
-        verify: bool | VerifyMode = "read",
-        use_replicas: bool = True,
-    ) -> None:
-        """Open nothing yet.
-
-        Args:
-            directory: Where the files are.
-            manifest: What they hold.
-            verify: Which bytes are compared with their checksums; see :func:`verify_mode`.
-            use_replicas: Whether a replica in another file serves where one is damaged.
-
-        Raises:
-            ValidationError: There is no such mode, or there are no checksums for it.
-        """
-        backend = open_backend(directory)
-        self._manifest = manifest
-        self._verify = verify_mode(verify)
-        if manifest.foreign:
-            if self._verify == "full":
-                raise ValidationError(
-                    [
-                        f"{backend.path} is another program's checkpoint ({manifest.origin}), without checksums: "
-                        "verify='full' cannot be kept. Remedy: load it with another mode, and save it again"
-                    ]
-                )
-            self._verify = "off"
-        self._blocks = BlockReader(backend, manifest, self._verify, use_replicas)
-        self._files = self._blocks.files
-        self._block_bytes = manifest.checksums.block_bytes
-        self._staging = np.empty(self._block_bytes, dtype=np.uint8)
-        self._kept: OrderedDict[tuple[int, int], _KeptBlock] = OrderedDict()
 
     def __enter__(self) -> FileReader:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    def close(self) -> None:
-        """Close all files."""
-        self._blocks.close()
-        self._kept.clear()
-
-    @property
-    def count(self) -> ReadCount:
-        """What has been read."""
-        return self._files.count
-
-    @property
-    def replicas_used(self) -> dict[str, str]:
-        """What was damaged and which file served instead, by key."""
-        return self._blocks.choice.used
-
-    @property
-    def hashing_begun(self) -> int:
-        """How many groups of blocks have been given to the thread that hashes."""
-        return self._blocks.hashing_begun
-
-    @property
-    def hashing_done(self) -> int:
-        """How many of these groups have been compared with their checksums."""
-        return self._blocks.hashing_done
-
-    def wait_for_hashes(self) -> None:
-        """Wait for blocks that are being hashed.
-
-        Raises:
-            CorruptCheckpointError: A block does not have its checksum, and there is no replica.
-        """
-        self._blocks.wait_for_hashes()
-
-    def check_files(self, items: np.ndarray) -> None:
-        """Open the files of items and check their size and save token, before any target is touched.
-
-        Items of a file that is not as it was will be read from their replicas, if all of them have one.
-
-        Raises:
-            CorruptCheckpointError: A file is missing, of another size, or of another save.
-        """
-        self._blocks.check_files(items)
 
     def read(self, item: int, copy: StridedCopy, target: np.ndarray) -> None:
         """Carry out one strided copy from an item to memory.
@@ -149,17 +53,17 @@ class FileReader:
         """
         if copy.size == 0:
             return
-        row = self._blocks.resolve(item)
+        row = self.resolve(item)
         dtype = dtype_of(self._manifest.catalog.dtype_name(item)).numpy
         outer = len(copy.extents) - copy.source_tail()
         run_bytes = math.prod(copy.extents[outer:]) * dtype.itemsize
-        mapped = self._files.map(row) if outer else None
+        mapped = self.files.map(row) if outer else None
         # What has no memory map is remote: a request takes as long as some MiB of its answer.
         if outer and run_bytes < (self._block_bytes if mapped is None else MIN_PREAD_BYTES):
-            if mapped is None or self._blocks.needs_whole_blocks(row):
+            if mapped is None or self.needs_whole_blocks(row):
                 self._read_scattered(item, copy.simplified(), target, dtype)
             else:
-                self._files.copy_mapped(mapped, row, copy, target, dtype)
+                self.files.copy_mapped(mapped, row, copy, target, dtype)
             return
         run = copy.size * dtype.itemsize // run_bytes
         per_run = run_bytes // dtype.itemsize
@@ -180,7 +84,7 @@ class FileReader:
             whole_blocks = 0 if position % block_bytes else (end - position) // block_bytes
             if raw_target is not None and self._verify != "off" and whole_blocks > HASHED_AT_ONCE:
                 stop = position + whole_blocks * block_bytes
-                self._blocks.read_blocks(item, position // block_bytes, raw_target[position + shift : stop + shift])
+                self.read_blocks(item, position // block_bytes, raw_target[position + shift : stop + shift])
                 position = stop
                 continue
             stop = min(end, (position // block_bytes + 1) * block_bytes)
@@ -201,10 +105,10 @@ class FileReader:
     def _fill(self, item: int, position: int, buffer: np.ndarray) -> None:
         """Fill a buffer from byte ``position`` of an item, with bytes that are all of one block."""
         block, start = divmod(position, self._block_bytes)
-        if len(buffer) == self._blocks.block_length(item, block):
-            self._blocks.read_block(item, block, buffer)
-        elif not self._blocks.read_unverified(item, position, buffer):
-            buffer[:] = self._keep_block(item, block, len(buffer))[start : start + len(buffer)]
+        if len(buffer) == self.block_length(item, block):
+            self.read_block(item, block, buffer)
+        elif not self.read_unverified(item, position, buffer):
+            buffer[:] = self.keep_block(item, block, len(buffer))[start : start + len(buffer)]
 
     def _read_scattered(self, item: int, copy: StridedCopy, target: np.ndarray, dtype: np.dtype) -> None:
         """Copy scattered runs out of whole, verified blocks, one block after the other."""
@@ -220,27 +124,8 @@ class FileReader:
             (first,) = copy.part(begin, begin + 1)
             block = first.source_base // per_block
             end = copy.count_before((block + 1) * per_block)
-            storage = self._keep_block(item, block, (end - begin) * dtype.itemsize).view(dtype)
+            storage = self.keep_block(item, block, (end - begin) * dtype.itemsize).view(dtype)
             for part in copy.part(begin, end):
                 inside = replace(part, source_base=part.source_base - block * per_block)
                 part.scatter_into(target)[...] = inside.gather_from(storage)
             begin = end
-
-    def _keep_block(self, item: int, block: int, used: int) -> np.ndarray:
-        """Return a verified block, valid until the next call; ``used`` says how many bytes of it will be."""
-        kept = self._kept.pop((item, block), None)
-        if kept is None:
-            length = self._blocks.block_length(item, block)
-            if len(self._kept) < KEPT_BLOCKS:
-                memory = np.empty(self._block_bytes, dtype=np.uint8)
-            else:
-                memory = self._kept.popitem(last=False)[1].memory
-            self._blocks.read_block(item, block, memory[:length])
-            kept = _KeptBlock(memory, length, length)
-            self.count.bytes_extra += length
-        self._kept[item, block] = kept
-        # What several targets want was needed once.
-        needed = min(kept.unused, used)
-        kept.unused -= needed
-        self.count.bytes_extra -= needed
-        return kept.memory[: kept.length]

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,14 +33,8 @@ from paddle_flexckpt.native.header import DataFileHeader, read_header
 from paddle_flexckpt.native.manifest import FORMAT_VERSIONS, Manifest, SaveInfo, merge_parts
 
 
-@dataclass(frozen=True)
-class RebuiltManifest:
-    """Hold a manifest that has not been written yet.
-
-    Attributes:
-        manifest: It.
-        left_out: Names of data files of the same id that belong to other saves.
-    """
+class RebuiltManifest(NamedTuple):
+    """Hold a manifest that is not written yet, and the names of the id's data files that belong to other saves."""
 
     manifest: Manifest
     left_out: list[str]
@@ -47,15 +42,7 @@ class RebuiltManifest:
 
 @dataclass(frozen=True)
 class _DataFile:
-    """Describe one data file.
-
-    Attributes:
-        rank: The rank that wrote it, from its name.
-        name: Its name.
-        size: Its bytes.
-        data_start: Where its first tensor begins.
-        header: What it says.
-    """
+    """Describe one data file: the rank in its name, its name, bytes and header, and where its first tensor begins."""
 
     rank: int
     name: str
@@ -69,7 +56,7 @@ class _DataFile:
 
     @property
     def save(self) -> SaveInfo:
-        """The save that it is of; for files that agree about it."""
+        """Return the save that it is of; for files that agree about it."""
         info = self.header.info
         step = int(info["step"]) if info["step"] else None
         return SaveInfo(self.token, int(info["unique_id"]), int(info["world_size"]), step)
@@ -101,9 +88,9 @@ def rebuild_manifest(
     if unique_id in directory.list_ids() and not overwrite:
         problem = Problem("there is a manifest", file=manifest_file, remedy="overwrite=True replaces it")
         raise ValidationError([problem], context)
-    names = directory.data_files(unique_id)
+    names = [(rank, name) for each, rank, name in directory.data_files() if each == unique_id]
     if not names:
-        got = f"ids {sorted(directory.data_ids())}"
+        got = f"ids {sorted({each for each, _, _ in directory.data_files()})}"
         raise ValidationError(
             [Problem("there are no data files of this id", got=got, remedy="correct the id")], context
         )

@@ -2,6 +2,8 @@
 
 A save with ``save_replicas=True`` writes what every rank holds. Items count as replicas if they are the same shard and
 the manifest has the same checksums for them: then any block of one is the block of the other.
+
+Tested in tests/native/test_replica_reads.py.
 """
 
 from __future__ import annotations
@@ -50,36 +52,22 @@ class ReplicaChoice:
     """Choose the replica that an item is read from, by what has turned out to be damaged.
 
     Attributes:
-        used: By key, what was damaged and which file served instead.
+        damaged: Rows of which something is known to be damaged.
     """
 
     def __init__(self, backend: Backend, manifest: Manifest, allowed: bool) -> None:
-        """Note nothing yet.
-
-        Args:
-            backend: Where the files are.
-            manifest: Of them.
-            allowed: Whether replicas serve for one another.
-        """
+        """Note nothing yet; ``allowed`` says whether replicas serve for one another."""
         self._backend = backend
         self._manifest = manifest
         self._replicas = StoredReplicas(manifest)
         self._allowed = allowed
         self._serving: dict[int, int] = {}
-        self._damaged: set[int] = set()
+        self.damaged: set[int] = set()
         self._told: dict[str, dict[tuple[int, int], str]] = {}
 
     def serving(self, item: int) -> int:
         """Return the row that an item is read from."""
         return self._serving.get(item, item)
-
-    def is_damaged(self, row: int) -> bool:
-        """Return whether something of a row is known to be damaged."""
-        return row in self._damaged
-
-    def note_damage(self, row: int) -> None:
-        """Note that something of a row is damaged."""
-        self._damaged.add(row)
 
     def candidates(self, item: int) -> Iterator[int]:
         """Yield the rows to read an item from, best first."""
@@ -87,7 +75,7 @@ class ReplicaChoice:
         yield first
         if self._allowed:
             # The sort is stable. What is damaged in one place may be whole in another, so it comes last.
-            yield from sorted(self._replicas.others(first), key=lambda row: row in self._damaged)
+            yield from sorted(self._replicas.others(first), key=lambda row: row in self.damaged)
 
     def serve(self, item: int, row: int, failures: list[tuple[int, Exception]]) -> None:
         """Note that a row serves for an item from now on, after other rows have been tried."""
@@ -99,12 +87,7 @@ class ReplicaChoice:
             told.setdefault((other, row), f"{self._describe(other, error)}; read from {self.where(row)} instead")
 
     def error(self, failures: list[tuple[int, Exception]], touched: bool) -> Exception:
-        """Return the error where no copy can be read.
-
-        Args:
-            failures: The rows that were tried, and why they cannot be read.
-            touched: Whether targets may have been touched.
-        """
+        """Return the error where no copy can be read, of all rows tried; ``touched``: targets may have been touched."""
         if len(failures) == 1 and not isinstance(failures[0][1], DamagedCopy):
             return failures[0][1]
         text = "; nor can its replica be read: ".join(self._describe(row, error) for row, error in failures)

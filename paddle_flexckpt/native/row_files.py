@@ -1,4 +1,7 @@
-"""Read bytes of a checkpoint's rows from its data files, each opened and checked when it is first needed."""
+"""Read bytes of a checkpoint's rows from its data files, each opened and checked when it is first needed.
+
+Tested in tests/native/test_reader.py.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +49,7 @@ class RowFiles:
     """Read rows of a manifest from the files that hold them. Nothing is verified but the files' size and save token."""
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
-        """Open nothing yet.
-
-        Args:
-            backend: Where the files are.
-            manifest: What they hold.
-        """
+        """Open nothing yet."""
         self.count = ReadCount()
         self._backend, self._manifest = backend, manifest
         self._byte_length = manifest.catalog.byte_length
@@ -123,14 +121,8 @@ class RowFiles:
     def copy_mapped(self, mapped: mmap.mmap, row: int, copy: StridedCopy, target: np.ndarray, dtype: np.dtype) -> None:
         """Carry out a strided copy of short scattered runs from a mapped file, a bounded span of it at a time.
 
-        That is one numpy call instead of a system call per run.
-
-        Args:
-            mapped: The row's file.
-            row: The row.
-            copy: What to copy; its outermost axis has the largest stride of the file.
-            target: The target's storage, 1-D and contiguous.
-            dtype: The row's element type.
+        That is one numpy call instead of a system call per run. The copy's outermost axis has the largest stride of the
+        file; the target's storage is 1-D and contiguous; the dtype is the row's.
         """
         catalog = self._manifest.catalog
         begin, length = int(catalog.byte_offset[row]), int(self._byte_length[row])

@@ -1,4 +1,7 @@
-"""Read headers of safetensors files strictly: bounded, without duplicates, every tensor inside the file."""
+"""Read headers of safetensors files strictly: bounded, without duplicates, every tensor inside the file.
+
+Tested in tests/attacks/test_files.py.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.media.backend import InputFile
 from paddle_flexckpt.native.json_cursor import JsonCursor
 
 # safetensors' own limit (MAX_HEADER_SIZE).
@@ -44,17 +48,12 @@ class StoredTensor:
     end: int
 
 
-@dataclass(frozen=True)
-class Header:
-    """Hold what a header says.
-
-    Attributes:
-        tensors: By name.
-        metadata: ``__metadata__``.
-    """
+class Header(NamedTuple):
+    """Hold what a header says: its tensors by name, ``__metadata__``, and its text."""
 
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
+    text: bytes
 
 
 def header_bytes(start: bytes, file_bytes: int, file: str, most: int = MAX_HEADER_BYTES) -> int:
@@ -67,6 +66,12 @@ def header_bytes(start: bytes, file_bytes: int, file: str, most: int = MAX_HEADE
     if len(start) < 8 or length > min(most, file_bytes - 8):
         raise _damaged(file, f"its header has {length} bytes by its first 8 bytes; the file has {file_bytes}")
     return length
+
+
+def read_header(file: InputFile, name: str, most: int = MAX_HEADER_BYTES) -> Header:
+    """Read the header of a file; arguments and errors as of the two functions that do it."""
+    length = header_bytes(file.read(0, 8), file.size, name, most)
+    return parse_header(file.read(8, length), file.size, name)
 
 
 def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
@@ -109,7 +114,7 @@ def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
             position = tensors[name].end
     if position != file_bytes:
         raise _damaged(file, f"its tensors end at byte {position}; the file has {file_bytes} bytes")
-    return Header(tensors, metadata)
+    return Header(tensors, metadata, text)
 
 
 def _entry(code: bytes, shape: bytes, begin: bytes, end: bytes) -> dict[str, Any]:

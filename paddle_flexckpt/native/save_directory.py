@@ -8,6 +8,8 @@
 
 A crash at any point leaves the manifests that were there, and the files that they name, as they were. The next save
 finds the marker and cleans up. The companion is there before the first data file, and names files that are there.
+
+Tested in tests/native/test_directory.py.
 """
 
 from __future__ import annotations
@@ -36,11 +38,7 @@ logger = logging.getLogger("paddle_flexckpt")
 
 
 class Companion(ABC):
-    """Make the file beside the manifests that tells another program's loader what is here.
-
-    Attributes:
-        name: The file's name.
-    """
+    """Make the file beside the manifests, of a name of its own, that tells another program's loader what is here."""
 
     name: str
 
@@ -70,8 +68,6 @@ class SaveDirectory(CheckpointDirectory):
         super().__init__(location)
         self._companion = companion
         self._temporary = re.compile(rf"(?:(\d+)\.manifest|{re.escape(companion.name)})\.[0-9a-f]{{32}}\.tmp", re.ASCII)
-
-    # Begin a save
 
     def lock(self) -> SaveLock:
         """Take the right to save here; make the directory.
@@ -123,13 +119,7 @@ class SaveDirectory(CheckpointDirectory):
         return unique_id, used[unique_id] + 1 if unique_id in used else 0
 
     def mark_save(self, save: SaveNames, world_size: int = 1, nodes: int = 1) -> None:
-        """Mark a save as begun. The caller has the lock.
-
-        Args:
-            save: The save.
-            world_size: Ranks that take part.
-            nodes: Directories that it goes to.
-        """
+        """Mark a save as begun, of so many ranks, to so many nodes' directories. The caller has the lock."""
         who = {**asdict(save), "host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size}
         who["nodes"] = nodes
         companion = self._companion
@@ -151,8 +141,6 @@ class SaveDirectory(CheckpointDirectory):
         except FileNotFoundError:
             return False
 
-    # Write a rank's share
-
     def write_share(
         self,
         save: SaveNames,
@@ -172,9 +160,6 @@ class SaveDirectory(CheckpointDirectory):
             data: Their bytes, as for :func:`write_data_file`.
             world_size: Ranks that take part.
             step: Training step, if known.
-
-        Raises:
-            OSError: The file system refused.
         """
         self.write_part(save, rank, self.write_data(save, items, data, world_size=world_size, step=step))
 
@@ -202,8 +187,6 @@ class SaveDirectory(CheckpointDirectory):
         written = {rank for rank in ranks if save.part_file(rank) in names}
         failed = {rank: save.failure_file(rank) for rank in ranks if save.failure_file(rank) in names}
         return written, {rank: self.backend.read(name) for rank, name in failed.items()}
-
-    # Commit
 
     def commit(self, save: SaveNames, ranks: Sequence[int]) -> Manifest:
         """Merge the parts of all ranks into the manifest and make the checkpoint exist.
@@ -270,13 +253,8 @@ class SaveDirectory(CheckpointDirectory):
     def finish(self, save: SaveNames, being_read: bool = False, manifest: Manifest | None = None) -> None:
         """Update the companion after a commit; remove what the save does not need, and its marker.
 
-        Args:
-            save: The save.
-            being_read: Whether what it has replaced is being read, and so stays.
-            manifest: What was published, if the caller has it.
-
-        Raises:
-            CheckpointError: Something could not be written or removed.
+        What it has replaced stays where that is being read. Raises CheckpointError where something could not be
+        written or removed.
         """
         try:
             self.update_companion(manifest)
@@ -303,8 +281,6 @@ class SaveDirectory(CheckpointDirectory):
         finally:
             lock.release()
 
-    # Leave nothing behind
-
     def discard(self, save: SaveNames, rank: int) -> None:
         """Remove what a rank wrote in a save that cannot be committed any more; the caller knows that.
 
@@ -323,13 +299,8 @@ class SaveDirectory(CheckpointDirectory):
     def find_useless(self, save: SaveNames, names: Iterable[str], being_read: bool = False) -> list[str]:
         """Return the files that a finished or dead save leaves without a use; its marker is not among them.
 
-        Args:
-            save: The save.
-            names: Of the files that there are.
-            being_read: Whether what it has replaced is being read: then that is left to the next save of its id.
-
-        Raises:
-            CorruptCheckpointError: It was committed, and the manifest is damaged.
+        What it has replaced is left to the next save of its id where that is being read. Raises CorruptCheckpointError
+        where it was committed, and the manifest is damaged.
         """
         keep: set[str] = set()
         committed = self.is_committed(save)
@@ -368,16 +339,10 @@ class SaveDirectory(CheckpointDirectory):
         self._remove_refusal(marker)
         self.backend.remove(marker)
 
-    # The companion
-
     def update_companion(self, only: Manifest | None = None) -> None:
         """Bring the companion up to date; it is durable before anything that it named is removed.
 
-        Args:
-            only: The manifest of the only checkpoint here, if the caller has it.
-
-        Raises:
-            OSError: The file system refused; what the file said before is there still, or what it says now.
+        ``only`` is the manifest of the only checkpoint here, if the caller has it.
         """
         if not self.backend.has_path:
             return

@@ -1,4 +1,7 @@
-"""Name the files of a save."""
+"""Name the files of a save.
+
+Tested in tests/native/test_directory.py.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,6 @@ MARKER = re.compile(r"(\d+)(?:\.(\d+))?\.saving", re.ASCII)
 OF_RANK = re.compile(
     r"(\d+)_(\d+)(?:\.(\d+))?\.(safetensors|(?:part|failed|prepared)(?:\.[0-9a-f]{32}\.tmp)?)", re.ASCII
 )
-
-
-def data_file_name(rank: int, unique_id: int, generation: int) -> str:
-    """Return ``{rank}_{id}.safetensors``; a save that replaces an id has a generation, as old files still serve."""
-    return f"{rank}_{unique_id}{_suffix(generation)}.safetensors"
-
-
-def _suffix(generation: int) -> str:
-    return f".{generation}" if generation else ""
 
 
 @dataclass(frozen=True)
@@ -40,7 +34,7 @@ class SaveNames:
 
     def data_file(self, rank: int) -> str:
         """Return the name of a rank's data file."""
-        return data_file_name(rank, self.unique_id, self.generation)
+        return f"{rank}_{self._stem}.safetensors"
 
     def part_file(self, rank: int) -> str:
         """Return the name of a rank's part."""
@@ -56,12 +50,13 @@ class SaveNames:
 
     @property
     def marker_file(self) -> str:
-        """Name of the file that says that this save has begun."""
+        """Return the name of the file that says that this save has begun."""
         return f"{self._stem}.saving"
 
     @property
     def _stem(self) -> str:
-        return f"{self.unique_id}{_suffix(self.generation)}"
+        # A save that replaces an id has a generation, as the old files still serve.
+        return f"{self.unique_id}.{self.generation}" if self.generation else f"{self.unique_id}"
 
     def owns(self, name: str) -> bool:
         """Return whether a file is a rank's of this save, by its name."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,8 +18,9 @@ from paddle_flexckpt.native.checksums import hash_block
 from paddle_flexckpt.native.data_file import TOKEN_WINDOW
 from paddle_flexckpt.native.header import DataFileHeader, read_header
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.recovery import Concern, Damage, Recovery
+from paddle_flexckpt.native.replicas import StoredReplicas
 
+_MAX_NAMED = 3
 _OTHER_TOKEN = "the header has another save_token: another save's file"
 REMEDY = "restore the file from a copy, or load another checkpoint"
 
@@ -33,7 +35,8 @@ class Verification:
         bytes_verified: Bytes of tensors that have their checksum.
         missing: Names of the files that are missing.
         tokens: Save tokens of files that seem to be of another save, by name.
-        damage: What of the files cannot be read.
+        lost_files: Files that a load refuses as a whole, by number.
+        lost_blocks: Blocks of an item that do not have their checksums, by row.
         recoverable: Whether a load can read everything nonetheless: with ``verify="full"``, and from replicas.
     """
 
@@ -42,7 +45,8 @@ class Verification:
     bytes_verified: int = 0
     missing: list[str] = field(default_factory=list)
     tokens: dict[str, str] = field(default_factory=dict)
-    damage: Damage = field(default_factory=Damage)
+    lost_files: set[int] = field(default_factory=set)
+    lost_blocks: dict[int, set[int]] = field(default_factory=dict)
     recoverable: bool = True
 
 
@@ -57,34 +61,61 @@ def verify_files(directory: Location, manifest: Manifest) -> Verification:
         manifest: What they hold.
     """
     found = Verification()
-    concerns: dict[int, Concern] = {}  # by the number of the problem
+    notes: list[_Note] = []
     catalog = manifest.catalog
     # Rows in the order of files and bytes; the sort is stable, so empty items stay where they were written.
     order = np.lexsort((catalog.byte_offset, catalog.file))
     edges = np.searchsorted(catalog.file[order], np.arange(len(catalog.files) + 1))
     for file in range(len(catalog.files)):
-        _FileVerifier(directory, manifest, file, order[edges[file] : edges[file + 1]], found, concerns).verify()
-    recovery = Recovery(manifest, found.damage)
-    for number, concern in concerns.items():
-        annotated = recovery.annotate(found.problems[number], concern)
-        if annotated is None:
-            found.recoverable = False
-        else:
-            found.problems[number] = annotated
+        notes += _FileVerifier(directory, manifest, file, order[edges[file] : edges[file + 1]], found).verify()
+    replicas = StoredReplicas(manifest)
+    for note in notes:
+        files: set[int] | None = set()
+        for row in note.rows:
+            serving = _serving_files(manifest, found, replicas, row, note.blocks)
+            files = None if files is None or serving is None else files | serving
+        found.recoverable = found.recoverable and files is not None
+        found.problems.append(_with_replicas(note.problem, [catalog.files[file] for file in sorted(files or ())]))
     return found
+
+
+def _with_replicas(problem: Problem, names: list[str]) -> Problem:
+    """Return the problem with the files that serve a load instead, if there are any."""
+    if not names:
+        return problem
+    listed = ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED} more" * (len(names) > _MAX_NAMED))
+    return replace(problem, remedy=f"{problem.remedy}; until then, a load reads the intact replica in {listed}")
+
+
+def _serving_files(
+    manifest: Manifest, found: Verification, replicas: StoredReplicas, row: int, blocks: range | None
+) -> set[int] | None:
+    """Return the files from which a load can read blocks of an item; None if it cannot. No blocks stand for all."""
+    file_of = manifest.catalog.file
+    others = [other for other in replicas.others(row) if int(file_of[other]) not in found.lost_files]
+    for other in others:
+        if other not in found.lost_blocks:
+            return {int(file_of[other])}
+    files = set()
+    for block in range(len(manifest.checksums.of_item(row))) if blocks is None else blocks:
+        other = next((other for other in others if block not in found.lost_blocks[other]), -1)
+        if other < 0:
+            return None
+        files.add(int(file_of[other]))
+    return files
+
+
+class _Note(NamedTuple):
+    """A problem, the items of which a load misses bytes, and which of their blocks; no blocks stand for all."""
+
+    problem: Problem
+    rows: list[int]
+    blocks: range | None
 
 
 @dataclass
 class _Stretch:
-    """Note blocks of one item that follow each other and have the same fault.
-
-    Attributes:
-        what: The fault.
-        first: First byte, counted from the item's start.
-        last: First byte beyond.
-        expected: What the first block should be.
-        got: What the first block is.
-    """
+    """Note blocks of one item with the same fault: its first byte, the first beyond, and what the first block is."""
 
     what: str
     first: int
@@ -103,16 +134,14 @@ class _FileVerifier:
         file: int,
         rows: np.ndarray,
         found: Verification,
-        concerns: dict[int, Concern],
     ) -> None:
         self._manifest = manifest
         self._block_bytes = manifest.checksums.block_bytes
         self._file = file
         self._rows = rows
         self._found = found
-        self._concerns = concerns
-        # Row and blocks of each of this file's problems.
-        self._about: list[tuple[int | None, range | None]] = []
+        # This file's problems, each with its row and blocks.
+        self._notes: list[tuple[Problem, int | None, range | None]] = []
         self._backend = open_backend(directory)
         self._name = manifest.catalog.files[file]
         self._path = self._backend.where(self._name)
@@ -127,50 +156,32 @@ class _FileVerifier:
         got: object = None,
         blocks: range | None = None,
     ) -> None:
-        """Note a problem.
-
-        Args:
-            what: The problem.
-            row: The item that it is about; None: the file.
-            stretch: The first byte of the file that it is about, and the first one beyond.
-            expected: What should have been there.
-            got: What was there.
-            blocks: Blocks of the item that are damaged.
-        """
-        self._about.append((row, blocks))
+        """Note a problem of the file or of an item: damaged bytes of the file, and blocks of the item."""
         catalog = self._manifest.catalog
-        self._found.problems.append(
-            Problem(
-                what,
-                key=None if row is None else catalog.key_name(row),
-                rank=self._rank if row is None else int(catalog.rank[row]),
-                file=self._path,
-                expected=expected,
-                got=got,
-                remedy=REMEDY,
-                offset=stretch[0],
-                end=stretch[1],
-            )
+        problem = Problem(
+            what,
+            key=None if row is None else catalog.key_name(row),
+            rank=self._rank if row is None else int(catalog.rank[row]),
+            file=self._path,
+            expected=expected,
+            got=got,
+            remedy=REMEDY,
+            offset=stretch[0],
+            end=stretch[1],
         )
+        self._notes.append((problem, row, blocks))
 
-    def _forget(self, first: int) -> None:
-        """Take back this file's problems from the given one on."""
-        count = len(self._about) - first
-        del self._found.problems[len(self._found.problems) - count :]
-        del self._about[first:]
-
-    def verify(self) -> None:
+    def verify(self) -> list[_Note]:
         """Find all that is wrong with the file."""
-        first = len(self._found.problems)
         usable = self._verify()
         if not usable:
-            self._found.damage.files.add(self._file)
-        for number, (row, blocks) in enumerate(self._about, first):
+            self._found.lost_files.add(self._file)
+        notes = []
+        for problem, row, blocks in self._notes:
             rows = self._rows.tolist() if row is None else [row]
-            if not usable:
-                self._concerns[number] = Concern(rows)
-            elif blocks is not None:
-                self._concerns[number] = Concern(rows, blocks)
+            missed = rows if not usable or blocks is not None else []
+            notes.append(_Note(problem, missed, blocks if usable else None))
+        return notes
 
     def _verify(self) -> bool:
         """Find all that is wrong; return whether a load takes the file for the one that was written."""
@@ -197,13 +208,13 @@ class _FileVerifier:
                 stretch = (min(size, expected), max(size, expected))
                 self._problem(what, None, stretch, f"{expected} bytes", f"{size} bytes")
             self._check_layout(expected)
-            before = len(self._about)
+            before = len(self._notes)
             other = self._check_header(opened)
             verified = self._found.bytes_verified
             self._check_items(opened)
             if other is not None and verified == self._found.bytes_verified:
                 # That it has another step, and that none of its blocks fits, is one problem.
-                self._forget(before)
+                del self._notes[before:]
                 self._problem(_OTHER_TOKEN, None, (0, max(size, expected)), self._manifest.save_token, other)
                 self._found.tokens[self._name] = other
             return size == expected and self._has_token(opened)
@@ -254,7 +265,7 @@ class _FileVerifier:
             self._problem("the header cannot be read", None, (0, begin), None, error.strerror)
             return None
         where = (_first_difference(data, expected), max(begin, len(data)))
-        before = len(self._found.problems)
+        before = len(self._notes)
         if len(data) != begin:
             self._problem("the header has another length", None, (0, where[1]), f"{begin} bytes", f"{len(data)} bytes")
         for name in sorted(wanted.info.keys() | header.info.keys()):
@@ -267,7 +278,7 @@ class _FileVerifier:
                 if fields.get(name) != theirs.get(name):
                     what = f"the header describes {name!r} otherwise than the manifest"
                     self._problem(what, rows.get(name), where, fields.get(name, "nothing"), theirs.get(name, "nothing"))
-        if len(self._found.problems) == before:
+        if len(self._notes) == before:
             self._problem("the header says the same in other bytes", None, where)
         token = header.info.get("save_token", "")
         return None if token == manifest.save_token else token
@@ -282,7 +293,7 @@ class _FileVerifier:
                 stretch = (begin + fault.first, begin + fault.last)
                 blocks = range(fault.first // self._block_bytes, -(-fault.last // self._block_bytes))
                 self._problem(what, row, stretch, fault.expected, fault.got, blocks)
-                self._found.damage.blocks.setdefault(row, set()).update(blocks)
+                self._found.lost_blocks.setdefault(row, set()).update(blocks)
 
     def _faults(self, file: InputFile, row: int, begin: int, length: int, buffer: np.ndarray) -> list[_Stretch]:
         checksums = self._manifest.checksums

@@ -29,7 +29,7 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.foreign.paddle_checkpoint import read_paddle_metadata
+from paddle_flexckpt.foreign.paddle_checkpoint import read_paddle_manifest
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
 from paddle_flexckpt.native.manifest import Manifest
@@ -160,18 +160,18 @@ def _directory(kind: str) -> Path:
 
 def _read_metadata(data: bytes) -> None:
     with _in_place(_directory("metadata") / "0.metadata", data) as path:
-        catalog = read_paddle_metadata(path)
+        catalog = read_paddle_manifest(path).catalog
     validate_coverage(catalog, group_replicas(catalog))
 
 
 def _read_distcp(data: bytes) -> None:
     with _in_place(_directory("distcp") / "0_0.distcp", data) as path:
-        read_paddle_metadata(path)
+        read_paddle_manifest(path)
 
 
 def _read_foreign_safetensors(data: bytes) -> None:
     with _in_place(_directory("foreign") / "0_0.safetensors", data) as path:
-        read_paddle_metadata(path)
+        read_paddle_manifest(path)
 
 
 def _read_manifest_of(path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
-from paddle_flexckpt.foreign.paddle_checkpoint import read_paddle_metadata
+from paddle_flexckpt.foreign.paddle_checkpoint import read_paddle_manifest
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
@@ -112,7 +112,7 @@ def test_headers_are_refused(tmp_path, name):
     (tmp_path / "0.metadata").write_bytes(metadata_pickle({"0_0.safetensors": [row]}))
     (tmp_path / "0_0.safetensors").write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match="0_0.safetensors is damaged"):
-        read_paddle_metadata(tmp_path)
+        read_paddle_manifest(tmp_path)
     with pytest.raises(CorruptCheckpointError, match="the manifest is damaged"):
         Manifest.decode(data, "the manifest")
 

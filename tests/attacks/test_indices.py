@@ -13,7 +13,7 @@ from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
-from paddle_flexckpt.foreign.tensor_files import MAX_INDEX_BYTES
+from paddle_flexckpt.foreign.huggingface import MAX_INDEX_BYTES
 from tests.attacks.test_files import HEADERS, NAMES
 
 INDEX = "model.safetensors.index.json"

@@ -15,12 +15,18 @@ from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign import paddle_checkpoint
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.foreign.paddle_checkpoint import read_paddle_metadata
+from paddle_flexckpt.foreign.paddle_checkpoint import read_paddle_manifest
 from paddle_flexckpt.native.reader import FileReader
 from tests.foreign.writers import NEW, OLD, metadata_pickle
 
 W = np.arange(24, dtype=np.float32).reshape(6, 4)
 B = np.arange(6).astype(ml_dtypes.bfloat16)
+
+
+def read_paddle_metadata(path, unique_id=None):
+    return read_paddle_manifest(path, unique_id).catalog
+
+
 SHARDS = {
     0: [
         {"key": "w", "dtype": "float32", "shape": (6, 4), "offset": (0, 0), "local": (4, 4)},

@@ -12,7 +12,7 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Val
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.save_names import data_file_name
+from paddle_flexckpt.native.save_names import SaveNames
 from tests.crash.file_system import FileSystem
 from tests.crash.job import Job
 from tests.native.samples import items_of, values_of, whole
@@ -68,8 +68,8 @@ def test_the_next_id_is_above_every_file_that_is_there(tmp_path):
 
 
 def test_a_replaced_id_gets_names_of_its_own(tmp_path):
-    assert data_file_name(3, 5, 0) == "3_5.safetensors"
-    assert data_file_name(3, 5, 2) == "3_5.2.safetensors"
+    assert SaveNames(5, 0, "").data_file(3) == "3_5.safetensors"
+    assert SaveNames(5, 2, "").data_file(3) == "3_5.2.safetensors"
     for generation in range(3):
         ticket = open_to_save(tmp_path).open_save(5)
         assert ticket.generation == generation
