@@ -31,6 +31,9 @@ NLP_STAMP := $(NLP_VENV)/.stamp
 # PaddleFormers and PaddleNLP want other versions of the same packages.
 FORMERS_VENV ?= .venv-paddleformers
 FORMERS_STAMP := $(FORMERS_VENV)/.stamp
+# mutmut brings a user interface, and needs Python 3.10.
+MUTATION_VENV ?= .venv-mutation
+MUTATION_STAMP := $(MUTATION_VENV)/.stamp
 DEMO_STAMP := $(VENV)/.stamp-demo
 TEST_STAMP := $(VENV)/.stamp-test
 
@@ -117,6 +120,15 @@ test-silence: $(TEST_STAMP) ## run 10,000 random strategies and callers' mistake
 	@echo "[make] the campaign against silence"
 	@$(BIN)/python -m tests.silence.campaign --count 10000 --jobs 2
 
+# Which rooms, and how many mutants of each: 0 for all.
+ROOMS ?= planning engine
+MUTANTS ?= 0
+
+.PHONY: test-mutation
+test-mutation: $(MUTATION_STAMP) ## change ROOMS in MUTANTS small ways (0: all); a test has to notice each
+	@echo "[make] mutants of $(ROOMS)"
+	@$(MUTATION_VENV)/bin/python -m tests.mutation.run --sample $(MUTANTS) $(ROOMS)
+
 FUZZ_SECONDS ?= 300
 
 .PHONY: fuzz
@@ -162,7 +174,7 @@ bench: $(TEST_STAMP) ## measure planning and compiling at scale and compare with
 
 .PHONY: clean
 clean: ## remove outputs, caches and the virtual environment
-	@rm -rf demo-output bench-output log build dist paddle_flexckpt.egg-info
+	@rm -rf demo-output bench-output mutation-output log build dist paddle_flexckpt.egg-info
 	@rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	@find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 	@if [[ -f "$(VENV)/pyvenv.cfg" ]]; then rm -rf "$(VENV)"; fi
@@ -185,6 +197,12 @@ $(FORMERS_STAMP): $(METADATA)
 	@$(PYTHON) -m venv $(FORMERS_VENV)
 	@$(FORMERS_VENV)/bin/python -m pip install $(INSTALL_FLAGS) -e '.[cpu,paddleformers]' pytest hypothesis
 	@$(FORMERS_VENV)/bin/python -m pip install $(INSTALL_FLAGS) 'pyarrow<23'
+	@touch $@
+
+$(MUTATION_STAMP): $(METADATA)
+	@echo "[make] creating $(MUTATION_VENV) with mutmut"
+	@$(PYTHON) -m venv $(MUTATION_VENV)
+	@$(MUTATION_VENV)/bin/python -m pip install $(INSTALL_FLAGS) -e '.[cpu,test,mutation]'
 	@touch $@
 
 $(DEMO_STAMP): $(METADATA) | $(VENV_STAMP)

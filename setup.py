@@ -51,6 +51,8 @@ EXTRAS_REQUIRE = {
     # aoa_config as a YAML file; JSON needs nothing.
     "yaml": ["pyyaml>=6"],
     "viz": ["matplotlib>=3.7"],
+    # tests/mutation uses functions of it that are not public. It needs Python 3.10.
+    "mutation": ["mutmut>=3.8,<3.9"],
     "test": [
         *REMOTE,
         # A local S3 server. moto[server] would bring what moto needs for all of AWS, half of it for templates.

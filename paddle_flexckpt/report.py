@@ -1,4 +1,7 @@
-"""Reports: what a save, a load or something else did, as one line for people and one dict for machines."""
+"""Reports: what a save, a load or something else did, as one line for people and one dict for machines.
+
+Tested in tests/live/test_policies.py and tests/cli/test_cli.py.
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,16 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "paddle_flexckpt"
 NAMED = re.compile(r"Tested in (tests/\S+\.py(?:(?:,| and|, and) tests/\S+\.py)*)\.")
 #: Rooms whose modules do not all say it yet.
-NOT_YET = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {"cli", "manager", "parallel", "trainer"} | {""}
+NOT_YET = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {
+    "background",
+    "cli",
+    "engine",
+    "live",
+    "manager",
+    "parallel",
+    "run_state",
+    "trainer",
+} | {""}
 
 
 def modules() -> list[str]:
@@ -51,8 +60,7 @@ def test_each_module_has_a_test_file_or_names_it(room):
         assert all((ROOT / path).is_file() for path in named), f"{module} names a test file that is not there: {named}"
         if not named and not has_file_of_its_name(module):
             missing.append(module)
-    if room not in NOT_YET:
-        assert not missing, "no test file of that name, and no line 'Tested in tests/...' in the docstring"
+    assert not missing, "no test file of that name, and no line 'Tested in tests/...' in the docstring"
 
 
 def test_heavy_files_are_there():

@@ -1,4 +1,7 @@
-"""Tables of numpy columns: take rows, put tables one after the other, widen padded axes."""
+"""Tables of numpy columns: take rows, put tables one after the other, widen padded axes.
+
+Tested in tests/catalog/test_table.py.
+"""
 
 from __future__ import annotations
 

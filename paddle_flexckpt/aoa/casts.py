@@ -1,4 +1,7 @@
-"""Casts: what becomes of a number in another dtype, and which casts of a chain change nothing."""
+"""Casts: what becomes of a number in another dtype, and which casts of a chain change nothing.
+
+Tested in tests/aoa/test_steps.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""compile_program: a configuration and two catalogs to a mapping."""
+"""compile_program: a configuration and two catalogs to a mapping. Tested in tests/aoa/test_compile_errors.py."""
 
 from __future__ import annotations
 

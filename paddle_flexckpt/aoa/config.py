@@ -1,4 +1,4 @@
-"""aoa_config: a dict, a JSON text, or the path of a JSON or YAML file."""
+"""aoa_config: a dict, a JSON text, or the path of a JSON or YAML file. Tested in tests/aoa/test_compile_errors.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""From values to box maps: every structure is lowered once, for all the targets that share it."""
+"""From values to box maps: every structure is lowered once, for all the targets that share it.
+
+Tested in tests/aoa/test_compile_scale.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Errors of AOA programs: every one shows the statement, the column and what the statement was expanded to."""
+"""Errors of AOA programs: every one shows the statement, the column and what the statement was expanded to.
+
+Tested in tests/aoa/test_compile_errors.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""explain: where each target comes from, for people; and what the macros made of the statements."""
+"""explain: where each target comes from, for people; and what the macros made of the statements.
+
+Tested in tests/aoa/test_language.py.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def expand_program(
     for rule, ids, parts in program.trace or ():
         text = instantiate(expand_arrays(rule.statement), dict(zip(rule.placeholders, ids)))
         (statement,) = parse(text)
-        result.append(Expanded(rule.place.number, text, expand(statement, *parts).texts))
+        result.append(Expanded(rule.place.number, text, expand(statement, *parts)))
     return result
 
 

@@ -1,4 +1,4 @@
-"""Tokens of the AOA language."""
+"""Tokens of the AOA language. Tested in tests/aoa/test_compile_errors.py."""
 
 from __future__ import annotations
 

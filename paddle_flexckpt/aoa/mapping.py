@@ -1,4 +1,4 @@
-"""What a compiled program is: where every element of every target comes from."""
+"""What a compiled program is: where every element of every target comes from. Tested in tests/aoa/test_structure.py."""
 
 from __future__ import annotations
 

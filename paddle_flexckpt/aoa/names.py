@@ -2,6 +2,7 @@
 
 Matching every pattern against every key would take patterns times keys steps. Instead keys are grouped once by their
 *form*, the name with every run of digits replaced by ``#``; a pattern has a form too and looks at one group only.
+Tested in tests/aoa/test_language.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Single statements carried out on values: cuts, joins, moves and steps, in the order of the attributes."""
+"""Single statements carried out on values: cuts, joins, moves and steps, in the order of the attributes.
+
+Tested in tests/aoa/test_oracle.py.
+"""
 
 from __future__ import annotations
 

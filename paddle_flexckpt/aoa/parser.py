@@ -5,7 +5,7 @@
     VARIABLE  ::= ( NAME | STRING ) [ '[' NUMBER ':' NUMBER ']' ] [ '^T' ]
     ATTRIBUTE ::= NAME '=' ( NUMBER | STRING ) | TAG
 
-The list of right variables ends where ``, NAME =`` or ``, TAG`` is seen.
+The list of right variables ends where ``, NAME =`` or ``, TAG`` is seen. Tested in tests/aoa/test_compile_errors.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""In how many tensor-parallel parts the two sides of a fused parameter are cut."""
+"""In how many tensor-parallel parts the two sides of a fused parameter are cut.
+
+Tested in tests/planning/test_box_map_matching.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Programs: rules carried out one after the other; afterwards every name stands for a value made of source keys."""
+"""Programs: rules carried out one after the other; afterwards every name stands for a value made of source keys.
+
+Tested in tests/aoa/test_differential.py.
+"""
 
 from __future__ import annotations
 

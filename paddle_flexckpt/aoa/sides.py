@@ -1,4 +1,7 @@
-"""One side of a program: the keys of a catalog, which of them are states of which parameter, and how they are cut."""
+"""One side of a program: the keys of a catalog, which of them are states of which parameter, and how they are cut.
+
+Tested in tests/aoa/test_language.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""States: what the moves of a parameter mean for its master weight, its moments and its scalars."""
+"""States: what the moves of a parameter mean for its master weight, its moments and its scalars.
+
+Tested in tests/aoa/test_language.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 Axes may be negative everywhere. Every function gives a :class:`~paddle_flexckpt.aoa.structure.Derived` and raises
 :class:`~paddle_flexckpt.aoa.structure.StructureError` where the operation does not fit the value.
+Tested in tests/aoa/test_structure.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Row-major reshape of a structure: boxes of the old shape become boxes of the new one."""
+"""Row-major reshape of a structure: boxes of the old shape become boxes of the new one.
+
+Tested in tests/aoa/test_structure.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Structures of whole leaves (sources, computed tensors, constants), and what dtypes a structure has."""
+"""Structures of whole leaves (sources, computed tensors, constants), and what dtypes a structure has.
+
+Tested in tests/aoa/test_structure.py.
+"""
 
 from __future__ import annotations
 

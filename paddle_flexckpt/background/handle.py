@@ -1,4 +1,7 @@
-"""Handles: an asynchronous save as its caller sees it, and the errors of failed saves that nobody has seen."""
+"""Handles: an asynchronous save as its caller sees it, and the errors of failed saves that nobody has seen.
+
+Tested in tests/background/test_writer.py and tests/background/test_failures.py.
+"""
 
 from __future__ import annotations
 

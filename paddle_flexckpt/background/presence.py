@@ -1,4 +1,7 @@
-"""Whether other processes are alive: each listens at a socket, which the kernel closes with it."""
+"""Whether other processes are alive: each listens at a socket, which the kernel closes with it.
+
+Tested in tests/background/test_killed_trainers.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys with a meaning of their own."""
+"""Keys with a meaning of their own. Tested in tests/catalog/test_table.py."""
 
 from __future__ import annotations
 

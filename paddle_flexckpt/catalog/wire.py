@@ -1,4 +1,7 @@
-"""Messages: catalogs and lists of parts as bytes, for other ranks and other processes; no pickle."""
+"""Messages: catalogs and lists of parts as bytes, for other ranks and other processes; no pickle.
+
+Tested in tests/catalog/test_table.py.
+"""
 
 from __future__ import annotations
 

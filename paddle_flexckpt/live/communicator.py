@@ -66,9 +66,9 @@ class Communicator(ABC):
     @abstractmethod
     def _all_gather(self, payload: bytes) -> list[bytes]: ...
 
-    @abstractmethod
     def open_transport(self) -> Transport:
         """Return a transport for tensor data between the members through host memory."""
+        return SocketTransport(self.ranks, self.position)
 
     @property
     def device_group(self) -> Any:
@@ -100,10 +100,7 @@ class Communicator(ABC):
     def agree(self, error: Exception | None, payload: bytes = b"", context: str = "") -> list[bytes]:
         """Exchange outcomes: return every member's payload, or raise the same error on every member.
 
-        Args:
-            error: What went wrong on this rank, if anything did.
-            payload: What to tell the others if nothing did.
-            context: What was being done, for the error.
+        ``error`` is what went wrong on this rank, if anything did.
 
         Raises:
             CheckpointError: Something went wrong somewhere; all ranks' problems are in the text, with their rank.
@@ -133,10 +130,6 @@ class SoloCommunicator(Communicator):
 
     def _all_gather(self, payload: bytes) -> list[bytes]:
         return [payload]
-
-    def open_transport(self) -> Transport:
-        """Return a transport that never has anything to carry."""
-        return SocketTransport(self.ranks, self.position)
 
 
 class PaddleCommunicator(Communicator):
@@ -189,10 +182,6 @@ class PaddleCommunicator(Communicator):
             return describe_lost_ranks(Missing([], [], []), error)
         name = _name_of(int(self._group.id), self.ranks)
         return describe_lost_ranks(find_missing_ranks(store, name, self.ranks, self.rank), error)
-
-    def open_transport(self) -> Transport:
-        """Implement :meth:`Communicator.open_transport`."""
-        return SocketTransport(self.ranks, self.position)
 
     @property
     def device_group(self) -> Any:

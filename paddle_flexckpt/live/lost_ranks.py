@@ -46,27 +46,23 @@ class KeyValueStore(Protocol):
 
 
 class Presence:
-    """Hold a socket that listens for as long as this process lives, or this object."""
+    """Hold a socket that listens for as long as this process lives, or this object.
+
+    Attributes:
+        announced: The stores, and the numbers under which they know this process.
+    """
 
     def __init__(self) -> None:
         """Open it on the interface that the launcher gave this rank."""
         # Connections are never accepted: that they can be made is all that is asked. They stay in the backlog; a job
         # in which this is asked is about to end.
         self._listener = open_presence()
-        self._announced: list[tuple[KeyValueStore, int]] = []
+        self.announced: list[tuple[KeyValueStore, int]] = []
 
     @property
     def address(self) -> str:
         """Return what others need to look for it."""
         return address_of(self._listener)
-
-    def announce(self, store: KeyValueStore, rank: int) -> None:
-        """Tell the others, once, where this rank can be looked for."""
-        if any(there is store and who == rank for there, who in self._announced):
-            return
-        store.set(f"flexckpt/presence/{rank}", self.address)
-        store.add(f"flexckpt/present/{rank}", 1)
-        self._announced.append((store, rank))
 
     def close(self) -> None:
         """Stop listening in this process."""
@@ -89,7 +85,11 @@ def _leave(presence: Presence) -> None:
 
 def announce(store: KeyValueStore, rank: int) -> None:
     """Tell the others, once, where this rank can be looked for. It has to come before anything that can fail."""
-    own_presence().announce(store, rank)
+    presence = own_presence()
+    if not any(there is store and who == rank for there, who in presence.announced):
+        store.set(f"flexckpt/presence/{rank}", presence.address)
+        store.add(f"flexckpt/present/{rank}", 1)
+        presence.announced.append((store, rank))
 
 
 def presence_of(store: KeyValueStore, rank: int) -> tuple[str, int] | None:
@@ -119,12 +119,7 @@ def find_missing_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], r
 
     If none has gone, those that live are given time to say that the exchange failed on them too. Rank 0 keeps the
     store, so it stays a while for the others to ask it: here, and then, in a thread, when its interpreter exits.
-
-    Args:
-        store: The job's key-value store.
-        group: A name of the ranks' group, the same on all of them and no other group's.
-        ranks: Its members.
-        rank: This rank.
+    ``group`` names the ranks' group: the same on all of them, and no other group's.
 
     Returns:
         Who is missing; None if the store has gone.
@@ -198,12 +193,7 @@ def _answers(presence: tuple[str, int]) -> bool:
 
 
 def describe_lost_ranks(missing: Missing | None, error: Exception) -> str:
-    """Return what to tell the user.
-
-    Args:
-        missing: Of :func:`find_missing_ranks`.
-        error: The backend's error, where no rank is known to be lost.
-    """
+    """Return what to tell the user of missing ranks; where none is known to be lost, of the backend's error."""
     remedy = "Remedy: look into its log (killed? out of memory? host or network down?), and restart the job"
     if missing is None:
         return f"rank 0 is lost: the job's key-value store, which it keeps, does not answer. {remedy}"

@@ -1,4 +1,7 @@
-"""Saves to nodes that share no storage: who shares a directory with whom, one id for all, and the agreed commit."""
+"""Saves to nodes that share no storage: who shares a directory with whom, one id for all, and the agreed commit.
+
+Tested in tests/live/test_nodes.py and tests/crash/test_nodes.py.
+"""
 
 from __future__ import annotations
 
@@ -130,9 +133,6 @@ class NodeSave:
     def commit(self, parts: Sequence[bytes]) -> None:
         """Make the checkpoint exist, on all nodes: prepare, publish, finish. A collective after each.
 
-        Args:
-            parts: What :meth:`write` returned on every rank.
-
         Raises:
             CheckpointError: A node could not commit.
         """
@@ -241,12 +241,7 @@ def meet_nodes(
 ) -> NodeSave:
     """Find out which ranks see the same directory, and agree on one id and the names of a save. Two collectives.
 
-    Args:
-        comm: The ranks.
-        open_directory: Gives this rank's.
-        options: Of the save; ranks have to agree about them.
-        locks: Takes the right to save, on the ranks that commit.
-        context: What is being done, for errors.
+    ``locks`` takes the right to save, on the ranks that commit.
 
     Raises:
         ValidationError: Ranks disagree, or the id cannot be used.

@@ -1,4 +1,7 @@
-"""Options of a save."""
+"""Options of a save.
+
+Tested in tests/live/test_options.py and tests/live/test_nodes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""save_state_dict: live shards into a checkpoint directory."""
+"""save_state_dict: live shards into a checkpoint directory.
+
+Tested in tests/distributed/test_save_load.py and tests/live/test_policies.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Saves to a directory that all ranks share: written by the ranks themselves, or by their background writers."""
+"""Saves to a directory that all ranks share: written by the ranks themselves, or by their background writers.
+
+Tested in tests/distributed/test_save_load.py and tests/background/test_ranks.py.
+"""
 
 from __future__ import annotations
 
@@ -127,9 +130,6 @@ class SharedSave:
 
     def commit(self, parts: Sequence[bytes]) -> None:
         """Make the checkpoint exist. One collective.
-
-        Args:
-            parts: What :meth:`write` returned on every rank.
 
         Raises:
             CheckpointError: The coordinator could not commit.

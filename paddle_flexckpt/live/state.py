@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -180,49 +181,40 @@ def is_tensor(value: Any) -> bool:
 
 def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem | None:
     """Return why a value cannot be a shard, if it cannot."""
+    problem = functools.partial(Problem, key=key, rank=rank)
     if not key or any("\ud800" <= letter <= "\udfff" for letter in key):
         what = "a name is not empty" if not key else "a name is text, without lone surrogates"
-        return Problem(what, key=ascii(key)[1:-1], rank=rank, remedy="give the entry another name")
+        return problem(what, key=ascii(key)[1:-1], remedy="give the entry another name")
     if is_sharded_weight(value):
         if not is_tensor(value.local_tensor):
-            return Problem(
-                "the local_tensor of a ShardedWeight has to be a tensor",
-                key=key,
-                rank=rank,
-                got=type(value.local_tensor).__name__,
+            return problem(
+                "the local_tensor of a ShardedWeight has to be a tensor", got=type(value.local_tensor).__name__
             )
         return None
     if not is_tensor(value) and _SCHEDULER in path:
-        return Problem(
+        return problem(
             "the state of an LR scheduler, which optimizer.state_dict() has in it, is not made of tensors",
             key=".".join(path[: path.index(_SCHEDULER) + 1]),
-            rank=rank,
             remedy=f"take it out, optimizer_state.pop({_SCHEDULER!r}), and save {{**state, "
             "**collect_extra_state(scheduler)}; after the load, restore_extra_state(load_extra_state(path), scheduler)",
         )
     if not is_tensor(value):
-        return Problem(
+        return problem(
             "a state dict holds tensors and ShardedWeights only",
-            key=key,
-            rank=rank,
             got=f"{value!r} ({type(value).__name__})",
             remedy="make it a tensor, or take it out and save it as extra state, collect_extra_state(name=value)",
         )
     if _SLICE.search(key):
-        return Problem(
+        return problem(
             "a plain tensor whose name has slice@ is one rank's range of a fused buffer, of unknown place (Paddle's "
             "placements say that every rank has all of it)",
-            key=key,
-            rank=rank,
             got=f"shape {list(value.shape)}",
             remedy="save and load dist_model.sharded_state_dict() instead of dist_model.state_dict(); in dynamic mode "
             "the sharded_state_dict() of model and optimizer",
         )
     if getattr(value, "is_distributed", False):
-        return Problem(
+        return problem(
             "a plain tensor that is marked is_distributed is one rank's part of a whole, of unknown place",
-            key=key,
-            rank=rank,
             remedy="use model.sharded_state_dict() instead of model.state_dict()",
         )
     return None
@@ -230,48 +222,37 @@ def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem
 
 def _malformed(key: str, weight: ShardedWeight, rank: int) -> Problem | None:
     """Return what is wrong with a shard by itself, if anything is (what columns could not even hold)."""
+    problem = functools.partial(Problem, key=key, rank=rank)
     tensor = weight.local_tensor
     lengths = [len(weight.global_shape), len(weight.global_offset), len(weight.local_shape)]
     if len(set(lengths)) != 1:
-        return Problem(
+        return problem(
             "global_shape, global_offset and local_shape differ in length",
-            key=key,
-            rank=rank,
             got=f"{weight.global_shape}, {weight.global_offset}, {weight.local_shape}",
         )
     if not is_initialized(tensor):
-        return Problem(
+        return problem(
             "the tensor is not initialised: it has no memory",
-            key=key,
-            rank=rank,
             got=f"shape {list(tensor.shape)}",
             remedy="initialise it (released or lazily created parameters have to be materialised) first",
         )
     local_shape = tuple(weight.local_shape)
     if not weight.is_flattened:
         if tuple(int(n) for n in tensor.shape) != local_shape:
-            return Problem(
-                "the tensor has not the local shape of its ShardedWeight",
-                key=key,
-                rank=rank,
-                expected=local_shape,
-                got=tuple(tensor.shape),
+            return problem(
+                "the tensor has not the local shape of its ShardedWeight", expected=local_shape, got=tuple(tensor.shape)
             )
         return None
     flat = weight.flattened_range
     if flat is None or flat.start is None or flat.stop is None or flat.step not in (None, 1):
-        return Problem(
-            "a flattened shard needs a flattened_range with start and stop", key=key, rank=rank, got=repr(flat)
-        )
+        return problem("a flattened shard needs a flattened_range with start and stop", got=repr(flat))
     if element_count(tensor) != flat.stop - flat.start:
-        return Problem(
+        return problem(
             "the tensor has not as many elements as its flattened_range",
-            key=key,
-            rank=rank,
             expected=int(flat.stop - flat.start),
             got=element_count(tensor),
             remedy="strip the padding from the shard",
         )
     if not is_contiguous(tensor):
-        return Problem("a flattened shard has to be contiguous", key=key, rank=rank)
+        return problem("a flattened shard has to be contiguous")
     return None

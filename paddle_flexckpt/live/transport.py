@@ -8,7 +8,6 @@ the backend's all-to-all instead (:mod:`~paddle_flexckpt.live.device_exchange`).
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
 import struct
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from paddle_flexckpt.background.presence import own_host
 from paddle_flexckpt.catalog import CheckpointError
 
 # A peer that sends nothing for so long has died or hangs.
@@ -81,8 +81,7 @@ class SocketTransport(Transport):
 
     def address(self) -> bytes:
         """Return host, port and a token that tells members from strangers."""
-        # The endpoint that the launcher gave this rank names the interface that its peers can reach.
-        host = os.environ.get("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:0").rpartition(":")[0]
+        host = own_host()
         self._listener = socket.create_server((host, 0), backlog=max(len(self._ranks), 16))
         port = self._listener.getsockname()[1]
         return self._token + struct.pack("<H", port) + host.encode()

@@ -1,4 +1,7 @@
-"""The read plan: which pieces of which file each rank reads, and into which target."""
+"""The read plan: which pieces of which file each rank reads, and into which target.
+
+Tested in tests/planning/test_matching.py.
+"""
 
 from __future__ import annotations
 

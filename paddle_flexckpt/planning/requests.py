@@ -1,4 +1,7 @@
-"""Requests: the boxes of source tensors that target shards are made of, before anyone asks who holds them."""
+"""Requests: the boxes of source tensors that target shards are made of, before anyone asks who holds them.
+
+Tested in tests/planning/test_matching.py.
+"""
 
 from __future__ import annotations
 

@@ -171,11 +171,7 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
 
 
 def saved_world_size(state: Mapping[str, Any]) -> int:
-    """Return the number of ranks that saved; errors of :func:`restore_extra_state`.
-
-    Args:
-        state: Of :func:`load_extra_state`.
-    """
+    """Return the number of ranks that saved a state; errors of :func:`restore_extra_state`."""
     return int(_common(state)["layout"]["world_size"])
 
 
@@ -204,19 +200,16 @@ def restore_extra_state(
         ("lr_scheduler", lr_scheduler, restore_scheduler),
         ("scaler", scaler, restore_scaler),
     ):
-        problem = None
         if common[name] is None and target is None:
             continue
         if target is None:
-            problem = "none was passed to restore_extra_state()"
+            not_restored[name] = "none was passed to restore_extra_state()"
         elif common[name] is None:
-            problem = "the checkpoint has none"
-        else:
-            problem = restore(target, common[name])
-        if problem is None:
-            restored.append(name)
-        else:
+            not_restored[name] = "the checkpoint has none"
+        elif (problem := restore(target, common[name])) is not None:
             not_restored[name] = problem
+        else:
+            restored.append(name)
     layout = _layout()
     same = common["layout"] == layout
     other = f"saved under {_describe(common['layout'])}, this run has {_describe(layout)}"

@@ -1,4 +1,7 @@
-"""The states of LR schedulers, with the schedulers inside them, and of GradScalers."""
+"""The states of LR schedulers, with the schedulers inside them, and of GradScalers.
+
+Tested in tests/run_state/test_extra_state.py.
+"""
 
 from __future__ import annotations
 

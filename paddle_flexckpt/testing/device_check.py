@@ -5,6 +5,7 @@ values known on the host, and prints a table. ``--json`` writes what a report sh
 accelerator, or with ``--rehearsal``, the checks run on a simulated device, and say so.
 
 This process does not import Paddle: a check that crashes is a line of the table.
+Tested in tests/device/test_device_check.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Check several ranks over the device backend; run by the launcher of Paddle, not imported."""
+"""Check several ranks over the device backend; run by the launcher of Paddle, not imported.
+
+Tested in tests/device/test_device_check.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Write down the results of checks as they come, and make values that are known on the host."""
+"""Write down the results of checks as they come, and make values that are known on the host.
+
+Tested in tests/device/test_device_check.py.
+"""
 
 from __future__ import annotations
 

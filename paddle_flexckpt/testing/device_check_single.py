@@ -1,4 +1,7 @@
-"""Check the library in one process on a device. Started by :mod:`~paddle_flexckpt.testing.device_check`."""
+"""Check the library in one process on a device. Started by :mod:`~paddle_flexckpt.testing.device_check`.
+
+Tested in tests/device/test_device_check.py.
+"""
 
 from __future__ import annotations
 

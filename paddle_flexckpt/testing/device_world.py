@@ -1,7 +1,7 @@
 """Prepare one rank of a world of simulated accelerators, and check each of its jobs.
 
 Unlike the CPU world it lends Paddle almost nothing (:mod:`~.rehearsal_device.lending`). Groups, collectives and kernels
-are Paddle's own and the device's.
+are Paddle's own and the device's. Tested in tests/device/test_world.py.
 """
 
 from __future__ import annotations

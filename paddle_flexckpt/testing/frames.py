@@ -5,7 +5,7 @@ text and bytes, and nothing in it can make the reader run code.
 
 A connection starts with a *hello* that carries a shared random token. It is compared in constant time, and until it has
 been accepted no frame above :data:`HELLO_LIMIT` is read, so a stranger on the same machine can neither join nor exhaust
-memory.
+memory. Tested in tests/distributed/test_cpu_world.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What a failed job leaves to be told: tracebacks, stacks, ends of logs."""
+"""What a failed job leaves to be told: tracebacks, stacks, ends of logs.
+
+Tested in tests/distributed/test_cpu_world.py.
+"""
 
 from __future__ import annotations
 

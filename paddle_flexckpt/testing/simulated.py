@@ -2,6 +2,7 @@
 
 The ranks run the library's real code, files and messages included; only the collectives and the transport are replaced
 by queues. State dicts may hold numpy arrays, so neither Paddle nor a launcher is needed.
+Tested in tests/property/test_whole_system.py.
 """
 
 from __future__ import annotations

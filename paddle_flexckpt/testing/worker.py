@@ -1,6 +1,7 @@
 """One rank of a :class:`~paddle_flexckpt.testing.world.World`. Started by ``paddle.distributed.launch``, not imported.
 
 It connects to the controller before anything else, so that from its first moment on it ends when the controller does.
+Tested in tests/distributed/test_cpu_world.py.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ layout.
 
 The controller (this module; it does not import Paddle) and the workers talk over loopback sockets in JSON frames, with
 a random token. When the controller goes away, for whatever reason, its sockets close and the workers exit: no orphans.
+Tested in tests/distributed/test_cpu_world.py.
 """
 
 from __future__ import annotations

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.catalog import CatalogBuilder, concat, group_replicas, validate_coverage
-from paddle_flexckpt.planning import Pieces, ShardMatcher, plan_read
+from paddle_flexckpt.catalog import CatalogBuilder, Problem, ValidationError, concat, group_replicas, validate_coverage
+from paddle_flexckpt.planning import Pieces, ShardMatcher, matching, plan_read
 from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
 from tests.planning.simulate import blank, carry_out, counters, read_positions, storages
 from tests.property import examples
@@ -136,6 +137,22 @@ def test_groups_and_coverage_that_the_caller_has_make_no_difference(case):
     assert_same(ready.match(target), ShardMatcher(source).match(target))
 
 
+def test_groups_that_were_narrowed_are_read_from_what_is_left_of_them():
+    source = catalog_of(whole_on(range(4)))
+    groups = group_replicas(source).without_others(np.asarray([2]))
+    pieces = ShardMatcher(source, groups).match(catalog_of(whole_on(range(6))))
+    assert pieces.source.tolist() == [2] * 6
+
+
+def test_too_many_overlaps_that_the_caller_has_found_are_an_error():
+    source = catalog_of(whole_on([0]))
+    problem = Problem("too many shards overlap", key="w")
+    coverage = replace(validate_coverage(source, group_replicas(source)), tangled=[problem])
+    with pytest.raises(ValidationError) as caught:
+        ShardMatcher(source, coverage=coverage)
+    assert list(caught.value.problems) == [problem]
+
+
 @examples(60)
 @given(st.integers(0, 2**32))
 def test_one_rank_with_the_full_tensor_and_others_with_parts(seed):
@@ -190,6 +207,18 @@ def test_replicas_elsewhere_are_read_evenly(replicas, readers):
     pieces = check_match(whole_on(replicas), whole_on(readers))
     load = np.bincount(pieces.source, minlength=len(replicas))
     assert load.max() <= math.ceil(len(readers) / len(replicas)) + 1
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 5])
+def test_which_replica_is_read_follows_from_the_digits_of_the_rank(replicas):
+    ranks = range(0, 130)
+    source = catalog_of(whole_on(range(1000, 1000 + replicas)))
+    pieces = ShardMatcher(source).match(catalog_of(whole_on(ranks)))
+    for rank, row in zip(ranks, pieces.source.tolist()):
+        digits, rest = 0, rank
+        while rest:
+            digits, rest = digits + rest % replicas, rest // replicas
+        assert source.rank[row] == 1000 + digits % replicas
 
 
 def test_a_wider_tensor_parallel_group_is_fed_by_all_holders():
@@ -310,6 +339,41 @@ def test_a_hole_is_reported_for_each_target_that_it_meets():
 
 
 # --- pieces -------------------------------------------------------------------------------------------------------
+
+
+def test_what_needs_no_piece_is_not_missed():
+    target = catalog_of([Shard("w", "uint8", (5,), (0,), (5,), None, 3)])
+    pieces = ShardMatcher(catalog_of([Shard("w", "uint8", (5,), (0,), (2,), None, 0)])).match(target)
+    rows = np.arange(1)
+    assert uncovered_targets(pieces, target, rows, np.asarray([3], dtype=np.int64)) == []
+    (problem,) = uncovered_targets(pieces, target, rows, np.asarray([1], dtype=np.int32))
+    assert (problem.key, problem.rank, problem.expected) == ("w", 3, "5 elements for uint8 [0:5] of [5]")
+    assert problem.got == "3 elements"
+    assert "does not hold all" in problem.what
+    assert "save again" in problem.remedy
+
+
+@pytest.mark.parametrize("most", [2, 3])
+def test_sources_that_overlap_too_much_are_refused_by_name(monkeypatch, most):
+    """A rank's own box is taken first, and leaves four boxes of the one around it."""
+    monkeypatch.setattr(matching, "MAX_PIECES", most)
+    around = Shard("w", "uint8", (5, 5), (0, 0), (5, 5), None, 0)
+    own = Shard("w", "uint8", (5, 5), (1, 1), (3, 3), None, 1)
+    matcher, target = ShardMatcher(catalog_of([around, own])), catalog_of([replace(around, rank=1)])
+    if most == 3:
+        assert sorted(matcher.match(target).size.tolist()) == [3, 3, 5, 5, 9]
+        return
+    with pytest.raises(ValidationError) as caught:
+        matcher.match(target)
+    (problem,) = caught.value.problems
+    assert (problem.what, problem.key) == ("too many shards overlap", "w")
+
+
+def test_no_pieces_have_columns_too():
+    none = concat_pieces([], 3)
+    assert [getattr(none, f.name).dtype for f in fields(Pieces)] == [np.int64] * 7
+    assert [getattr(none, f.name).shape for f in fields(Pieces)] == [(0,), (0,), (0, 3), (0,), (0, 3), (0,), (0, 3)]
+    assert none.size.tolist() == []
 
 
 def test_pieces_can_be_taken_and_joined_again():

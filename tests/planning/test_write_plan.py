@@ -77,6 +77,7 @@ def check_files(shards, plan):
         assert position == plan.rank_bytes[index]
     for column in (catalog.byte_offset, catalog.offset, catalog.shape, catalog.flat_start, catalog.flat_stop):
         assert column.dtype == np.int64
+    assert (catalog.rank.dtype, catalog.file.dtype) == (np.int32, np.int32)
     assert (plan.source.dtype, plan.source_start.dtype, plan.rank_bytes.dtype) == (np.int64,) * 3
     assert plan.total_bytes == catalog.byte_length.sum()
     mean = plan.rank_bytes.sum() / max(len(ranks), 1)
@@ -431,6 +432,8 @@ def test_no_shards():
     for save_replicas in (False, True):
         plan = plan_write(concat([]), file_name, save_replicas=save_replicas)
         assert (len(plan.catalog), plan.total_bytes, plan.imbalance) == (0, 0, 1.0)
+        check_files([], plan)
+        assert len(plan.catalog.byte_offset) == len(plan.source) == 0
 
 
 def test_a_large_world_in_which_every_shard_has_other_holders():

@@ -1,4 +1,7 @@
-"""Tensors to numpy arrays and back, in place, and the reduction of arrays in rank order."""
+"""Tensors to numpy arrays and back, in place, and the reduction of arrays in rank order.
+
+Tested in tests/distributed/test_cpu_world.py.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The native ``EagerReducer`` is C++ and takes only a native process group, that is a real gloo group, with all that is
 wrong with those (U1, U2) and fourteen file descriptors that are never returned. This one averages the gradients when a
-backward pass ends.
+backward pass ends. Tested in tests/distributed/test_cpu_world.py.
 """
 
 from __future__ import annotations

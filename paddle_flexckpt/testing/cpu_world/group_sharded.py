@@ -1,4 +1,7 @@
-"""What else asks for a GPU: group-sharded stages 2 and 3, tensor fusion, pipeline layers, input broadcast."""
+"""What else asks for a GPU: group-sharded stages 2 and 3, tensor fusion, pipeline layers, input broadcast.
+
+Tested in tests/distributed/test_cpu_world.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turning the CPU world on and off, and giving fleet fresh degrees."""
+"""Turning the CPU world on and off, and giving fleet fresh degrees. Tested in tests/distributed/test_cpu_world.py."""
 
 from __future__ import annotations
 

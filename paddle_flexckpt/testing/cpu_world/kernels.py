@@ -2,6 +2,7 @@
 
 ``c_embedding`` has a CPU kernel; the rest of what ``fleet.layers.mpu`` calls raises NotFound. These stand-ins compute
 the same on tensors, with a backward pass, and communicate through the group's process group.
+Tested in tests/distributed/test_cpu_world.py.
 """
 
 from __future__ import annotations

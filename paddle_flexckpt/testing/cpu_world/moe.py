@@ -1,4 +1,7 @@
-"""The kernels of mixture-of-experts routing, in numpy: the CPU build has none of them."""
+"""The kernels of mixture-of-experts routing, in numpy: the CPU build has none of them.
+
+Tested in tests/distributed/test_cpu_world.py.
+"""
 
 from __future__ import annotations
 

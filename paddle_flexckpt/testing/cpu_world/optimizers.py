@@ -1,4 +1,7 @@
-"""AdamW on half-precision parameters, and gradient clearing of sharding V2."""
+"""AdamW on half-precision parameters, and gradient clearing of sharding V2.
+
+Tested in tests/distributed/test_cpu_world.py.
+"""
 
 from __future__ import annotations
 

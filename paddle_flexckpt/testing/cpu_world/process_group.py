@@ -7,6 +7,7 @@ and are deterministic.
 
 A collective has finished when its call returns, whatever ``sync_op`` says; only a receive with ``sync_op=False`` is
 finished by ``wait()``, since two ranks may each post a receive before they send.
+Tested in tests/distributed/test_process_group.py.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ Its communication is C++: the mesh of this package plays no part in it. A reshar
 and slices, which a CPU has, and of reduce-scatters and all-to-alls, which it has not. Those go through a replica here
 (S13). This reaches calls from Python only. What an operator reshards of its own inputs is done in C++; in training in
 stages 0 to 3, with tensor fusion and ``fully_shard``, and with tensor parallelism, those are gathers and slices.
+Tested in tests/semi_auto/test_reshard.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 A communicator belongs to a set of ranks and lasts as long as the process: upstream's registry of them can neither drop
 one nor take another of the same number. So a group's number follows from its ranks here, and jobs share it.
+Tested in tests/semi_auto/test_static.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compile the rehearsal device for the installed Paddle, once."""
+"""Compile the rehearsal device for the installed Paddle, once. Tested in tests/device/test_plugin.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Read the counters and the trace of the rehearsal device, and change its settings."""
+"""Read the counters and the trace of the rehearsal device, and change its settings.
+
+Tested in tests/device/test_seeded_mistakes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Give the environment variables with which a process gets the rehearsal device."""
+"""Give the environment variables with which a process gets the rehearsal device.
+
+Tested in tests/device/test_plugin.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What Paddle has to be told before it trains on a device type that its own lists do not name."""
+"""What Paddle has to be told before it trains on a device type that its own lists do not name.
+
+Tested in tests/device/test_training.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Raise an error for a host access to device memory, which names the tensor.
 
-The plugin calls :func:`report` in the main thread, soon after the access.
+The plugin calls :func:`report` in the main thread, soon after the access. Tested in tests/device/test_plugin.py.
 """
 
 from __future__ import annotations
