@@ -22,6 +22,7 @@ NOT_YET = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {
     "cli",
     "live",
     "manager",
+    "media",
     "parallel",
     "run_state",
     "trainer",
