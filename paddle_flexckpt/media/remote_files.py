@@ -117,7 +117,7 @@ class RemoteOutputFile(OutputFile):
         self._medium, self._target, self._commit = medium, name, commit
         self._name = name if commit == "put" else f"{name}.{os.urandom(16).hex()}.tmp"
         self._part_bytes, self._size, self._exclusive = part_bytes, size, exclusive or commit != "put"
-        self._buffer = bytearray()
+        self._buffer, self._piece = bytearray(), b""
         self._upload: Upload | None = None
         self._whole = False
         # Whether there may be something of it that is its own.
@@ -125,9 +125,11 @@ class RemoteOutputFile(OutputFile):
 
     def write(self, data: Buffer) -> None:
         """Implement the base class."""
+        if isinstance(data, bytes) and len(data) == self._size:
+            # Whoever writes it in one piece has it in memory: one request is the surest way.
+            self._piece = data
+            return
         view = memoryview(data).cast("B")
-        # Whoever writes it in one piece has it in memory: one request is the surest way.
-        self._whole = self._whole or len(view) == self._size
         while len(view):
             if len(self._buffer) >= self._part_bytes and not self._whole:
                 self._send()
@@ -156,7 +158,7 @@ class RemoteOutputFile(OutputFile):
             self._upload.finish()
         else:
             try:
-                self._medium.put(self._name, self._buffer, self._exclusive)
+                self._medium.put(self._name, self._piece or self._buffer, self._exclusive)
             except FileExistsError:
                 raise
             except BaseException:

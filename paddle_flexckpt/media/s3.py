@@ -263,3 +263,9 @@ class S3Medium(Medium):
     def remove(self, name: str) -> None:
         """Implement the base class."""
         self.call("delete_object", name)
+
+    def make_directory(self) -> None:
+        """Do nothing: a key needs no directory."""
+
+    def remove_directory(self) -> None:
+        """Do nothing: a directory goes with its last object."""
