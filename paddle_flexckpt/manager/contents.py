@@ -49,9 +49,9 @@ class StepContents:
         Raises:
             ValidationError: Options or metrics differ between ranks; the same on every rank.
         """
-        said = said_by_all(answers, context)
-        check_same_metrics(ranks, [each["metrics"] for each in said], context)
-        self.shards[RECORD] = encode_record(StepRecord(step, said[0]["time"], self.metrics))
+        answered = agree_and_collect(answers, context)
+        check_same_metrics(ranks, [each["metrics"] for each in answered], context)
+        self.shards[RECORD] = encode_record(StepRecord(step, answered[0]["time"], self.metrics))
 
 
 def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -166,8 +166,8 @@ def check_step(step: object) -> None:
         raise ValidationError([f"step has to be an integer >= 0; got {step!r}"])
 
 
-def said_by_all(answers: list[bytes], context: str) -> list[Any]:
-    """Return what each rank said, from messages of a head that has to be the same on all and a JSON text.
+def agree_and_collect(answers: list[bytes], context: str) -> list[Any]:
+    """Return what each rank answered, from messages of a head that has to be the same on all and a JSON text.
 
     Raises:
         ValidationError: Heads differ; the same on every rank.

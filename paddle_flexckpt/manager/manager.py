@@ -18,11 +18,11 @@ from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager.contents import (
     StepContents,
+    agree_and_collect,
     check_extra,
     check_metrics,
     check_step,
     collect_shards,
-    said_by_all,
 )
 from paddle_flexckpt.manager.pending import PendingSteps
 from paddle_flexckpt.manager.policies import (
@@ -244,8 +244,8 @@ class CheckpointManager:
             contents.shards.update(collect_extra_state(lr_scheduler, scaler, step, rng, dataloader, **more))
             if self._comm.position == 0:
                 self._steps.prepare(step, overwrite or step in self._damaged)
-            said = {"blocking": not background, "check_replicas": ReplicaPolicies(check_replicas).agreed}
-            head = encode_options(CheckpointManager.save, options, **said, **given(options))
+            also = {"blocking": not background, "check_replicas": ReplicaPolicies(check_replicas).agreed}
+            head = encode_options(CheckpointManager.save, options, **also, **given(options))
             return contents, join((head, contents.describe_metrics()))
 
         self._pending.collect(context, wait_for=step)
@@ -349,7 +349,7 @@ class CheckpointManager:
 
         self._pending.collect(context, wait_for="all")
         targets, answers = self._comm.together(prepare, context)
-        order, damaged = said_by_all(answers, context)[0]
+        order, damaged = agree_and_collect(answers, context)[0]
         candidates = [(each, self._steps.directory(each)) for each in order]
         report = restore_first(candidates, dict(damaged), self._comm, targets, asked, context)
         self._damaged |= set(report.skipped)
@@ -398,7 +398,7 @@ class CheckpointManager:
 
         context = f"cannot look at the checkpoints in {self.path!r}"
         _, answers = self._comm.together(look, context)
-        return said_by_all(answers, context)[0]
+        return agree_and_collect(answers, context)[0]
 
     def _check_open(self) -> None:
         if self._closed:

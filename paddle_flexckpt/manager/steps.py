@@ -310,8 +310,8 @@ class StepDirectories:
                 # With a manifest it had not come so far as to remove anything, or the step has been saved again.
                 if _MANIFEST not in backend.names():
                     try:
-                        said = json.loads(self._root.read(_marker_of(step)))
-                        files = [check_file_name(name) for name in said["files"]]
+                        names = json.loads(self._root.read(_marker_of(step)))["files"]
+                        files = [check_file_name(name) for name in names]
                     except (ValueError, KeyError, TypeError, RecursionError) as error:
                         note = self._root.where(_marker_of(step))
                         logger.warning(f"{note} cannot be understood, and is left alone: {error}")

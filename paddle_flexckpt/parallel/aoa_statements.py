@@ -259,10 +259,10 @@ def _of_all_ranks(mine: list[Rename], process_group: Any) -> list[Rename]:
     """Return the statements of all ranks, each parameter's once."""
     from paddle_flexckpt.live.communicator import communicator_for
 
-    said = json.dumps([astuple(rename) for rename in mine]).encode()
-    _, told = communicator_for(process_group).together(lambda: (None, said), "cannot generate AOA statements")
+    described = json.dumps([astuple(rename) for rename in mine]).encode()
+    _, answers = communicator_for(process_group).together(lambda: (None, described), "cannot generate AOA statements")
     found: dict[str, Rename] = {}
-    for rank, renames in enumerate(told):
+    for rank, renames in enumerate(answers):
         for rename in (Rename(*fields) for fields in json.loads(renames)):
             if found.setdefault(rename.key, rename) != rename:
                 raise ValueError(

@@ -126,8 +126,8 @@ def _slice_ranges(optimizer: Any, model: Mapping[str, ShardedWeight], names: Map
         for parameter, info in group.items():
             size = math.prod(model[names[parameter]].local_shape)
             first, last = begin + int(info["param_start"]) - offset, begin + int(info["param_end"]) - offset
-            held = int(info["param_end"]) > int(info["param_start"])
-            ranges[parameter] = slice(min(first, size), min(last, size)) if held else slice(0, 0)
+            owned = int(info["param_end"]) > int(info["param_start"])
+            ranges[parameter] = slice(min(first, size), min(last, size)) if owned else slice(0, 0)
             offset += int(info["padded_size"])
     return ranges
 

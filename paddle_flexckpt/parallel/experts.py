@@ -120,29 +120,29 @@ def _numbers(layer: Any, name: str, place: int, size: int) -> dict[str, int]:
             f"{where} has to be a paddle.nn.LayerList of at least one expert; got {type(experts).__name__}"
             f" with {[slot for slot, _ in slots][:5]}. Remedy: override _get_expert_lists()"
         )
-    held = [int(slot) for slot, expert in slots if expert is not None]
+    own = [int(slot) for slot, expert in slots if expert is not None]
     total = layer._get_expert_count()
     if total is not None and total % size:
         raise ValueError(
             f"{where}: the number of experts has to be a multiple of the {size} ranks that they are spread over; got "
             f"{total}. Remedy: change the number of experts or the degree of expert parallelism"
         )
-    if total is not None and len(held) * size != total:
+    if total is not None and len(own) * size != total:
         raise ValueError(
-            f"{where}: expected {total // size} experts on each of {size} ranks, {total} in all; got {len(held)} on "
+            f"{where}: expected {total // size} experts on each of {size} ranks, {total} in all; got {len(own)} on "
             "this rank. Remedy: give every rank the same number of experts"
         )
-    first = place * len(held)
-    if len(held) == len(slots):
+    first = place * len(own)
+    if len(own) == len(slots):
         return {slot: first + index for index, (slot, _) in enumerate(slots)}
     # A slot for every expert of the whole layer, None where another rank has it: the index is the number.
-    if len(slots) != len(held) * size or held != list(range(first, first + len(held))):
+    if len(slots) != len(own) * size or own != list(range(first, first + len(own))):
         raise ValueError(
-            f"{where}: a list with a slot for every expert has to hold those from {first} to {first + len(held) - 1} "
-            f"of {len(held) * size} on rank {place} of the group; got {held} of {len(slots)}. Remedy: spread the "
+            f"{where}: a list with a slot for every expert has to hold those from {first} to {first + len(own) - 1} "
+            f"of {len(own) * size} on rank {place} of the group; got {own} of {len(slots)}. Remedy: spread the "
             "experts evenly, in the order of the ranks"
         )
-    return {str(index): index for index in held}
+    return {str(index): index for index in own}
 
 
 def _whole_but_marked(layer: Any, prefix: str, lists: list[str], ranks: frozenset[int], total: int) -> list[Any]:

@@ -43,7 +43,7 @@ class StateTables:
     _master_weights: dict[str, Any] = field(default_factory=dict)
     ranges: dict[str, slice] = field(default_factory=dict)
 
-    def add_buffer(self, optimizer: Any, buffer: Any, master: Any, held: Mapping[str, BufferSlot]) -> None:
+    def add_buffer(self, optimizer: Any, buffer: Any, master: Any, slots: Mapping[str, BufferSlot]) -> None:
         """Add the states of a buffer that an optimizer steps on.
 
         Every parameter of it has the same number for what is kept per buffer (powers of beta): one and the same
@@ -53,11 +53,11 @@ class StateTables:
             optimizer: Whose states they are.
             buffer: One-dimensional; what stands in it are parameters, each padded.
             master: The buffer's master weight, under whose name the states are kept; None if it has none.
-            held: By name of parameter, what the buffer has of it.
+            slots: By name of parameter, what the buffer has of it.
         """
-        self.ranges.update({parameter: flat.elements for parameter, flat in held.items()})
+        self.ranges.update({parameter: flat.elements for parameter, flat in slots.items()})
         if master is not None:
-            for parameter, flat in held.items():
+            for parameter, flat in slots.items():
                 self._master_weights[parameter] = _slice(master, flat, f"{parameter}_fp32_master")
         for accumulator, tensors in optimizer._accumulators.items():
             tensor = tensors.get((buffer if master is None else master).name)
@@ -65,7 +65,7 @@ class StateTables:
                 continue
             scalar = int(tensor.shape[0]) != int(buffer.shape[0])
             by_parameter = self._accumulators.setdefault(accumulator, {})
-            for parameter, flat in held.items():
+            for parameter, flat in slots.items():
                 by_parameter[parameter] = tensor if scalar else _slice(tensor, flat, parameter)
 
 
@@ -148,8 +148,8 @@ def fused_tables(optimizer: Any) -> StateTables | None:
     for group in context.buffer_manager.buffer_groups:
         buffer = group.params_buffer
         piece = _piece(context, buffer)
-        held = {parameter.name: _slot(buffer, piece, parameter) for parameter in group.params}
-        tables.add_buffer(optimizer, buffer.data_buffer, masters.get(buffer.data_buffer.name), held)
+        slots = {parameter.name: _slot(buffer, piece, parameter) for parameter in group.params}
+        tables.add_buffer(optimizer, buffer.data_buffer, masters.get(buffer.data_buffer.name), slots)
     return tables
 
 
@@ -170,17 +170,17 @@ def _piece(context: Any, buffer: Any) -> slice:
         ValueError: It holds something else than an equal piece.
     """
     group = context.buffer_manager._fsdp_group
-    total, held = int(buffer.total_buffer_size), int(buffer.data_buffer.shape[0])
-    if held * group.nranks != total or len(context.mesh.process_ids) != group.nranks:
+    total, owned = int(buffer.total_buffer_size), int(buffer.data_buffer.shape[0])
+    if owned * group.nranks != total or len(context.mesh.process_ids) != group.nranks:
         # Paddle splits by a rank's number in the whole mesh and gathers over its axis "dp".
         raise ValueError(
-            f"fully_shard: buffer {buffer.data_buffer.name!r} of {total} elements, of which this rank holds {held}, is "
-            f"spread over {group.nranks} of the {len(context.mesh.process_ids)} ranks of {context.mesh}. Fused "
+            f"fully_shard: buffer {buffer.data_buffer.name!r} of {total} elements, of which this rank holds {owned}, "
+            f"is spread over {group.nranks} of the {len(context.mesh.process_ids)} ranks of {context.mesh}. Fused "
             "parameters can be described on meshes of one axis only. Remedy: fully_shard(..., "
             "enable_tensor_fusion_and_overlap=False)"
         )
-    begin = (0 if group.nranks == 1 else group.rank) * held
-    return slice(begin, begin + held)
+    begin = (0 if group.nranks == 1 else group.rank) * owned
+    return slice(begin, begin + owned)
 
 
 def _slot(buffer: Any, piece: slice, parameter: Any) -> BufferSlot:

@@ -48,12 +48,12 @@ def stage2_tables(optimizer: Any) -> StateTables:
     buffer = storage.buffer
     with on_host(optimizer):
         create_dense_states(inner, [buffer])
-    begin, held = 0, {}
+    begin, slots = 0, {}
     for master in storage._params:
         size = int(master._numel())
-        held[master.name] = BufferSlot(slice(0, size), begin)
+        slots[master.name] = BufferSlot(slice(0, size), begin)
         begin += size + int(storage.param2align[master.name])
-    tables.add_buffer(inner, buffer, buffer, held)
+    tables.add_buffer(inner, buffer, buffer, slots)
     return tables
 
 

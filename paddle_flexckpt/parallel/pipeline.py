@@ -107,10 +107,10 @@ def _shards(pipeline: Any, prefix: str) -> Iterator[_Shard]:
         if position.shared is None:
             yield from _of_layer(position, prefix)
             continue
-        held = [other for other in positions if other.shared == position.shared]
-        if held[0] is position:
+        here = [other for other in positions if other.shared == position.shared]
+        if here[0] is position:
             descs = {i: desc for i, desc in enumerate(pipeline._layers_desc) if shared_name(desc) == position.shared}
-            yield from _of_shared(held, descs, prefix)
+            yield from _of_shared(here, descs, prefix)
     # What a subclass has of its own, every stage has.
     for key, weight in own_shards(pipeline, prefix).items():
         yield _beside(pipeline, key[len(prefix) :], weight)
@@ -131,30 +131,30 @@ def _of_layer(position: Position, prefix: str) -> Iterator[_Shard]:
         yield _Shard(weight, f"{index}.{local}", aliases, names, _origin(position, local))
 
 
-def _of_shared(held: list[Position], descs: Mapping[int, Any], prefix: str) -> Iterator[_Shard]:
+def _of_shared(here: list[Position], descs: Mapping[int, Any], prefix: str) -> Iterator[_Shard]:
     """Return the parameters of a shared layer.
 
     Args:
-        held: The positions of this stage.
+        here: The positions of this stage.
         descs: The descs of all positions by index.
         prefix: What the layer's names begin with.
     """
     first = min(descs)
-    has_first = held[0].index == first
+    has_first = here[0].index == first
     one_class = all(_builds(desc) is _builds(descs[first]) for desc in descs.values())
     # Paddle keeps equal what the positions of this stage ask for, always a part of what the first position does.
-    asked = {attribute for position in held for attribute in _attributes(position.desc)}
+    asked = {attribute for position in here for attribute in _attributes(position.desc)}
     shared = [name for name in _attributes(descs[first]) if has_first or name in asked]
-    paths = tuple(dict.fromkeys(path for position in held for path in position.paddle_prefixes))
-    for local, weight, tied in _described(held[0], prefix):
-        attribute = next((a for a in shared if getattr(held[0].layer, a, None) is weight.local_tensor), None)
-        index = first if attribute is not None else held[0].index
+    paths = tuple(dict.fromkeys(path for position in here for path in position.paddle_prefixes))
+    for local, weight, tied in _described(here[0], prefix):
+        attribute = next((a for a in shared if getattr(here[0].layer, a, None) is weight.local_tensor), None)
+        index = first if attribute is not None else here[0].index
         before = [i for i in descs if i < index]
         others = (*reversed(before), *(i for i in descs if i > index))
         named = (local,) if attribute is None or one_class else (attribute, local)
         aliases = tuple(f"{i}.{name}" for i in (index, *others) for name in (*named, *tied))
         paddle_names = tuple(f"{path}{local}" for path in paths)
-        yield _Shard(weight, f"{index}.{named[0]}", aliases, paddle_names, _origin(held[0], local))
+        yield _Shard(weight, f"{index}.{named[0]}", aliases, paddle_names, _origin(here[0], local))
 
 
 def _described(position: Position, prefix: str) -> Iterator[tuple[str, Any, tuple[str, ...]]]:

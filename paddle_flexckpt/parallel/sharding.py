@@ -58,10 +58,10 @@ def _fused_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
         ValueError: A parameter has memory of its own. Nothing has been created then.
     """
     inner, buffers = optimizer._inner_opt, optimizer._rank2fused[optimizer._sharding_rank]
-    held: list[dict[str, BufferSlot]] = [{} for _ in buffers]
+    slots: list[dict[str, BufferSlot]] = [{} for _ in buffers]
     for parameter in parameters:
         size, width = int(parameter._numel()), int(parameter.element_size())
-        for buffer, members in zip(buffers, held):
+        for buffer, members in zip(buffers, slots):
             begin = (parameter.data_ptr() - buffer.data_ptr()) // width
             if begin >= 0 and begin + size <= int(buffer.shape[0]):
                 members[parameter.name] = BufferSlot(slice(0, size), begin)
@@ -75,7 +75,7 @@ def _fused_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
     create_dense_states(inner, buffers)
     masters = getattr(inner, "_master_weights", None) or {}
     tables = StateTables(bool(getattr(inner, "_multi_precision", True)), getattr(inner, "_name", None))
-    for buffer, members in zip(buffers, held):
+    for buffer, members in zip(buffers, slots):
         tables.add_buffer(inner, buffer, masters.get(buffer.name), members)
     return tables
 

@@ -31,6 +31,11 @@ _OWN_LAYOUT = (
 )
 
 
+def _flag(default: Any, text: str) -> Any:
+    """Return a field whose text is that of ``--help``."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
 class FlexTrainingArguments:
     """Add the fields of the flags, for ``class MyArguments(FlexTrainingArguments, TrainingArguments)``.
@@ -39,68 +44,40 @@ class FlexTrainingArguments:
     the types, on Python 3.9 too.
     """
 
-    save_checkpoint_format: Optional[str] = field(  # noqa: UP045
-        default=None,
-        metadata={
-            "help": "flex_checkpoint: checkpoints that resume under any parallel strategy. Unset: the library's."
-        },
+    save_checkpoint_format: Optional[str] = _flag(  # noqa: UP045
+        None, "flex_checkpoint: checkpoints that resume under any parallel strategy. Unset: the library's."
     )
-    load_checkpoint_format: Optional[str] = field(  # noqa: UP045
-        default=None,
-        metadata={
-            "help": "flex_checkpoint: resume from a flex checkpoint, a unified checkpoint, Paddle's own flex "
-            "checkpoint or Hugging Face weights, whatever strategy it was saved under. Unset: the library's."
-        },
+    load_checkpoint_format: Optional[str] = _flag(  # noqa: UP045
+        None,
+        "flex_checkpoint: resume from a flex checkpoint, a unified checkpoint, Paddle's own flex checkpoint or Hugging "
+        "Face weights, whatever strategy it was saved under. Unset: the library's.",
     )
-    aoa_config: Optional[str] = field(  # noqa: UP045
-        default=None,
-        metadata={
-            "help": "AOA statements applied when a checkpoint is loaded: a JSON list of statements, a JSON object with "
-            "aoa_statements, or the path of a JSON or YAML file."
-        },
+    aoa_config: Optional[str] = _flag(  # noqa: UP045
+        None,
+        "AOA statements applied when a checkpoint is loaded: a JSON list of statements, a JSON object with "
+        "aoa_statements, or the path of a JSON or YAML file.",
     )
-    flex_async_save: bool = field(
-        default=False, metadata={"help": "Write checkpoints in the background; training stops for one copy in memory."}
+    flex_async_save: bool = _flag(False, "Write checkpoints in the background; training stops for one copy in memory.")
+    flex_verify: str = _flag("read", "Checksums on load. read: of blocks read whole. full: of all blocks. off: none.")
+    flex_strict: str = _flag(
+        "missing",
+        "What is an error on load. missing: a tensor that the checkpoint lacks. unexpected: one that nobody asks for. "
+        "both. none.",
     )
-    flex_verify: str = field(
-        default="read",
-        metadata={"help": "Checksums on load. read: of blocks read whole. full: of all blocks. off: none."},
+    flex_fallback: bool = _flag(False, "If the checkpoint is damaged or unfinished, resume from the one before it.")
+    flex_export_hf: bool = _flag(False, "Write the weights in Hugging Face format too, into huggingface/ beside each.")
+    flex_save_replicas: bool = _flag(False, "Write every replica of every shard; a damaged one is replaced by another.")
+    flex_check_replicas: str = _flag(
+        "close",
+        "Replicas that differ between ranks. close: one rank's values are saved, and a warning says by how much they "
+        "differ. equal: an error of the save. first: one rank's values are saved without comparing.",
     )
-    flex_strict: str = field(
-        default="missing",
-        metadata={
-            "help": "What is an error on load. missing: a tensor that the checkpoint lacks. unexpected: one that "
-            "nobody asks for. both. none."
-        },
+    flex_cast: bool = _flag(False, "Convert tensors whose dtype is another than the checkpoint's; else an error.")
+    flex_convert_master_weights: bool = _flag(
+        False, "Start master weights that the checkpoint lacks from its parameters, and the other way round."
     )
-    flex_fallback: bool = field(
-        default=False, metadata={"help": "If the checkpoint is damaged or unfinished, resume from the one before it."}
-    )
-    flex_export_hf: bool = field(
-        default=False, metadata={"help": "Write the weights in Hugging Face format too, into huggingface/ beside each."}
-    )
-    flex_save_replicas: bool = field(
-        default=False, metadata={"help": "Write every replica of every shard; a damaged one is replaced by another."}
-    )
-    flex_check_replicas: str = field(
-        default="close",
-        metadata={
-            "help": "Replicas that differ between ranks. close: one rank's values are saved, and a warning says by how "
-            "much they differ. equal: an error of the save. first: one rank's values are saved without comparing."
-        },
-    )
-    flex_cast: bool = field(
-        default=False, metadata={"help": "Convert tensors whose dtype is another than the checkpoint's; else an error."}
-    )
-    flex_convert_master_weights: bool = field(
-        default=False,
-        metadata={
-            "help": "Start master weights that the checkpoint lacks from its parameters, and the other way round."
-        },
-    )
-    flex_ignore_optimizer_states: bool = field(
-        default=False,
-        metadata={"help": "Load without the optimizer states that only the checkpoint has; else they are an error."},
+    flex_ignore_optimizer_states: bool = _flag(
+        False, "Load without the optimizer states that only the checkpoint has; else they are an error."
     )
 
 
@@ -211,52 +188,55 @@ _SWITCHES = (
 
 def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
     """Return what is wrong with flags of the library's own formats that contradict these."""
-    problems = []
+
+    def given(name: str) -> bool:
+        return bool(getattr(args, name, False))
+
     flag = f"--{'save' if save else 'load'}_checkpoint_format {FLEX}"
     # PaddleFormers sets its own flag from the format.
-    if (
-        getattr(args, "unified_checkpoint", False)
-        and getattr(args, "save_checkpoint_format", None) != "unified_checkpoint"
-    ):
-        problems.append(
+    unified = given("unified_checkpoint") and getattr(args, "save_checkpoint_format", None) != "unified_checkpoint"
+    rules = [
+        (
+            unified,
             f"{flag} and --unified_checkpoint are two formats. Remedy: leave --unified_checkpoint out; a unified "
-            f"checkpoint loads with --load_checkpoint_format {FLEX}"
-        )
-    if save and getattr(args, "save_sharded_model", False):
-        problems.append(f"{flag} and --save_sharded_model are two formats. Remedy: leave --save_sharded_model out")
-    if load and getattr(args, "load_sharded_model", False):
-        problems.append(f"{flag} and --load_sharded_model are two formats. Remedy: leave --load_sharded_model out")
-    if save and getattr(args, "use_async_save", False):
-        problems.append(f"{flag} has an asynchronous save of its own. Remedy: --flex_async_save, not --use_async_save")
-    if getattr(args, "enable_zero_cost_checkpoint", False):
-        problems.append(
+            f"checkpoint loads with --load_checkpoint_format {FLEX}",
+        ),
+        *(
+            (asked and given(name), f"{flag} and --{name} are two formats. Remedy: leave --{name} out")
+            for asked, name in ((save, "save_sharded_model"), (load, "load_sharded_model"))
+        ),
+        (
+            save and given("use_async_save"),
+            f"{flag} has an asynchronous save of its own. Remedy: --flex_async_save, not --use_async_save",
+        ),
+        (
+            given("enable_zero_cost_checkpoint"),
             f"{flag} and --enable_zero_cost_checkpoint are two ways of saving in the background. Remedy: "
-            "--flex_async_save, not --enable_zero_cost_checkpoint"
+            "--flex_async_save, not --enable_zero_cost_checkpoint",
+        ),
+        (
+            load and given("sharded_model_from_ema"),
+            f"{flag} does not start a model from moving averages (--sharded_model_from_ema)",
+        ),
+        (
+            load and given("load_from_hf") and not given("ignore_load_lr_and_optim"),
+            "--load_from_hf has no optimizer to load. Remedy: give --ignore_load_lr_and_optim as well",
+        ),
+    ]
+    if given("enable_auto_parallel") and library_of(args) != "paddlenlp":
+        rules.append((True, f"{flag} does not serve PaddleFormers' semi-automatic trainer (--enable_auto_parallel)"))
+    elif given("enable_auto_parallel"):
+        rules.append(
+            (
+                given("flex_fallback"),
+                "--flex_fallback: the semi-automatic trainer (--enable_auto_parallel) reads its step before the "
+                "tensors, and cannot go back to another. Remedy: leave it out; where a checkpoint is damaged, the "
+                "error names it, and --resume_from_checkpoint can name the one before it",
+            )
         )
-    if load and getattr(args, "sharded_model_from_ema", False):
-        problems.append(f"{flag} does not start a model from moving averages (--sharded_model_from_ema)")
-    if load and getattr(args, "load_from_hf", False) and not getattr(args, "ignore_load_lr_and_optim", False):
-        problems.append("--load_from_hf has no optimizer to load. Remedy: give --ignore_load_lr_and_optim as well")
-    if getattr(args, "enable_auto_parallel", False):
-        problems += _semi_automatic(args, flag)
-    return problems
-
-
-def _semi_automatic(args: Any, flag: str) -> list[str]:
-    """Return what is wrong with flags under the semi-automatic trainer."""
-    if library_of(args) != "paddlenlp":
-        return [f"{flag} does not serve PaddleFormers' semi-automatic trainer (--enable_auto_parallel)"]
-    problems = []
-    if getattr(args, "flex_fallback", False):
-        problems.append(
-            "--flex_fallback: the semi-automatic trainer (--enable_auto_parallel) reads its step before the tensors, "
-            "and cannot go back to another. Remedy: leave it out; where a checkpoint is damaged, the error names it, "
-            "and --resume_from_checkpoint can name the one before it"
-        )
-    for name in _OWN_LAYOUT:
-        if getattr(args, name, False):
-            problems.append(f"--{name} is of the trainer's own format; {flag} has one for all. Remedy: leave it out")
-    return problems
+        remedy = f"is of the trainer's own format; {flag} has one for all. Remedy: leave it out"
+        rules += [(given(name), f"--{name} {remedy}") for name in _OWN_LAYOUT]
+    return [text for wrong, text in rules if wrong]
 
 
 def library_of(thing: Any) -> str:

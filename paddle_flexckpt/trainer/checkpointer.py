@@ -104,11 +104,11 @@ class TrainerCheckpointer:
         """
         context = "cannot resume"
         text = "" if wanted is None or wanted is False else "true" if wanted is True else os.fspath(wanted)
-        said = {each.decode() for each in self._comm.together(lambda: (None, text.encode()), context)[1]} - {""}
-        if not said:
+        given = {each.decode() for each in self._comm.together(lambda: (None, text.encode()), context)[1]} - {""}
+        if not given:
             return None
-        check_same([each.encode() for each in sorted(said)], context)
-        (asked,) = said
+        check_same([each.encode() for each in sorted(given)], context)
+        (asked,) = given
         return self._ask(context, choose_checkpoint, asked, self._directories(), self.options.fallback)
 
     def check_export(self) -> None:

@@ -54,8 +54,8 @@ class AverageState:
         """
         if not (self._buffer.master_weights or self._buffer.model_params):
             return {}
-        held = self._buffer._build_ema_save_sharded_state_dict()
-        return {PREFIX + key: _average_of(shards[key], weight.local_tensor) for key, weight in held.items()}
+        averages = self._buffer._build_ema_save_sharded_state_dict()
+        return {PREFIX + key: _average_of(shards[key], weight.local_tensor) for key, weight in averages.items()}
 
     def targets(self, shards: Mapping[str, Any]) -> dict[str, Any]:
         """Fresh tensors for the averages of a model and an optimizer.
