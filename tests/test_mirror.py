@@ -23,6 +23,7 @@ NOT_YET = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {
     "engine",
     "live",
     "manager",
+    "media",
     "parallel",
     "run_state",
     "trainer",
