@@ -324,6 +324,4 @@ def describe_flat(key: str, tensor: Any, reference: ShardedWeight, flat: slice) 
         raise ValueError(f"state {key!r} has shape {list(tensor.shape)}; expected [{size}] or more, for range {flat}")
     # _slice() shares the storage whatever FLAGS_use_stride_kernel says; paddle.slice() would give a copy without it.
     local = tensor if int(tensor.shape[0]) == size else tensor._slice(0, size)
-    state = flat_shard(key, local, reference, slice(int(flat.start), int(flat.stop)))
-    state.fused = getattr(reference, "fused", None)
-    return state
+    return flat_shard(key, local, reference, slice(int(flat.start), int(flat.stop)))

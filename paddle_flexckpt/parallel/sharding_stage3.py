@@ -77,9 +77,10 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
 
 
 def flat_shard(key: str, tensor: Any, reference: ShardedWeight, flat: slice) -> ShardedWeight:
-    """Return a shard that is one flattened range of the box of a reference."""
+    """Return a shard that is one flattened range of the box of a reference, and as fused as that."""
     box = reference.local_shape, reference.global_shape, reference.global_offset
-    return ShardedWeight(key, tensor, *box, is_flattened=True, flattened_range=flat)
+    rule = getattr(reference, "fused", None)
+    return ShardedWeight(key, tensor, *box, is_flattened=True, flattened_range=flat, fused=rule)
 
 
 def is_small(parameter: Any) -> bool:
