@@ -1,6 +1,6 @@
 """Reports: what a save, a load or something else did, as one line for people and one dict for machines.
 
-Tested in tests/manager/test_background.py.
+Tested in tests/live/test_policies.py and tests/cli/test_cli.py.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def expand_program(
     for rule, ids, parts in program.trace or ():
         text = instantiate(expand_arrays(rule.statement), dict(zip(rule.placeholders, ids)))
         (statement,) = parse(text)
-        result.append(Expanded(rule.place.number, text, expand(statement, *parts).texts))
+        result.append(Expanded(rule.place.number, text, expand(statement, *parts)))
     return result
 
 

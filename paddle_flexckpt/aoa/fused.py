@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 
 from paddle_flexckpt.aoa.errors import StatementError
 from paddle_flexckpt.aoa.lexer import quoted
@@ -18,20 +17,7 @@ FUSED = ("fused_qkv", "fused_qkv_old", "fused_ffn")
 FUSED_ATTRIBUTES = frozenset({*FUSED, "axis", "num_heads", "num_key_value_groups", "optional", "states"})
 
 
-@dataclass(frozen=True)
-class Expansion:
-    """What a statement expands to.
-
-    Attributes:
-        texts: Statements.
-        private: Names that are known inside these statements only.
-    """
-
-    texts: tuple[str, ...]
-    private: frozenset[str] = frozenset()
-
-
-def expand_fused(statement: Statement, tag: str, source_parts: int, target_parts: int) -> Expansion:
+def expand_fused(statement: Statement, tag: str, source_parts: int, target_parts: int) -> tuple[str, ...]:
     """Expand a fused layout to cuts and joins.
 
     Raises:
@@ -80,7 +66,7 @@ def _commas(names: Sequence[str]) -> str:
     return ",".join(map(quoted, names))
 
 
-def _qkv(statement: Statement, left: list[str], right: list[str], _source: int, _target: int) -> Expansion:
+def _qkv(statement: Statement, left: list[str], right: list[str], _source: int, _target: int) -> tuple[str, ...]:
     heads, groups = _heads(statement, "fused_qkv")
     axis = _axis(statement)
     if (len(left), len(right)) == (1, 1):
@@ -98,14 +84,13 @@ def _qkv(statement: Statement, left: list[str], right: list[str], _source: int, 
     for group in range(groups):
         order += parts[q][group * ratio : (group + 1) * ratio]
         order += [parts[k][group], parts[v][group]]
-    private = frozenset(name for names in parts.values() for name in names)
     if len(left) == 1:
         texts = [f"{quoted(fused)} -> {_commas(order)}, axis={axis}"]
         texts += [f"{_commas(parts[name])} -> {quoted(name)}, axis={axis}" for name in (q, k, v)]
     else:
         texts = [f"{quoted(name)} -> {_commas(parts[name])}, axis={axis}" for name in (q, k, v)]
         texts.append(f"{_commas(order)} -> {quoted(fused)}, axis={axis}")
-    return Expansion(tuple(texts), private)
+    return tuple(texts)
 
 
 Numbered = Callable[[str, int], str]
@@ -138,13 +123,13 @@ def _other_meaning(counts: Sequence[tuple[str, int]], degree: int) -> str:
     )
 
 
-def _qkv_old(statement: Statement, left: list[str], right: list[str], source: int, target: int) -> Expansion:
+def _qkv_old(statement: Statement, left: list[str], right: list[str], source: int, target: int) -> tuple[str, ...]:
     heads, groups = _heads(statement, "fused_qkv_old")
     counts = (("Q", heads), ("K", groups), ("V", groups))
     return _split_and_merge(statement, left, right, (source, target), "fused_qkv_old", counts)
 
 
-def _ffn(statement: Statement, left: list[str], right: list[str], source: int, target: int) -> Expansion:
+def _ffn(statement: Statement, left: list[str], right: list[str], source: int, target: int) -> tuple[str, ...]:
     if len(left) == 1 and len(right) == 2:
         target = 1
     number = math.lcm(source if len(left) == 1 else 1, target)
@@ -159,7 +144,7 @@ def _split_and_merge(
     degrees: tuple[int, int],
     tag: str,
     counts: Sequence[tuple[str, int]],
-) -> Expansion:
+) -> tuple[str, ...]:
     """Cut the fused tensor on the left part by part, and join the pieces in the order of the right."""
     axis = _axis(statement)
     source, target = degrees
@@ -172,19 +157,17 @@ def _split_and_merge(
 
     # The in-tree fused_ffn writes two blanks before its first arrow.
     first = "  -> " if tag == "fused_ffn" else " -> "
-    texts, private = [], set()
+    texts = []
     whole = left[0]
     if len(left) > 1:
         whole, source = ".".join((*left, "tmp")), 1
-        private.add(whole)
         texts.append(f"{_commas(left)}  ->  {quoted(whole)}, axis={axis}")
     cut = _interleaved(counts, source, temporary, tag)
     texts.append(f"{quoted(whole)}{first}{_commas(cut)}, axis={axis}")
-    private.update(cut)
     if len(right) == 1:
         texts.append(f"{_commas(_interleaved(counts, target, temporary, tag))} -> {quoted(right[0])}, axis={axis}")
     else:
         for (component, count), name in zip(counts, right):
             pieces = [temporary(component, i) for i in range(count)]
             texts.append(f"{_commas(pieces)} -> {quoted(name)}, axis={axis}")
-    return Expansion(tuple(texts), frozenset(private))
+    return tuple(texts)

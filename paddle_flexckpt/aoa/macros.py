@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paddle_flexckpt.aoa.errors import StatementError
-from paddle_flexckpt.aoa.fused import FUSED, FUSED_ATTRIBUTES, Expansion, expand_fused
+from paddle_flexckpt.aoa.fused import FUSED, FUSED_ATTRIBUTES, expand_fused
 from paddle_flexckpt.aoa.lexer import quoted
 from paddle_flexckpt.aoa.parser import Statement, Variable, parse, written
 
@@ -88,17 +88,17 @@ def expand_stars(statement: Statement, keys: Callable[[str, bool], Sequence[str]
     return joined(statement, write)
 
 
-def expand_transposes(statement: Statement) -> Expansion:
+def expand_transposes(statement: Statement) -> tuple[str, ...]:
     """Replace every ``A^T`` on the left by a temporary that is A with all axes reversed."""
     transposed = list(dict.fromkeys(variable.name for variable in statement.left if variable.transposed))
     if not transposed:
-        return Expansion((statement.place.text,))
+        return (statement.place.text,)
 
     def write(variable: Variable, is_left: bool) -> list[str]:
         return [quoted(_temporary(variable.name))] if variable.transposed else _plain(variable)
 
     first = [f'{quoted(name)} -> {quoted(_temporary(name))}, permute = "[]"' for name in transposed]
-    return Expansion((*first, joined(statement, write)), frozenset(map(_temporary, transposed)))
+    return (*first, joined(statement, write))
 
 
 def _temporary(name: str) -> str:
@@ -117,23 +117,21 @@ def fused_tag(statement: Statement) -> str | None:
     return tags[0].key if tags else None
 
 
-def expand(statement: Statement, source_parts: int = 1, target_parts: int = 1) -> Expansion:
+def expand(statement: Statement, source_parts: int = 1, target_parts: int = 1) -> tuple[str, ...]:
     """Write out transposes and fused layouts; the statement has no stars and arrays any more.
 
     Raises:
         StatementError: A macro's names or attributes do not fit.
     """
     first = expand_transposes(statement)
-    (main,) = parse(first.texts[-1])
+    (main,) = parse(first[-1])
     tag = fused_tag(main)
     if tag is None:
         return first
     before, middle, after = _around(main, tag)
     (fused,) = parse(middle)
     second = expand_fused(fused, tag, source_parts, target_parts)
-    ends = {f"{v.name}_before_tmp" for v in main.left} | {f"{v.name}_after_tmp" for v in main.right}
-    private = first.private | second.private | ends
-    return Expansion((*first.texts[:-1], *before, *second.texts, *after), private)
+    return (*first[:-1], *before, *second, *after)
 
 
 def _around(statement: Statement, tag: str) -> tuple[list[str], str, list[str]]:

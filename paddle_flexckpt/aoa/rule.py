@@ -75,7 +75,7 @@ class Rule:
 
     def expanded(self, parts: tuple[int, int]) -> tuple[Statement, ...]:
         """Return the simple statements that it stands for, placeholders as they are."""
-        return tuple(statement for text in expand(self.statement, *parts).texts for statement in parse(text))
+        return tuple(statement for text in expand(self.statement, *parts) for statement in parse(text))
 
     def evaluate(
         self, parts: tuple[int, int], left: Sequence[Value], shapes: tuple[Shape | None, ...], operations: Operations

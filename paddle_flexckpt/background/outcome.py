@@ -42,13 +42,9 @@ class SaveOutcome:
     warnings: list[str] = field(default_factory=list)
 
     def agree(self, own: Failure | None) -> Failure | None:
-        """Wait for the outcome; on the coordinator, decide it.
+        """Wait for the outcome, or decide it on the coordinator; return why the save failed, None if it is committed.
 
-        Args:
-            own: Why this rank could not write, or None if its part is in place.
-
-        Returns:
-            Why the save failed, or None if it is committed.
+        ``own`` is why this rank could not write; None if its part is in place.
         """
         try:
             return self._decide(own) if self.job.is_coordinator else self._await_decision(own)
@@ -57,14 +53,7 @@ class SaveOutcome:
             return self._give_up(combine([(self.job.rank, lost)]))
 
     def agree_after_death(self, error: CheckpointError) -> Failure | None:
-        """Find the outcome when this rank's writer has died; called in the training process.
-
-        Args:
-            error: How it died.
-
-        Returns:
-            Why the save failed, or None if it was, or still is, committed.
-        """
+        """Return the outcome, as :meth:`agree`, when this rank's writer has died; called in the training process."""
         if self.directory.is_committed(self.job.names):
             self._make_durable()
             return None

@@ -75,10 +75,8 @@ class SaveSlot:
     def hand_over(self, report: SaveReport, begin: float, lock: SaveLock | None) -> SaveHandle:
         """Hand the staged job over. This does not fail: what goes wrong from now on is the outcome of the save.
 
-        Args:
-            report: What is known about the save so far.
-            begin: When it was asked for, by the performance counter.
-            lock: The coordinator's lock, which is the save's from now on.
+        ``report`` is what is known so far, ``begin`` when the save was asked for, by the performance counter. The
+        coordinator's lock is the save's from now on.
         """
         if self._staged is None:
             raise RuntimeError("nothing is staged")
@@ -152,12 +150,7 @@ class PendingSaves:
             self._changed.notify_all()
 
     def wait(self, timeout: float | None = None, which: Callable[[PendingSave], bool] = lambda save: True) -> bool:
-        """Wait until no save is pending, or none of some; return whether that is so.
-
-        Args:
-            timeout: Seconds to wait at most; None: as long as it takes.
-            which: The saves that matter.
-        """
+        """Wait until no save is pending, or none of ``which``, at most so many seconds; return whether that is so."""
         with self._changed:
             return self._changed.wait_for(lambda: not any(map(which, self._saves.values())), timeout)
 

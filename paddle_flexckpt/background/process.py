@@ -57,12 +57,8 @@ class WriterProcess:
     ) -> None:
         """Start the process; its imports go on in the background.
 
-        Args:
-            nice: See :func:`~paddle_flexckpt.background.worker.lower_priority`.
-            io_class: Likewise.
-            on_begun: Called with the number of a save that the process has taken up, in a thread of this object.
-            on_outcome: Called with the number of a save and what became of it, likewise.
-            on_end: Called once with this object, and how the process ended, likewise.
+        The callbacks run in a thread of this object. ``on_begun`` gets the number of a save that the process has taken
+        up, ``on_outcome`` that and what became of it, ``on_end`` this object and how the process ended, once.
 
         Raises:
             CheckpointError: It could not be started.
@@ -101,11 +97,7 @@ class WriterProcess:
     def submit(self, number: int, segment: Segment, job: WriteJob, lock: int | None) -> None:
         """Hand a save over. When this returns, the save no longer depends on this process.
 
-        Args:
-            number: What the process is to call the save.
-            segment: Holds its data, followed by the encoded job.
-            job: The job.
-            lock: Descriptor of the lock that the save holds; the process gets its own.
+        The segment holds the data, followed by the encoded job; ``lock`` is the descriptor of the save's lock, if any.
 
         Raises:
             ConnectionError: The process has ended.

@@ -36,11 +36,7 @@ _IOPRIO = {"best-effort-low": (2 << 13) | 7, "idle": 3 << 13}
 def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
     """Serve one training process.
 
-    Args:
-        descriptor: A connected socket.
-        nice: See :func:`lower_priority`.
-        io_class: Likewise.
-        presence: A socket that listens for as long as this process lives.
+    ``descriptor`` is a connected socket, ``presence`` one that listens for as long as this process lives.
     """
     answer(socket.socket(fileno=presence))
     channel = Channel(socket.socket(fileno=descriptor))
@@ -75,12 +71,7 @@ def _send(channel: Channel, message: dict[str, Any]) -> None:
 
 
 def carry_out(job: WriteJob, directory: SaveDirectory, data: np.ndarray) -> dict[str, Any]:
-    """Carry out one rank's share of one save.
-
-    Args:
-        job: The share.
-        directory: The checkpoint's directory.
-        data: uint8, the items' bytes, end to end.
+    """Carry out one rank's share of one save; ``data`` has the items' bytes, uint8, end to end.
 
     Returns:
         ``failure`` (None if the save is committed), ``seconds`` by phase, and ``warnings``.
@@ -107,10 +98,6 @@ def carry_out(job: WriteJob, directory: SaveDirectory, data: np.ndarray) -> dict
 
 def lower_priority(nice: int, io_class: str) -> list[str]:
     """Lower this process's priorities for the processor and for storage: it gets what the others leave.
-
-    Args:
-        nice: What to add to its nice value.
-        io_class: See :class:`~paddle_flexckpt.background.writer.BackgroundWriter`.
 
     Returns:
         What could not be done and why, in words; the process goes on with the priority that it has.

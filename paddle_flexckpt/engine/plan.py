@@ -245,7 +245,7 @@ class _Builder:
         strides = tuple(place.strides[t] if t >= 0 else 0 for t in axes)
         base = place.at(common.offset)
         open_rows: dict[tuple[str, Box], int] = {}
-        for box in cut_tiles(Box(offset, shape), TILE_ELEMENTS):
+        for box in split_tiles(Box(offset, shape), TILE_ELEMENTS):
             wanted = list(zip(names, step.operand_boxes(box)))
             unused = [row for need, row in open_rows.items() if need not in wanted]
             if unused:
@@ -285,7 +285,7 @@ class _Builder:
         )
 
 
-def cut_tiles(box: Box, limit: int) -> Iterator[Box]:
+def split_tiles(box: Box, limit: int) -> Iterator[Box]:
     """Split a box into boxes of at most ``limit`` elements, in row-major order.
 
     Splits are at multiples of a power of two, where the blocks of block-wise formats end too.

@@ -305,9 +305,11 @@ class _Resolver:
             if self._mends and mismatch.statement is not None and not other_name:
                 return resolved._replace(mismatch=mismatch)
             return resolved._replace(problem=mismatch.problem(other_name))
-        if mismatch is None and self._unordered[number] and self._is_cut_otherwise(row, number):
+        if mismatch is not None:
+            return resolved._replace(problem=mismatch)
+        if self._unordered[number] and self._is_cut_otherwise(row, number):
             return resolved._replace(maybe_fused=found)
-        return resolved._replace(problem=mismatch)
+        return resolved
 
     def _is_cut_otherwise(self, row: int, number: int) -> bool:
         """Return whether a target without a rule is cut otherwise, along its last axis, than the source's shards."""

@@ -100,10 +100,7 @@ class Communicator(ABC):
     def agree(self, error: Exception | None, payload: bytes = b"", context: str = "") -> list[bytes]:
         """Exchange outcomes: return every member's payload, or raise the same error on every member.
 
-        Args:
-            error: What went wrong on this rank, if anything did.
-            payload: What to tell the others if nothing did.
-            context: What was being done, for the error.
+        ``error`` is what went wrong on this rank, if anything did.
 
         Raises:
             CheckpointError: Something went wrong somewhere; all ranks' problems are in the text, with their rank.

@@ -51,14 +51,9 @@ class Message:
         return cls(pieces, itemsize, np.cumsum(length) - length, int(length.sum()))
 
     def parts(self, begin: int, end: int) -> list[tuple[int, int, int, int]]:
-        """Return the parts of pieces in a stretch of the message.
+        """Return the parts of pieces in a stretch of the message: ``(piece, first element, end element, byte there)``.
 
-        Args:
-            begin: First byte of the stretch, a multiple of ``ALIGNMENT``.
-            end: Its end, likewise.
-
-        Returns:
-            ``(piece, first element, end element, byte of the stretch)`` for each.
+        ``begin`` and ``end`` are multiples of ``ALIGNMENT``.
         """
         size = self.pieces.size
         first = int(np.searchsorted(self.begin, begin, side="right")) - 1
@@ -146,12 +141,7 @@ class DeviceExchange:
     """
 
     def __init__(self, group: Any, plan: ExchangePlan, source: Catalog) -> None:
-        """Lay out the messages.
-
-        Args:
-            group: The Paddle group of the ranks, of a backend that works on device memory.
-            plan: This rank's part of the plan.
-            source: The source catalog of all ranks.
+        """Lay out the messages of this rank's part of a plan; the group's backend works on device memory.
 
         Raises:
             MemoryError: The device has no room for the buffers.
@@ -174,7 +164,7 @@ class DeviceExchange:
             traffic: Of all ranks.
             here: This rank's position in the group.
             source: Gives the storage of a source row.
-            target: Gives the storage of a target row, to be written.
+            target: Gives the storage of a target row.
 
         Raises:
             Exception: What failed on this rank: after the last round, or at once where it is the collective itself.

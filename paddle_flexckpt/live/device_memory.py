@@ -81,12 +81,7 @@ class DeviceMemory:
     """
 
     def __init__(self, tensor: Any, dtype: np.dtype | None = None) -> None:
-        """Open a tensor; nothing is copied.
-
-        Args:
-            tensor: An initialised device tensor, contiguous or a strided view.
-            dtype: Type to see the elements of a contiguous tensor as; its own by default.
-        """
+        """Open an initialised tensor; nothing is copied. A contiguous one can be seen as of another dtype."""
         self.dtype = dtype_of(dtype_name(tensor)).numpy if dtype is None else dtype
         self.device = device_of(tensor) or ""
         self._tensor = tensor

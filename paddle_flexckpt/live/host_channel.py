@@ -57,12 +57,8 @@ class HostChannel:
     ) -> None:
         """Prepare a channel; its members meet at the first exchange.
 
-        Args:
-            store: The job's key-value store.
-            name: A name of the group, the same on all members and no other group's.
-            ranks: Global ranks of the members.
-            position: This rank's place.
-            patience: Seconds without a byte after which a rank is given up.
+        ``name`` is the same on all members and no other group's. After ``patience`` seconds without a byte a rank is
+        given up.
         """
         self.ranks = tuple(ranks)
         self.position = position

@@ -119,12 +119,7 @@ def find_missing_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], r
 
     If none has gone, those that live are given time to say that the exchange failed on them too. Rank 0 keeps the
     store, so it stays a while for the others to ask it: here, and then, in a thread, when its interpreter exits.
-
-    Args:
-        store: The job's key-value store.
-        group: A name of the ranks' group, the same on all of them and no other group's.
-        ranks: Its members.
-        rank: This rank.
+    ``group`` names the ranks' group: the same on all of them, and no other group's.
 
     Returns:
         Who is missing; None if the store has gone.
@@ -198,12 +193,7 @@ def _answers(presence: tuple[str, int]) -> bool:
 
 
 def describe_lost_ranks(missing: Missing | None, error: Exception) -> str:
-    """Return what to tell the user.
-
-    Args:
-        missing: Of :func:`find_missing_ranks`.
-        error: The backend's error, where no rank is known to be lost.
-    """
+    """Return what to tell the user of missing ranks; where none is known to be lost, of the backend's error."""
     remedy = "Remedy: look into its log (killed? out of memory? host or network down?), and restart the job"
     if missing is None:
         return f"rank 0 is lost: the job's key-value store, which it keeps, does not answer. {remedy}"

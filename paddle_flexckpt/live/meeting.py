@@ -43,14 +43,9 @@ class Meeting:
     """
 
     def __init__(self, store: KeyValueStore, name: str, rank: int, targets: set[int], sources: set[int]) -> None:
-        """Prepare it.
+        """Prepare to connect to the ranks ``targets``, and to be connected to by ``sources``.
 
-        Args:
-            store: The job's key-value store.
-            name: A name of the meeting, the same on all ranks and no other meeting's.
-            rank: This rank.
-            targets: Ranks to connect to.
-            sources: Ranks that connect to this one.
+        ``name`` is the same on all ranks and no other meeting's.
         """
         self.targets: dict[int, socket.socket] = {}
         self.sources: dict[int, socket.socket] = {}
@@ -100,10 +95,7 @@ class Meeting:
         return sorted(self._wanted | self._expected)
 
     def hold(self, patience: float) -> None:
-        """Wait until all have come.
-
-        Args:
-            patience: Seconds.
+        """Wait until all have come, at most so many seconds.
 
         Raises:
             EOFError: One has gone instead.

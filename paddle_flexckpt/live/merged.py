@@ -21,7 +21,6 @@ from paddle_flexckpt.live.tensors import empty_on_host
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.directory import LockedManifest
-from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.report import order_warning
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -62,43 +61,34 @@ def load_merged_state_dict(
         UnreadableCheckpointError: The storage does not let it be read.
     """
     directory = SourceDirectory(path)
-    with reading(directory.path), LockedManifest(directory, unique_id) as manifest:
-        return _load_merged(path, prefix, manifest, aoa_config, verify, use_replicas)
-
-
-def _load_merged(
-    path: Location,
-    prefix: str | None,
-    manifest: Manifest,
-    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None,
-    verify: bool | VerifyMode,
-    use_replicas: bool,
-) -> dict[str, Any]:
     start = f"{prefix}." if prefix else ""
-    mapping = None if aoa_config is None else whole_mapping(aoa_config, manifest.catalog)
-    # Extra state has to be asked for, by its prefix.
-    there = stored(manifest.catalog, bool(start)) if mapping is None else mapping.output_infos()
-    names = [key for key in sorted(there) if key.startswith(start)]
-    _check_held(manifest.catalog, names if mapping is None else mapping.source_names(names))
-    _check_axes({key: len(there[key].shape) for key in names})
-    tensors = {key: empty_on_host(there[key].shape, there[key].dtype) for key in names}
-    if mapping is not None and mapping.unfed:
-        first = sorted(mapping.unfed)[0]
-        logger.warning(f"nothing feeds {len(mapping.unfed)} keys such as {first!r} ({mapping.provenance.get(first)})")
-    unordered = maybe_fused(manifest.catalog, set(names), mapping) if mapping is not None else []
-    if unordered:  # what no statement makes is told by the load below
-        logger.warning(order_warning(str(path), unordered))
-    options = LoadOptions(
-        unique_id=manifest.unique_id,
-        aoa_config=mapping,  # compiled already; the tensors are what it makes
-        verify=verify,
-        use_replicas=use_replicas,
-        optimizer_states="ignore",  # the prefix, or the statements, have chosen
-    )
-    context = f"cannot load from {shown(path)}"
-    Transfer(
-        SoloCommunicator(), Files(path, options), lambda: describe_targets(tensors, 0), options, "merged", context
-    ).run()
+    with reading(directory.path), LockedManifest(directory, unique_id) as manifest:
+        mapping = None if aoa_config is None else whole_mapping(aoa_config, manifest.catalog)
+        # Extra state has to be asked for, by its prefix.
+        there = stored(manifest.catalog, bool(start)) if mapping is None else mapping.output_infos()
+        names = [key for key in sorted(there) if key.startswith(start)]
+        _check_held(manifest.catalog, names if mapping is None else mapping.source_names(names))
+        _check_axes({key: len(there[key].shape) for key in names})
+        tensors = {key: empty_on_host(there[key].shape, there[key].dtype) for key in names}
+        if mapping is not None and mapping.unfed:
+            first = sorted(mapping.unfed)[0]
+            logger.warning(
+                f"nothing feeds {len(mapping.unfed)} keys such as {first!r} ({mapping.provenance.get(first)})"
+            )
+        unordered = maybe_fused(manifest.catalog, set(names), mapping) if mapping is not None else []
+        if unordered:  # what no statement makes is told by the load below
+            logger.warning(order_warning(str(path), unordered))
+        options = LoadOptions(
+            unique_id=manifest.unique_id,
+            aoa_config=mapping,  # compiled already; the tensors are what it makes
+            verify=verify,
+            use_replicas=use_replicas,
+            optimizer_states="ignore",  # the prefix, or the statements, have chosen
+        )
+        context = f"cannot load from {shown(path)}"
+        Transfer(
+            SoloCommunicator(), Files(path, options), lambda: describe_targets(tensors, 0), options, "merged", context
+        ).run()
     return {name[len(start) :]: tensor for name, tensor in tensors.items()}
 
 

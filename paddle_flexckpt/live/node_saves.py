@@ -133,9 +133,6 @@ class NodeSave:
     def commit(self, parts: Sequence[bytes]) -> None:
         """Make the checkpoint exist, on all nodes: prepare, publish, finish. A collective after each.
 
-        Args:
-            parts: What :meth:`write` returned on every rank.
-
         Raises:
             CheckpointError: A node could not commit.
         """
@@ -244,12 +241,7 @@ def meet_nodes(
 ) -> NodeSave:
     """Find out which ranks see the same directory, and agree on one id and the names of a save. Two collectives.
 
-    Args:
-        comm: The ranks.
-        open_directory: Gives this rank's.
-        options: Of the save; ranks have to agree about them.
-        locks: Takes the right to save, on the ranks that commit.
-        context: What is being done, for errors.
+    ``locks`` takes the right to save, on the ranks that commit.
 
     Raises:
         ValidationError: Ranks disagree, or the id cannot be used.

@@ -67,12 +67,7 @@ class ReplicaPolicies:
         self.agreed = [self.compares, self._default, patterns]
 
     def of(self, keys: Sequence[str], weights: Sequence[Any]) -> np.ndarray:
-        """Return the policy of each shard, uint8 ``[n]``.
-
-        Args:
-            keys: Names of the shards.
-            weights: The shards.
-        """
+        """Return the policy of each shard by its key, uint8 ``[n]``."""
         return np.asarray([self._of(key, weight) for key, weight in zip(keys, weights)], dtype=np.uint8)
 
     def _of(self, key: str, weight: Any) -> int:

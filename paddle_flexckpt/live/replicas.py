@@ -46,12 +46,9 @@ def replica_digests(
 ) -> bytes:
     """Return digests of this rank's replicated shards, for the other ranks.
 
-    Args:
-        held: This rank's tensors by row of the catalog.
-        groups: The catalog's replica groups.
-        rows: The rows to take; all by default.
-        on_device: Which digest to take: the one that devices can compute (True), or that of bytes on the host (False);
-            by default the one of each tensor's place.
+    ``held`` has this rank's tensors by row of the catalog; ``rows`` are those to take, all by default. ``on_device``
+    asks for the digest that devices can compute (True) or that of bytes on the host (False); by default each tensor has
+    the one of its place.
     """
     replicated = (groups.count > 1)[groups.of_row]
     digests: list[tuple[int, bool, int]] = []
@@ -84,17 +81,10 @@ class Replicas:
         context: str,
         save_replicas: bool = False,
     ) -> None:
-        """Take the shards of all ranks.
+        """Take the shards of all ranks, and this rank's tensors by row of their catalog.
 
-        Args:
-            comm: The ranks.
-            held: This rank's tensors by row of the catalog.
-            catalog: The shards of all ranks.
-            groups: Its replica groups.
-            policies: uint8 ``[n]``, the policy of each row (:mod:`~paddle_flexckpt.live.replica_policies`).
-            compares: Whether they are compared.
-            context: What is being done, for the error.
-            save_replicas: Whether each replica is to stand in for the others later: those that differ cannot.
+        ``policies`` has the policy of each row, uint8 ``[n]`` (:mod:`~paddle_flexckpt.live.replica_policies`).
+        ``save_replicas``: each replica is to stand in for the others later, which those that differ cannot.
         """
         self._comm, self._held, self._catalog, self._groups = comm, held, catalog, groups
         self._context, self.compares = context, compares or save_replicas
@@ -104,13 +94,10 @@ class Replicas:
         self.comes_first = self.compares and bool(tolerant.any())
 
     def compare(self, answers: Sequence[bytes]) -> np.ndarray:
-        """Compare the digests of all ranks; return the groups whose replicas differ, bool ``[g]``.
+        """Compare the :func:`replica_digests` of all ranks; return the groups whose replicas differ, bool ``[g]``.
 
         Only where one replica of a shard is on a device and another on the host is one more collective needed: the
         ranks take the digest that both can.
-
-        Args:
-            answers: What :func:`replica_digests` gave on every rank; nothing where they are not compared.
 
         Raises:
             ValidationError: Replicas differ that have to be equal; the same on every rank.
@@ -152,8 +139,7 @@ class Replicas:
     def narrowed(self, differing: np.ndarray | None = None) -> ReplicaGroups:
         """Return the groups as they may be read: where replicas may differ, the one replica that counts is left.
 
-        Args:
-            differing: Of :meth:`compare`; None: not known yet, so that all that may differ do.
+        ``differing`` is of :meth:`compare`; None: not known yet, so that all that may differ do.
         """
         rows = self._counting
         return self._groups.without_others(rows if differing is None else rows[differing[self._groups.of_row[rows]]])
@@ -188,11 +174,8 @@ class Replicas:
     def report(self, differing: np.ndarray, warns: bool) -> dict[str, str]:
         """Return what became of each key whose replicas need not be equal; where it is asked for, measure how far.
 
-        Two collectives where replicas differ that have to be close, else none.
-
-        Args:
-            differing: Of :meth:`compare`.
-            warns: Whether this rank warns of keys that have to be close and differ, of each once in a process.
+        Two collectives where replicas differ that have to be close, else none. ``warns``: this rank warns of keys that
+        have to be close and differ, of each once in a process.
         """
         rows = self._counting
         counting = dict(zip(self._groups.of_row[rows].tolist(), rows.tolist()))
@@ -226,8 +209,7 @@ class Replicas:
     def _measure(self, rows: list[int]) -> list[tuple[float, bool]]:
         """Return by how much the replicas of some groups differ at most, and whether all elements were compared.
 
-        Args:
-            rows: The row of each group that counts. Its rank tells the others its values, up to MEASURED_BYTES in all.
+        ``rows`` has the row of each group that counts. Its rank tells the others its values, MEASURED_BYTES at most.
         """
         catalog, groups, room = self._catalog, self._groups, MEASURED_BYTES
         size, dtypes = catalog.size, [dtype_of(catalog.dtype_name(row)).numpy for row in rows]
@@ -308,9 +290,7 @@ def _factors() -> np.ndarray:
 def _sums_digest(storage: Any, factors: dict[str, Any]) -> int:
     """Return the digest that a device can take; of a device tensor only the sums cross to the host.
 
-    Args:
-        storage: What to digest.
-        factors: The factors on each device that has them already, by its name; is added to.
+    ``factors`` has the factors on each device that has them already, by its name; it is added to.
     """
     if isinstance(storage, DeviceMemory):
         sums = _device_sums(storage, factors) if storage.has_views else _host_sums(storage.read_range(0, storage.size))

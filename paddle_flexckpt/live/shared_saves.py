@@ -131,9 +131,6 @@ class SharedSave:
     def commit(self, parts: Sequence[bytes]) -> None:
         """Make the checkpoint exist. One collective.
 
-        Args:
-            parts: What :meth:`write` returned on every rank.
-
         Raises:
             CheckpointError: The coordinator could not commit.
         """

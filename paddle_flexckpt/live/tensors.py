@@ -94,12 +94,10 @@ class HostTensor:
     """
 
     def __init__(self, tensor: Any, stage: bool = False, fresh: bool = False) -> None:
-        """Open a tensor.
+        """Open an initialised tensor or an array.
 
-        Args:
-            tensor: A Paddle tensor (initialised) or numpy array.
-            stage: Copy even where the memory could be used directly.
-            fresh: All of the array will be written before :meth:`store`; a copy starts without the tensor's values.
+        ``stage`` copies even where the memory could be used directly. ``fresh``: all of the array will be written
+        before :meth:`store`, so a copy starts without the tensor's values.
         """
         self._tensor = tensor
         direct = not stage and is_contiguous(tensor) and device_of(tensor) is None

@@ -30,7 +30,7 @@ _MAX_HEADER_BYTES = 1 << 16
 _MAX_BLOCK_BYTES = 1 << 26
 # Numpy's own limit.
 _MAX_AXES = 64
-_MAX_TOLD = 300
+_MAX_REPORTED = 300
 _CREATOR = "paddle_flexckpt"
 _CATALOG = "catalog."
 
@@ -210,7 +210,7 @@ class Manifest:
                 nodes=_decode_nodes(arrays.get("nodes")),
             )
         except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-            raise CorruptCheckpointError(f"{file} is not a usable manifest: {repr(error)[:_MAX_TOLD]}") from error
+            raise CorruptCheckpointError(f"{file} is not a usable manifest: {repr(error)[:_MAX_REPORTED]}") from error
 
 
 def _decode_nodes(column: np.ndarray | None) -> dict[str, tuple[str, ...]]:

@@ -17,8 +17,8 @@ from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.row_files import DamagedCopy
 
-# Substitutions told of one key: a tensor that is cut among many ranks can have very many.
-_MAX_TOLD = 3
+# Substitutions reported of one key: a tensor that is cut among many ranks can have very many.
+_MAX_REPORTED = 3
 
 
 class StoredReplicas:
@@ -63,7 +63,7 @@ class ReplicaChoice:
         self._allowed = allowed
         self._serving: dict[int, int] = {}
         self.damaged: set[int] = set()
-        self._told: dict[str, dict[tuple[int, int], str]] = {}
+        self._reported: dict[str, dict[tuple[int, int], str]] = {}
 
     def serving(self, item: int) -> int:
         """Return the row that an item is read from."""
@@ -82,9 +82,9 @@ class ReplicaChoice:
         if not failures:
             return
         self._serving[item] = row
-        told = self._told.setdefault(self._manifest.catalog.key_name(item), {})
+        reported = self._reported.setdefault(self._manifest.catalog.key_name(item), {})
         for other, error in failures:
-            told.setdefault((other, row), f"{self._describe(other, error)}; read from {self.where(row)} instead")
+            reported.setdefault((other, row), f"{self._describe(other, error)}; read from {self._where(row)} instead")
 
     def error(self, failures: list[tuple[int, Exception]], touched: bool) -> Exception:
         """Return the error where no copy can be read, of all rows tried; ``touched``: targets may have been touched."""
@@ -94,7 +94,7 @@ class ReplicaChoice:
         state = " Targets are partly overwritten." if touched else ""
         return CorruptCheckpointError(f"{text}.{state} Remedy: load another checkpoint")
 
-    def where(self, row: int) -> str:
+    def _where(self, row: int) -> str:
         """Return a row's file, key and rank."""
         catalog = self._manifest.catalog
         path = self._backend.where(catalog.file_name(row) or "")
@@ -105,14 +105,14 @@ class ReplicaChoice:
         if isinstance(error, CorruptCheckpointError):
             return str(error).partition(". Remedy: ")[0]
         what = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return f"{self.where(row)}: {what}"
+        return f"{self._where(row)}: {what}"
 
     @property
     def used(self) -> dict[str, str]:
-        """By key, what was damaged and which file served instead."""
+        """Return what was damaged and which file served instead, by key."""
         texts = {}
-        for key, told in sorted(self._told.items()):
-            lines = list(dict.fromkeys(told.values()))
-            more = [f"and {len(lines) - _MAX_TOLD} more"] if len(lines) > _MAX_TOLD else []
-            texts[key] = "; ".join([*lines[:_MAX_TOLD], *more])
+        for key, reported in sorted(self._reported.items()):
+            lines = list(dict.fromkeys(reported.values()))
+            more = [f"and {len(lines) - _MAX_REPORTED} more"] if len(lines) > _MAX_REPORTED else []
+            texts[key] = "; ".join([*lines[:_MAX_REPORTED], *more])
         return texts

@@ -171,11 +171,7 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
 
 
 def saved_world_size(state: Mapping[str, Any]) -> int:
-    """Return the number of ranks that saved; errors of :func:`restore_extra_state`.
-
-    Args:
-        state: Of :func:`load_extra_state`.
-    """
+    """Return the number of ranks that saved a state; errors of :func:`restore_extra_state`."""
     return int(_common(state)["layout"]["world_size"])
 
 

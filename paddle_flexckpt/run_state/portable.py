@@ -22,12 +22,10 @@ _TAG = "$"
 
 
 def encode(value: Any, name: str, tensors: MutableMapping[str, Any] | None = None) -> bytes:
-    """Return a value as JSON text.
+    """Return a value as JSON text: numbers, text, bytes, None, arrays, and lists, tuples and dicts of such values.
 
-    Args:
-        value: Numbers, text, bytes, None, numpy arrays and scalars, and lists, tuples and dicts of such values.
-        name: What the value is called, for errors and for the names of its tensors.
-        tensors: Where Paddle tensors go, as ``{name}.{path}``; without it they are refused.
+    ``name`` is for errors, and for the names of Paddle tensors: these go to ``tensors`` as ``{name}.{path}``, and are
+    refused without it.
 
     Raises:
         ValidationError: Something else is in it, or two tensors would have the same name.

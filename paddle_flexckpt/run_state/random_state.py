@@ -25,14 +25,7 @@ def collect_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> dict[str, str]:
-    """Put the generators back.
-
-    Args:
-        state: Of :func:`collect_random_state`.
-
-    Returns:
-        What could not be put back, by name, and why; empty if all was.
-    """
+    """Put the generators back; return what could not be put back, by name, and why."""
     failed: dict[str, str] = {}
 
     def attempt(name: str, restore: Callable[[], object]) -> None:

@@ -16,7 +16,6 @@ from paddle_flexckpt.engine.options import (
     TransferOptions,
     encode_options,
     options_of,
-    own_arguments,
     rule,
     same_on_all_ranks,
     takes,
@@ -96,10 +95,6 @@ def test_a_call_declares_its_options():
     assert parameters["kind"].default == "one"
     assert parameters["kind"].annotation == "str | bool"
     assert options_of(call) is More
-    assert own_arguments(call) == {
-        "path": "ranks reach it by different paths",
-        "place": "each rank has a place of its own",
-    }
     assert inspect.getdoc(call) == (
         "Do it.\n\nArgs:\n    path: Where it is.\n    step: Which step, and\n        where it is.\n"
         "    kind: What kind.\n    place: Where.\n    text: What is compared is its length.\n\n"
@@ -144,7 +139,6 @@ def test_a_calls_own_arguments_can_be_its_options():
         """Do it."""
 
     assert options_of(call).compared() == ["step", "kind"]
-    assert own_arguments(call) == {"path": "its own"}
     assert inspect.getdoc(call).endswith("The same on every rank, and compared: ``step``, ``kind``.")
     said = json.loads(encode_options(call, {"path": "x", "step": 2, "kind": {1}, "more": 1}, kind="text", also=3))
     assert said == {"call": "call", "step": 2, "kind": "text", "also": 3}

@@ -27,7 +27,6 @@ ONE_RANK = [topic(patch) for patch in MINE if topic(patch) not in TWO_RANKS]
 pytestmark = [
     pytest.mark.paddle,
     pytest.mark.compat,
-    pytest.mark.slow,
     pytest.mark.skipif(not MINE, reason="Paddle is not installed, or a release without patches"),
 ]
 
@@ -90,6 +89,7 @@ def test_each_patch_mends_what_is_broken_without_it(patched):
     assert run(patched, ONE_RANK) == dict.fromkeys(ONE_RANK)
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.skipif(not TWO_RANKS, reason="no patch of this release is about several ranks")
 def test_what_two_ranks_meet(patched, tmp_path):
