@@ -23,7 +23,7 @@ W = np.arange(24, dtype=np.float32).reshape(6, 4)
 B = np.arange(6).astype(ml_dtypes.bfloat16)
 
 
-def read_paddle_metadata(path, unique_id=None):
+def read_catalog(path, unique_id=None):
     return read_paddle_manifest(path, unique_id).catalog
 
 
@@ -66,7 +66,7 @@ def elements(path, row):
 @pytest.mark.parametrize("ending", ["distcp", "safetensors"])
 @pytest.mark.parametrize("module", [NEW, OLD])
 def test_shards_files_and_bytes(tmp_path, ending, module):
-    catalog = read_paddle_metadata(write(tmp_path, ending, module=module))
+    catalog = read_catalog(write(tmp_path, ending, module=module))
     assert [catalog.key_name(row) for row in range(4)] == ["w", "b", "w", "b"]
     assert [catalog.file_name(row) for row in range(4)] == [f"{rank}_0.{ending}" for rank in (0, 0, 1, 1)]
     assert catalog.rank.tolist() == [0, 0, 1, 1]
@@ -82,26 +82,26 @@ def test_older_writers_left_fields_out(tmp_path, protocol):
     """Those before global shapes; and those whose indices had no local shape."""
     shards = {rank: [rows[0]] for rank, rows in SHARDS.items()}
     write(tmp_path, shards=shards, module=OLD, left_out=("global_shape", "replica_id"), protocol=protocol)
-    catalog = read_paddle_metadata(tmp_path)
+    catalog = read_catalog(tmp_path)
     assert [catalog.unpadded(row, catalog.global_shape) for row in range(2)] == [(6, 4), (6, 4)]
 
 
 def test_ranges_of_numpys_numbers(tmp_path):
     rows = [dict(row) for row in SHARDS[0]]
     rows[1]["flat"] = (np.int64(0), np.int64(4))
-    assert read_paddle_metadata(write(tmp_path, shards={0: rows, 1: SHARDS[1]})).flat_stop.tolist() == [-1, 4, -1, 6]
+    assert read_catalog(write(tmp_path, shards={0: rows, 1: SHARDS[1]})).flat_stop.tolist() == [-1, 4, -1, 6]
 
 
 def test_several_ids(tmp_path):
     write(tmp_path)
     write(tmp_path, unique_id=11)
     write(tmp_path, unique_id=1)
-    assert set(read_paddle_metadata(tmp_path).files) == {"0_11.distcp", "1_11.distcp"}
-    assert set(read_paddle_metadata(tmp_path, 1).files) == {"0_1.distcp", "1_1.distcp"}
+    assert set(read_catalog(tmp_path).files) == {"0_11.distcp", "1_11.distcp"}
+    assert set(read_catalog(tmp_path, 1).files) == {"0_1.distcp", "1_1.distcp"}
     with pytest.raises(ValidationError, match=r"id 7; ids here: \[0, 1, 11\]"):
-        read_paddle_metadata(tmp_path, 7)
+        read_catalog(tmp_path, 7)
     with pytest.raises(ValidationError, match="ids here: none"):
-        read_paddle_metadata(tmp_path / "nowhere")
+        read_catalog(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("ending", ["distcp", "safetensors"])
@@ -111,7 +111,7 @@ def test_a_file_that_is_cut_short_or_missing(tmp_path, ending):
     for length in range(0, len(whole), 7):
         file.write_bytes(whole[:length])
         with pytest.raises(CorruptCheckpointError, match=f"1_0.{ending}"):
-            read_paddle_metadata(tmp_path)
+            read_catalog(tmp_path)
     file.unlink()
     with pytest.raises(CorruptCheckpointError, match=rf"1_0\.{ending} is missing; the metadata names it"):
         SourceDirectory(tmp_path).read_manifest()
@@ -122,7 +122,7 @@ def test_a_file_that_is_cut_short_or_missing(tmp_path, ending):
 def test_data_that_is_not_what_the_metadata_says(tmp_path, ending, change):
     shards = {0: [{**SHARDS[0][0], **change}]}
     with pytest.raises(CorruptCheckpointError, match="metadata") as caught:
-        read_paddle_metadata(write(tmp_path, ending, shards=shards))
+        read_catalog(write(tmp_path, ending, shards=shards))
     assert f"0_0.{ending}" in str(caught.value)
     assert change.get("key", "w") in str(caught.value)
 
@@ -130,24 +130,24 @@ def test_data_that_is_not_what_the_metadata_says(tmp_path, ending, change):
 def test_a_shard_outside_its_tensor(tmp_path):
     shards = {0: [{**SHARDS[0][0], "offset": (3, 0)}]}
     with pytest.raises(ValidationError, match="0.metadata is not usable"):
-        read_paddle_metadata(write(tmp_path, shards=shards))
+        read_catalog(write(tmp_path, shards=shards))
 
 
 def test_another_object_than_metadata(tmp_path):
     (tmp_path / "0.metadata").write_bytes(pickle.dumps({"a": 1}, 4))
     with pytest.raises(CorruptCheckpointError, match="a dict in it; expected Metadata"):
-        read_paddle_metadata(tmp_path)
+        read_catalog(tmp_path)
     write(tmp_path)
     (tmp_path / "0_0.distcp").write_bytes(pickle.dumps([1], 4))
     with pytest.raises(CorruptCheckpointError, match="a list in it; expected a dict of arrays"):
-        read_paddle_metadata(tmp_path)
+        read_catalog(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../0_0.distcp", "/etc/passwd", "..", "", "a\0b", "a/b"])
 def test_file_names_stay_inside(tmp_path, name):
     (tmp_path / "0.metadata").write_bytes(metadata_pickle({name: SHARDS[0]}))
     with pytest.raises(CorruptCheckpointError, match="leaves the checkpoint's directory"):
-        read_paddle_metadata(tmp_path)
+        read_catalog(tmp_path)
 
 
 def test_code_in_a_data_file(tmp_path):
@@ -197,8 +197,8 @@ def test_remote_ones(tmp_path, monkeypatch, ending):
     assert [elements(url, row) for row in range(4)] == [elements(tmp_path, row) for row in range(4)]
     monkeypatch.setattr(paddle_checkpoint, "MOST_PICKLE_BYTES", 100)
     if ending == "safetensors":
-        read_paddle_metadata(url)
+        read_catalog(url)
         return
     with pytest.raises(ValidationError, match=f"{url}/0_0.distcp is a pickle of .* it may have 100. Remedy: copy"):
-        read_paddle_metadata(url)
-    read_paddle_metadata(tmp_path)
+        read_catalog(url)
+    read_catalog(tmp_path)
