@@ -103,7 +103,7 @@ def copy_pieces(pieces: Pieces, source: Storage, target: Storage) -> int:
     return count
 
 
-def _chunks(copy: StridedCopy, itemsize: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:
+def _chunks(copy: StridedCopy, itemsize: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
     step = max(1, chunk_bytes // itemsize)
     for start in range(0, copy.size, step):
         yield start, min(start + step, copy.size)
@@ -136,7 +136,7 @@ def pack_copy(copy: StridedCopy, storage: AnyStorage, buffer: np.ndarray | None 
         yield storage[copy.source_base : copy.source_base + copy.size].view(np.uint8)
         return
     buffer = np.empty(CHUNK_BYTES, dtype=np.uint8) if buffer is None else buffer
-    for start, stop in _chunks(copy, storage.itemsize):
+    for start, stop in _chunks(copy, storage.itemsize, CHUNK_BYTES):
         out = buffer[: (stop - start) * storage.itemsize].view(storage.dtype)
         position = 0
         for part in copy.part(start, stop):

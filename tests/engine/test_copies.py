@@ -58,7 +58,6 @@ class OtherDevice(Device):
 def small_steps(monkeypatch):
     monkeypatch.setattr(copies, "CHUNK_BYTES", CHUNK)
     monkeypatch.setattr(copies, "DEVICE_CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(copies._chunks, "__defaults__", (CHUNK,))
 
 
 def numbers(shape, dtype=np.int32, start=0):
@@ -219,7 +218,7 @@ def test_steps_of_a_stream_are_as_long_as_they_may_be():
 
 
 def test_elements_that_are_longer_than_a_step_are_packed_one_by_one(monkeypatch):
-    monkeypatch.setattr(copies._chunks, "__defaults__", (8,))
+    monkeypatch.setattr(copies, "CHUNK_BYTES", 8)
     matrix = numbers((2, 2), np.complex128)
     turned = StridedCopy((2, 2), 0, (1, 2), 0, (2, 1))
     assert [part.nbytes for part in pack_copy(turned, matrix.reshape(-1), np.empty(16, np.uint8))] == [16] * 4

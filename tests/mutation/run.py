@@ -67,6 +67,8 @@ pytest_add_cli_args=
     no:cacheprovider
     -p
     tests.mutation.fastest_first
+    -m
+    not slow
 timeout_multiplier=2
 timeout_constant=2
 use_git_change_detection=false
@@ -82,7 +84,7 @@ def prepare(room: str, directory: Path) -> dict[str, Change]:
     directory.mkdir(parents=True)
     tests = "\n".join(f"    {path}" for path in TESTS[room])
     (directory / "setup.cfg").write_text(CONFIG.format(room=room, tests=tests))
-    for name in ("paddle_flexckpt", "tests", "benchmarks", "docs"):
+    for name in ("paddle_flexckpt", "tests", "benchmarks", "docs", "pyproject.toml"):
         (directory / name).symlink_to(ROOT / name)
     changes = {}
     with change_cwd(directory):
