@@ -12,22 +12,25 @@ Tested in tests/foreign/test_huggingface.py and tests/foreign/test_paddleformers
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.foreign.huggingface import INDEX_FILE, TENSOR_FILE, find_weights, manifest_of_weights, read_weights
-from paddle_flexckpt.foreign.not_found import explain_missing
-from paddle_flexckpt.foreign.paddle_checkpoint import paddle_ids, read_paddle_manifest
-from paddle_flexckpt.foreign.paddle_metadata import PaddleMetadata
-from paddle_flexckpt.foreign.paddleformers_checkpoint import paddleformers_directories, read_paddleformers_manifest
+from paddle_flexckpt.foreign.paddle_checkpoint import (
+    paddle_ids,
+    paddleformers_directories,
+    read_paddle_manifest,
+    read_paddleformers_manifest,
+)
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA, PaddleMetadata
 from paddle_flexckpt.foreign.unified_checkpoint import is_unified_checkpoint, read_unified_manifest
-from paddle_flexckpt.media.backend import Backend, Location
+from paddle_flexckpt.media.backend import Backend, Location, exists, map_files
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.media.urls import path_of, redacted
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.directory import MANIFEST, CheckpointDirectory, save_of
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.node_directory import NodeDirectory
 
@@ -44,6 +47,9 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
 )
 # What no directory is called that a save makes: a load takes such a path for a file's.
 _FILE_NAMES = (TENSOR_FILE, ".index.json")
+# Weights in pickles of tensors, which no reader here takes.
+_PICKLES = (".pdparams", ".pdopt", ".bin", ".pt", ".pth")
+_MOST_DIRECTORIES = 20
 
 
 class SourceDirectory(CheckpointDirectory):
@@ -225,3 +231,50 @@ def _source_without_ids(backend: Backend, origin: Origin, read: Callable[[], Man
         return read()
 
     return ForeignSource(origin, checked)
+
+
+def explain_missing(backend: Backend, ids: Sequence[int], unique_id: int | None) -> str:
+    """Return the problem and its remedy in a sentence.
+
+    Args:
+        backend: The directory.
+        ids: Of the checkpoints in it that have a manifest.
+        unique_id: The id that is wanted; None stands for any.
+    """
+    path = backend.path
+    if not exists(backend):
+        if backend.has_path and os.path.exists(path):
+            return f"{path} is not a directory. Remedy: give the checkpoint's directory, not a file in it"
+        return f"{path} does not exist. Remedy: correct the path"
+    names = backend.names()
+    begun = sorted({save[0] for save in map(save_of, names) if save} - set(ids))
+    wanted = begun if unique_id is None else [unique_id] if unique_id in begun else []
+    if wanted:
+        return (
+            f"{path} has an unfinished save (id {', '.join(map(str, wanted))}): its manifest is missing, so it was "
+            f"never committed; complete ids here: {ids or 'none'}. Remedy: load another checkpoint"
+        )
+    if ids:
+        return f"{path} has no checkpoint with id {unique_id}; complete ids here: {ids}"
+    if any(name.endswith(".metadata") and name != PADDLE_METADATA for name in names):
+        return (
+            f"{path} is no checkpoint of Paddle's own save_state_dict that can be read: its .metadata files have the "
+            f"ids {paddle_ids(backend) or 'none'}. Remedy: give the path and id of a complete save"
+        )
+    start = f"{path} is not a checkpoint: there is no *.manifest file in it"
+    inside = _directories_with_manifests(backend)
+    if inside:
+        return f"{start}, but in {', '.join(inside)}. Remedy: give the path of that directory"
+    pickles = sorted(name for name in names if name.endswith(_PICKLES))
+    if pickles:
+        return (
+            f"{start}, nor a safetensors file, but {', '.join(pickles[:3])}. Remedy: have their writer save "
+            "safetensors files (PaddleNLP: --unified_checkpoint 1); if there is no model in them, correct the path"
+        )
+    return f"{start}. Remedy: correct the path"
+
+
+def _directories_with_manifests(backend: Backend) -> list[str]:
+    names = sorted(backend.names("directories"))[:_MOST_DIRECTORIES]
+    found = map_files(backend, lambda name: any(map(MANIFEST.fullmatch, backend.child(name).names())), names)
+    return [name for name, has in zip(names, found) if has]

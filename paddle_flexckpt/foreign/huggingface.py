@@ -24,10 +24,10 @@ from paddle_flexckpt.catalog import (
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.media.file_names import check_file_name
+from paddle_flexckpt.native.directory import save_of
 from paddle_flexckpt.native.json_cursor import JsonCursor
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.safetensors_header import StoredTensor, read_header
-from paddle_flexckpt.native.save_names import save_of
 
 TENSOR_FILE, INDEX_FILE = ".safetensors", ".safetensors.index.json"
 MODEL_FILE = "model" + TENSOR_FILE

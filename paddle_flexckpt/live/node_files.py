@@ -33,10 +33,9 @@ from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.peers import Peers
 from paddle_flexckpt.live.sources import CheckedSources
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest, save_of
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
-from paddle_flexckpt.native.save_names import save_of
 from paddle_flexckpt.planning import ExchangePlan
 
 logger = logging.getLogger("paddle_flexckpt")

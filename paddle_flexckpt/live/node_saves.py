@@ -28,9 +28,9 @@ from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.media.backend import Backend, write_file
 from paddle_flexckpt.media.locks import Lock
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
+from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.node_directory import NodeDirectory
-from paddle_flexckpt.native.save_names import SaveNames
 
 logger = logging.getLogger("paddle_flexckpt")
 # By which ranks find out whether they see the same directory.

@@ -6,9 +6,8 @@ import json
 from collections.abc import Collection
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.directory import MARKER, CheckpointDirectory, SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory
-from paddle_flexckpt.native.save_names import MARKER, SaveNames
 
 
 def find_markers(directory: CheckpointDirectory) -> list[str]:

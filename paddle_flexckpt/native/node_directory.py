@@ -23,9 +23,9 @@ from paddle_flexckpt.media.backend import map_files
 from paddle_flexckpt.media.locks import Lock
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.dead_saves import find_markers, find_prepared, read_marker
+from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.manifest import Manifest, read_save_token
 from paddle_flexckpt.native.save_directory import SaveDirectory
-from paddle_flexckpt.native.save_names import SaveNames
 
 
 class NodeSaves(NamedTuple):

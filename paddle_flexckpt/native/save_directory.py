@@ -30,9 +30,8 @@ from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointE
 from paddle_flexckpt.media.backend import Location, map_files, publish, write_file
 from paddle_flexckpt.media.locks import Lock, SaveLock
 from paddle_flexckpt.native.data_file import write_data_file
-from paddle_flexckpt.native.directory import CheckpointDirectory, is_before
+from paddle_flexckpt.native.directory import MANIFEST, MARKER, CheckpointDirectory, SaveNames, is_before, save_of
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
-from paddle_flexckpt.native.save_names import MANIFEST, MARKER, SaveNames, save_of
 
 logger = logging.getLogger("paddle_flexckpt")
 
