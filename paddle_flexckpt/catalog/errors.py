@@ -78,8 +78,8 @@ class ValidationError(CheckpointError, ValueError):
         problems: All problems found, as :class:`Problem` or as texts that came from another rank.
     """
 
-    def __init__(self, problems: Sequence[Problem | str], context: str = "") -> None:
-        self.problems = list(problems)
+    def __init__(self, problems: Problem | str | Sequence[Problem | str], context: str = "") -> None:
+        self.problems = [problems] if isinstance(problems, (Problem, str)) else list(problems)
         lines = list(dict.fromkeys(str(problem) for problem in self.problems))
         head = f"{context}: " if context else ""
         if len(lines) == 1:

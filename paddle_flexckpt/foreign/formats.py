@@ -95,7 +95,7 @@ class SourceDirectory(CheckpointDirectory):
         found = find_foreign(self.backend, self._file) if not ids or of_paddle else None
         if found is not None and (unique_id is None or found.origin != "paddle" or unique_id in of_paddle):
             return found.read(unique_id)
-        raise ValidationError([explain_missing(self.backend, ids, unique_id)])
+        raise ValidationError(explain_missing(self.backend, ids, unique_id))
 
     def origin(self) -> Origin:
         """Tell whose checkpoint is here; errors of :func:`detect_format`."""
@@ -103,7 +103,7 @@ class SourceDirectory(CheckpointDirectory):
             return "native"
         found = find_foreign(self.backend, self._file)
         if found is None:
-            raise ValidationError([explain_missing(self.backend, [], None)])
+            raise ValidationError(explain_missing(self.backend, [], None))
         return found.origin
 
 
@@ -164,7 +164,7 @@ def open_destination(location: Location) -> Backend:
     backend = open_backend(location)
     if backend.path.rstrip("/").endswith(_FILE_NAMES) and not os.path.isdir(backend.path):
         raise ValidationError(
-            [f"{backend.path} names a file, and a checkpoint is a directory. Remedy: give the path of a directory"]
+            f"{backend.path} names a file, and a checkpoint is a directory. Remedy: give the path of a directory"
         )
     return backend
 
@@ -205,10 +205,8 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
     if len(origins) > 1:
         listed = " and ".join(ORIGINS[origin] for origin in origins)
         raise ValidationError(
-            [
-                f"{backend.path} has more than one checkpoint: {listed}. Remedy: give the path of the directory in it, "
-                "or of the safetensors file or index, that is meant; or move the others away"
-            ]
+            f"{backend.path} has more than one checkpoint: {listed}. Remedy: give the path of the directory in it, "
+            "or of the safetensors file or index, that is meant; or move the others away"
         )
     if weights:
         return _source_of_weights(backend, weights)
@@ -226,7 +224,7 @@ def _source_without_ids(backend: Backend, origin: Origin, read: Callable[[], Man
     def checked(unique_id: int | None) -> Manifest:
         if unique_id not in (None, 0):
             raise ValidationError(
-                [f"{backend.path} is {ORIGINS[origin]}, which has no ids. Remedy: leave unique_id={unique_id} out"]
+                f"{backend.path} is {ORIGINS[origin]}, which has no ids. Remedy: leave unique_id={unique_id} out"
             )
         return read()
 

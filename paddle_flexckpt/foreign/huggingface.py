@@ -219,10 +219,8 @@ def find_weights(path: str, names: Sequence[str]) -> str | None:
         )
     if len(choices) > 1:
         raise ValidationError(
-            [
-                f"{path} has several sets of safetensors files: {_listed(choices)}. Remedy: give the path of the one "
-                f"that is meant, such as {path}/{choices[0]}"
-            ]
+            f"{path} has several sets of safetensors files: {_listed(choices)}. Remedy: give the path of the one "
+            f"that is meant, such as {path}/{choices[0]}"
         )
     return choices[0] if choices else None
 

@@ -83,7 +83,7 @@ def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manife
     if not ids or (unique_id is not None and unique_id not in ids):
         wanted = "" if unique_id is None else f" with id {unique_id}"
         raise ValidationError(
-            [f"{backend.path} has no checkpoint of Paddle's own save_state_dict{wanted}; ids here: {ids or 'none'}"]
+            f"{backend.path} has no checkpoint of Paddle's own save_state_dict{wanted}; ids here: {ids or 'none'}"
         )
     chosen = ids[-1] if unique_id is None else unique_id
     name = f"{chosen}.metadata"
@@ -121,7 +121,7 @@ def _with_global_shapes(metadata: Metadata) -> Metadata:
     for key, shards in metadata.state_dict_metadata.items():
         if shards and all(shard.global_shape is None for shard in shards):
             if len({(len(shard.global_offset), len(shard.local_shape)) for shard in shards}) != 1:
-                raise ValidationError([Problem("shards differ in their number of axes", key)])
+                raise ValidationError(Problem("shards differ in their number of axes", key))
             ends = [[o + s for o, s in zip(shard.global_offset, shard.local_shape)] for shard in shards]
             whole = tuple(max(extents) for extents in zip(*ends))
             shards = [replace(shard, global_shape=whole) for shard in shards]
@@ -150,11 +150,9 @@ def _index(backend: Backend, name: str) -> tuple[Mapping[str, _Stretch], int]:
             return _index_distcp(mapped, path), file.size
         if file.size > MOST_PICKLE_BYTES:
             raise ValidationError(
-                [
-                    f"{path} is a pickle of {file.size} bytes, which has to be in memory to be looked through; where "
-                    f"it is not on a local disk it may have {MOST_PICKLE_BYTES}. Remedy: copy the checkpoint to a "
-                    "local disk"
-                ]
+                f"{path} is a pickle of {file.size} bytes, which has to be in memory to be looked through; where "
+                f"it is not on a local disk it may have {MOST_PICKLE_BYTES}. Remedy: copy the checkpoint to a "
+                "local disk"
             )
         return _index_distcp(file.read(0, file.size), path), file.size
 
@@ -231,7 +229,7 @@ def read_paddleformers_manifest(backend: Backend, directories: Sequence[str], un
     """
     ids = {name: paddle_ids(inner(backend, name)) for name in directories}
     if unique_id is not None and not any(unique_id in found for found in ids.values()):
-        raise ValidationError([f"{backend.path} has no checkpoint with id {unique_id}; ids by directory: {ids}"])
+        raise ValidationError(f"{backend.path} has no checkpoint with id {unique_id}; ids by directory: {ids}")
     chosen = max(next(found for found in ids.values() if found)) if unique_id is None else unique_id
     manifests = []
     for name in directories:

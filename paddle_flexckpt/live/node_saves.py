@@ -89,10 +89,8 @@ class NodeSave:
         copies = self.copies
         if not isinstance(copies, int) or isinstance(copies, bool) or not 1 <= copies <= len(self.nodes):
             raise ValidationError(
-                [
-                    f"node_copies has to be 1 to {len(self.nodes)}, the number of nodes "
-                    f"({', '.join(self.node_names)}); got {copies!r}. Remedy: lower it, or run on more nodes"
-                ]
+                f"node_copies has to be 1 to {len(self.nodes)}, the number of nodes "
+                f"({', '.join(self.node_names)}); got {copies!r}. Remedy: lower it, or run on more nodes"
             )
         self._is_removable = True
         if self.is_committer:

@@ -204,10 +204,8 @@ class StepDirectories:
         directory = self.directory(step)
         if not replace and _MANIFEST in directory.names():
             raise ValidationError(
-                [
-                    f"there is a checkpoint of step {step} in {directory.path}. Remedy: overwrite=True replaces it, as "
-                    "soon as the new one is complete"
-                ]
+                f"there is a checkpoint of step {step} in {directory.path}. Remedy: overwrite=True replaces it, as "
+                "soon as the new one is complete"
             )
 
     def give_up(self, step: int, error: CheckpointError, keeps: bool) -> None:

@@ -77,7 +77,7 @@ class Claim:
 def check_lease_seconds(seconds: object) -> float:
     """Return a lease's time; ValidationError if it is none."""
     if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds < 86400:
-        raise ValidationError([f"lease_seconds has to be a number of seconds, at most a day; got {seconds!r}"])
+        raise ValidationError(f"lease_seconds has to be a number of seconds, at most a day; got {seconds!r}")
     return float(seconds)
 
 

@@ -164,7 +164,7 @@ class LocalBackend(Backend):
             os.makedirs(self.path, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise ValidationError(
-                [f"{self.path} is not a directory, so nothing can be saved there. Remedy: give another path"]
+                f"{self.path} is not a directory, so nothing can be saved there. Remedy: give another path"
             ) from error
         for made in missing:
             sync_path(os.path.dirname(made))

@@ -109,11 +109,9 @@ class FsspecBackend(Backend):
         chosen: Commit | None = self._settings["commit"] or commit_of(self._protocol, self._medium.file_system)
         if chosen is None:
             raise ValidationError(
-                [
-                    f"it is not known how {self._protocol!r} replaces a file at once, so nothing can be saved to "
-                    f"{self.path}. Remedy: if you know, open_storage(url, commit='put') (whole files appear at once), "
-                    "'replace' (renaming is atomic and replaces) or 'rename' (renaming is atomic)"
-                ]
+                f"it is not known how {self._protocol!r} replaces a file at once, so nothing can be saved to "
+                f"{self.path}. Remedy: if you know, open_storage(url, commit='put') (whole files appear at once), "
+                "'replace' (renaming is atomic and replaces) or 'rename' (renaming is atomic)"
             )
         return chosen
 
@@ -177,7 +175,7 @@ class FsspecBackend(Backend):
             with contextlib.suppress(FileNotFoundError):
                 if medium.info("")["type"] == "file":
                     raise ValidationError(
-                        [f"{self.path} is not a directory, so nothing can be saved there. Remedy: give another URL"]
+                        f"{self.path} is not a directory, so nothing can be saved there. Remedy: give another URL"
                     )
         if commit != "put":
             medium.make_directory()
@@ -196,20 +194,16 @@ class FsspecBackend(Backend):
         """Implement the base class; there may be secrets in it, so it is for processes of this job, not for files."""
         if self._protocol == "memory":
             raise ValidationError(
-                [
-                    f"{self.path} is in the memory of this process, where no other process can save. Remedy: save "
-                    "synchronously, or elsewhere"
-                ]
+                f"{self.path} is in the memory of this process, where no other process can save. Remedy: save "
+                "synchronously, or elsewhere"
             )
         for name, value in self._options.items():
             try:
                 json.dumps(value)
             except (TypeError, ValueError) as error:
                 raise ValidationError(
-                    [
-                        f"the option {name!r} of {self.path} cannot be passed to another process: it is a "
-                        f"{type(value).__name__}. Remedy: save synchronously, or give it as text, or by the environment"
-                    ]
+                    f"the option {name!r} of {self.path} cannot be passed to another process: it is a "
+                    f"{type(value).__name__}. Remedy: save synchronously, or give it as text, or by the environment"
                 ) from error
         return {"url": self._url, "options": self._options, **self._settings}
 
@@ -224,11 +218,11 @@ def _open_medium(url: str, shown: str, options: dict[str, Any], retries: int, se
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         raise ValidationError(
-            [f"{shown} needs a package that is not installed ({error}). Remedy: pip install 'paddle-flexckpt[remote]'"]
+            f"{shown} needs a package that is not installed ({error}). Remedy: pip install 'paddle-flexckpt[remote]'"
         ) from error
     except ValueError as error:
         raise ValidationError(
-            [f"{shown}: fsspec {fsspec.__version__} knows no file system {protocol!r}. Remedy: correct the URL"]
+            f"{shown}: fsspec {fsspec.__version__} knows no file system {protocol!r}. Remedy: correct the URL"
         ) from error
     is_s3 = protocol in PROTOCOLS
     file_system, root = Retrier(0, secrets)(shown, url_to_fs, url, **(s3_options(options) if is_s3 else options))

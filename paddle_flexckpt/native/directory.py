@@ -116,7 +116,7 @@ class CheckpointDirectory:
         ids = self.list_ids()
         if not ids or (unique_id is not None and unique_id not in ids):
             wanted = "" if unique_id is None else f" with id {unique_id}"
-            raise ValidationError([f"{self.path} has no checkpoint{wanted}; complete ids here: {ids or 'none'}"])
+            raise ValidationError(f"{self.path} has no checkpoint{wanted}; complete ids here: {ids or 'none'}")
         return self.read_committed(ids[-1] if unique_id is None else unique_id)
 
     def read_committed(self, unique_id: int) -> Manifest:

@@ -171,10 +171,8 @@ class Manifest:
         intact = [known for known in FORMAT_VERSIONS if digest == _digest(arrays, info | {"format_version": known})]
         if version not in FORMAT_VERSIONS and not intact:
             raise ValidationError(
-                [
-                    f"{file} has format version {version!r}; this library reads versions "
-                    f"{' and '.join(FORMAT_VERSIONS)}. Remedy: update paddle-flexckpt"
-                ]
+                f"{file} has format version {version!r}; this library reads versions "
+                f"{' and '.join(FORMAT_VERSIONS)}. Remedy: update paddle-flexckpt"
             )
         if version not in intact:
             raise CorruptCheckpointError(
@@ -288,7 +286,7 @@ def merge_parts(parts: Sequence[Manifest]) -> Manifest:
     """
     tokens = sorted({part.save_token for part in parts})
     if len(tokens) != 1:
-        raise ValidationError([f"parts of different saves cannot be merged: tokens {tokens}"])
+        raise ValidationError(f"parts of different saves cannot be merged: tokens {tokens}")
     catalog = concat([part.catalog for part in parts])
     values = np.concatenate([part.checksums.values for part in parts])
     sizes = {name: size for part in parts for name, size in part.sizes.items()}

@@ -92,10 +92,8 @@ class BlockReader:
         backend, mode = open_backend(directory), verify_mode(verify)
         if manifest.foreign and mode == "full":
             raise ValidationError(
-                [
-                    f"{backend.path} is another program's checkpoint ({manifest.origin}), without checksums: "
-                    "verify='full' cannot be kept. Remedy: load it with another mode, and save it again"
-                ]
+                f"{backend.path} is another program's checkpoint ({manifest.origin}), without checksums: "
+                "verify='full' cannot be kept. Remedy: load it with another mode, and save it again"
             )
         self.files = RowFiles(backend, manifest)
         self.count = self.files.count

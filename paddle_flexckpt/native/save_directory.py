@@ -95,7 +95,7 @@ class SaveDirectory(CheckpointDirectory):
     def choose_save(self, unique_id: int | None) -> tuple[int, int]:
         """Return the id and generation of a new save; arguments and errors as of :meth:`open_save`."""
         if unique_id is not None and (not isinstance(unique_id, int) or isinstance(unique_id, bool) or unique_id < 0):
-            raise ValidationError([f"unique_id must be None or an integer >= 0; got {unique_id!r}"])
+            raise ValidationError(f"unique_id must be None or an integer >= 0; got {unique_id!r}")
         self.backend.make_directory()
         used: dict[int, int] = {}
         names = self.backend.names()
@@ -110,10 +110,8 @@ class SaveDirectory(CheckpointDirectory):
             unique_id = max(used, default=-1) + 1
         if f"{unique_id}.manifest" in names and not self.backend.replaces:
             raise ValidationError(
-                [
-                    f"{self.path} has a checkpoint with id {unique_id}, and its file system cannot replace a manifest "
-                    "at once. Remedy: save under a new id (unique_id=None takes the next one)"
-                ]
+                f"{self.path} has a checkpoint with id {unique_id}, and its file system cannot replace a manifest "
+                "at once. Remedy: save under a new id (unique_id=None takes the next one)"
             )
         return unique_id, used[unique_id] + 1 if unique_id in used else 0
 
