@@ -61,14 +61,7 @@ class SourceDirectory(CheckpointDirectory):
     """
 
     def __init__(self, location: Location) -> None:
-        """Open nothing yet.
-
-        Args:
-            location: The directory, which need not exist; or a safetensors file or index of another program's.
-
-        Raises:
-            ValidationError: It is no location.
-        """
+        """Open nothing yet; a safetensors file or index is one too. ValidationError if it is no location."""
         backend, self._file = _split_file(location)
         super().__init__(backend)
         self.path = backend.where(self._file) if self._file else backend.path
@@ -78,10 +71,7 @@ class SourceDirectory(CheckpointDirectory):
         return [] if self._file else super().list_ids()
 
     def read_manifest(self, unique_id: int | None = None) -> Manifest:
-        """Read the manifest of a checkpoint, or make one of what another program has written.
-
-        Args:
-            unique_id: Its id; None takes the highest.
+        """Read the manifest of a checkpoint (None: the highest id), or make one of what another program has written.
 
         Raises:
             ValidationError: There is no such checkpoint; the text says what is there instead.
@@ -147,11 +137,7 @@ def shown(location: object) -> str:
 
 
 def open_to_save(location: Location) -> NodeDirectory:
-    """Return the directory that a location stands for, to save to, with the file for Paddle's own loader.
-
-    Raises:
-        ValidationError: It is no location, or a file's by its name, and no directory has that name.
-    """
+    """Open a directory to save to, with the file for Paddle's own loader; errors of :func:`open_destination`."""
     return NodeDirectory(open_destination(location), PaddleMetadata())
 
 
@@ -179,9 +165,7 @@ class ForeignSource(NamedTuple):
 def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | None:
     """Find what another program has written into a directory; None if there is nothing of the kind.
 
-    Args:
-        backend: The directory.
-        file: The safetensors file or index that is meant; everything else is left aside then.
+    Where ``file``, a safetensors file or index, is meant, everything else is left aside.
 
     Raises:
         ValidationError: It could be more than one thing; the text says how to choose.
@@ -232,13 +216,7 @@ def _source_without_ids(backend: Backend, origin: Origin, read: Callable[[], Man
 
 
 def explain_missing(backend: Backend, ids: Sequence[int], unique_id: int | None) -> str:
-    """Return the problem and its remedy in a sentence.
-
-    Args:
-        backend: The directory.
-        ids: Of the checkpoints in it that have a manifest.
-        unique_id: The id that is wanted; None stands for any.
-    """
+    """Explain why a directory, with manifests of ``ids``, has no checkpoint of an id (None: any), and give a remedy."""
     path = backend.path
     if not exists(backend):
         if backend.has_path and os.path.exists(path):

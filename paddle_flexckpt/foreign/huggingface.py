@@ -198,10 +198,6 @@ def find_weights(path: str, names: Sequence[str]) -> str | None:
     An index comes first, then ``model.safetensors``, then the only file there is. Files that the index does not name
     are not looked at, nor are others beside ``model.safetensors``.
 
-    Args:
-        path: The directory, for errors.
-        names: Of its files.
-
     Raises:
         ValidationError: There is more than one that it could be.
         CorruptCheckpointError: There are numbered files, and no index.

@@ -67,11 +67,7 @@ def paddle_ids(location: Location) -> list[int]:
 
 
 def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manifest:
-    """Read a checkpoint of Paddle's own as a manifest without checksums: one row per shard, with file and first byte.
-
-    Args:
-        path: Its directory.
-        unique_id: Its id; None takes the highest.
+    """Read a checkpoint of Paddle's own as a manifest without checksums; None takes the highest id.
 
     Raises:
         ValidationError: There is no such checkpoint, or its metadata contradicts itself.
@@ -217,10 +213,7 @@ def paddleformers_directories(backend: Backend, directories: Sequence[str]) -> l
 def read_paddleformers_manifest(backend: Backend, directories: Sequence[str], unique_id: int | None = None) -> Manifest:
     """Read several directories as one manifest without checksums; its files have their directory in front.
 
-    Args:
-        backend: The directory that has them.
-        directories: Their names.
-        unique_id: The id in each of them; None takes the highest of the first.
+    None as an id takes the highest of the first directory.
 
     Raises:
         ValidationError: There is no such checkpoint, or its metadata contradicts itself.

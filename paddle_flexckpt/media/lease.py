@@ -39,15 +39,7 @@ _READS = 10
 
 @dataclass(frozen=True)
 class Claim:
-    """Name the holder of a lease, as its file does.
-
-    Attributes:
-        token: Random text of the holder.
-        host: Where it runs.
-        pid: Its process.
-        counter: Rises with every renewal.
-        seconds: The lease's time.
-    """
+    """Name the holder of a lease, as its file does; the counter rises with every renewal."""
 
     token: str
     host: str
@@ -163,13 +155,7 @@ class LeaseLocks(Locks):
     """Let savers of a directory exclude each other by a lease; there is nothing for readers."""
 
     def __init__(self, backend: Backend, seconds: float, exclusive: Callable[[], bool] = lambda: True) -> None:
-        """Take nothing yet.
-
-        Args:
-            backend: The directory.
-            seconds: How long a saver may be silent before another one may take its place.
-            exclusive: Tells whether, of two that create a file at a time, one fails for certain.
-        """
+        """Take nothing yet; ``exclusive`` tells whether, of two that create a file at a time, one fails for certain."""
         self._backend = backend
         self._seconds, self._exclusive = check_lease_seconds(seconds), exclusive
         self._lease: LeaseLock | None = None

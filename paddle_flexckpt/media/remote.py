@@ -40,16 +40,7 @@ class FsspecBackend(Backend):
         part_bytes: int = PART_BYTES,
         commit: Commit | None = None,
     ) -> None:
-        """Connect to nothing yet.
-
-        Args:
-            url: The directory; it need not exist.
-            options: fsspec's storage options.
-            lock: Whether savers exclude each other. Without it, that is up to the caller.
-            lease_seconds: How long a saver may be silent before another one may take its place.
-            retries: Tries after the first one, where another may help.
-            part_bytes: Bytes that are sent at a time; some such parts are in memory.
-            commit: How a file takes another's place there, see ``medium.py``; None: by the protocol.
+        """Connect to nothing yet; ``options`` are fsspec's, the others as of :func:`media.opening.open_storage`.
 
         Raises:
             ValidationError: An argument is none, or the URL has a password in it that would not be used.

@@ -40,13 +40,8 @@ def remove_dead_saves(
     lost. But a manifest that was not put in place, by a save or a repair, is of no use to anybody. What is prepared
     stays: another node may have published its part of that save.
 
-    Args:
-        directory: Where they are.
-        current: The save that is being made.
-        aborted: Tokens of prepared saves that no node has published.
-
-    Returns:
-        Names of the files removed.
+    ``current`` is the save that is being made, ``aborted`` has the tokens of prepared saves that no node has published.
+    Returns the names of the files removed.
     """
     names = directory.backend.names()
     removed = directory.remove_temporaries()

@@ -91,11 +91,7 @@ class CheckpointDirectory:
     """
 
     def __init__(self, location: Location) -> None:
-        """Open nothing yet.
-
-        Args:
-            location: The directory, which need not exist.
-        """
+        """Open nothing yet: the directory need not exist."""
         self.backend = open_backend(location)
         self.path = self.backend.path
 
@@ -104,10 +100,7 @@ class CheckpointDirectory:
         return sorted(int(match[1]) for match in map(MANIFEST.fullmatch, self.backend.names()) if match)
 
     def read_manifest(self, unique_id: int | None = None) -> Manifest:
-        """Read the manifest of a checkpoint.
-
-        Args:
-            unique_id: Its id; None takes the highest.
+        """Read the manifest of a checkpoint; None takes the highest id.
 
         Raises:
             ValidationError: There is no such checkpoint.
@@ -189,23 +182,10 @@ class CheckpointDirectory:
 
 
 class LockedManifest:
-    """Keep a checkpoint while it is read: its manifest, and the lock, which leaving the context releases.
-
-    Attributes:
-        manifest: As :meth:`CheckpointDirectory.read_manifest` gives it.
-    """
+    """Keep a checkpoint while it is read: its manifest, and the lock, which leaving the context releases."""
 
     def __init__(self, directory: CheckpointDirectory, unique_id: int | None = None) -> None:
-        """Take the lock, then read.
-
-        Args:
-            directory: Where the manifest is.
-            unique_id: Its id; None takes the highest.
-
-        Raises:
-            ValidationError: There is no such checkpoint.
-            CorruptCheckpointError: The manifest is damaged.
-        """
+        """Take the lock, then read; arguments and errors as of :meth:`CheckpointDirectory.read_manifest`."""
         before: list[int] | None = None
         while True:
             ids = directory.list_ids()

@@ -145,11 +145,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, file: str) -> Manifest:
-        """Read a container.
-
-        Args:
-            data: Its bytes.
-            file: Its name, for errors.
+        """Read a container's bytes; ``file`` is its name, for errors.
 
         Raises:
             CorruptCheckpointError: The bytes are not a manifest, or not the ones that were written.

@@ -72,22 +72,12 @@ class BlockReader:
     """
 
     def __init__(
-        self,
-        directory: Location,
-        manifest: Manifest,
-        verify: bool | VerifyMode = "read",
-        use_replicas: bool = True,
+        self, directory: Location, manifest: Manifest, verify: bool | VerifyMode = "read", use_replicas: bool = True
     ) -> None:
-        """Open nothing yet.
-
-        Args:
-            directory: Where the files are.
-            manifest: What they hold.
-            verify: Which bytes are compared with their checksums; see :func:`verify_mode`.
-            use_replicas: Whether a replica in another file serves where one is damaged.
+        """Open nothing yet; ``use_replicas`` says whether a replica in another file serves where one is damaged.
 
         Raises:
-            ValidationError: There is no such mode, or there are no checksums for it.
+            ValidationError: There is no such mode (see :func:`verify_mode`), or there are no checksums for it.
         """
         backend, mode = open_backend(directory), verify_mode(verify)
         if manifest.foreign and mode == "full":
@@ -258,10 +248,7 @@ class BlockReader:
                 self.read_block(item, number, each)
 
     def wait_for_hashes(self, behind: int = 0) -> None:
-        """Wait for blocks that are being hashed, and read damaged ones again.
-
-        Args:
-            behind: How many groups of them may still be.
+        """Wait until at most ``behind`` groups of blocks are being hashed, and read damaged ones again.
 
         Raises:
             CorruptCheckpointError: A block does not have its checksum, and there is no replica.

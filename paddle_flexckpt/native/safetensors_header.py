@@ -77,10 +77,7 @@ def read_header(file: InputFile, name: str, most: int = MAX_HEADER_BYTES) -> Hea
 def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
     """Read a header, entry by entry: what is not an entry of a header is refused before anything is made of it.
 
-    Args:
-        text: The JSON text, without the 8 bytes before it.
-        file_bytes: Size of the whole file.
-        file: Its name, for errors.
+    ``text`` is JSON, without the 8 bytes before it; ``file`` is the file's name, for errors.
 
     Raises:
         CorruptCheckpointError: It is not a header, or tensors overlap, leave gaps or leave the file.

@@ -58,12 +58,7 @@ class SaveDirectory(CheckpointDirectory):
     """Save checkpoints into one directory."""
 
     def __init__(self, location: Location, companion: Companion) -> None:
-        """Open nothing yet.
-
-        Args:
-            location: The directory, which need not exist.
-            companion: Makes the file for another program's loader.
-        """
+        """Open nothing yet: the directory need not exist."""
         super().__init__(location)
         self._companion = companion
         self._temporary = re.compile(rf"(?:(\d+)\.manifest|{re.escape(companion.name)})\.[0-9a-f]{{32}}\.tmp", re.ASCII)
@@ -148,35 +143,22 @@ class SaveDirectory(CheckpointDirectory):
         world_size: int,
         step: int | None = None,
     ) -> None:
-        """Write a rank's data file and then its part.
-
-        Args:
-            save: The save.
-            rank: The rank.
-            items: Its rows of the write plan.
-            data: Their bytes, as for :func:`write_data_file`.
-            world_size: Ranks that take part.
-            step: Training step, if known.
-        """
+        """Write a rank's data file, as :func:`write_data_file` does, and then its part."""
         self.write_part(save, rank, self.write_data(save, items, data, world_size=world_size, step=step))
 
     def write_data(
         self, save: SaveNames, items: Catalog, data: Iterable[np.ndarray], *, world_size: int, step: int | None = None
     ) -> Manifest:
-        """Write a rank's data file and return its part; arguments and errors as of :meth:`write_share`."""
+        """Write a rank's data file and return its part."""
         return write_data_file(self.backend, items, data, SaveInfo(save.token, save.unique_id, world_size, step))
 
     def write_part(self, save: SaveNames, rank: int, part: Manifest) -> None:
         """Write a rank's part; its data file is durable already."""
-        self._write_whole(save.part_file(rank), part.encode())
+        write_file(self.backend, save.part_file(rank), part.encode(), "replace")
 
     def write_failure(self, save: SaveNames, rank: int, error: bytes) -> None:
         """Write why a rank cannot write, for the others, in place of what the rank said before."""
-        self._write_whole(save.failure_file(rank), error)
-
-    def _write_whole(self, name: str, data: bytes) -> None:
-        """Write a file that others look for, so it has to appear whole."""
-        write_file(self.backend, name, data, "replace")
+        write_file(self.backend, save.failure_file(rank), error, "replace")
 
     def progress(self, save: SaveNames, ranks: Sequence[int]) -> tuple[set[int], dict[int, bytes]]:
         """Return the ranks whose parts are here, and what those say that failed."""
@@ -229,13 +211,8 @@ class SaveDirectory(CheckpointDirectory):
     def publish(self, save: SaveNames, manifest: bytes, check: Callable[[], None] = lambda: None) -> Lock | None:
         """Put the manifest of a save in place: from then on the checkpoint exists.
 
-        Args:
-            save: The save.
-            manifest: Its manifest.
-            check: Called right before; what it raises keeps the manifest from its place.
-
-        Returns:
-            The lock of the manifest that it has replaced; None if that is being read.
+        What ``check``, called right before, raises keeps the manifest from its place. Returns the lock of the manifest
+        that it has replaced; None if that is being read.
         """
         name = f"{save.unique_id}.manifest"
         replaced = self.backend.locks.claim(name)
@@ -357,7 +334,7 @@ class SaveDirectory(CheckpointDirectory):
                 data = refuse("its files are on several nodes") if several else self._companion.encode(manifest)
             except (CorruptCheckpointError, ValidationError):
                 data = refuse("its manifest is damaged")
-        self._write_whole(self._companion.name, data)
+        write_file(self.backend, self._companion.name, data, "replace")
         self.backend.sync()
 
     def _remove_refusal(self, marker: str = "") -> None:

@@ -55,10 +55,6 @@ def verify_files(directory: Location, manifest: Manifest) -> Verification:
 
     Compared are sizes, save tokens, headers (with the bytes that the manifest says they have), the checksum of every
     block, and whether items follow each other without gaps. One block is in memory at a time.
-
-    Args:
-        directory: Where the files are.
-        manifest: What they hold.
     """
     found = Verification()
     notes: list[_Note] = []
@@ -128,12 +124,7 @@ class _FileVerifier:
     """Compare one data file with the manifest."""
 
     def __init__(
-        self,
-        directory: Location,
-        manifest: Manifest,
-        file: int,
-        rows: np.ndarray,
-        found: Verification,
+        self, directory: Location, manifest: Manifest, file: int, rows: np.ndarray, found: Verification
     ) -> None:
         self._manifest = manifest
         self._block_bytes = manifest.checksums.block_bytes
