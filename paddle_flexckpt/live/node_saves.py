@@ -25,12 +25,11 @@ from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.shared_saves import Share
 from paddle_flexckpt.live.transport import Transport
-from paddle_flexckpt.media.backend import Backend, write_file
-from paddle_flexckpt.media.locks import Lock
-from paddle_flexckpt.native.dead_saves import remove_dead_saves
+from paddle_flexckpt.media.backend import Backend, Lock, write_file
 from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.node_directory import NodeDirectory
+from paddle_flexckpt.native.save_directory import remove_dead_saves
 
 logger = logging.getLogger("paddle_flexckpt")
 # By which ranks find out whether they see the same directory.

@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Backend, write_file
-from paddle_flexckpt.media.locks import Locks, SaveLock
+from paddle_flexckpt.media.backend import Backend, Locks, SaveLock, write_file
 
 logger = logging.getLogger("paddle_flexckpt")
 

@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Backend, InputFile, Kind, Mode, OutputFile, map_files
+from paddle_flexckpt.media.backend import Backend, InputFile, Kind, Locks, Mode, OutputFile, map_files
 from paddle_flexckpt.media.file_names import check_member
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS, LeaseLocks, check_lease_seconds
-from paddle_flexckpt.media.locks import Locks
 from paddle_flexckpt.media.medium import COMMIT_OF, COMMITS, Commit, Medium, commit_of
 from paddle_flexckpt.media.remote_files import RemoteInputFile, RemoteOutputFile, Windows
 from paddle_flexckpt.media.retrying import DEFAULT_RETRIES, Retrier

@@ -7,11 +7,11 @@ Removers and replacers must take this lock exclusively first.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Location, map_files
-from paddle_flexckpt.media.locks import Lock
+from paddle_flexckpt.media.backend import Location, Lock, map_files
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.manifest import Manifest
@@ -152,14 +152,18 @@ class CheckpointDirectory:
         older = [name for name in self.backend.names() if is_before(save_of(name), manifest.unique_id, newest)]
         return named + sorted(set(older) - set(named))
 
-    def check_complete(self, manifest: Manifest) -> None:
-        """Check that all data files of a checkpoint are there, of their size and of the same save.
+    def check_complete(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
+        """Check that data files of a checkpoint (None: all) are there, of their size and of the same save.
 
         Raises:
             CorruptCheckpointError: One is not.
         """
         sizes = manifest.sizes
-        map_files(self.backend, lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(), sizes)
+
+        def check(name: str) -> None:
+            check_data_file(self.backend, manifest, name, sizes[name]).close()
+
+        map_files(self.backend, check, sizes if names is None else names)
 
     def usable_files(self, manifest: Manifest) -> tuple[list[bool], dict[str, str]]:
         """Find out which data files of a checkpoint are here as they were written.

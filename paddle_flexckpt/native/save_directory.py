@@ -9,7 +9,7 @@
 A crash at any point leaves the manifests that were there, and the files that they name, as they were. The next save
 finds the marker and cleans up. The companion is there before the first data file, and names files that are there.
 
-Tested in tests/native/test_directory.py.
+Tested in tests/native/test_directory.py and tests/native/test_dead_saves.py.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ import os
 import re
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Location, map_files, publish, write_file
-from paddle_flexckpt.media.locks import Lock, SaveLock
+from paddle_flexckpt.media.backend import Location, Lock, SaveLock, map_files, publish, write_file
 from paddle_flexckpt.native.data_file import write_data_file
 from paddle_flexckpt.native.directory import MANIFEST, MARKER, CheckpointDirectory, SaveNames, is_before, save_of
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
@@ -74,11 +73,7 @@ class SaveDirectory(CheckpointDirectory):
         return self.backend.locks.take()
 
     def open_save(self, unique_id: int | None, world_size: int = 1) -> SaveNames:
-        """Choose the id and names of a new save and mark it as begun. The caller has the lock.
-
-        Args:
-            unique_id: The id to write; None takes the one after the highest that any file here has.
-            world_size: Ranks that take part.
+        """Choose the names of a new save (id None: after the highest) and mark it as begun. The caller has the lock.
 
         Raises:
             ValidationError: The id is not a non-negative integer, or the path is not a directory.
@@ -231,6 +226,7 @@ class SaveDirectory(CheckpointDirectory):
         written or removed.
         """
         try:
+            # Durable before anything that it named is removed.
             self.update_companion(manifest)
             useless = self.find_useless(save, self.backend.names(), being_read)
             self.remove_save_files(useless, save.marker_file)
@@ -314,10 +310,7 @@ class SaveDirectory(CheckpointDirectory):
         self.backend.remove(marker)
 
     def update_companion(self, only: Manifest | None = None) -> None:
-        """Bring the companion up to date; it is durable before anything that it named is removed.
-
-        ``only`` is the manifest of the only checkpoint here, if the caller has it.
-        """
+        """Bring the companion up to date, durably; ``only`` is the manifest of the only checkpoint, if known."""
         if not self.backend.has_path:
             return
         ids = self.list_ids()
@@ -347,3 +340,60 @@ class SaveDirectory(CheckpointDirectory):
             return
         if own.is_ours(self.backend.read(own.name)):
             self.backend.remove(own.name)
+
+
+def find_markers(directory: CheckpointDirectory) -> list[str]:
+    """Return the names of the files that say that a save has begun."""
+    return sorted(filter(MARKER.fullmatch, directory.backend.names()))
+
+
+def read_marker(directory: CheckpointDirectory, marker: str) -> SaveNames | None:
+    """Return the save that a marker is of; None if it died before the marker was whole, so before any other file."""
+    try:
+        said = json.loads(directory.backend.read(marker))
+        save = SaveNames(int(said["unique_id"]), int(said["generation"]), str(said["token"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return save if save.marker_file == marker else None
+
+
+def find_prepared(directory: CheckpointDirectory, save: SaveNames) -> list[str]:
+    """Return the files that say that a save is complete here and perhaps published elsewhere; none if it is here."""
+    names = [name for name in directory.backend.names() if save.owns(name) and name.endswith(".prepared")]
+    return [] if not names or directory.is_committed(save) else names
+
+
+def remove_dead_saves(
+    directory: SaveDirectory, current: SaveNames | None = None, aborted: Collection[str] = ()
+) -> list[str]:
+    """Remove what saves left behind that died: those whose marker is here. The caller has the lock.
+
+    Files that no marker speaks of are left alone, whether a manifest names them or not: it may be the manifest that was
+    lost. But a manifest that was not put in place, by a save or a repair, is of no use to anybody. What is prepared
+    stays: another node may have published its part of that save.
+
+    ``current`` is the save that is being made, ``aborted`` has the tokens of prepared saves that no node has published.
+    Returns the names of the files removed.
+    """
+    names = directory.backend.names()
+    removed = directory.remove_temporaries()
+    for marker in find_markers(directory):
+        save = read_marker(directory, marker)
+        if current is not None and marker == current.marker_file:
+            continue
+        if save is None:
+            directory.remove_save_files([], marker)
+            removed.append(marker)
+            continue
+        if save.token not in aborted and find_prepared(directory, save):
+            continue
+        try:
+            useless = directory.find_useless(save, names)
+        except CorruptCheckpointError:
+            continue  # whose files these are cannot be told
+        directory.remove_uploads(save)
+        if directory.is_committed(save):
+            directory.update_companion()  # it may have died before that
+        directory.remove_save_files(useless, marker)
+        removed += [*useless, marker]
+    return removed
