@@ -1,4 +1,4 @@
-"""The command line: one sub-command per module of this package. Tested in tests/cli/test_cli.py."""
+"""The command line: each module of this package adds commands. Tested in tests/cli/test_cli.py."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from paddle_flexckpt._version import __version__
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.cli import export, inspect, patch, repair, rules, statements, verify
+from paddle_flexckpt.cli import checkpoints, inspect, patch, rules, statements
 from paddle_flexckpt.cli.arguments import Outcome
 from paddle_flexckpt.patching import PatchError
 
-_COMMANDS = (inspect, verify, repair, export, statements, rules, patch)
+_COMMANDS = (inspect, checkpoints, statements, rules, patch)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -10,7 +10,8 @@ import numpy as np
 from paddle_flexckpt.algebra import Box, StridedCopy, row_major_strides
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.copies import copy_values
-from paddle_flexckpt.live.tensors import HostTensor, device_of, dtype_name, open_storage
+from paddle_flexckpt.live.tensor_memory import device_of, dtype_name
+from paddle_flexckpt.live.tensors import HostTensor, open_storage
 
 
 def assign_sharded_slice(

@@ -18,7 +18,7 @@ import numpy as np
 from paddle_flexckpt.algebra import StridedCopy, array_axes, strides_of_shape
 from paddle_flexckpt.catalog import CheckpointError, dtype_of
 from paddle_flexckpt.engine.copies import DEVICE_CHUNK_BYTES, DeviceStorage
-from paddle_flexckpt.live.tensors import device_of, dtype_name, element_count, empty_on_host, host_memory
+from paddle_flexckpt.live.tensor_memory import device_of, dtype_name, element_count, empty_on_host, host_memory
 
 # The integer type of Paddle and numpy in which an element of so many bytes is moved. 16 bytes are two of 8.
 _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "int64"}

@@ -13,7 +13,7 @@ from typing import Any
 
 from paddle_flexckpt.engine.names import raw_parameter
 from paddle_flexckpt.live.state import LocalState, tensor_name
-from paddle_flexckpt.live.tensors import address_range, dtype_name
+from paddle_flexckpt.live.tensor_memory import address_range, dtype_name
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from paddle_flexckpt.engine.transfer import Transfer
 from paddle_flexckpt.foreign.formats import SourceDirectory, shown
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.targets import describe_targets
-from paddle_flexckpt.live.tensors import empty_on_host
+from paddle_flexckpt.live.tensor_memory import empty_on_host
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.directory import LockedManifest

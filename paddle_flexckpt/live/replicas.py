@@ -25,7 +25,8 @@ from paddle_flexckpt.engine.copies import pack_copy
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.device_memory import DeviceMemory, current_device, on_host
 from paddle_flexckpt.live.replica_policies import CLOSE, EQUAL, FIRST
-from paddle_flexckpt.live.tensors import host_memory, open_storage
+from paddle_flexckpt.live.tensor_memory import host_memory
+from paddle_flexckpt.live.tensors import open_storage
 
 logger = logging.getLogger("paddle_flexckpt")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 from paddle_flexckpt.engine.targets import Targets
-from paddle_flexckpt.live.tensors import address_range
+from paddle_flexckpt.live.tensor_memory import address_range
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Order, Problem, ValidationError
 from paddle_flexckpt.live.fused import order_of, with_orders_of_states
-from paddle_flexckpt.live.tensors import dtype_name, element_count, is_contiguous, is_initialized
+from paddle_flexckpt.live.tensor_memory import dtype_name, element_count, is_contiguous, is_initialized
 from paddle_flexckpt.sharded_weight import ShardedWeight, is_sharded_weight, make_replicated_sharded_weight
 
 _SCHEDULER = "LR_Scheduler"  # where Paddle's optimizer.state_dict() has the state of its scheduler

@@ -16,7 +16,8 @@ from paddle_flexckpt.engine.targets import Memory, Place, Targets
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.live.live_masters import renew_masters
 from paddle_flexckpt.live.state import LocalState, open_state, tensor_name
-from paddle_flexckpt.live.tensors import HostTensor, address_range, device_of, dtype_name, is_contiguous, open_storage
+from paddle_flexckpt.live.tensor_memory import address_range, device_of, dtype_name, is_contiguous
+from paddle_flexckpt.live.tensors import HostTensor, open_storage
 
 # Steps that numpy may take to find out whether two strided tensors have an element in common.
 _MAX_WORK = 100_000

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paddle_flexckpt.parallel.optimizers import without_prefix
+from paddle_flexckpt.parallel.optimizers import describe_flat, without_prefix
 from paddle_flexckpt.parallel.sharding_stage3 import parameter_name
 from paddle_flexckpt.sharded_weight import ShardedStateDict, ShardedWeight, make_replicated_sharded_weight
 
@@ -80,7 +80,7 @@ class DistModelMixin:
                 flat = ranges[parameter]
                 if flat.stop <= flat.start:
                     continue
-                sharded[key] = _flat(key, tensor, sharded[names[parameter]], flat)
+                sharded[key] = describe_flat(key, tensor, sharded[names[parameter]], flat)
             sharded[key].aliases = tuple(f"{other}.{suffix}" for other in others)
             sharded[key].raw_names = (parameter_name(raw),)
         return sharded
@@ -130,17 +130,3 @@ def _slice_ranges(optimizer: Any, model: Mapping[str, ShardedWeight], names: Map
             ranges[parameter] = slice(min(first, size), min(last, size)) if owned else slice(0, 0)
             offset += int(info["padded_size"])
     return ranges
-
-
-def _flat(key: str, tensor: Any, parameter: ShardedWeight, flat: slice) -> ShardedWeight:
-    size = flat.stop - flat.start
-    local = tensor._local_value()  # its placements say Replicate, which is not so
-    return ShardedWeight(
-        key,
-        local if int(local.shape[0]) == size else local._slice(0, size),
-        parameter.local_shape,
-        parameter.global_shape,
-        parameter.global_offset,
-        is_flattened=True,
-        flattened_range=flat,
-    )

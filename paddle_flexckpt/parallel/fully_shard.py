@@ -127,15 +127,9 @@ def describe_fused(weight: ShardedWeight) -> ShardedWeight:
     _drop_gathered(context, buffer)
     flat = _slot(buffer, _piece(context, buffer), parameter)
     shape = tuple(int(n) for n in parameter.shape)
-    return ShardedWeight(
-        weight.key,
-        _slice(buffer.data_buffer, flat, parameter.name),
-        shape,
-        shape,
-        (0,) * len(shape),
-        is_flattened=True,
-        flattened_range=flat.elements,
-    )
+    box = shape, shape, (0,) * len(shape)
+    storage = _slice(buffer.data_buffer, flat, parameter.name)
+    return ShardedWeight(weight.key, storage, *box, is_flattened=True, flattened_range=flat.elements)
 
 
 def fused_tables(optimizer: Any) -> StateTables | None:

@@ -17,6 +17,7 @@ from paddle_flexckpt.parallel.experts import check_experts
 from paddle_flexckpt.parallel.fully_shard import fused_tables, steps_on_buffers
 from paddle_flexckpt.parallel.offload import on_host, stage3_tables
 from paddle_flexckpt.parallel.sharding_stage3 import (
+    flat_shard,
     is_small,
     parameter_name,
     slice_ranges,
@@ -293,7 +294,7 @@ def _describe(
     if scalar or (shape in ((), (1,)) and "int" in str(tensor.dtype)):
         return make_replicated_sharded_weight(key, tensor)
     if flat is not None:
-        return _describe_flat(key, tensor, reference, flat)
+        return describe_flat(key, tensor, reference, flat)
     if shape == expected:
         return create_sharded_weight_with_new_local(key, tensor, reference)
     if getattr(reference, "dist_tensor", None) is not None and shape == tuple(reference.global_shape):
@@ -314,7 +315,7 @@ def _describe(
     )
 
 
-def _describe_flat(key: str, tensor: Any, reference: ShardedWeight, flat: slice) -> ShardedWeight:
+def describe_flat(key: str, tensor: Any, reference: ShardedWeight, flat: slice) -> ShardedWeight:
     """Describe a state that is one flattened range of its parameter's box, with padding behind it."""
     size = int(flat.stop) - int(flat.start)
     if is_dist_tensor(tensor):
@@ -323,13 +324,4 @@ def _describe_flat(key: str, tensor: Any, reference: ShardedWeight, flat: slice)
         raise ValueError(f"state {key!r} has shape {list(tensor.shape)}; expected [{size}] or more, for range {flat}")
     # _slice() shares the storage whatever FLAGS_use_stride_kernel says; paddle.slice() would give a copy without it.
     local = tensor if int(tensor.shape[0]) == size else tensor._slice(0, size)
-    return ShardedWeight(
-        key,
-        local,
-        reference.local_shape,
-        reference.global_shape,
-        reference.global_offset,
-        is_flattened=True,
-        flattened_range=slice(int(flat.start), int(flat.stop)),
-        fused=getattr(reference, "fused", None),
-    )
+    return flat_shard(key, local, reference, slice(int(flat.start), int(flat.stop)))

@@ -72,15 +72,15 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
         parameter.fw_storage = storage_range(master, 0, int(master._numel()), parameter.name)
         parameter.status, parameter.use_count = "part", 0
     flat = _range_of(wrapper, parameter.name, weight)
-    return ShardedWeight(
-        weight.key,
-        storage_range(parameter.fw_storage, 0, flat.stop - flat.start, parameter.name),
-        weight.local_shape,
-        weight.global_shape,
-        weight.global_offset,
-        is_flattened=True,
-        flattened_range=flat,
-    )
+    storage = storage_range(parameter.fw_storage, 0, flat.stop - flat.start, parameter.name)
+    return flat_shard(weight.key, storage, weight, flat)
+
+
+def flat_shard(key: str, tensor: Any, reference: ShardedWeight, flat: slice) -> ShardedWeight:
+    """Return a shard that is one flattened range of the box of a reference, and as fused as that."""
+    box = reference.local_shape, reference.global_shape, reference.global_offset
+    rule = getattr(reference, "fused", None)
+    return ShardedWeight(key, tensor, *box, is_flattened=True, flattened_range=flat, fused=rule)
 
 
 def is_small(parameter: Any) -> bool:

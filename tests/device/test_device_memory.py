@@ -24,7 +24,8 @@ from paddle_flexckpt.engine import copies
 from paddle_flexckpt.engine.copies import copy_values, pack_copy, read_values, write_values
 from paddle_flexckpt.live import replicas
 from paddle_flexckpt.live.device_memory import DeviceMemory
-from paddle_flexckpt.live.tensors import HostTensor, empty_on_host, host_memory, open_storage
+from paddle_flexckpt.live.tensor_memory import empty_on_host, host_memory
+from paddle_flexckpt.live.tensors import HostTensor, open_storage
 from paddle_flexckpt.testing import rehearsal_device
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]

@@ -50,9 +50,7 @@ class More(Base):
 
 
 def test_fields_say_what_is_compared():
-    assert More.own() == {"place": "each rank has a place of its own"}
     assert More.compared() == ["step", "kind", "text"]
-    assert Base.own() == {}
     assert More(step=3, place="here", text="abc").agreed() == {"step": 3, "kind": "one", "text": 3}
     assert json.loads(More(text="ab").encode("save", world=2)) == {
         "call": "save", "step": None, "kind": "one", "text": 2, "world": 2,

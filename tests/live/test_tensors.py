@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog.dtypes import DTYPES, dtype_of
-from paddle_flexckpt.live.tensors import HostTensor, address_range, dtype_name, element_count, is_initialized
+from paddle_flexckpt.live.tensor_memory import address_range, dtype_name, element_count, is_initialized
+from paddle_flexckpt.live.tensors import HostTensor
 
 paddle = pytest.importorskip("paddle")
 pytestmark = pytest.mark.paddle

@@ -108,6 +108,18 @@ def test_a_released_parameter_is_a_range_of_its_own_box(rank, expected):
         assert layer.weight.fw_storage.numpy()[0] == 5.0  # it is the slice, not a copy
 
 
+def test_a_released_parameter_keeps_the_rule_that_it_is_fused():
+    class Fused(Columns):
+        def _get_shard_rules(self):
+            return {"weight": fc.FusedAxis(1, "fused_ffn")}
+
+    layer = Fused()
+    whole = layer.sharded_state_dict()["weight"].fused
+    Wrapper(layer, 1, 4, 48)
+    weight = layer.sharded_state_dict()["weight"]
+    assert weight.is_flattened and weight.fused == whole == fc.FusedAxis(1, "fused_ffn")
+
+
 def test_copies_of_a_released_parameter_are_dropped():
     layer = Columns()
     wrapper = Wrapper(layer, 0, 2, 48)

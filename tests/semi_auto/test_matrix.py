@@ -32,9 +32,12 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize("stride", [STRIDES[0], pytest.param(STRIDES[1], marks=pytest.mark.slow)])
 def test_loads_are_bit_equal_and_losses_go_on(world, root, saved, stride, target):
     at = NAMES.index(target)
-    # Half of them go into a job that has been trained on other data, the others with the other stride.
-    warm = (at + STRIDES.index(stride)) % 2 == 1
-    problems, tensors, _ = matrix.check(world, root, [(NAMES[(at + stride) % len(NAMES)], target, warm)], saved)
+    # Half of them go into a job that has been trained on other data, the others with the other stride. Of what is fused
+    # no tensor may be comparable after one load, but one is after both.
+    strides = STRIDES if "fusion" in target else (stride,)
+    warm = {each: (at + number) % 2 == 1 for number, each in enumerate(STRIDES)}
+    chosen = [(NAMES[(at + each) % len(NAMES)], target, warm[each]) for each in strides]
+    problems, tensors, _ = matrix.check(world, root, chosen, saved)
     assert problems == []
     assert tensors > 0
 

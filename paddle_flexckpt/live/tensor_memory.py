@@ -1,0 +1,105 @@
+"""Ask a tensor what it is, and reach its memory where the host can.
+
+Tested in tests/live/test_tensors.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import dtype_of
+
+# "Place(gpu:0)" is a device; "Place(cpu)" and "Place(gpu_pinned)" are memory of the host.
+_DEVICE = re.compile(r"Place\((\w+:\d+)\)")
+
+
+def dtype_name(tensor: Any) -> str:
+    """Return Paddle's name of a tensor's (or array's) element type."""
+    return str(tensor.dtype).rsplit(".", 1)[-1]
+
+
+def is_initialized(tensor: Any) -> bool:
+    """Return whether a tensor has memory. A tensor without elements needs none."""
+    if isinstance(tensor, np.ndarray) or 0 in tensor.shape:
+        return True
+    return bool(tensor._is_initialized())
+
+
+def element_count(tensor: Any) -> int:
+    """Return the number of elements of a tensor or array."""
+    return math.prod(int(n) for n in tensor.shape)
+
+
+def address_range(tensor: Any) -> tuple[int, int] | None:
+    """Return first and last byte address (exclusive) that a tensor's elements span, or None if it has none."""
+    if element_count(tensor) == 0:
+        return None
+    itemsize = dtype_of(dtype_name(tensor)).itemsize
+    if isinstance(tensor, np.ndarray):
+        # numpy 2 moved it.
+        byte_bounds = getattr(np, "byte_bounds", None) or np.lib.array_utils.byte_bounds
+        return byte_bounds(tensor)
+    begin = int(tensor.data_ptr())
+    span = sum((int(extent) - 1) * int(stride) for extent, stride in zip(tensor.shape, tensor.strides))
+    return begin, begin + (span + 1) * itemsize
+
+
+def device_of(tensor: Any) -> str | None:
+    """Return the name of the device that holds a tensor, such as ``gpu:0``, or None for host memory."""
+    if isinstance(tensor, np.ndarray):
+        return None
+    place = tensor.place
+    found = None if place.is_cpu_place() else _DEVICE.fullmatch(str(place))
+    return found[1] if found else None
+
+
+def empty_on_host(shape: Sequence[int], dtype: str) -> Any:
+    """Return a fresh, uninitialised host tensor, whatever the current device is."""
+    import paddle
+    from paddle.base.framework import convert_np_dtype_to_dtype_
+
+    # paddle.empty() takes memory on the current device, and only newer releases have an argument for another.
+    return paddle._C_ops.empty([int(n) for n in shape], convert_np_dtype_to_dtype_(dtype), paddle.CPUPlace())
+
+
+def is_contiguous(tensor: Any) -> bool:
+    """Return whether a tensor's elements lie one after the other in row-major order."""
+    if isinstance(tensor, np.ndarray):
+        return bool(tensor.flags.c_contiguous)
+    return bool(tensor.is_contiguous())
+
+
+def host_memory(tensor: Any) -> np.ndarray:
+    """Return a contiguous host tensor's memory as a 1-D array."""
+    if isinstance(tensor, np.ndarray):
+        return tensor.reshape(-1)
+    dtype = dtype_of(dtype_name(tensor)).numpy
+    count = element_count(tensor)
+    if count == 0:
+        return np.zeros(0, dtype=dtype)
+    return np.frombuffer(_buffer(tensor, int(tensor.data_ptr()), count * dtype.itemsize), dtype=dtype)
+
+
+def _buffer(tensor: Any, address: int, nbytes: int) -> Any:
+    """Return host memory as a buffer that keeps its tensor alive for as long as an array uses it."""
+    buffer: Any = (ctypes.c_uint8 * nbytes).from_address(address)
+    buffer.owner = tensor
+    return buffer
+
+
+def strided_memory(tensor: Any) -> np.ndarray:
+    """Return a host tensor's memory as an array with the tensor's own shape and strides."""
+    dtype = dtype_of(dtype_name(tensor)).numpy
+    bounds = address_range(tensor)
+    shape = [int(n) for n in tensor.shape]
+    if bounds is None:
+        return np.zeros(shape, dtype=dtype)
+    buffer = _buffer(tensor, bounds[0], bounds[1] - bounds[0])
+    strides = [int(stride) * dtype.itemsize for stride in tensor.strides]
+    return np.ndarray(shape, dtype=dtype, buffer=buffer, strides=strides)
