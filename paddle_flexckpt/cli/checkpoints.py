@@ -1,6 +1,6 @@
-"""flexckpt verify, repair and export: read all of a checkpoint. Tested in tests/cli/test_cli.py, test_verify.py.
+"""flexckpt verify, repair and export: read all of a checkpoint.
 
-Tested in tests/cli/test_cli.py.
+Tested in tests/cli/test_cli.py and tests/cli/test_verify.py.
 """
 
 from __future__ import annotations
