@@ -51,6 +51,11 @@ class Problem:
         return text
 
 
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names as text, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 class CheckpointError(RuntimeError):
     """Base class of every error that this library raises about a checkpoint or a state."""
 

@@ -22,6 +22,7 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.directory import save_of
@@ -211,18 +212,14 @@ def find_weights(path: str, names: Sequence[str]) -> str | None:
         choices = indices or files
     if choices and not indices and all(map(_NUMBERED.fullmatch, choices)):
         raise CorruptCheckpointError(
-            f"{path} has numbered safetensors files ({_listed(choices)}) without their index. Remedy: restore the index"
+            f"{path} has numbered safetensors files ({listed(choices)}) without their index. Remedy: restore the index"
         )
     if len(choices) > 1:
         raise ValidationError(
-            f"{path} has several sets of safetensors files: {_listed(choices)}. Remedy: give the path of the one "
+            f"{path} has several sets of safetensors files: {listed(choices)}. Remedy: give the path of the one "
             f"that is meant, such as {path}/{choices[0]}"
         )
     return choices[0] if choices else None
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def manifest_of_weights(backend: Backend, weights: Weights, origin: str) -> Manifest:

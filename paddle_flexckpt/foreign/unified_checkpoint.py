@@ -21,13 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from paddle_flexckpt.catalog import (
-    CorruptCheckpointError,
-    Problem,
-    ValidationError,
-    group_replicas,
-    validate_coverage,
-)
+from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, ValidationError, group_replicas, validate_coverage
 from paddle_flexckpt.foreign.huggingface import (
     INDEX_FILE,
     MODEL_FILE,

@@ -17,6 +17,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, dtype_of, group_replicas, validate_coverage
+from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
 from paddle_flexckpt.engine.files import Files, reads_of
@@ -223,11 +224,10 @@ class NodeFiles(Peers):
         for file in np.unique(catalog.file[rows]).tolist():
             name = catalog.files[file]
             keys = sorted({catalog.key_name(row) for row in rows[catalog.file[rows] == file].tolist()})
-            more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
             why = self._found.wrong.get(name, "no rank sees it")
             nodes = " and ".join(manifest.nodes_of(name)) or "storage that was shared"
             texts.append(
-                f"{name!r} of id {manifest.unique_id} with shards of {', '.join(map(repr, keys[:_MOST_KEYS]))}{more}: "
+                f"{name!r} of id {manifest.unique_id} with shards of {listed(list(map(repr, keys)), _MOST_KEYS)}: "
                 f"it is on node {nodes}, and {why}"
             )
         return texts

@@ -68,9 +68,9 @@ def header_bytes(start: bytes, file_bytes: int, file: str, most: int = MAX_HEADE
     return length
 
 
-def read_header(file: InputFile, name: str, most: int = MAX_HEADER_BYTES) -> Header:
-    """Read the header of a file; arguments and errors as of the two functions that do it."""
-    length = header_bytes(file.read(0, 8), file.size, name, most)
+def read_header(file: InputFile, name: str) -> Header:
+    """Read the header of a file; errors as of the two functions that do it."""
+    length = header_bytes(file.read(0, 8), file.size, name)
     return parse_header(file.read(8, length), file.size, name)
 
 
