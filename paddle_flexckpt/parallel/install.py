@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
-from paddle_flexckpt.parallel.dist_model import DistModelMixin
 from paddle_flexckpt.parallel.experts import ExpertParallelMixin, MoELayerMixin
 from paddle_flexckpt.parallel.layers import ColumnParallelMixin, LayerMixin, RowParallelMixin, VocabParallelMixin
-from paddle_flexckpt.parallel.offload import Stage3OffloadMixin
 from paddle_flexckpt.parallel.optimizers import (
     LBFGSMixin,
     LookAheadMixin,
@@ -19,11 +17,15 @@ from paddle_flexckpt.parallel.optimizers import (
     OverInstance,
 )
 from paddle_flexckpt.parallel.pipeline import PipelineLayerMixin
-from paddle_flexckpt.parallel.scaler import ScalerMixin, unscales_without_looking
-from paddle_flexckpt.parallel.shard_optimizer import ShardOptimizerMixin
+from paddle_flexckpt.parallel.semi_auto import (
+    DistModelMixin,
+    ScalerMixin,
+    ShardOptimizerMixin,
+    unscales_without_looking,
+)
 from paddle_flexckpt.parallel.sharding import ShardingStage2Mixin, ShardingV1Mixin, ShardingV2Mixin
 from paddle_flexckpt.parallel.tensor_fusion import TensorFusionMixin
-from paddle_flexckpt.parallel.wrappers import WrapperMixin, describe_optimizer
+from paddle_flexckpt.parallel.wrappers import Stage3OffloadMixin, WrapperMixin, describe_optimizer
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 from paddle_flexckpt.undo import Undo
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
 from paddle_flexckpt.dist_tensor import is_dist_tensor
 from paddle_flexckpt.parallel.experts import check_experts
-from paddle_flexckpt.parallel.fully_shard import fused_tables, steps_on_buffers
-from paddle_flexckpt.parallel.offload import on_host, stage3_tables
+from paddle_flexckpt.parallel.fully_shard import StateTables, fused_tables, steps_on_buffers
 from paddle_flexckpt.parallel.sharding_stage3 import (
     flat_shard,
     is_small,
@@ -25,6 +25,7 @@ from paddle_flexckpt.parallel.sharding_stage3 import (
     wrapper_of_optimizer,
 )
 from paddle_flexckpt.parallel.state_creation import create_dense_states, create_states, under_fully_shard
+from paddle_flexckpt.parallel.tensor_fusion import parameters_in
 from paddle_flexckpt.parallel.wrappers import describe_optimizer
 from paddle_flexckpt.sharded_weight import (
     FusedAxis,
@@ -95,7 +96,7 @@ class OptimizerMixin:
         wrapper = wrapper_of_optimizer(self)
         if wrapper is not None:
             check_experts(dict.fromkeys(names, wrapper._group), model_sharded_state_dict, names)
-        trainable = [parameter for parameter in _parameters(self) if not parameter.stop_gradient]
+        trainable = [p for p in parameters_in(self._parameter_list) if not p.stop_gradient]
         if under_fully_shard(trainable):
             require_described(trainable, names)
             create_states(self)
@@ -106,7 +107,7 @@ class OptimizerMixin:
         if tables is not None:
             return describe_states(tables, model_sharded_state_dict, names, tables.ranges)
         ranges = slice_ranges(self, model_sharded_state_dict, names)
-        stepped = stage3_tables(self, trainable) if any(is_small(p) for p in trainable) else self
+        stepped = _stage3_tables(self, trainable) if any(is_small(p) for p in trainable) else self
         return describe_states(stepped, model_sharded_state_dict, names, ranges)
 
 
@@ -129,7 +130,7 @@ class LookAheadMixin:
         import paddle
 
         names = names_by_tensor(model_sharded_state_dict)
-        create_accumulators(self, [p for p in _parameters(self) if not p.stop_gradient], names)
+        create_accumulators(self, [p for p in parameters_in(self._parameter_list) if not p.stop_gradient], names)
         if self._global_step_var is None:  # as the first step makes it
             name = paddle.base.unique_name.generate("lookahead_step")
             self._global_step_var = paddle.static.create_global_var([1], 0, "int32", persistable=True, name=name)
@@ -160,7 +161,7 @@ class LBFGSMixin:
                 f"LBFGS.set_state_dict: expected the one key 'state'; got {sorted(map(str, state_dict))[:10]}. Remedy: "
                 "pass what the state_dict() of an LBFGS gave"
             )
-        place = next(iter(_parameters(self))).place
+        place = next(iter(parameters_in(self._parameter_list))).place
 
         def copied(value: Any) -> Any:
             if isinstance(value, list):
@@ -179,12 +180,23 @@ def names_by_tensor(model: Mapping[str, ShardedWeight]) -> dict[str, list[str]]:
     return names
 
 
-def _parameters(optimizer: Any) -> Iterable[Any]:
-    for entry in optimizer._parameter_list or []:
-        if isinstance(entry, dict):  # parameter groups
-            yield from entry["params"]
-        else:
-            yield entry
+def on_host(optimizer: Any) -> AbstractContextManager[None]:
+    """Return what makes new tensors be in host memory, where an optimizer of group sharding has them there."""
+    if not getattr(optimizer, "offload", False):
+        return nullcontext()
+    from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_utils import device_guard
+
+    return device_guard()  # type: ignore[no-any-return]
+
+
+def _stage3_tables(optimizer: Any, parameters: Collection[Any]) -> StateTables:
+    """Return the tables of a stage-3 optimizer with offload, with the masters of small half-precision parameters."""
+    masters = {
+        parameter.name: parameter.master_weight
+        for parameter in parameters
+        if is_small(parameter) and parameter.dtype != parameter.master_weight.dtype
+    }
+    return StateTables(True, getattr(optimizer, "_name", None), optimizer._accumulators, masters)
 
 
 def require_described(parameters: Iterable[Any], names: Mapping[str, list[str]]) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 from paddle_flexckpt.parallel.experts import check_experts
 from paddle_flexckpt.parallel.fully_shard import BufferSlot, StateTables
-from paddle_flexckpt.parallel.offload import stage2_tables
 from paddle_flexckpt.parallel.optimizers import (
     create_accumulators,
     describe_states,
     names_by_tensor,
+    on_host,
     require_described,
 )
 from paddle_flexckpt.parallel.state_creation import create_dense_states
@@ -145,10 +145,41 @@ class ShardingStage2Mixin:
         owned = [p for p in self._segment_params()[self._rank] if not p.stop_gradient]
         if self.offload:
             require_described(owned, names)
-            tables = stage2_tables(self)
+            tables = _offloaded_tables(self)
             return describe_states(tables, model_sharded_state_dict, names, tables.ranges)
         create_accumulators(self._optim, owned, names)
         # Where a trainable parameter got no gradient, Paddle does not reduce its bucket, and every rank steps on all
         # parameters of it: parameters are then sent by their owners, but the other ranks' states stay, and are wrong.
         mine = {p.name for p in owned}
         return describe_states(self._optim, model_sharded_state_dict, names, owned=mine)
+
+
+def _offloaded_tables(optimizer: Any) -> StateTables:
+    """Return the tables of a stage-2 optimizer with offload, by parameter; states that are not there are created.
+
+    Offload lays the master weights of a rank's parameters (float16) end to end in a buffer of host memory, each padded,
+    and the optimizer steps on the buffer, so that its states are those of the buffer.
+
+    Raises:
+        ValueError: The optimizer has parameter groups, which Paddle then steps on in place of the buffer.
+    """
+    inner, storage = optimizer._optim, optimizer.offload_params
+    if isinstance(inner._param_groups[0], dict):
+        raise ValueError(
+            "group sharding stage 2 with offload=True and parameter groups: Paddle does not step on the offloaded "
+            "parameters then. Remedy: one list of parameters, and weight decay by apply_decay_param_fun"
+        )
+    # With offload the masters are in use whatever multi_precision says.
+    tables = StateTables(True, getattr(inner, "_name", None))
+    if storage is None:  # this rank owns no parameter
+        return tables
+    buffer = storage.buffer
+    with on_host(optimizer):
+        create_dense_states(inner, [buffer])
+    begin, slots = 0, {}
+    for master in storage._params:
+        size = int(master._numel())
+        slots[master.name] = BufferSlot(slice(0, size), begin)
+        begin += size + int(storage.param2align[master.name])
+    tables.add_buffer(inner, buffer, buffer, slots)
+    return tables

@@ -8,7 +8,7 @@ told before, so that states can be created and loaded before any step. Tested in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -173,20 +173,22 @@ def _check_prediction(optimizer: Any, parameters: list[Any]) -> None:
     )
 
 
+def parameters_in(entries: Iterable[Any] | None) -> Iterator[Any]:
+    """Return the parameters of an optimizer's list of parameters, or of parameter groups."""
+    for entry in entries or ():
+        yield from entry["params"] if isinstance(entry, dict) else (entry,)
+
+
 def trainable_parameters(entries: Iterable[Any]) -> list[Any]:
     """Return what a first step updates on this rank, if every trainable parameter has a gradient.
 
     Parameters on meshes of other ranks (other pipeline stages) have no data here, and get no states here.
-
-    Args:
-        entries: An optimizer's list of parameters, or of parameter groups.
     """
     import paddle.distributed as dist
 
     rank = dist.get_rank()
     return [
         parameter
-        for entry in entries
-        for parameter in (entry["params"] if isinstance(entry, dict) else [entry])
+        for parameter in parameters_in(entries)
         if not parameter.stop_gradient and not (parameter.is_dist() and rank not in parameter.process_mesh.process_ids)
     ]

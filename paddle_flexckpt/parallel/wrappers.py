@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from paddle_flexckpt.parallel.layers import own_state
+from paddle_flexckpt.parallel.tensor_fusion import parameters_in
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 
 # The attribute under which a wrapper keeps the model: GroupShardedStage2 is the one without the s.
@@ -30,6 +31,29 @@ class WrapperMixin:
         """
         build_overlap_buffers(self)
         return wrapped_model(self).sharded_state_dict(structured_name_prefix=structured_name_prefix)
+
+
+class Stage3OffloadMixin:
+    """Keep offloaded masters and parameters of GroupShardedStage3 equal.
+
+    Stage 3 with offload keeps a float32 master of every slice, and of every parameter that is too small to be sliced.
+    A slice's master *is* the slice from the end of a backward on, and what a forward leaves there in the parameter's
+    own dtype is a copy of it: so the slice is described by its master. A small parameter is a copy of its master too,
+    in memory of the device.
+    """
+
+    def _update_params(self: Any) -> Any:
+        """Do as Paddle does; masters of small float32 parameters first take what a load has put into the parameters.
+
+        For half-precision parameters the masters themselves are loaded.
+        """
+        import paddle
+
+        if self._offload:
+            for parameter in list(self._unslice_params):
+                if parameter.dtype == parameter.master_weight.dtype:
+                    parameter.master_weight.get_tensor().set(parameter.numpy(), paddle.CPUPlace())
+        return self._paddle__update_params()
 
 
 def build_overlap_buffers(model: Any) -> None:
@@ -106,9 +130,8 @@ def _check_stateless(optimizer: Any) -> None:
         steps = inside
     if isinstance(steps, paddle.optimizer.SGD) and not steps._multi_precision:
         return
-    entries = getattr(optimizer, "_parameter_list", None) or getattr(steps, "_parameter_list", None) or ()
-    parameters = [p for entry in entries for p in (entry["params"] if isinstance(entry, dict) else [entry])]
-    trained = [parameter.name for parameter in parameters if not parameter.stop_gradient]
+    entries = getattr(optimizer, "_parameter_list", None) or getattr(steps, "_parameter_list", None)
+    trained = [parameter.name for parameter in parameters_in(entries) if not parameter.stop_gradient]
     if trained:
         kind = type(optimizer)
         raise ValueError(
