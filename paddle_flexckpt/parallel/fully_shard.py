@@ -25,35 +25,20 @@ _MEMBERS = "_flexckpt_members"
 
 @dataclass
 class StateTables:
-    """Hold an optimizer's tables with names of parameters in place of names of buffers.
+    """Hold an optimizer's tables, named as Paddle's are, by names of parameters in place of names of buffers."""
 
-    The attributes have the names that they have in Paddle's optimizers.
-
-    Attributes:
-        _accumulators: By name of accumulator and name of parameter.
-        _master_weights: By name of parameter.
-        _multi_precision: Whether the master weights are in use.
-        _name: The optimizer's name, or None.
-        ranges: By name of parameter, its range that this rank holds.
-    """
-
-    _multi_precision: bool
+    _multi_precision: bool  # whether the master weights are in use
     _name: str | None
-    _accumulators: dict[str, dict[str, Any]] = field(default_factory=dict)
+    _accumulators: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name of accumulator, and of parameter
     _master_weights: dict[str, Any] = field(default_factory=dict)
-    ranges: dict[str, slice] = field(default_factory=dict)
+    ranges: dict[str, slice] = field(default_factory=dict)  # what this rank holds of each parameter
 
     def add_buffer(self, optimizer: Any, buffer: Any, master: Any, slots: Mapping[str, BufferSlot]) -> None:
         """Add the states of a buffer that an optimizer steps on.
 
         Every parameter of it has the same number for what is kept per buffer (powers of beta): one and the same
-        tensor, so that a load into it needs equal numbers.
-
-        Args:
-            optimizer: Whose states they are.
-            buffer: One-dimensional; what stands in it are parameters, each padded.
-            master: The buffer's master weight, under whose name the states are kept; None if it has none.
-            slots: By name of parameter, what the buffer has of it.
+        tensor, so that a load into it needs equal numbers. States of a buffer with a master weight are kept under the
+        master's name.
         """
         self.ranges.update({parameter: flat.elements for parameter, flat in slots.items()})
         if master is not None:
@@ -71,15 +56,10 @@ class StateTables:
 
 @dataclass(frozen=True)
 class BufferSlot:
-    """Describe what this rank's piece of a buffer has of one parameter.
+    """Describe what this rank's piece of a buffer has of one parameter."""
 
-    Attributes:
-        elements: The range of the parameter.
-        begin: Where the piece holds it.
-    """
-
-    elements: slice
-    begin: int
+    elements: slice  # the range of the parameter
+    begin: int  # where the piece holds it
 
 
 def fused_context() -> Any:
@@ -110,17 +90,12 @@ def describe_fused(weight: ShardedWeight) -> ShardedWeight:
 
     What has been gathered of it is dropped. What a later forward gathers is not: so describe anew for each load.
 
-    Args:
-        weight: The parameter described by its placements.
-
     Raises:
         ValueError: The buffer has another size than this rank's piece, or is spread over more than one mesh axis.
     """
-    parameter = weight.dist_tensor
-    context = fused_context()
-    if parameter is None or context is None:
-        return weight
-    if id(parameter) not in _members(context):  # another model's may have its name
+    parameter, context = weight.dist_tensor, fused_context()
+    # By identity: another model's may have its name.
+    if parameter is None or context is None or id(parameter) not in _members(context):
         return weight
     group = context.buffer_manager.param_to_buffer_id[parameter.name]
     buffer = context.buffer_manager.buffer_groups[group].params_buffer

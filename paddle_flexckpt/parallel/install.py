@@ -52,6 +52,8 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
     from paddle.incubate import optimizer as incubate
     from paddle.incubate.distributed.models.moe import MoELayer
 
+    # The method came with Paddle 3.1.
+    fusion = (TensorFusionMixin,) if hasattr(semi_auto._ShardOptimizer, "_tensor_fusion") else ()
     return [
         (paddle.nn.Layer, (LayerMixin,)),
         # These have a sharded_state_dict of their own in some versions of Paddle: it gets Layer's, with rules.
@@ -76,15 +78,10 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (sharding_v1_v2.DygraphShardingOptimizer, (ShardingV1Mixin,)),
         (sharding_v1_v2.DygraphShardingOptimizerV2, (ShardingV2Mixin,)),
         (stage2.GroupShardedOptimizerStage2, (ShardingStage2Mixin,)),
-        (semi_auto._ShardOptimizer, (ShardOptimizerMixin, *_tensor_fusion(semi_auto._ShardOptimizer))),
+        (semi_auto._ShardOptimizer, (ShardOptimizerMixin, *fusion)),
         (semi_auto.DistModel, (DistModelMixin,)),
         *(((paddle.amp.AmpScaler, (ScalerMixin,)),) if unscales_without_looking(paddle.__version__) else ()),
     ]
-
-
-def _tensor_fusion(optimizer: type) -> tuple[type, ...]:
-    """Return the mixin for a method that came with Paddle 3.1."""
-    return (TensorFusionMixin,) if hasattr(optimizer, "_tensor_fusion") else ()
 
 
 def _fully_shard() -> tuple[type, ...]:

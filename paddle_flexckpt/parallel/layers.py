@@ -77,7 +77,7 @@ def shard_rules(layer: Any) -> dict[str, int | FusedAxis]:
     if complete is not None:
         rules = complete(rules)
     # A layer without bias keeps its rule for one.
-    return {name: axis for name, axis in rules.items() if not _is_absent(layer, name)}
+    return {name: axis for name, axis in rules.items() if getattr(layer, name, layer) is not None}
 
 
 def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
@@ -127,10 +127,6 @@ def own_state(layer: Any) -> dict[str, Any]:
     return state
 
 
-def _is_absent(layer: Any, name: str) -> bool:
-    return hasattr(layer, name) and getattr(layer, name) is None
-
-
 def note_tied(sharded: ShardedStateDict) -> None:
     """Tell every name of a tied parameter the others."""
     names: dict[Any, list[str]] = {}
@@ -152,24 +148,21 @@ def note_tied(sharded: ShardedStateDict) -> None:
 
 
 class VocabParallelMixin:
-    """Split a VocabParallelEmbedding."""
+    """Split a VocabParallelEmbedding by its vocabulary."""
 
     def _get_shard_rules(self) -> dict[str, int]:
-        """Return that the vocabulary is split."""
         return {"weight": 0}
 
 
 class ColumnParallelMixin:
-    """Split a ColumnParallelLinear or ColumnSequenceParallelLinear."""
+    """Split a ColumnParallelLinear or ColumnSequenceParallelLinear by its outputs, and with them the bias."""
 
     def _get_shard_rules(self) -> dict[str, int]:
-        """Return that the outputs are split, and with them the bias."""
         return {"weight": 1, "bias": 0}
 
 
 class RowParallelMixin:
-    """Split a RowParallelLinear or RowSequenceParallelLinear."""
+    """Split a RowParallelLinear or RowSequenceParallelLinear by its inputs."""
 
     def _get_shard_rules(self) -> dict[str, int]:
-        """Return that the inputs are split; the bias is added after the sum, so every rank has all of it."""
-        return {"weight": 0}
+        return {"weight": 0}  # the bias is added after the sum, so every rank has all of it

@@ -233,15 +233,10 @@ def describe_states(
     flat_ranges: Mapping[str, slice] | None = None,
     owned: Collection[str] | None = None,
 ) -> ShardedStateDict:
-    """Describe all accumulators and master weights of an optimizer.
+    """Describe all accumulators and master weights of the optimizer that steps, or those of ``owned`` parameters.
 
-    Args:
-        optimizer: The optimizer that steps; it has the tables.
-        model: The model's shards by structured name.
-        names: Structured names by name of parameter.
-        flat_ranges: By name of parameter, the flattened range of its local box that the states of this rank are of;
-            parameters without one have states of their own shape. Storage beyond the range is padding.
-        owned: Names of the parameters whose states this rank is to describe; all by default.
+    ``flat_ranges`` has by name of parameter the flattened range of its local box that the states of this rank are of;
+    parameters without one have states of their own shape. Storage beyond the range is padding.
     """
     # Stage 3 makes masters for every half-precision parameter; without multi_precision no step ever looks at them.
     masters = getattr(optimizer, "_master_weights", {}) if getattr(optimizer, "_multi_precision", True) else {}

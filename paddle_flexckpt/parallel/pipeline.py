@@ -39,9 +39,6 @@ class PipelineLayerMixin:
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
         """Describe the parameters and persistable buffers of this stage, each layer by its own sharded_state_dict().
 
-        Args:
-            structured_name_prefix: Put in front of every name; with its dot.
-
         Returns:
             Names, which do not depend on how the layers are spread over stages, to ShardedWeights.
 

@@ -7,7 +7,7 @@ pads each, and splits the buffers evenly, so that a rank owns a flattened range 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from paddle_flexckpt.parallel.experts import check_experts
@@ -48,11 +48,8 @@ class ShardingV1Mixin:
 def _fused_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
     """Return the tables of a V1 optimizer with tensor fusion, by parameter; states that are not there are created.
 
-    Paddle keeps no record of what lies where in its buffers, but a parameter's memory is a part of its buffer's.
-
-    Args:
-        optimizer: The DygraphShardingOptimizer.
-        parameters: Those that this rank owns; all of them are stepped, whatever their stop_gradient is by now.
+    Paddle keeps no record of what lies where in its buffers, but a parameter's memory is a part of its buffer's. All
+    parameters that this rank owns are stepped, whatever their stop_gradient is by now.
 
     Raises:
         ValueError: A parameter has memory of its own. Nothing has been created then.
@@ -84,15 +81,24 @@ class ShardingV2Mixin:
     """Describe a DygraphShardingOptimizerV2: flattened ranges of states."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes its range of each parameter."""
-        _collect_buffers(self)
+        """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes its range of each parameter.
+
+        Raises:
+            ValueError: As well, if the pipeline has not made the buffers yet.
+        """
+        if not self._comm_buffer_list and not any(hasattr(p, "comm_buffer_ref") for p in self._parameter_list):
+            raise ValueError(
+                "sharding V2 with sharding_comm_overlap of the pipeline has no buffers before the first step. Remedy: "
+                "take the model's sharded_state_dict() from what fleet.distributed_model() returned, which builds them"
+            )
+        self._collect_comm_buffers()
         names = names_by_tensor(model_sharded_state_dict)
         groups = {p.name: buffer._comm_group for buffer in self._comm_buffer_list for p in buffer._params}
         check_experts(groups, model_sharded_state_dict, names)
         ranges, slices = {}, []
-        for parameter, view in _grad_views(self):
-            flat = _owned_range(view)
-            ranges[parameter] = flat
+        views = (buffer._sharding_param_grad_view.items() for buffer in self._comm_buffer_list)
+        for parameter, view in chain.from_iterable(views):
+            ranges[parameter] = _owned_range(view)
             # As in step(): a rank without elements of a parameter, padding included, has no state for it.
             if view._param_begin < view._param_end and not view._param.stop_gradient:
                 slice_parameter = self._slice_params[parameter]
@@ -100,26 +106,6 @@ class ShardingV2Mixin:
                 slices.append(slice_parameter)
         create_accumulators(self._inner_opt, slices, names)
         return describe_states(self._inner_opt, model_sharded_state_dict, names, ranges)
-
-
-def _collect_buffers(optimizer: Any) -> None:
-    """Let a V2 optimizer find its buffers.
-
-    Raises:
-        ValueError: The pipeline, which makes them, has not.
-    """
-    if not optimizer._comm_buffer_list and not any(hasattr(p, "comm_buffer_ref") for p in optimizer._parameter_list):
-        raise ValueError(
-            "sharding V2 with sharding_comm_overlap of the pipeline has no buffers before the first step. Remedy: take "
-            "the model's sharded_state_dict() from what fleet.distributed_model() returned, which builds them"
-        )
-    optimizer._collect_comm_buffers()
-
-
-def _grad_views(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Return every parameter's view of its communication buffer, over all buffers and groups."""
-    for buffer in optimizer._comm_buffer_list:
-        yield from buffer._sharding_param_grad_view.items()
 
 
 def _owned_range(view: Any) -> slice:

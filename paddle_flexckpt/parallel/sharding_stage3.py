@@ -44,10 +44,6 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
     ahead for a layer that was not run). They would be stale after a load, so they are dropped; Paddle gathers them
     again when it needs them.
 
-    Args:
-        layer: The layer that has the parameter.
-        weight: The parameter described by its shape; its ``local_tensor`` is the parameter.
-
     Raises:
         ValueError: Nothing says which slice this is; or a small parameter is still its offloaded master.
     """
@@ -133,10 +129,6 @@ def storage_range(storage: Any, begin: int, size: int, parameter: str) -> Any:
 
 def stepped_parameters(optimizer: Any, parameters: Iterable[Any]) -> Iterator[Any]:
     """Return what the optimizer's step works on: the slices of sliced parameters, other parameters as they are.
-
-    Args:
-        optimizer: The optimizer that steps.
-        parameters: Its trainable parameters. After a step Paddle has put slices into its list.
 
     Raises:
         ValueError: A gathered parameter's slice cannot be found.

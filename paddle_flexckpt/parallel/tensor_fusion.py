@@ -19,17 +19,10 @@ _PREDICTED = "_flexckpt_predicted_ranges"
 
 @dataclass(frozen=True)
 class FusedPiece:
-    """Hold what one rank steps of one parameter.
+    """Hold what one rank steps of one parameter: a range, never empty, of its flattened local value."""
 
-    Attributes:
-        parameter: The live parameter; it is whole on every rank of the axis "dp".
-        buffer: The number of the buffer that it lies in.
-        flat_range: The elements of the flattened *local* parameter (its part under tensor parallelism) that this rank
-            has optimizer states for; never empty.
-    """
-
-    parameter: Any
-    buffer: int
+    parameter: Any  # the live one; whole on every rank of the axis "dp"
+    buffer: int  # the number of the buffer that it lies in
     flat_range: slice
 
 
@@ -46,9 +39,7 @@ def is_fused(optimizer: Any) -> bool:
 def fused_pieces(optimizer: Any, parameters: Iterable[Any]) -> list[FusedPiece]:
     """Return what this rank steps, in the order of the buffers.
 
-    Args:
-        optimizer: An optimizer with tensor fusion.
-        parameters: What its first step will update, in its order. Not looked at when the buffers exist.
+    Before the buffers exist it follows from ``parameters``: what the first step will update, in its order.
 
     Raises:
         ValueError: There is no global mesh with an axis "dp", or this rank is not on it.

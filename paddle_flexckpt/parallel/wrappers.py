@@ -21,10 +21,7 @@ class WrapperMixin:
     """Describe DataParallel, GroupShardedStage2, MixPrecisionLayer and the wrappers of fleet (MetaParallelBase)."""
 
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
-        """Describe the wrapped model.
-
-        Args:
-            structured_name_prefix: Put in front of every name; with its dot.
+        """Do as :meth:`LayerMixin.sharded_state_dict` of the wrapped model.
 
         Raises:
             ValueError: The wrapper has state of its own, which has no name in the model.
@@ -57,11 +54,7 @@ class Stage3OffloadMixin:
 
 
 def build_overlap_buffers(model: Any) -> None:
-    """Build the buffers that a pipeline with sharding_comm_overlap makes in its first step, if it has none yet.
-
-    Args:
-        model: What ``fleet.distributed_model`` returned; others are left alone.
-    """
+    """Build the buffers that a pipeline with sharding_comm_overlap makes in its first step; leave others alone."""
     overlaps = getattr(model, "_sharding_comm_overlap", False) and getattr(model, "_sharding_split_param", False)
     if overlaps and not model._chunk_2_comm_buffers:
         model.register_allreduce_overlap_hook(model._layers, model.sharding_group, model.accumulate_steps, False)
@@ -92,10 +85,7 @@ def wrapped_model(wrapper: Any) -> Any:
 
 
 def describe_optimizer(optimizer: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """Describe the state of an optimizer, whatever is wrapped around it, with ``install()`` in effect.
-
-    Arguments and errors are those of :func:`optimizer_sharded_state_dict`.
-    """
+    """Do as :func:`optimizer_sharded_state_dict`, with ``install()`` in effect."""
     inner, seen = optimizer, []
     while not callable(getattr(inner, "sharded_state_dict", None)):
         seen.append(inner)
