@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 from typing import Any, Union
 
 from paddle_flexckpt.parallel.layers import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin, own_state
-from paddle_flexckpt.parallel.sharding_stage3 import parameter_name
+from paddle_flexckpt.parallel.slices import parameter_name
 
 Rule = Union[Mapping[str, str], Callable[[Any, str], Mapping[str, str]]]
 _HOOK = "_get_aoa_rules"

@@ -8,13 +8,21 @@ from types import FunctionType
 from typing import Any
 
 from paddle_flexckpt.parallel.experts import ExpertParallelMixin, MoELayerMixin
-from paddle_flexckpt.parallel.layers import ColumnParallelMixin, LayerMixin, RowParallelMixin, VocabParallelMixin
+from paddle_flexckpt.parallel.layers import (
+    ColumnParallelMixin,
+    LayerMixin,
+    RowParallelMixin,
+    Stage3OffloadMixin,
+    VocabParallelMixin,
+    WrapperMixin,
+)
 from paddle_flexckpt.parallel.optimizers import (
     LBFGSMixin,
     LookAheadMixin,
     MixPrecisionMixin,
     OptimizerMixin,
     OverInstance,
+    describe_optimizer,
 )
 from paddle_flexckpt.parallel.pipeline import PipelineLayerMixin
 from paddle_flexckpt.parallel.semi_auto import (
@@ -25,7 +33,6 @@ from paddle_flexckpt.parallel.semi_auto import (
 )
 from paddle_flexckpt.parallel.sharding import ShardingStage2Mixin, ShardingV1Mixin, ShardingV2Mixin
 from paddle_flexckpt.parallel.tensor_fusion import TensorFusionMixin
-from paddle_flexckpt.parallel.wrappers import Stage3OffloadMixin, WrapperMixin, describe_optimizer
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 from paddle_flexckpt.undo import Undo
 
@@ -39,9 +46,7 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
     import paddle
     from paddle.distributed.auto_parallel import api as semi_auto
     from paddle.distributed.fleet.layers.mpu import mp_layers
-    from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import (
-        dygraph_sharding_optimizer as sharding_v1_v2,
-    )
+    from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer as sharding_v1_v2
     from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
     from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import PipelineLayer
     from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_optimizer_stage2 as stage2

@@ -2,7 +2,8 @@
 
 Names are the in-tree ones: ``{parameter}.{accumulator}_0`` and ``{parameter}.w_0`` for the float32 master weight. They
 come from the optimizer's own tables, not from parsing tensor names, so an optimizer with a ``name``, or with
-accumulators that nobody foresaw, is described like any other.
+accumulators that nobody foresaw, is described like any other. Paddle's wrappers (HybridParallelOptimizer,
+HeterParallelOptimizer) pass on what they do not have, so that the method of the optimizer inside answers.
 """
 
 from __future__ import annotations
@@ -15,18 +16,19 @@ from typing import Any
 
 from paddle_flexckpt.dist_tensor import is_dist_tensor
 from paddle_flexckpt.parallel.experts import check_experts
-from paddle_flexckpt.parallel.fully_shard import StateTables, fused_tables, steps_on_buffers
-from paddle_flexckpt.parallel.sharding_stage3 import (
+from paddle_flexckpt.parallel.slices import (
+    StateTables,
     flat_shard,
+    fused_tables,
     is_small,
     parameter_name,
     slice_ranges,
     stepped_parameters,
+    steps_on_buffers,
     wrapper_of_optimizer,
 )
 from paddle_flexckpt.parallel.state_creation import create_dense_states, create_states, under_fully_shard
 from paddle_flexckpt.parallel.tensor_fusion import parameters_in
-from paddle_flexckpt.parallel.wrappers import describe_optimizer
 from paddle_flexckpt.sharded_weight import (
     FusedAxis,
     ShardedStateDict,
@@ -39,6 +41,7 @@ from paddle_flexckpt.sharded_weight import (
 # element has accumulators of that shape too. (Numbers of other optimizers, NAdam's mu_product for one, are kept in
 # tensors of the parameter's shape: those are split like it.)
 LOOKAHEAD_STEP = "lookahead_step"
+_OPTIMIZER_NAMES = ("_inner_opt", "inner_opt", "_optim", "_optimizer", "optimizer")
 _SCALARS = frozenset({"beta1_pow_acc", "beta2_pow_acc"})
 
 
@@ -332,3 +335,53 @@ def describe_flat(key: str, tensor: Any, reference: ShardedWeight, flat: slice) 
     # _slice() shares the storage whatever FLAGS_use_stride_kernel says; paddle.slice() would give a copy without it.
     local = tensor if int(tensor.shape[0]) == size else tensor._slice(0, size)
     return flat_shard(key, local, reference, slice(int(flat.start), int(flat.stop)))
+
+
+# -- wrappers ----------------------------------------------------------------------------------------------------------
+
+
+def describe_optimizer(optimizer: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    """Do as :func:`optimizer_sharded_state_dict`, with ``install()`` in effect."""
+    inner, seen = optimizer, []
+    while not callable(getattr(inner, "sharded_state_dict", None)):
+        seen.append(inner)
+        inside = _optimizer_inside(inner)
+        if inside is None or any(inside is wrapper for wrapper in seen):
+            raise ValueError(
+                f"{type(optimizer).__name__} is no optimizer that can be described: expected a sharded_state_dict() "
+                f"method, or an optimizer under one of {', '.join(_OPTIMIZER_NAMES)}; got a {type(inner).__name__} "
+                "with neither. Remedy: pass the optimizer inside the wrapper"
+            )
+        inner = inside
+    describe = inner.sharded_state_dict
+    state: ShardedStateDict = describe(model_sharded_state_dict)
+    # Paddle's own methods describe what exists; before the first step that is nothing.
+    if not state and str(getattr(describe, "__module__", "")).startswith("paddle."):
+        _check_stateless(getattr(describe, "__self__", inner))
+    return state
+
+
+def _optimizer_inside(wrapper: Any) -> Any:
+    """Return the optimizer that a wrapper keeps under a usual name, or None."""
+    own = getattr(wrapper, "__dict__", {})
+    return next((own[name] for name in _OPTIMIZER_NAMES if own.get(name) is not None), None)
+
+
+def _check_stateless(optimizer: Any) -> None:
+    """Raise ValueError where an optimizer that was described as stateless has parameters to train."""
+    import paddle
+
+    steps = optimizer
+    while (inside := _optimizer_inside(steps)) is not None:
+        steps = inside
+    if isinstance(steps, paddle.optimizer.SGD) and not steps._multi_precision:
+        return
+    entries = getattr(optimizer, "_parameter_list", None) or getattr(steps, "_parameter_list", None)
+    trained = [parameter.name for parameter in parameters_in(entries) if not parameter.stop_gradient]
+    if trained:
+        kind = type(optimizer)
+        raise ValueError(
+            f"{kind.__module__}.{kind.__qualname__} describes itself and gives no state, but it has {len(trained)} "
+            f"parameters to train, such as {trained[0]!r}; paddle_flexckpt.install() does not know the class. Remedy: "
+            "ask it after its first step; or describe the optimizer inside it by optimizer_sharded_state_dict()"
+        )

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paddle_flexckpt.parallel.fully_shard import fused_tables
 from paddle_flexckpt.parallel.optimizers import (
     OverInstance,
     describe_flat,
@@ -21,7 +20,7 @@ from paddle_flexckpt.parallel.optimizers import (
     require_described,
     without_prefix,
 )
-from paddle_flexckpt.parallel.sharding_stage3 import parameter_name
+from paddle_flexckpt.parallel.slices import fused_tables, parameter_name
 from paddle_flexckpt.parallel.state_creation import create_states
 from paddle_flexckpt.parallel.tensor_fusion import fused_pieces, trainable_parameters, uses_tensor_fusion
 from paddle_flexckpt.sharded_weight import ShardedStateDict, ShardedWeight, make_replicated_sharded_weight

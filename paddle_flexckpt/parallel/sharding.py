@@ -11,7 +11,6 @@ from itertools import chain
 from typing import Any
 
 from paddle_flexckpt.parallel.experts import check_experts
-from paddle_flexckpt.parallel.fully_shard import BufferSlot, StateTables
 from paddle_flexckpt.parallel.optimizers import (
     create_accumulators,
     describe_states,
@@ -19,6 +18,7 @@ from paddle_flexckpt.parallel.optimizers import (
     on_host,
     require_described,
 )
+from paddle_flexckpt.parallel.slices import BufferSlot, StateTables
 from paddle_flexckpt.parallel.state_creation import create_dense_states
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 

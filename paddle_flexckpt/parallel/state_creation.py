@@ -14,8 +14,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from paddle_flexckpt.parallel.fully_shard import fused_context, steps_on_buffers
-from paddle_flexckpt.parallel.sharding_stage3 import parameter_name
+from paddle_flexckpt.parallel.slices import fused_context, parameter_name, steps_on_buffers
 from paddle_flexckpt.parallel.tensor_fusion import (
     fused_pieces,
     remember_prediction,

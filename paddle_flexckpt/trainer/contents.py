@@ -12,7 +12,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.parallel import optimizer_sharded_state_dict
-from paddle_flexckpt.parallel.wrappers import build_overlap_buffers
+from paddle_flexckpt.parallel.layers import build_overlap_buffers
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 from paddle_flexckpt.trainer.model_rules import describe_model
 
