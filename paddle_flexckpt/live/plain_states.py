@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paddle_flexckpt.aoa.lexer import quoted
+from paddle_flexckpt.aoa.parser import quoted
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.engine.names import raw_parameter, split_raw, without_prefix
 from paddle_flexckpt.live.state import flatten_state_dict, is_tensor, tensor_name
