@@ -1,7 +1,4 @@
-"""From values to box maps: every structure is lowered once, for all the targets that share it.
-
-Tested in tests/aoa/test_compile_scale.py.
-"""
+"""Make box maps of values: each structure once for all its targets. Tested in tests/aoa/test_compile_scale.py."""
 
 from __future__ import annotations
 

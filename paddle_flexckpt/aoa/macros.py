@@ -22,9 +22,7 @@ FUSED_ATTRIBUTES = frozenset({*FUSED, "axis", "num_heads", "num_key_value_groups
 def joined(statement: Statement, write: Callable[[Variable, bool], Sequence[str]]) -> str:
     """Write the statement without blanks, as the in-tree macros do.
 
-    Args:
-        statement: The statement.
-        write: Gives the texts, to be joined by commas, that stand for a variable (``^T`` included) on the left or not.
+    ``write`` gives the texts, to be joined by commas, that stand for a variable (``^T`` included) on the left or not.
     """
     variables = {variable.column: variable for variable in (*statement.left, *statement.right)}
     text: list[str] = []
@@ -69,14 +67,9 @@ def expand_arrays(statement: Statement) -> str:
 
 
 def expand_stars(statement: Statement, keys: Callable[[str, bool], Sequence[str]]) -> str:
-    """Replace every name that has a star by the keys that it stands for.
+    """Replace every name that has a star by the keys that it stands for; there has to be one.
 
-    Args:
-        statement: A statement without placeholders.
-        keys: Gives the keys for a name on the left or not.
-
-    Raises:
-        StatementError: A name stands for nothing.
+    ``keys`` gives the keys for a name on the left or not. The statement has no placeholders any more.
     """
 
     def write(variable: Variable, is_left: bool) -> list[str]:
@@ -93,27 +86,20 @@ def expand_stars(statement: Statement, keys: Callable[[str, bool], Sequence[str]
 
 def expand_transposes(statement: Statement) -> tuple[str, ...]:
     """Replace every ``A^T`` on the left by a temporary that is A with all axes reversed."""
-    transposed = list(dict.fromkeys(variable.name for variable in statement.left if variable.transposed))
-    if not transposed:
+    names = [variable.name for variable in statement.left if variable.transposed]
+    temporaries = {name: quoted(f"{name}_transpose_tmp") for name in names}
+    if not names:
         return (statement.place.text,)
 
     def write(variable: Variable, is_left: bool) -> list[str]:
-        return [quoted(_temporary(variable.name))] if variable.transposed else _plain(variable)
+        return [temporaries[variable.name]] if variable.transposed else _plain(variable)
 
-    first = [f'{quoted(name)} -> {quoted(_temporary(name))}, permute = "[]"' for name in transposed]
+    first = [f'{quoted(name)} -> {temporary}, permute = "[]"' for name, temporary in temporaries.items()]
     return (*first, joined(statement, write))
 
 
-def _temporary(name: str) -> str:
-    return f"{name}_transpose_tmp"
-
-
 def fused_tag(statement: Statement) -> str | None:
-    """Return the statement's fused layout, if it has one.
-
-    Raises:
-        StatementError: It has more than one.
-    """
+    """Return the statement's fused layout, if it has one; it cannot have more."""
     tags = [attribute for attribute in statement.attributes if attribute.key in FUSED]
     if len(tags) > 1:
         raise StatementError(f"a statement has one fused layout; got {[tag.key for tag in tags]}", tags[1].column)
@@ -121,11 +107,7 @@ def fused_tag(statement: Statement) -> str | None:
 
 
 def expand(statement: Statement, source_parts: int = 1, target_parts: int = 1) -> tuple[str, ...]:
-    """Write out transposes and fused layouts; the statement has no stars and arrays any more.
-
-    Raises:
-        StatementError: A macro's names or attributes do not fit.
-    """
+    """Write out transposes and fused layouts; the statement has no stars and arrays any more."""
     first = expand_transposes(statement)
     (main,) = parse(first[-1])
     tag = fused_tag(main)

@@ -55,14 +55,7 @@ MAX_NAMES = 65_536
 
 
 class Token(NamedTuple):
-    """One token.
-
-    Attributes:
-        kind: RARROW, EQUAL, COLON, LBRACKET, RBRACKET, COMMA, NUMBER, STRING, NAME or TRANSPOSE.
-        text: As it was written (but ``\\$``, which is ``$``).
-        column: From 1.
-        end: Column after its last character.
-    """
+    """One token: a named group of the pattern, its text (``$`` for ``\\$``), its column from 1 and the one after it."""
 
     kind: str
     text: str
@@ -71,11 +64,7 @@ class Token(NamedTuple):
 
 
 def tokenize(text: str) -> list[Token]:
-    """Split a text into tokens; blanks, comments and line breaks are left out.
-
-    Raises:
-        StatementError: A character has no meaning here.
-    """
+    """Split a text into tokens; blanks, comments and line breaks are left out."""
     tokens = []
     position = 0
     while position < len(text):
@@ -100,14 +89,7 @@ def quoted(name: str) -> str:
 
 @dataclass(frozen=True)
 class Variable:
-    """A name in a statement.
-
-    Attributes:
-        name: The name, without quotes and ``^T``.
-        transposed: Whether ``^T`` follows.
-        items: ``(start, stop)`` of ``name[start:stop]``, or None.
-        column: From 1.
-    """
+    """A name in a statement, without quotes and ``^T``; ``items`` is (start, stop) of ``name[start:stop]``."""
 
     name: str
     transposed: bool
@@ -117,13 +99,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Attribute:
-    """An attribute, or a tag (whose value is True).
-
-    Attributes:
-        key: Its name.
-        value: A number, a text or a tuple of numbers, as the grammar has it for this name.
-        column: From 1.
-    """
+    """An attribute, whose value is a number, a text or a tuple of numbers; or a tag, whose value is True."""
 
     key: str
     value: Any
@@ -132,15 +108,7 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Statement:
-    """One statement.
-
-    Attributes:
-        left: Variables that are read.
-        right: Variables that are assigned.
-        attributes: Attributes and tags in the order in which they are written.
-        place: Where it stands.
-        tokens: Its tokens, with columns in the statement.
-    """
+    """One statement: it reads the variables on the left and assigns those on the right; columns are counted in it."""
 
     left: tuple[Variable, ...]
     right: tuple[Variable, ...]

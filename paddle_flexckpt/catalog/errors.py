@@ -114,12 +114,7 @@ _KINDS: dict[str, type[CheckpointError]] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Hold what is left of an error where it is not raised.
-
-    Attributes:
-        kind: Name of the error's class.
-        problems: What it says, problem by problem.
-    """
+    """Hold what is left of an error where it is not raised: its class's name, and what it says by problem."""
 
     kind: str
     problems: tuple[str, ...]
@@ -164,11 +159,7 @@ class Failure:
 
 
 def combine(failures: Sequence[tuple[int, Failure]]) -> Failure:
-    """Return one failure for all ranks: each problem once, with the ranks that met it.
-
-    Args:
-        failures: Rank and failure of each rank that failed; at least one.
-    """
+    """Return one failure for all ranks that failed: each problem once, with the ranks that met it."""
     met: dict[str, list[int]] = {}
     for rank, failure in failures:
         for problem in failure.problems:

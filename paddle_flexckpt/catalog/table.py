@@ -318,16 +318,7 @@ def concat(catalogs: Sequence[Catalog]) -> Catalog:
 
 
 def _merged_orders(catalogs: Sequence[Catalog], of_keys: Sequence[np.ndarray], keys: Sequence[str]) -> dict[str, Any]:
-    """Return the columns of orders of several catalogs together.
-
-    Args:
-        catalogs: The catalogs.
-        of_keys: By catalog, the number of each of its keys in all of them together.
-        keys: All of them.
-
-    Raises:
-        ValidationError: They contradict each other.
-    """
+    """Return the columns of orders of several catalogs together; ``of_keys`` has the number in ``keys`` of each key."""
     table: dict[Order, int] = {}
     merged = np.full(len(keys), -1, dtype=np.int16)
     problems = []
