@@ -1,4 +1,4 @@
-"""Make box maps of values: each structure once for all its targets. Tested in tests/aoa/test_compile_scale.py."""
+"""Lower values to box maps, each structure once for all targets. Tested in tests/aoa/test_compile_scale.py."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Place:
 
 
 class StatementError(ValueError):
-    """What is wrong with one statement, in a column of it (0 where unknown), before its place is known."""
+    """What is wrong with one statement before its place is known; its column is 0 where that is unknown."""
 
     def __init__(self, message: str, column: int = 0) -> None:
         super().__init__(message)

@@ -67,7 +67,7 @@ def expand_arrays(statement: Statement) -> str:
 
 
 def expand_stars(statement: Statement, keys: Callable[[str, bool], Sequence[str]]) -> str:
-    """Replace every name that has a star by the keys that it stands for; there has to be one.
+    """Replace every name that has a star by the keys that it stands for; none are an error.
 
     ``keys`` gives the keys for a name on the left or not. The statement has no placeholders any more.
     """
@@ -86,9 +86,8 @@ def expand_stars(statement: Statement, keys: Callable[[str, bool], Sequence[str]
 
 def expand_transposes(statement: Statement) -> tuple[str, ...]:
     """Replace every ``A^T`` on the left by a temporary that is A with all axes reversed."""
-    names = [variable.name for variable in statement.left if variable.transposed]
-    temporaries = {name: quoted(f"{name}_transpose_tmp") for name in names}
-    if not names:
+    temporaries = {v.name: quoted(f"{v.name}_transpose_tmp") for v in statement.left if v.transposed}
+    if not temporaries:
         return (statement.place.text,)
 
     def write(variable: Variable, is_left: bool) -> list[str]:
@@ -99,7 +98,7 @@ def expand_transposes(statement: Statement) -> tuple[str, ...]:
 
 
 def fused_tag(statement: Statement) -> str | None:
-    """Return the statement's fused layout, if it has one; it cannot have more."""
+    """Return the statement's fused layout, if it has one; more are an error."""
     tags = [attribute for attribute in statement.attributes if attribute.key in FUSED]
     if len(tags) > 1:
         raise StatementError(f"a statement has one fused layout; got {[tag.key for tag in tags]}", tags[1].column)

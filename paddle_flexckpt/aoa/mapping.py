@@ -33,7 +33,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Global shape of a value, and Paddle's name of its element type."""
+    """Global shape of a value and Paddle's name of its element type."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -41,7 +41,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Node:
-    """A computed tensor; its operands are names that the mapping defines as it does target keys."""
+    """A computed tensor; its operands are names that the mapping defines, as target keys are."""
 
     step: Step
     info: TensorInfo

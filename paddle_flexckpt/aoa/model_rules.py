@@ -136,7 +136,7 @@ def _check_value(name: str, key: str, spec: Mapping[str, Any], value: Any) -> No
 
 
 def _filled(context: str, specs: Mapping[str, Any], statements: list[str], texts: Mapping[str, str]) -> list[str]:
-    """Fill statements with their parameters' values; each has to have one."""
+    """Fill statements with their parameters' values; a missing one is an error."""
     used = {found[1] for text in statements for pattern in (_PARAMETER, _REPEATED) for found in pattern.finditer(text)}
     missing = [key for key in specs if key in used - set(texts)]
     if missing:

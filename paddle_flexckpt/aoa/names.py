@@ -34,7 +34,7 @@ OFFSET = "LAYER_ID_OFFSET"
 
 @dataclass(frozen=True)
 class Placeholder:
-    """``$NAME`` or ``${NAME+1}``: operators and numbers are applied to the id from left to right."""
+    """``$NAME`` or ``${NAME+1}``: ``terms``, operators and numbers, apply to the id from left to right."""
 
     name: str
     terms: tuple[tuple[str, int], ...] = ()
@@ -66,7 +66,7 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class Template:
-    """A name, split into literal text and placeholders in turn; the names of these are sorted."""
+    """A name, split into literal text and placeholders in turn; their names are sorted."""
 
     text: str
     parts: tuple[str | Placeholder, ...]

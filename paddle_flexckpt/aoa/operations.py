@@ -29,7 +29,7 @@ _PARTNERS = {
 
 
 class Value(NamedTuple):
-    """What a name stands for: a structure, and the source keys (or slots of another value) bound to its input slots."""
+    """What a name stands for: a structure, and the source keys (or slots of another value) that its slots stand for."""
 
     structure: Structure
     inputs: tuple[Any, ...]

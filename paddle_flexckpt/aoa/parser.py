@@ -1,4 +1,4 @@
-"""Grammar of the AOA language: texts to tokens to statements.
+"""Grammar of the AOA language: from texts to tokens and statements.
 
     PROGRAM   ::= { STATEMENT }
     STATEMENT ::= VARIABLE { ',' VARIABLE } '->' VARIABLE { ',' VARIABLE } { ',' ATTRIBUTE }
@@ -55,7 +55,7 @@ MAX_NAMES = 65_536
 
 
 class Token(NamedTuple):
-    """One token: a named group of the pattern, its text (``$`` for ``\\$``), its column from 1 and the one after it."""
+    """One token: a named group of the pattern, its text (``$`` for ``\\$``), its column (from 1) and the next one."""
 
     kind: str
     text: str

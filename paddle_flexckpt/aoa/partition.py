@@ -14,7 +14,7 @@ _KEEPS_AXES = frozenset({"permute", "dtype", "src_dtype", "dst_dtype", "scale", 
 
 
 def source_parts(rule: Rule, value: Value, side: Side) -> int:
-    """Return the number of parts, of equal size, of the tensor on the left; it has to be that of one key."""
+    """Return the number of parts, of equal size, of the tensor on the left; it has to be a single key."""
     variable = rule.statement.left[0]
     structure = value.structure
     axis = _axis(rule.statement, len(structure.shape))

@@ -89,7 +89,7 @@ class Program:
         self._raise()
 
     def assign(self, name: str, state: str | None, value: Value, origin: Origin | None) -> None:
-        """Give a parameter with all its states, or one state of it, a value that no statement of this program made."""
+        """Give a parameter with all its states, or one ``state``, a value that no statement made."""
         table = self.values if state is None else self.state_values.setdefault(state, {})
         table[name] = value
         if origin is not None:
@@ -351,7 +351,7 @@ class Program:
         states = {} if self.target is None else self.target.states
         if state:
             return tuple(states[name][state].shape if state in states.get(name, ()) else None for name in right)
-        return tuple(self.target.base_info(n).shape if self.target and n in states else None for n in right)
+        return tuple(self.target.base_info(n).shape if self.target is not None and n in states else None for n in right)
 
     def _fill(self, rule: Rule, name: str, state: str | None) -> list[Value] | None:
         """Return the value of ``_ -> name``, or None where there is no such destination key."""

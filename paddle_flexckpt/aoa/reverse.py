@@ -43,7 +43,7 @@ class Reversal:
     """Turn a program that was carried out from the destination into one from the source."""
 
     def __init__(self, forward: Program, back: Program) -> None:
-        """Take a program, carried out from the destination of ``back``, which has no statements and gets the values."""
+        """Take a program carried out from the destination, and one without statements that gets the values."""
         self._forward = forward
         self._back = back
         self._memo: dict[tuple[object, ...], tuple[Structure, tuple[int, ...]]] = {}

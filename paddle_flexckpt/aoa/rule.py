@@ -1,4 +1,4 @@
-"""Rules: statements, ready to be carried out for all ids. Tested in tests/aoa/test_compile_scale.py."""
+"""Rules: statements with placeholders, to be carried out for all ids. Tested in tests/aoa/test_compile_scale.py."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Origin(NamedTuple):
 
 
 class ExpandedError(StatementError):
-    """What is wrong with a statement ``text`` that a macro made."""
+    """What is wrong with a statement that a macro made; ``text`` is that statement."""
 
     def __init__(self, message: str, text: str) -> None:
         super().__init__(message)

@@ -6,6 +6,8 @@ products and no reductions, whose order of summation depends on the shape.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -50,10 +52,8 @@ def _weighted_sum(operands: Sequence[np.ndarray], weights: Sequence[float]) -> n
     """Return ``w0 * A + w1 * B + ...``, from left to right."""
     work = _work_dtype(operands)
     with np.errstate(all="ignore"):
-        total = operands[0].astype(work) * work(weights[0])
-        for weight, operand in zip(weights[1:], operands[1:]):
-            total = total + operand.astype(work) * work(weight)
-        return total
+        terms = (a.astype(work) if w == 1 else a.astype(work) * work(w) for w, a in zip(weights, operands))
+        return functools.reduce(operator.add, terms)
 
 
 def _rounded(result: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -182,7 +182,7 @@ class Average(_Pointwise):
 
 @dataclass(frozen=True)
 class Same(_Pointwise):
-    """Operands that have to be equal bit for bit; gives the first. Their ``names`` are for the message."""
+    """Operands that have to be equal bit for bit; gives the first. ``names`` are their keys, for the message."""
 
     names: tuple[str, ...]
 

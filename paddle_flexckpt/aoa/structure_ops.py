@@ -99,7 +99,7 @@ def slice_(structure: Structure, items: Sequence[tuple[int | None, int | None] |
     """Cut out parts of all axes at once.
 
     An item is start and stop of an axis (None: its end), or an index that drops the axis. Negative numbers count from
-    the end; axes without an item are whole.
+    the end; axes without an item stay whole.
     """
     shape = structure.shape
     if len(items) > len(shape):
@@ -157,7 +157,7 @@ def permute(structure: Structure, axes: Sequence[int]) -> Derived:
 
 
 def pad(structure: Structure, before: Sequence[int], after: Sequence[int], fill: Fill) -> Derived:
-    """Add elements that hold ``fill``, or KEEP what there is, before and after the value along every axis."""
+    """Add elements before and after the value along every axis; they hold ``fill``, or KEEP what the target has."""
     rank = len(structure.shape)
     for name, widths in (("before", before), ("after", after)):
         if len(widths) != rank:
@@ -189,7 +189,7 @@ def pad(structure: Structure, before: Sequence[int], after: Sequence[int], fill:
 def resize(structure: Structure, extents: Sequence[int], fill: Fill | None) -> Derived:
     """Cut or extend the value at the end of every axis; an extent of -1 stays as it is.
 
-    New elements hold ``fill``, or KEEP what there is; there must not be any without it.
+    New elements hold ``fill``, or KEEP what the target has; without it there must not be any.
     """
     shape = structure.shape
     if len(extents) != len(shape):

@@ -33,7 +33,7 @@ def source(info: TensorInfo) -> Derived:
 
 
 def computed(step: TypedStep, info: TensorInfo | None, operands: Sequence[Structure]) -> Derived:
-    """Return the result of a step, as one node; what :func:`bound` finds out about the step need not be given."""
+    """Return the result of a step, as one node; its operands tell what :func:`bound` asks for."""
     infos = [operand.info for operand in operands]
     step = bound(step, infos)
     result = step.result(infos)

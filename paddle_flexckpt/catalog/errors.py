@@ -1,4 +1,4 @@
-"""Problems and errors, which name key, rank, file, expected, got and remedy; and errors as data for other ranks."""
+"""Problems and errors, which name key, rank, file, expected, got and remedy; and failures, errors sent as data."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ _KINDS: dict[str, type[CheckpointError]] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Hold what is left of an error where it is not raised: its class's name, and what it says by problem."""
+    """Hold what is left of an error where it is not raised: the name of its class, and each of its problems."""
 
     kind: str
     problems: tuple[str, ...]

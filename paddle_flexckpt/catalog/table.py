@@ -318,7 +318,7 @@ def concat(catalogs: Sequence[Catalog]) -> Catalog:
 
 
 def _merged_orders(catalogs: Sequence[Catalog], of_keys: Sequence[np.ndarray], keys: Sequence[str]) -> dict[str, Any]:
-    """Return the columns of orders of several catalogs together; ``of_keys`` has the number in ``keys`` of each key."""
+    """Return the columns of orders of several catalogs together; ``of_keys`` numbers their keys in ``keys``."""
     table: dict[Order, int] = {}
     merged = np.full(len(keys), -1, dtype=np.int16)
     problems = []

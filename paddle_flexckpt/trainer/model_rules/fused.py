@@ -112,7 +112,7 @@ def layer_of(layers: Mapping[str, FusedLayer], path: str) -> FusedLayer | None:
 
 
 def mark_fused(model: Any, sharded: ShardedStateDict) -> None:
-    """Give the shards of a model's fused parameters their :class:`FusedAxis`; one that has a rule already keeps it."""
+    """Give the shards of a model's fused parameters their :class:`FusedAxis`; a shard with a rule keeps it."""
     layers = {layer.path: layer for layer in reversed(fused_layers(model))}
     for key, weight in sharded.items():
         path, _, parameter = key.rpartition(".")
