@@ -1,4 +1,7 @@
-"""flexckpt verify, repair and export: read all of a checkpoint. Tested in tests/cli/test_cli.py, test_verify.py."""
+"""flexckpt verify, repair and export: read all of a checkpoint.
+
+Tested in tests/cli/test_cli.py and tests/cli/test_verify.py.
+"""
 
 from __future__ import annotations
 
