@@ -69,13 +69,11 @@ def model_shards(trainer: Any) -> ShardedStateDict:
     }
     if not trained:
         raise ValidationError(
-            [
-                Problem(
-                    f"a {type(trainer.model).__name__} without parameters that are trained has nothing to save",
-                    got=f"{len(shards)} frozen tensors",
-                    remedy="call its mark_only_..._as_trainable() before the training",
-                )
-            ]
+            Problem(
+                f"a {type(trainer.model).__name__} without parameters that are trained has nothing to save",
+                got=f"{len(shards)} frozen tensors",
+                remedy="call its mark_only_..._as_trainable() before the training",
+            )
         )
     return trained
 
