@@ -25,14 +25,7 @@ from paddle_flexckpt.manager.contents import (
     collect_shards,
 )
 from paddle_flexckpt.manager.pending import PendingSteps
-from paddle_flexckpt.manager.policies import (
-    KeepBest,
-    KeepPolicy,
-    Mode,
-    SaveEvery,
-    SavePolicy,
-    check_policies,
-)
+from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, Mode, SaveEvery, SavePolicy, check_policies
 from paddle_flexckpt.manager.readiness import OWN_OBJECTS, check, given
 from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, Targets, restore_first
 from paddle_flexckpt.manager.schedule import PreemptionSignals, SaveSchedule

@@ -141,9 +141,7 @@ class RankChecks:
         local = paddle.full([rows, columns], float(self._rank))
         target = paddle.zeros([shape[0], columns // self._size])
         source = {"w": fc.ShardedWeight("w", local, (rows, columns), shape, (rows * self._rank, 0))}
-        wanted = {
-            "w": fc.ShardedWeight("w", target, (shape[0], 1024), shape, (0, 1024 * self._rank)),
-        }
+        wanted = {"w": fc.ShardedWeight("w", target, (shape[0], 1024), shape, (0, 1024 * self._rank))}
         paddle.device.synchronize()
         begin = time.perf_counter()
         report = fc.reshard_sharded_state_dict(source, wanted)

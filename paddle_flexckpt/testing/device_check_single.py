@@ -19,16 +19,7 @@ import numpy as np
 import paddle
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.testing.device_check_record import (
-    DTYPES,
-    FP8,
-    NotHere,
-    Record,
-    elements,
-    on_device,
-    require,
-    same,
-)
+from paddle_flexckpt.testing.device_check_record import DTYPES, FP8, NotHere, Record, elements, on_device, require, same
 
 
 class SingleChecks:

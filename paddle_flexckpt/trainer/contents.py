@@ -121,11 +121,7 @@ def _write_config(model: Any, directory: Path) -> None:
     if parameters:
         config.dtype = str(parameters[0].dtype).split(".")[-1]
     config.architectures = [type(model).__name__.removesuffix("Pipe")]
-    for name, value in (
-        ("tensor_parallel_degree", 1),
-        ("tensor_model_parallel_size", 1),
-        ("tensor_parallel_rank", 0),
-    ):
+    for name, value in (("tensor_parallel_degree", 1), ("tensor_model_parallel_size", 1), ("tensor_parallel_rank", 0)):
         if hasattr(config, name):
             setattr(config, name, value)
     config.save_pretrained(str(directory))
