@@ -34,7 +34,14 @@ from paddle_flexckpt.manager.pending import PendingSteps
 from paddle_flexckpt.parallel.state_creation import no_new_states
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
 from paddle_flexckpt.trainer.arguments import TrainerOptions, library_of, options_of
-from paddle_flexckpt.trainer.contents import collect_shards, is_peft, is_semi_automatic, model_shards, write_small_files
+from paddle_flexckpt.trainer.contents import (
+    collect_shards,
+    export_weights,
+    is_peft,
+    is_semi_automatic,
+    model_shards,
+    write_small_files,
+)
 from paddle_flexckpt.trainer.directories import (
     SUBDIRECTORY,
     UNIQUE_ID,
@@ -44,7 +51,6 @@ from paddle_flexckpt.trainer.directories import (
     step_of,
 )
 from paddle_flexckpt.trainer.ema import AverageState
-from paddle_flexckpt.trainer.export import export_weights
 from paddle_flexckpt.trainer.model_rules import hf_rules, install_model_rules
 from paddle_flexckpt.trainer.restoring import Restored, restore_from
 

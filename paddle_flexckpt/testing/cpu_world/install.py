@@ -15,15 +15,13 @@ from paddle.distributed import collective, fleet, parallel
 
 from paddle_flexckpt.undo import Undo
 
-from .data_parallel import patch_data_parallel
 from .group_sharded import patch_devices, patch_group_sharded
-from .kernels import patch_kernels
+from .kernels import patch_kernels, patch_moe
 from .mesh import Mesh
-from .moe import patch_moe
-from .optimizers import patch_adamw, patch_sharding_v2
 from .process_group import MeshProcessGroup
 from .semi_auto import patch_semi_auto, reset_semi_auto
 from .static_graphs import patch_static_graphs
+from .training import patch_adamw, patch_data_parallel, patch_sharding_v2
 
 # More than a job makes on a device; group ids are C integers.
 _GROUPS_OF_A_JOB = 4096
