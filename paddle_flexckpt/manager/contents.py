@@ -39,12 +39,7 @@ OWN_OBJECTS = {
 
 @dataclass(frozen=True)
 class StepContents:
-    """Hold what one rank saves of a step.
-
-    Attributes:
-        shards: Shards and extra state by name.
-        metrics: The same on every rank.
-    """
+    """Hold what one rank saves of a step: shards and extra state by name, and metrics, the same on every rank."""
 
     shards: dict[str, Any]
     metrics: dict[str, float]
@@ -67,11 +62,6 @@ class StepContents:
 
 def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the shards of this rank, one level deep. With a model, ``install()`` is in effect from then on.
-
-    Args:
-        model: Has ``sharded_state_dict()``.
-        optimizer: What :func:`optimizer_sharded_state_dict` can describe.
-        state: What else there is: names to ShardedWeights or tensors, possibly nested.
 
     Raises:
         ValidationError: There is nothing, a method is missing, or a name stands twice.

@@ -232,7 +232,10 @@ def keep_best_model(trainer: Any, flex: TrainerCheckpointer) -> Iterator[None]:
 
 def _callbacks(trainer: Any, flex: TrainerCheckpointer) -> tuple[Any, Any]:
     """Return the first and the last of the trainer's callbacks."""
-    base = _callback_class(trainer)
+    kinds = [cls for callback in trainer.callback_handler.callbacks for cls in type(callback).__mro__]
+    base: Any = next((cls for cls in kinds if cls.__name__ == "TrainerCallback"), None)
+    if base is None:
+        raise TypeError(f"{type(trainer).__name__} has no callbacks derived from TrainerCallback")
 
     class First(base):  # type: ignore[misc, valid-type]
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -247,12 +250,3 @@ def _callbacks(trainer: Any, flex: TrainerCheckpointer) -> tuple[Any, Any]:
             args.load_best_model_at_end = False
 
     return First(), Last()
-
-
-def _callback_class(trainer: Any) -> type:
-    """Return the library's base class of callbacks, whose methods do nothing."""
-    for callback in trainer.callback_handler.callbacks:
-        for cls in type(callback).__mro__:
-            if cls.__name__ == "TrainerCallback":
-                return cls
-    raise TypeError(f"{type(trainer).__name__} has no callbacks derived from TrainerCallback")

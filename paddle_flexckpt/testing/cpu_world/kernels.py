@@ -136,12 +136,7 @@ def mp_allreduce_sum(x: Any, ring_id: int = 0, *_: Any) -> Any:
 
 
 def patch_kernels(patches: Undo, mend_split: bool) -> None:
-    """Put the stand-ins where Paddle looks for its kernels.
-
-    Args:
-        patches: records the changes.
-        mend_split: also replace ``c_split_eager``; False keeps upstream's wrong backward (U4).
-    """
+    """Put the stand-ins where Paddle looks for its kernels; ``mend_split`` also mends ``c_split_eager`` (U4)."""
     for kernel in (c_identity, c_split, c_concat, c_softmax_with_cross_entropy, all_reduce_, mp_allreduce_sum):
         patches.set(_C_ops, kernel.__name__, kernel)
     # Some callers still use the old operator, whose attributes follow as name, value, name, value.
@@ -234,15 +229,8 @@ def patch_moe(patches: Undo) -> None:
     """Put the stand-ins for routing where Paddle looks for its kernels."""
     from paddle.incubate.distributed.models.moe import moe_layer
 
-    for kernel in (
-        number_count,
-        assign_pos,
-        limit_by_capacity,
-        prune_gate_by_capacity,
-        random_routing,
-        global_scatter,
-        global_gather,
-    ):
+    routing = (number_count, assign_pos, limit_by_capacity, prune_gate_by_capacity, random_routing)
+    for kernel in (*routing, global_scatter, global_gather):
         patches.set(_C_ops, kernel.__name__, kernel)
         patches.set(_legacy_C_ops, kernel.__name__, kernel)
     # It asks for the NCCL version, of which a CPU build has none.

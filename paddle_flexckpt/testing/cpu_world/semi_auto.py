@@ -90,8 +90,7 @@ class _Reshard:
        wrong, U2), and a tensor that leaves the last ranks with nothing (S14).
     2. Where a mesh axis goes from partial or sharded to another sharding, it first becomes a replica (S13).
 
-    Args:
-        native: Paddle's function; static graphs, changes of the mesh and axes that are cut twice are its own.
+    Static graphs, changes of the mesh and axes that are cut twice are left to Paddle's own function.
     """
 
     def __init__(self, native: Any) -> None:
@@ -193,12 +192,7 @@ def _labelled(local: Any, shape: Sequence[int], mesh: Any, placements: Sequence[
 
 
 class _ShardTensor:
-    """``shard_tensor`` of what upstream cannot cut (S12, S14): a replica first, which is then resharded.
-
-    Args:
-        native: Paddle's function.
-        reshard: the reshard that can.
-    """
+    """``shard_tensor`` of what upstream cannot cut (S12, S14): a replica first, which is then resharded."""
 
     def __init__(self, native: Any, reshard: _Reshard) -> None:
         self.native, self._reshard = native, reshard
