@@ -15,7 +15,7 @@ from paddle.base import core
 Op = core.ReduceOp
 
 # numpy has no bfloat16: Paddle hands its bits out as uint16, and takes uint16 back as bfloat16.
-_HALF = (paddle.float16, paddle.bfloat16)
+HALF = (paddle.float16, paddle.bfloat16)
 
 
 def to_array(tensor: Any) -> np.ndarray:
@@ -65,7 +65,7 @@ def reduce_arrays(arrays: Sequence[np.ndarray], dtype: Any, op: Any) -> Any:
 
 
 def _accumulator(array: np.ndarray, dtype: Any) -> np.ndarray:
-    if dtype not in _HALF:
+    if dtype not in HALF:
         return array
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << 16).view(np.float32)

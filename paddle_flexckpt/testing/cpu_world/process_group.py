@@ -243,8 +243,7 @@ class MeshProcessGroup:
 
     # -- old names, and what has no meaning here -----------------------------------------------------------------------
 
-    def allreduce(self, tensor: Any, op: Any = Op.SUM) -> Done:
-        return self.all_reduce(tensor, op)
+    allreduce = all_reduce
 
     def alltoall(self, out: Any, tensor: Any, *_: Any) -> Done:
         """Exchange tensors. The binding names its arguments ``(in, out)``; its caller, MoE, passes ``(out, in)``."""
@@ -256,14 +255,7 @@ class MeshProcessGroup:
     def eager_connect(self, *_: Any, **__: Any) -> None:
         return None
 
-    def eager_connect_ring_exchange(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def shutdown(self) -> None:
-        return None
-
-    def restart(self) -> None:
-        return None
+    eager_connect_ring_exchange = shutdown = restart = eager_connect
 
     # There is no stream on a CPU: the calc-stream form of an operation is the operation.
     all_reduce_on_calc_stream = all_reduce

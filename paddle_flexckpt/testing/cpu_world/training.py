@@ -17,7 +17,7 @@ from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_s
 
 from paddle_flexckpt.undo import Undo
 
-from .arrays import copy_into
+from .arrays import HALF, copy_into
 from .process_group import MeshProcessGroup
 
 # Place of `multi_precision` after `found_inf`: beta1, beta2, epsilon, lr_ratio, coeff, with_decay, lazy_mode,
@@ -33,7 +33,7 @@ def patch_adamw(patches: Undo) -> None:
     native: Any = _C_ops.adamw_
 
     def adamw_(param: Any, grad: Any, *args: Any) -> Any:
-        if param.dtype not in (paddle.float16, paddle.bfloat16):
+        if param.dtype not in HALF:
             return native(param, grad, *args)
         # (lr, moment1, moment2, moment2_max, beta1_pow, beta2_pow, master, found_inf, ...): 3.0 and later.
         master, rest = args[6], list(args[8:])
