@@ -36,14 +36,13 @@ if TYPE_CHECKING:
     from paddle_flexckpt.dist_tensor import compute_local_shape_and_global_offset
     from paddle_flexckpt.engine.export import export_safetensors
     from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
-    from paddle_flexckpt.live.assign import assign_sharded_slice
-    from paddle_flexckpt.live.explain import explain
     from paddle_flexckpt.live.loader import load_state_dict
     from paddle_flexckpt.live.merged import load_merged_state_dict
-    from paddle_flexckpt.live.plain_states import plain_state_statements
     from paddle_flexckpt.live.resharder import _load_state_dict, reshard_sharded_state_dict
     from paddle_flexckpt.live.saver import save_state_dict
     from paddle_flexckpt.live.state import flatten_state_dict, unflatten_state_dict
+    from paddle_flexckpt.live.statements import explain, plain_state_statements
+    from paddle_flexckpt.live.tensors import assign_sharded_slice
     from paddle_flexckpt.manager import CheckpointManager, check
     from paddle_flexckpt.media.opening import open_storage
     from paddle_flexckpt.native.listing import latest, list_checkpoints
@@ -107,15 +106,14 @@ _MODULES = {
         "optimizer_sharded_state_dict",
         "uninstall",
     ),
-    "live.assign": ("assign_sharded_slice",),
     "aoa.invert": ("invert",),
-    "live.explain": ("explain",),
     "live.loader": ("load_state_dict",),
     "live.merged": ("load_merged_state_dict",),
     "live.resharder": ("_load_state_dict", "reshard_sharded_state_dict"),
-    "live.plain_states": ("plain_state_statements",),
+    "live.statements": ("explain", "plain_state_statements"),
     "live.saver": ("save_state_dict",),
     "live.state": ("flatten_state_dict", "unflatten_state_dict"),
+    "live.tensors": ("assign_sharded_slice",),
     "sharded_weight": (
         "FusedAxis",
         "ShardedStateDict",

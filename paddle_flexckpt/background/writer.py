@@ -48,11 +48,7 @@ class BackgroundWriter:
     """
 
     def __init__(
-        self,
-        max_pending: int = 1,
-        nice: int = 10,
-        io_class: IoClass = "best-effort-low",
-        timeout: float = 1800.0,
+        self, max_pending: int = 1, nice: int = 10, io_class: IoClass = "best-effort-low", timeout: float = 1800.0
     ) -> None:
         """Take no resources yet.
 

@@ -148,7 +148,7 @@ class Catalog(Columns):
 
     def unpadded(self, row: int, column: np.ndarray) -> tuple[int, ...]:
         """Return a row of a ``[n, d]`` column without its padding."""
-        return tuple(int(x) for x in column[row, self.width - self.ndim[row] :])
+        return tuple(int(x) for x in column[row, column.shape[1] - self.ndim[row] :])
 
     def describe(self, row: int) -> str:
         """Describe one shard: ``float32 [0:4, 2:6] of [8, 8]``, with its flattened range if it has one."""

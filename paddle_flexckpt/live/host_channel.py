@@ -48,12 +48,7 @@ class HostChannel:
     """
 
     def __init__(
-        self,
-        store: KeyValueStore,
-        name: str,
-        ranks: Sequence[int],
-        position: int,
-        patience: float = PATIENCE_SECONDS,
+        self, store: KeyValueStore, name: str, ranks: Sequence[int], position: int, patience: float = PATIENCE_SECONDS
     ) -> None:
         """Prepare a channel; its members meet at the first exchange.
 

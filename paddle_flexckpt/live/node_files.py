@@ -16,13 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
-from paddle_flexckpt.catalog import (
-    CorruptCheckpointError,
-    ValidationError,
-    dtype_of,
-    group_replicas,
-    validate_coverage,
-)
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, dtype_of, group_replicas, validate_coverage
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
 from paddle_flexckpt.engine.files import Files, reads_of

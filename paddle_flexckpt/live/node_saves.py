@@ -285,11 +285,7 @@ def meet_nodes(
 
 
 def _look(
-    comm: Communicator,
-    directory: NodeDirectory,
-    tokens: list[str],
-    unique_id: int | None,
-    locks: contextlib.ExitStack,
+    comm: Communicator, directory: NodeDirectory, tokens: list[str], unique_id: int | None, locks: contextlib.ExitStack
 ) -> tuple[None, bytes]:
     """Find the first rank whose token is here; if it is this one, take the lock and choose a save for this node."""
     backend = directory.backend

@@ -24,10 +24,10 @@ from paddle_flexckpt.engine.transfer import Source, Task
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.device_exchange import DeviceExchange, Traffic
 from paddle_flexckpt.live.device_memory import devices_of, has_views, wait_for_devices
-from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.replicas import Replicas, replica_digests
-from paddle_flexckpt.live.shared_memory import refuse_shared_memory
+from paddle_flexckpt.live.save_options import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.sources import CheckedSources
+from paddle_flexckpt.live.tensor_memory import refuse_shared_memory
 from paddle_flexckpt.live.tensors import open_storage
 from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.planning import ExchangePlan, ShardMatcher, plan_exchange

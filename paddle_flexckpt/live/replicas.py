@@ -24,7 +24,7 @@ from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationE
 from paddle_flexckpt.engine.copies import pack_copy
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.device_memory import DeviceMemory, current_device, on_host
-from paddle_flexckpt.live.replica_policies import CLOSE, EQUAL, FIRST
+from paddle_flexckpt.live.save_options import CLOSE, EQUAL, FIRST
 from paddle_flexckpt.live.tensor_memory import host_memory
 from paddle_flexckpt.live.tensors import open_storage
 
@@ -84,7 +84,7 @@ class Replicas:
     ) -> None:
         """Take the shards of all ranks, and this rank's tensors by row of their catalog.
 
-        ``policies`` has the policy of each row, uint8 ``[n]`` (:mod:`~paddle_flexckpt.live.replica_policies`).
+        ``policies`` has the policy of each row, uint8 ``[n]`` (:mod:`~paddle_flexckpt.live.save_options`).
         ``save_replicas``: each replica is to stand in for the others later, which those that differ cannot.
         """
         self._comm, self._held, self._catalog, self._groups = comm, held, catalog, groups

@@ -24,14 +24,12 @@ from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, takes
 from paddle_flexckpt.foreign.formats import open_to_save, shown
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
-from paddle_flexckpt.live.fused import indivisible_rows
 from paddle_flexckpt.live.node_saves import NodeSave, meet_nodes
-from paddle_flexckpt.live.replica_policies import ReplicaPolicies
 from paddle_flexckpt.live.replicas import Replicas, replica_digests
-from paddle_flexckpt.live.save_options import SaveOptions
+from paddle_flexckpt.live.save_options import ReplicaPolicies, SaveOptions
 from paddle_flexckpt.live.shared_saves import BackgroundSave, Share, SharedSave
 from paddle_flexckpt.live.sources import check_sources
-from paddle_flexckpt.live.state import LocalState, open_state
+from paddle_flexckpt.live.state import LocalState, indivisible_rows, open_state
 from paddle_flexckpt.media.backend import Location, place_of
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import SaveNames

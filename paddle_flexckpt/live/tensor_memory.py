@@ -1,6 +1,6 @@
-"""Ask a tensor what it is, and reach its memory where the host can.
+"""Ask a tensor what it is, reach its memory where the host can, and refuse targets that share memory with sources.
 
-Tested in tests/live/test_tensors.py.
+Tested in tests/live/test_tensors.py and tests/live/test_shared_memory.py.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import dtype_of
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of
+from paddle_flexckpt.engine.targets import Targets
 
 # "Place(gpu:0)" is a device; "Place(cpu)" and "Place(gpu_pinned)" are memory of the host.
 _DEVICE = re.compile(r"Place\((\w+:\d+)\)")
@@ -103,3 +105,58 @@ def strided_memory(tensor: Any) -> np.ndarray:
     buffer = _buffer(tensor, bounds[0], bounds[1] - bounds[0])
     strides = [int(stride) * dtype.itemsize for stride in tensor.strides]
     return np.ndarray(shape, dtype=dtype, buffer=buffer, strides=strides)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Hold the memory of one shard: addresses ``[begin, end)``, what it is, and which target it is (None: a source)."""
+
+    begin: int
+    end: int
+    identity: str
+    target: int | None
+
+
+def refuse_shared_memory(source: Catalog, held: Mapping[int, Any], targets: Targets, names: Sequence[str]) -> None:
+    """Check that no target shares memory with a source, unless both are the very same shard.
+
+    ``names`` has the targets' names, so that only those look like a source shard that may be it.
+
+    Raises:
+        ValidationError: A target would overwrite a source that is still being read.
+    """
+    spans = [
+        _Span(*addresses, f"{source.key_name(row)} {source.describe(row)}", None)
+        for row, tensor in held.items()
+        if (addresses := address_range(tensor)) is not None
+    ]
+    spans += [
+        _Span(*place[0], f"{names[row]} {place[2]}", row)
+        for row, place in enumerate(targets.places)
+        if place is not None
+    ]
+    spans.sort(key=lambda span: (span.begin, span.end))
+    problems = []
+    reaching: list[_Span] = []
+    for span in spans:
+        reaching = [other for other in reaching if other.end > span.begin]
+        for other in reaching:
+            if (span.target is None) == (other.target is None):
+                continue
+            if (span.begin, span.end, span.identity) == (other.begin, other.end, other.identity):
+                continue
+            target, origin = (span, other) if span.target is not None else (other, span)
+            row = target.target or 0
+            problems.append(
+                Problem(
+                    "a target shares memory with a source that it would overwrite",
+                    key=names[row],
+                    rank=int(targets.catalog.rank[row]),
+                    expected="memory of its own",
+                    got=f"memory of source {origin.identity}",
+                    remedy="clone one of the two",
+                )
+            )
+        reaching.append(span)
+    if problems:
+        raise ValidationError(problems)

@@ -14,7 +14,7 @@ from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.engine.options import GROUP, encode_options, same_on_all_ranks, takes
 from paddle_flexckpt.live.communicator import communicator_for
-from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
+from paddle_flexckpt.live.save_options import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager.contents import (
     OWN_OBJECTS,

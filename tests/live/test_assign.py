@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.live.assign import assign_sharded_slice
+from paddle_flexckpt.live.tensors import assign_sharded_slice
 from paddle_flexckpt.sharded_weight import ShardedWeight, ShardedWeightDesc
 from tests.property import examples
 from tests.property.layouts import Pick

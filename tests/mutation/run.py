@@ -70,7 +70,7 @@ pytest_add_cli_args=
     -m
     not slow
 timeout_multiplier=2
-timeout_constant=2
+timeout_constant=15
 use_git_change_detection=false
 process_isolation=forkserver
 """
@@ -84,8 +84,10 @@ def prepare(room: str, directory: Path) -> dict[str, Change]:
     directory.mkdir(parents=True)
     tests = "\n".join(f"    {path}" for path in TESTS[room])
     (directory / "setup.cfg").write_text(CONFIG.format(room=room, tests=tests))
-    for name in ("paddle_flexckpt", "tests", "benchmarks", "docs", "pyproject.toml"):
-        (directory / name).symlink_to(ROOT / name)
+    # A copy, so that the sources may change meanwhile.
+    for name in ("paddle_flexckpt", "tests", "benchmarks", "docs"):
+        shutil.copytree(ROOT / name, directory / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy2(ROOT / "pyproject.toml", directory)
     changes = {}
     with change_cwd(directory):
         for path in sorted(Path("paddle_flexckpt", room).rglob("*.py")):

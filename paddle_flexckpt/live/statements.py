@@ -1,32 +1,33 @@
-"""plain_state_statements: AOA statements between the keys of a plain state dict and structured names.
+"""AOA statements about what users have in hand: made for a plain state dict, and explained.
 
-Raw names of parameters (``linear_0.w_0``) count layers, so the same model has others in another world, where a linear
-layer is a ``column_parallel_linear_0``. Only the process that has the model can say what they mean. What it says may be
-written to a file beside the checkpoint, and used by any other process::
-
-    plain = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    statements = fc.plain_state_statements(model.sharded_state_dict(), plain)
-    ...
-    fc.load_state_dict({**model_shards, **optimizer_shards}, path, aoa_config={"aoa_statements": statements})
-
-Tested in tests/live/test_name_compatibility.py.
+Tested in tests/live/test_name_compatibility.py and tests/aoa/test_docs.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Union
 
+from paddle_flexckpt import aoa
+from paddle_flexckpt.aoa import AoaConfig
 from paddle_flexckpt.aoa.lexer import quoted
-from paddle_flexckpt.catalog import Problem, ValidationError
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, without_extra_state
 from paddle_flexckpt.engine.names import raw_parameter, split_raw, without_prefix
-from paddle_flexckpt.live.state import flatten_state_dict, is_tensor, tensor_name
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.live.state import flatten_state_dict, is_tensor, open_state, tensor_name
+from paddle_flexckpt.media.backend import Backend, Location
+
+Tensors = Union[Location, Mapping[str, Any], Catalog]
 
 
 def plain_state_statements(
     model_sharded_state_dict: Mapping[str, Any], plain_state_dict: Mapping[str, Any], direction: str = "from_plain"
 ) -> list[str]:
     """Return the AOA statements that rename what a plain state dict of a live model holds, from or to structured names.
+
+    Raw names of parameters (``linear_0.w_0``) count layers, so the same model has others in another world. Only the
+    process that has the model can say what they mean; any other may use what it says.
 
     Args:
         model_sharded_state_dict: The model's ``sharded_state_dict()``, or anything else that has its tensors, or
@@ -90,3 +91,34 @@ def _structured(plain: str, value: Any, model: Mapping[str, Any], names: Mapping
         if raw is not None and raw.parameter in names:
             return f"{names[raw.parameter][0]}.{raw.state}"
     return next((name for _, name in without_prefix(plain) if name in model), None)
+
+
+def explain(aoa_config: AoaConfig, src: Tensors, dst: Tensors | None = None, keys: Iterable[str] = ()) -> str:
+    """Tell where each target of a load with AOA statements would come from; nothing is read but the manifest.
+
+    Args:
+        aoa_config: The statements, as in :func:`load_state_dict`.
+        src: The source: a checkpoint's directory, a state dict of this rank's shards, or a catalog.
+        dst: The destination, likewise; None takes what the statements make and leave of the source.
+        keys: Only these targets; all by default.
+
+    Returns:
+        A few lines for each target; at the end, what nothing feeds and what nothing uses.
+
+    Raises:
+        ValidationError: The statements are malformed or do not fit, or there is no such key.
+    """
+    return aoa.explain(aoa_config, _catalog(src), None if dst is None else _catalog(dst), keys)
+
+
+def _catalog(tensors: Tensors) -> Catalog:
+    """Return the shards of a checkpoint or of a state, without a run's extra state."""
+    if isinstance(tensors, Catalog):
+        return tensors
+    if isinstance(tensors, Mapping):
+        return open_state(tensors, 0).catalog
+    if not isinstance(tensors, (str, os.PathLike, Backend)):
+        raise ValidationError(
+            [f"expected a checkpoint's directory, a state dict or a catalog; got a {type(tensors).__name__}"]
+        )
+    return without_extra_state(SourceDirectory(tensors).read_manifest(None).catalog)
