@@ -51,6 +51,11 @@ class Problem:
         return text
 
 
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names as text, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 class CheckpointError(RuntimeError):
     """Base class of every error that this library raises about a checkpoint or a state."""
 
@@ -78,8 +83,8 @@ class ValidationError(CheckpointError, ValueError):
         problems: All problems found, as :class:`Problem` or as texts that came from another rank.
     """
 
-    def __init__(self, problems: Sequence[Problem | str], context: str = "") -> None:
-        self.problems = list(problems)
+    def __init__(self, problems: Problem | str | Sequence[Problem | str], context: str = "") -> None:
+        self.problems = [problems] if isinstance(problems, (Problem, str)) else list(problems)
         lines = list(dict.fromkeys(str(problem) for problem in self.problems))
         head = f"{context}: " if context else ""
         if len(lines) == 1:

@@ -149,12 +149,10 @@ class PaddleCommunicator(Communicator):
         if self.size > 1 and not DEVICE_BACKENDS.isdisjoint((_backend(group), _backend(_global_group()))):
             if store is None:
                 raise ValidationError(
-                    [
-                        f"ranks {list(ranks)} cannot agree on anything: their process group is of backend "
-                        f"{_backend(group)!r}, and the job has no key-value store through which their hosts could "
-                        "meet. Remedy: start it with paddle.distributed.launch, and call "
-                        "paddle.distributed.init_parallel_env() or fleet.init() first"
-                    ]
+                    f"ranks {list(ranks)} cannot agree on anything: their process group is of backend "
+                    f"{_backend(group)!r}, and the job has no key-value store through which their hosts could "
+                    "meet. Remedy: start it with paddle.distributed.launch, and call "
+                    "paddle.distributed.init_parallel_env() or fleet.init() first"
                 )
             self._channel = _host_channel(int(group.id), ranks, self.position)
 
@@ -225,9 +223,7 @@ def communicator_for(process_group: Any = None) -> Communicator:
         comm = PaddleCommunicator(process_group if is_known and process_group is not None else _global_group())
     if not is_known:
         comm.refusal = ValidationError(
-            [
-                "process_group has to be a group of paddle.distributed, 'self' or None; got "
-                f"{process_group!r} ({type(process_group).__name__})"
-            ]
+            "process_group has to be a group of paddle.distributed, 'self' or None; got "
+            f"{process_group!r} ({type(process_group).__name__})"
         )
     return comm

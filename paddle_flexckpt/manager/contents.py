@@ -78,10 +78,8 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
         install()
         if not callable(getattr(model, "sharded_state_dict", None)):
             raise ValidationError(
-                [
-                    f"model= has no sharded_state_dict(); got a {type(model).__name__}. Remedy: give a "
-                    "paddle.nn.Layer, or describe the shards yourself and give state="
-                ]
+                f"model= has no sharded_state_dict(); got a {type(model).__name__}. Remedy: give a "
+                "paddle.nn.Layer, or describe the shards yourself and give state="
             )
         shards.update(model.sharded_state_dict())
     if optimizer is not None:
@@ -90,13 +88,11 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
     for key, value in flatten_state_dict(state or {})[0].items():
         if key in shards or key.startswith(EXTRA_STATE):
             raise ValidationError(
-                [
-                    Problem(
-                        "state= has a name of the model's, the optimizer's or the run's extra state",
-                        key=key,
-                        remedy="rename it, or leave it out: the manager saves all of these itself",
-                    )
-                ]
+                Problem(
+                    "state= has a name of the model's, the optimizer's or the run's extra state",
+                    key=key,
+                    remedy="rename it, or leave it out: the manager saves all of these itself",
+                )
             )
         shards[key] = value
     return shards

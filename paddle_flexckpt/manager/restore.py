@@ -113,10 +113,8 @@ def restore_checkpoint(
             manifest = stack.enter_context(_hold(directory))
             if manifest.step != step:
                 raise ValidationError(
-                    [
-                        f"the checkpoint in {directory.path} is of step {manifest.step}: the directory has been "
-                        "renamed. Remedy: give it its own name back, or load it with load_state_dict"
-                    ]
+                    f"the checkpoint in {directory.path} is of step {manifest.step}: the directory has been "
+                    "renamed. Remedy: give it its own name back, or load it with load_state_dict"
                 )
             return manifest.save_token, b""
 

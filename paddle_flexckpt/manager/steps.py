@@ -27,10 +27,10 @@ from paddle_flexckpt.media.backend import Backend, Location, exists, map_files, 
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import reopen
-from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
 from paddle_flexckpt.native.manifest import read_save_token
+from paddle_flexckpt.native.save_directory import remove_dead_saves
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -192,10 +192,8 @@ class StepDirectories:
         directory = self.directory(step)
         if not replace and _MANIFEST in directory.names():
             raise ValidationError(
-                [
-                    f"there is a checkpoint of step {step} in {directory.path}. Remedy: overwrite=True replaces it, as "
-                    "soon as the new one is complete"
-                ]
+                f"there is a checkpoint of step {step} in {directory.path}. Remedy: overwrite=True replaces it, as "
+                "soon as the new one is complete"
             )
 
     def give_up(self, step: int, error: CheckpointError, keeps: bool) -> None:

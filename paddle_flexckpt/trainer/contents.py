@@ -15,7 +15,7 @@ from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.parallel import optimizer_sharded_state_dict
-from paddle_flexckpt.parallel.wrappers import build_overlap_buffers
+from paddle_flexckpt.parallel.layers import build_overlap_buffers
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY
 from paddle_flexckpt.trainer.model_rules import describe_model, hf_rules
@@ -76,13 +76,11 @@ def model_shards(trainer: Any) -> ShardedStateDict:
     }
     if not trained:
         raise ValidationError(
-            [
-                Problem(
-                    f"a {type(trainer.model).__name__} without parameters that are trained has nothing to save",
-                    got=f"{len(shards)} frozen tensors",
-                    remedy="call its mark_only_..._as_trainable() before the training",
-                )
-            ]
+            Problem(
+                f"a {type(trainer.model).__name__} without parameters that are trained has nothing to save",
+                got=f"{len(shards)} frozen tensors",
+                remedy="call its mark_only_..._as_trainable() before the training",
+            )
         )
     return trained
 

@@ -34,13 +34,11 @@ class AverageState:
         missing = [name for name in _NEEDED if not callable(getattr(buffer, name, None))]
         if missing:
             raise ValidationError(
-                [
-                    Problem(
-                        f"the averages of the weights are in a {type(buffer).__name__} without {', '.join(missing)}",
-                        expected="that of PaddleFormers 1.2.0",
-                        remedy="leave --zcc_save_ema_coef out",
-                    )
-                ],
+                Problem(
+                    f"the averages of the weights are in a {type(buffer).__name__} without {', '.join(missing)}",
+                    expected="that of PaddleFormers 1.2.0",
+                    remedy="leave --zcc_save_ema_coef out",
+                ),
                 "cannot save moving averages",
             )
         self._buffer = buffer
