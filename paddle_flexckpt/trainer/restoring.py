@@ -34,15 +34,7 @@ _SCHEDULER, _SCALER = "scheduler.pdparams", "scaler.pdparams"
 
 @dataclass
 class Restored:
-    """Hold what was restored.
-
-    Attributes:
-        path: The directory.
-        native: Whether it is of this library.
-        load: What was loaded into model and optimizer.
-        state: The extra state, for the generators.
-        not_restored: What is not as it was, and why.
-    """
+    """Hold what was restored: whether from a native checkpoint, the generators' state, and what is not as it was."""
 
     path: str
     native: bool
