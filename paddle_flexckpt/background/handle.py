@@ -9,7 +9,7 @@ import os
 import threading
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.catalog.failures import Failure
+from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.report import SaveReport
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from paddle_flexckpt.background.presence import DeathWatch
 from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
-from paddle_flexckpt.catalog.failures import Failure, combine
+from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory
 

@@ -20,7 +20,7 @@ from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.background.presence import answer
 from paddle_flexckpt.background.protocol import Channel, WriteJob
 from paddle_flexckpt.background.staging import Segment
-from paddle_flexckpt.catalog.failures import Failure
+from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.native.save_directory import SaveDirectory, remove_dead_saves

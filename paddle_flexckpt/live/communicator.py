@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from paddle_flexckpt.catalog import LostRankError, ValidationError
-from paddle_flexckpt.catalog.failures import Failure, combine
+from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.live.host_channel import HostChannel
 from paddle_flexckpt.live.lost_ranks import Missing, announce, default_store, describe_lost_ranks, find_missing_ranks

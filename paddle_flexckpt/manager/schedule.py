@@ -111,10 +111,6 @@ class SaveSchedule:
     def should_save(self, step: int, context: str) -> bool:
         """Return whether to save now. One collective at the most, and none without signals and clocks.
 
-        Args:
-            step: The step that has just ended.
-            context: What is being done, for the error.
-
         Raises:
             ValidationError: This is no step, or ranks are at different ones.
         """
@@ -139,7 +135,7 @@ class SaveSchedule:
         return any(policy.wants(step, seconds) for policy in self._policies)
 
     def note(self, step: int, saved: bool) -> None:
-        """Live state and the checkpoint of a step are the same now, as it was saved, or else restored."""
+        """Note that live state and the checkpoint of a step are the same now: it was saved, or else restored."""
         self._last_step = step
         self._last_time = time.monotonic()
         self._saved_since_stop = self._saved_since_stop or (saved and self.should_stop)
