@@ -112,7 +112,7 @@ def repair_manifest(
     save_token: str | None = None,
     fewer_files: bool = False,
 ) -> RepairReport:
-    """Rebuilds the manifest of a checkpoint that has lost it, from what its data files say about themselves.
+    """Rebuild the manifest of a checkpoint that has lost it, from what its data files say about themselves.
 
     The block checksums are computed anew from the data as it is: they protect it from now on, but **damage that
     happened before the repair cannot be found**.
