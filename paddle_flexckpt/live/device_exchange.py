@@ -158,13 +158,7 @@ class DeviceExchange:
             self._buffers = [_buffer(messages) for messages in (self._outgoing, self._incoming)]
 
     def run(self, traffic: Traffic, here: int, source: Storage, target: Storage) -> None:
-        """Carry out the exchange.
-
-        Args:
-            traffic: Of all ranks.
-            here: This rank's position in the group.
-            source: Gives the storage of a source row.
-            target: Gives the storage of a target row.
+        """Carry out the exchange of this rank, at position ``here``, in the traffic of all ranks.
 
         Raises:
             Exception: What failed on this rank: after the last round, or at once where it is the collective itself.

@@ -1,8 +1,7 @@
 """Connect ranks that know only each other's numbers by sockets.
 
-Every rank listens, and says in the job's key-value store where. With the address goes a random token, by which a
-connection shows that it comes from one who can read the store. Nobody waits for a rank that has gone: its presence is
-watched until it comes.
+With its address each rank puts a random token into the job's key-value store, by which a connection shows that it comes
+from one who can read the store. Nobody waits for a rank that has gone: its presence is watched until it comes.
 
 Tested in tests/live/test_host_channel.py.
 """
@@ -59,26 +58,23 @@ class Meeting:
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Meeting:
-        """Open the door."""
+        """Listen, and tell the others where."""
         try:
-            self._open_door()
+            self._waiting = self._open.enter_context(selectors.DefaultSelector())
+            host = own_host()
+            self._listener = self._open.enter_context(socket.create_server((host, 0), backlog=_BACKLOG))
+            self._listener.setblocking(False)
+            self._waiting.register(self._listener, selectors.EVENT_READ)
+            port = self._listener.getsockname()[1]
+            self._store.set(f"{self._prefix}/{self._rank}", f"{self._token.hex()} {host}:{port}")
+            self._store.add(f"{self._prefix}/{self._rank}/there", 1)
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
         return self
 
-    def _open_door(self) -> None:
-        self._waiting = self._open.enter_context(selectors.DefaultSelector())
-        host = own_host()
-        self._listener = self._open.enter_context(socket.create_server((host, 0), backlog=_BACKLOG))
-        self._listener.setblocking(False)
-        self._waiting.register(self._listener, selectors.EVENT_READ)
-        port = self._listener.getsockname()[1]
-        self._store.set(f"{self._prefix}/{self._rank}", f"{self._token.hex()} {host}:{port}")
-        self._store.add(f"{self._prefix}/{self._rank}/there", 1)
-
     def __exit__(self, *error: Any) -> None:
-        """Close the door, and after an error all else too, and tell the others."""
+        """Stop listening, and after an error all else too, and tell the others."""
         self._open.close()
         for open_socket in (*self._callers, *self._watched):
             open_socket.close()
@@ -117,7 +113,9 @@ class Meeting:
                 self._watch()
             for key, _ in self._waiting.select(pause):
                 self._hear(key.fileobj)
-            self._let_go(time.monotonic())
+            now = time.monotonic()
+            for caller in [caller for caller, (_, until) in self._callers.items() if now > until]:
+                self._dismiss(caller)
             pause = min(2 * pause, _PAUSES[1])
 
     def _connect(self, rank: int) -> None:
@@ -183,10 +181,6 @@ class Meeting:
         self._expected.discard(rank)
         self.sources[rank] = caller
         _prepare(caller)
-
-    def _let_go(self, now: float) -> None:
-        for caller in [caller for caller, (_, until) in self._callers.items() if now > until]:
-            self._dismiss(caller)
 
     def _dismiss(self, connection: socket.socket) -> None:
         self._waiting.unregister(connection)
