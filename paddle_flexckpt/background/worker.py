@@ -73,8 +73,7 @@ def _send(channel: Channel, message: dict[str, Any]) -> None:
 def carry_out(job: WriteJob, directory: SaveDirectory, data: np.ndarray) -> dict[str, Any]:
     """Carry out one rank's share of one save; ``data`` has the items' bytes, uint8, end to end.
 
-    Returns:
-        ``failure`` (None if the save is committed), ``seconds`` by phase, and ``warnings``.
+    Return ``failure`` (None if the save is committed), ``seconds`` by phase, and ``warnings``.
     """
     begin = time.perf_counter()
     own = None

@@ -1,10 +1,9 @@
 """Find out which ranks have gone, when an exchange between ranks fails.
 
-A backend only says that something broke (gloo names a neighbour by its number in the group), and a socket only that its
-other end has closed, maybe for the failure of a third. So every process has a *presence*: a listening socket, which the
-kernel closes with the process, its address in the job's key-value store. A rank whose exchange fails says so in the
-store, and looks whose presence does not answer. Ranks that had said so before they went are not lost: they have ended
-because of the same failure.
+A backend only says that something broke, and a socket only that its other end has closed, maybe for the failure of a
+third. So every process has a *presence*: a listening socket, which the kernel closes with the process. A rank whose
+exchange fails says so in the job's key-value store, and looks whose presence does not answer. Ranks that had said so
+before they went are not lost: they have ended because of the same failure.
 """
 
 from __future__ import annotations
