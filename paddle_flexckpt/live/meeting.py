@@ -22,6 +22,7 @@ from paddle_flexckpt.live.lost_ranks import CONNECT_SECONDS, KeyValueStore, pres
 
 # A member says who it is at once; a stranger that says nothing is let go.
 GREETING_SECONDS = 10.0
+HELLO = struct.Struct("<16si")  # the token of the one that listens, the rank of the one that connects
 # How often the store is asked for those who are not there: the shortest pause, and the longest, as one rank may be
 # minutes late and the store belongs to all.
 _PAUSES = (0.01, 1.0)
@@ -30,7 +31,6 @@ _BACKLOG = 128
 # A host that went down says nothing. The kernel asks it after 30 seconds of silence, and gives up after 90. There is no
 # limit for data that is not taken (TCP_USER_TIMEOUT): a rank that is busy may read nothing for long.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
-_HELLO = struct.Struct("<16si")
 
 
 class Meeting:
@@ -124,7 +124,7 @@ class Meeting:
         try:
             connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
             self.targets[rank] = connection
-            connection.sendall(_HELLO.pack(bytes.fromhex(token), self._rank))
+            connection.sendall(HELLO.pack(bytes.fromhex(token), self._rank))
         except OSError as error:
             raise ConnectionError(f"rank {rank} cannot be reached at {address}: {error}") from error
         _prepare(connection)
@@ -161,17 +161,17 @@ class Meeting:
     def _greet(self, caller: socket.socket) -> None:
         said = self._callers[caller][0]
         try:
-            heard = caller.recv(_HELLO.size - len(said))
+            heard = caller.recv(HELLO.size - len(said))
         except BlockingIOError:
             return
         except OSError:
             heard = b""
         said += heard
-        if heard and len(said) < _HELLO.size:
+        if heard and len(said) < HELLO.size:
             return
         rank = None
         if heard:
-            token, rank = _HELLO.unpack(said)
+            token, rank = HELLO.unpack(said)
             rank = rank if secrets.compare_digest(token, self._token) else None
         if rank not in self._expected:
             self._dismiss(caller)
