@@ -21,18 +21,11 @@ _SPLIT_FACTOR = re.compile(r"split_factor=(\d+)")
 
 @dataclass(frozen=True, eq=False)
 class LocalPart:
-    """A rank's part of a DistTensor.
+    """A rank's part of a DistTensor; where it holds nothing, an empty tensor of shape ``[0]`` and no place."""
 
-    Attributes:
-        tensor: The local value: dense, and the same memory as the DistTensor's; its name is the DistTensor's. Where the
-            rank holds nothing it is an empty tensor of shape ``[0]``.
-        shape: Shape of the part; None where the rank holds nothing.
-        offset: The part's first element in the whole tensor; None where the rank holds nothing.
-    """
-
-    tensor: Any
+    tensor: Any  # the local value: dense, and with the memory and the name of the DistTensor
     shape: tuple[int, ...] | None
-    offset: tuple[int, ...] | None
+    offset: tuple[int, ...] | None  # the part's first element in the whole tensor
 
 
 def is_dist_tensor(value: Any) -> bool:
@@ -44,7 +37,7 @@ def is_dist_tensor(value: Any) -> bool:
 def compute_local_shape_and_global_offset(
     global_shape: Sequence[int], process_mesh: Any, placements: Sequence[Any], rank: int | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | tuple[None, None]:
-    """Shape and place of a rank's part of a tensor.
+    """Return shape and place of a rank's part of a tensor.
 
     Args:
         global_shape: Shape of the whole tensor.
@@ -65,7 +58,7 @@ def compute_local_shape_and_global_offset(
 
         rank = paddle.distributed.get_rank()
     mesh_shape = [int(n) for n in process_mesh.shape]
-    cuts = _cuts([int(n) for n in global_shape], len(mesh_shape), placements)
+    splits = _splits([int(n) for n in global_shape], len(mesh_shape), placements)
     ranks = list(process_mesh.process_ids)
     if rank not in ranks:
         return None, None
@@ -75,17 +68,13 @@ def compute_local_shape_and_global_offset(
         place, coordinate[axis] = divmod(place, mesh_shape[axis])
     pieces = [
         nested_piece(int(extent), [(mesh_shape[axis], coordinate[axis]) for axis in axes])
-        for extent, axes in zip(global_shape, cuts)
+        for extent, axes in zip(global_shape, splits)
     ]
     return tuple(size for _, size in pieces), tuple(offset for offset, _ in pieces)
 
 
 def local_part(key: str, tensor: Any) -> LocalPart:
-    """Return this rank's part of a DistTensor.
-
-    Args:
-        key: Its name in the state, for errors.
-        tensor: The DistTensor.
+    """Return this rank's part of a DistTensor; ``key`` is for errors.
 
     Raises:
         ValueError: Its placements cannot be described, or its local value is not what they say.
@@ -112,12 +101,13 @@ def local_part(key: str, tensor: Any) -> LocalPart:
     return LocalPart(local, shape, offset)
 
 
-def _cuts(global_shape: list[int], mesh_ndim: int, placements: Sequence[Any]) -> list[list[int]]:
-    """Per axis of the tensor, the mesh axes that split it, in the order in which they do."""
+def _splits(global_shape: list[int], mesh_ndim: int, placements: Sequence[Any]) -> list[list[int]]:
+    """Return per axis of the tensor the mesh axes that split it, in the order in which they do."""
     # dist.shard_layer() gives one Replicate per axis of the tensor, be they more or fewer than the mesh has.
     if any(not placement.is_replicated() for placement in placements[mesh_ndim:]):
         raise ValueError(f"{len(placements)} placements {list(placements)} for a mesh of {mesh_ndim} axes")
-    cuts: list[list[tuple[int, int]]] = [[] for _ in global_shape]
+    ndim = len(global_shape)
+    splits: list[list[tuple[int, int]]] = [[] for _ in global_shape]
     # Fewer placements than mesh axes: the tensor is replicated over the others.
     for axis, placement in enumerate(placements[:mesh_ndim]):
         if placement.is_partial():
@@ -134,11 +124,9 @@ def _cuts(global_shape: list[int], mesh_ndim: int, placements: Sequence[Any]) ->
                 f"the tensor's elements are re-arranged over mesh axis {axis} ({text}): a rank's part is no box. "
                 "Remedy: reshard it to a plain Shard or Replicate first"
             )
-        split = [
-            i for i in range(len(global_shape)) if placement.is_shard(i) or placement.is_shard(i - len(global_shape))
-        ]
+        split = [i for i in range(ndim) if placement.is_shard(i) or placement.is_shard(i - ndim)]
         if len(split) != 1:
             raise ValueError(f"{text} over mesh axis {axis} splits no axis of a tensor of shape {global_shape}")
         order = _ORDER.search(text)
-        cuts[split[0]].append((0 if order is None else int(order[1]), axis))
-    return [[axis for _, axis in sorted(axes)] for axes in cuts]
+        splits[split[0]].append((0 if order is None else int(order[1]), axis))
+    return [[axis for _, axis in sorted(axes)] for axes in splits]

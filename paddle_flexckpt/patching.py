@@ -71,10 +71,7 @@ def patches_directory() -> Path:
 
 
 def read_patches(directory: Path | None = None) -> dict[str, Patch]:
-    """Return all patches by name, in the order of the index.
-
-    Args:
-        directory: Where ``index.json`` is; by default :func:`patches_directory`.
+    """Return all patches by name, in the order of the index; by default those of :func:`patches_directory`.
 
     Raises:
         PatchError: The index or a patch cannot be read.

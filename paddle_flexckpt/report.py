@@ -12,11 +12,6 @@ if TYPE_CHECKING:
     from paddle_flexckpt.catalog import Problem
 
 
-CHECKSUMS_ARE_NEW = (
-    "The checksums are those of the data as it is now: damage that happened before this repair cannot be found"
-)
-
-
 def format_bytes(count: int) -> str:
     """Return a byte count for people: ``1.5 GiB``."""
     value = float(count)
@@ -28,12 +23,7 @@ def format_bytes(count: int) -> str:
 
 
 def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
-    """Return the warning that replicas had to serve.
-
-    Args:
-        source: The checkpoint's directory.
-        replicas_used: By key, what was damaged and which file served instead; not empty.
-    """
+    """Return the warning that replicas had to serve: by key, what was damaged and which file served instead."""
     key, text = next(iter(replicas_used.items()))
     count = "a tensor was" if len(replicas_used) == 1 else f"{len(replicas_used)} tensors were"
     return (
@@ -43,12 +33,7 @@ def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
 
 
 def order_warning(source: str, keys: list[str]) -> str:
-    """Return the warning that nobody knows in which order elements lie.
-
-    Args:
-        source: The checkpoint's directory, or ``memory``.
-        keys: Parameters and states that may be fused; not empty.
-    """
+    """Return the warning that nobody knows in which order elements of parameters and states lie that may be fused."""
     return (
         f"{source} does not say in which order the elements of {len(keys)} tensors lie that are cut along the outputs "
         "of their layer. Where one of them fuses several parameters (q, k and v; gate and up), it was taken as its "
@@ -370,4 +355,7 @@ class RepairReport(Report):
         )
         if self.left_out:
             text += f", {len(self.left_out)} files of other saves left out"
-        return f"{text}. {CHECKSUMS_ARE_NEW}"
+        return (
+            f"{text}. The checksums are those of the data as it is now: damage that happened before this repair cannot "
+            "be found"
+        )

@@ -143,7 +143,7 @@ def _place_of(
     global_offset: Sequence[int],
     flattened_range: slice | None,
 ) -> tuple[Any, tuple[int, ...], tuple[int, ...], slice | None]:
-    """Local value, local shape, global offset and flattened range of a DistTensor, by its placements.
+    """Return local value, local shape, global offset and flattened range of a DistTensor, by its placements.
 
     Callers that do not know of DistTensors describe them as whole, which is put right here.
 
@@ -231,9 +231,6 @@ def make_tp_sharded_weight_for_checkpoint(key: str, tensor: Any, tensor_parallel
 
 def model_parallel_group(key: str) -> Any:
     """Return fleet's model-parallel group; in one process without fleet, one that splits nothing.
-
-    Args:
-        key: The tensor that needs it, for the error.
 
     Raises:
         ValueError: ``fleet.init`` has not been called, in a job of several processes.

@@ -1,7 +1,4 @@
-"""Tables of numpy columns: take rows, put tables one after the other, widen padded axes.
-
-Tested in tests/catalog/test_table.py.
-"""
+"""Tables of numpy columns: take rows, concatenate tables, widen padded axes. Tested in tests/catalog/test_table.py."""
 
 from __future__ import annotations
 

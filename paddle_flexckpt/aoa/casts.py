@@ -1,7 +1,4 @@
-"""Casts: what becomes of a number in another dtype, and which casts of a chain change nothing.
-
-Tested in tests/aoa/test_steps.py.
-"""
+"""Cast numbers, and tell which casts of a chain change nothing. Tested in tests/aoa/test_steps.py."""
 
 from __future__ import annotations
 

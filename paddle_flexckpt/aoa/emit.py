@@ -1,7 +1,4 @@
-"""From values to box maps: every structure is lowered once, for all the targets that share it.
-
-Tested in tests/aoa/test_compile_scale.py.
-"""
+"""Lower values to box maps, each structure once for all targets. Tested in tests/aoa/test_compile_scale.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Errors of AOA programs: every one shows the statement, the column and what the statement was expanded to.
-
-Tested in tests/aoa/test_compile_errors.py.
-"""
+"""Errors of AOA programs show the statement and the column. Tested in tests/aoa/test_compile_errors.py."""
 
 from __future__ import annotations
 
@@ -36,11 +33,7 @@ class Place:
 
 
 class StatementError(ValueError):
-    """What is wrong with one statement, before its place is known.
-
-    Attributes:
-        column: Column in the statement, from 1; 0 where unknown.
-    """
+    """What is wrong with one statement before its place is known; its column is 0 where that is unknown."""
 
     def __init__(self, message: str, column: int = 0) -> None:
         super().__init__(message)

@@ -1,7 +1,4 @@
-"""explain: where each target comes from, for people; and what the macros made of the statements.
-
-Tested in tests/aoa/test_language.py.
-"""
+"""Tell people where each target comes from, and what macros make. Tested in tests/aoa/test_language.py."""
 
 from __future__ import annotations
 
@@ -25,13 +22,7 @@ MAX_LINES = 8
 
 @dataclass(frozen=True)
 class Expanded:
-    """What one statement stands for, for one combination of ids.
-
-    Attributes:
-        number: Number of the text in ``aoa_statements``, from 1.
-        text: The statement with its ids.
-        texts: The simple statements that macros made of it.
-    """
+    """A statement with one combination of ids: its number from 1, its text, and the simple ones that macros made."""
 
     number: int
     text: str

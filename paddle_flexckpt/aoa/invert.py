@@ -13,12 +13,10 @@ from typing import Any
 from paddle_flexckpt.aoa.casts import COMPLEX, is_exact
 from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
 from paddle_flexckpt.aoa.errors import AoaError, Place, StatementError, describe_problem
-from paddle_flexckpt.aoa.fused import FUSED
-from paddle_flexckpt.aoa.lexer import quoted
-from paddle_flexckpt.aoa.macros import array_names, fused_tag
+from paddle_flexckpt.aoa.macros import FUSED, array_names, fused_tag
 from paddle_flexckpt.aoa.names import Placeholder, parse_name
 from paddle_flexckpt.aoa.operations import MODIFIERS, joiner_of
-from paddle_flexckpt.aoa.parser import Attribute, Statement, parse_program, written
+from paddle_flexckpt.aoa.parser import Attribute, Statement, parse_program, quoted, written
 
 _NEVER = {
     "slice": "a slice leaves elements out",

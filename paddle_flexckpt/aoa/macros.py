@@ -8,20 +8,21 @@ Tested in tests/aoa/test_expansion.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 
 from paddle_flexckpt.aoa.errors import StatementError
-from paddle_flexckpt.aoa.fused import FUSED, FUSED_ATTRIBUTES, expand_fused
-from paddle_flexckpt.aoa.lexer import quoted
-from paddle_flexckpt.aoa.parser import Statement, Variable, parse, written
+from paddle_flexckpt.aoa.parser import Statement, Variable, parse, quoted, written
+from paddle_flexckpt.aoa.sides import split_state
+
+FUSED = ("fused_qkv", "fused_qkv_old", "fused_ffn")
+FUSED_ATTRIBUTES = frozenset({*FUSED, "axis", "num_heads", "num_key_value_groups", "optional", "states"})
 
 
 def joined(statement: Statement, write: Callable[[Variable, bool], Sequence[str]]) -> str:
     """Write the statement without blanks, as the in-tree macros do.
 
-    Args:
-        statement: The statement.
-        write: Gives the texts, to be joined by commas, that stand for a variable (``^T`` included) on the left or not.
+    ``write`` gives the texts, to be joined by commas, that stand for a variable (``^T`` included) on the left or not.
     """
     variables = {variable.column: variable for variable in (*statement.left, *statement.right)}
     text: list[str] = []
@@ -66,14 +67,9 @@ def expand_arrays(statement: Statement) -> str:
 
 
 def expand_stars(statement: Statement, keys: Callable[[str, bool], Sequence[str]]) -> str:
-    """Replace every name that has a star by the keys that it stands for.
+    """Replace every name that has a star by the keys that it stands for; none are an error.
 
-    Args:
-        statement: A statement without placeholders.
-        keys: Gives the keys for a name on the left or not.
-
-    Raises:
-        StatementError: A name stands for nothing.
+    ``keys`` gives the keys for a name on the left or not. The statement has no placeholders any more.
     """
 
     def write(variable: Variable, is_left: bool) -> list[str]:
@@ -90,27 +86,19 @@ def expand_stars(statement: Statement, keys: Callable[[str, bool], Sequence[str]
 
 def expand_transposes(statement: Statement) -> tuple[str, ...]:
     """Replace every ``A^T`` on the left by a temporary that is A with all axes reversed."""
-    transposed = list(dict.fromkeys(variable.name for variable in statement.left if variable.transposed))
-    if not transposed:
+    temporaries = {v.name: quoted(f"{v.name}_transpose_tmp") for v in statement.left if v.transposed}
+    if not temporaries:
         return (statement.place.text,)
 
     def write(variable: Variable, is_left: bool) -> list[str]:
-        return [quoted(_temporary(variable.name))] if variable.transposed else _plain(variable)
+        return [temporaries[variable.name]] if variable.transposed else _plain(variable)
 
-    first = [f'{quoted(name)} -> {quoted(_temporary(name))}, permute = "[]"' for name in transposed]
+    first = [f'{quoted(name)} -> {temporary}, permute = "[]"' for name, temporary in temporaries.items()]
     return (*first, joined(statement, write))
 
 
-def _temporary(name: str) -> str:
-    return f"{name}_transpose_tmp"
-
-
 def fused_tag(statement: Statement) -> str | None:
-    """Return the statement's fused layout, if it has one.
-
-    Raises:
-        StatementError: It has more than one.
-    """
+    """Return the statement's fused layout, if it has one; more are an error."""
     tags = [attribute for attribute in statement.attributes if attribute.key in FUSED]
     if len(tags) > 1:
         raise StatementError(f"a statement has one fused layout; got {[tag.key for tag in tags]}", tags[1].column)
@@ -118,11 +106,7 @@ def fused_tag(statement: Statement) -> str | None:
 
 
 def expand(statement: Statement, source_parts: int = 1, target_parts: int = 1) -> tuple[str, ...]:
-    """Write out transposes and fused layouts; the statement has no stars and arrays any more.
-
-    Raises:
-        StatementError: A macro's names or attributes do not fit.
-    """
+    """Write out transposes and fused layouts; the statement has no stars and arrays any more."""
     first = expand_transposes(statement)
     (main,) = parse(first[-1])
     tag = fused_tag(main)
@@ -150,3 +134,147 @@ def _around(statement: Statement, tag: str) -> tuple[list[str], str, list[str]]:
         f"{', '.join(map(quoted, reads))} -> {', '.join(map(quoted, assigns))}, {own}",
         [f"{quoted(name + '_after_tmp')} -> {quoted(name)}, {after}" for name in right] if after else [],
     )
+
+
+def expand_fused(statement: Statement, tag: str, source: int, target: int) -> tuple[str, ...]:
+    """Expand the fused layout of a tensor in ``source`` parts, to be one in ``target`` parts, to cuts and joins."""
+    left, right = [variable.name for variable in statement.left], [variable.name for variable in statement.right]
+    if tag == "fused_qkv":
+        return _qkv(statement, left, right)
+    if tag == "fused_qkv_old":
+        heads, groups = _heads(statement, tag)
+        return _split_and_merge(
+            statement, left, right, (source, target), tag, (("Q", heads), ("K", groups), ("V", groups))
+        )
+    if len(left) == 1 and len(right) == 2:
+        target = 1
+    number = math.lcm(source if len(left) == 1 else 1, target)
+    return _split_and_merge(statement, left, right, (source, target), tag, (("GATE", number), ("UP", number)))
+
+
+def fused_statement(source: str, target: str, tags: str, keys: Collection[str]) -> str:
+    """Return the statement that moves a fused parameter and its states to another number of parts.
+
+    Args:
+        source: Key of the parameter, or of one of its states, in the source.
+        target: Its key in the destination.
+        tags: Tags and attributes; none leave it as it is.
+        keys: The keys of both sides, which tell states from parameters.
+    """
+    known = set(keys)
+    names = (quoted(split_state(key, known)[0]) for key in (source, target))
+    return " -> ".join(names) + (f", {tags}" if tags else "")
+
+
+def _axis(statement: Statement) -> object:
+    attribute = statement.get("axis")
+    return 1 if attribute is None else attribute.value
+
+
+def _heads(statement: Statement, tag: str) -> tuple[int, int]:
+    """Return numbers of query heads and of key-value heads."""
+    values = []
+    for key in ("num_heads", "num_key_value_groups"):
+        attribute = statement.get(key)
+        if attribute is None or not isinstance(attribute.value, int) or attribute.value < 1:
+            got = "nothing" if attribute is None else repr(attribute.value)
+            raise StatementError(f"{tag} needs {key}=, a positive number; got {got}")
+        values.append(attribute.value)
+    heads, groups = values
+    if heads % groups:
+        raise StatementError(f"num_heads ({heads}) has to be a multiple of num_key_value_groups ({groups})")
+    return heads, groups
+
+
+def _commas(names: Sequence[str]) -> str:
+    return ",".join(map(quoted, names))
+
+
+def _qkv(statement: Statement, left: list[str], right: list[str]) -> tuple[str, ...]:
+    heads, groups = _heads(statement, "fused_qkv")
+    axis = _axis(statement)
+    if (len(left), len(right)) == (1, 1):
+        raise StatementError(
+            "fused_qkv is the same layout under every tensor-parallel degree, so nothing would move. Remedy: if every "
+            "rank holds [Q | K | V] of its own heads, write fused_qkv_old; otherwise leave the macro out"
+        )
+    if (len(left), len(right)) not in ((1, 3), (3, 1)):
+        raise StatementError("fused_qkv takes 'A -> q, k, v' or 'q, k, v -> A'")
+    q, k, v = left if len(left) == 3 else right
+    fused = (right if len(left) == 3 else left)[0]
+    parts = {name: [f"{name}{i}" for i in range(count)] for name, count in ((q, heads), (k, groups), (v, groups))}
+    ratio = heads // groups
+    order: list[str] = []
+    for group in range(groups):
+        order += parts[q][group * ratio : (group + 1) * ratio]
+        order += [parts[k][group], parts[v][group]]
+    if len(left) == 1:
+        texts = [f"{quoted(fused)} -> {_commas(order)}, axis={axis}"]
+        texts += [f"{_commas(parts[name])} -> {quoted(name)}, axis={axis}" for name in (q, k, v)]
+    else:
+        texts = [f"{quoted(name)} -> {_commas(parts[name])}, axis={axis}" for name in (q, k, v)]
+        texts.append(f"{_commas(order)} -> {quoted(fused)}, axis={axis}")
+    return tuple(texts)
+
+
+def _part(tag: str, component: str, i: int) -> str:
+    return f"{tag}_tmp.{component}_{i}"
+
+
+def _interleaved(counts: Sequence[tuple[str, int]], degree: int, tag: str) -> list[str]:
+    """Return the temporaries of one tensor, part by part: every part holds its share of each component."""
+    names = []
+    for rank in range(degree):
+        for component, count in counts:
+            if count % degree:
+                raise StatementError(
+                    f"{tag}: {count} {component} heads cannot be cut into {degree} equal tensor-parallel parts"
+                    + _other_meaning(counts, degree)
+                )
+            share = count // degree
+            names += [_part(tag, component, rank * share + i) for i in range(share)]
+    return names
+
+
+def _other_meaning(counts: Sequence[tuple[str, int]], degree: int) -> str:
+    """Return the remedy for num_key_value_groups= that counts query heads per key-value head; "" where it cannot."""
+    numbers = dict(counts)
+    heads, groups = numbers.get("Q", 0), numbers.get("K", 1)
+    if heads % groups or (heads // groups) % degree or heads % degree:
+        return ""
+    return (
+        f". Remedy: num_key_value_groups= is the number of key-value heads. If {groups} query heads share one of them, "
+        f"write num_key_value_groups={heads // groups}"
+    )
+
+
+def _split_and_merge(
+    statement: Statement,
+    left: list[str],
+    right: list[str],
+    degrees: tuple[int, int],
+    tag: str,
+    counts: Sequence[tuple[str, int]],
+) -> tuple[str, ...]:
+    """Cut the fused tensor on the left part by part, and join the pieces in the order of the right."""
+    axis = _axis(statement)
+    source, target = degrees
+    if (len(left), len(right)) not in ((1, 1), (1, len(counts)), (len(counts), 1)):
+        many = ", ".join(component.lower() for component, _ in counts)
+        raise StatementError(f"{tag} takes 'A -> B', 'A -> {many}' or '{many} -> A'")
+    # The in-tree fused_ffn writes two blanks before its first arrow.
+    first = "  -> " if tag == "fused_ffn" else " -> "
+    texts = []
+    whole = left[0]
+    if len(left) > 1:
+        whole, source = ".".join((*left, "tmp")), 1
+        texts.append(f"{_commas(left)}  ->  {quoted(whole)}, axis={axis}")
+    cut = _interleaved(counts, source, tag)
+    texts.append(f"{quoted(whole)}{first}{_commas(cut)}, axis={axis}")
+    if len(right) == 1:
+        texts.append(f"{_commas(_interleaved(counts, target, tag))} -> {quoted(right[0])}, axis={axis}")
+    else:
+        for (component, count), name in zip(counts, right):
+            pieces = [_part(tag, component, i) for i in range(count)]
+            texts.append(f"{_commas(pieces)} -> {quoted(name)}, axis={axis}")
+    return tuple(texts)

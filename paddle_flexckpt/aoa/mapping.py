@@ -33,12 +33,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a value is.
-
-    Attributes:
-        shape: Global shape.
-        dtype: Paddle's name of the element type.
-    """
+    """Global shape of a value and Paddle's name of its element type."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -46,13 +41,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Node:
-    """A computed tensor.
-
-    Attributes:
-        step: How to compute it.
-        info: Its shape and dtype.
-        operands: Names of its operands, each defined by the mapping as target keys are.
-    """
+    """A computed tensor; its operands are names that the mapping defines, as target keys are."""
 
     step: Step
     info: TensorInfo

@@ -83,7 +83,8 @@ def model_rules(
         for block in rules["variants"][variant]["blocks"]
         if all(values[key] == value for key, value in rules["blocks"][block].get("when", {}).items())
     ]
-    texts = {key: _text(rules["parameters"][key], value) for key, value in values.items()}
+    specs = rules["parameters"]
+    texts = {key: str(specs[key]["texts"][v] if specs[key]["type"] == "choice" else v) for key, v in values.items()}
     context = f"{name}, variant {variant}, direction {direction}"
     if direction == "from_hf":
         statements = [text for block in blocks for text in rules["blocks"][block]["aoa_statements"]]
@@ -134,17 +135,9 @@ def _check_value(name: str, key: str, spec: Mapping[str, Any], value: Any) -> No
         )
 
 
-def _text(spec: Mapping[str, Any], value: Any) -> str:
-    return str(spec["texts"][value]) if spec["type"] == "choice" else str(value)
-
-
 def _filled(context: str, specs: Mapping[str, Any], statements: list[str], texts: Mapping[str, str]) -> list[str]:
-    """Fill statements with their parameters' values.
-
-    Raises:
-        AoaError: A parameter has no value.
-    """
-    used = {key for text in statements for pattern in (_PARAMETER, _REPEATED) for key in _keys(pattern, text)}
+    """Fill statements with their parameters' values; a missing one is an error."""
+    used = {found[1] for text in statements for pattern in (_PARAMETER, _REPEATED) for found in pattern.finditer(text)}
     missing = [key for key in specs if key in used - set(texts)]
     if missing:
         listed = "; ".join(f"{key}: {specs[key]['description']}" for key in missing)
@@ -152,10 +145,6 @@ def _filled(context: str, specs: Mapping[str, Any], statements: list[str], texts
             [f"the rules for {context} need parameters that are missing ({listed}). Remedy: pass them by name"]
         )
     return [_repeated(_PARAMETER.sub(lambda found: texts[found.group(1)], text), texts) for text in statements]
-
-
-def _keys(pattern: re.Pattern[str], text: str) -> list[str]:
-    return [found.group(1) for found in pattern.finditer(text)]
 
 
 def _repeated(statement: str, texts: Mapping[str, str]) -> str:

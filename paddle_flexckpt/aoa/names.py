@@ -7,10 +7,10 @@ Tested in tests/aoa/test_language.py.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 from paddle_flexckpt.aoa.errors import StatementError
 
@@ -22,44 +22,37 @@ _PLACEHOLDER = re.compile(
 _ARITHMETIC = re.compile(r"\s*([A-Z][A-Z0-9_]*)((?:\s*(?://|[-+*%])\s*\d{1,15})*)\s*$")
 _TERM = re.compile(r"(//|[-+*%])\s*(\d+)")
 _DIGITS = re.compile(r"(\d+)")
+_OPERATORS: dict[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "//": operator.floordiv,
+    "%": operator.mod,
+}
 OFFSET = "LAYER_ID_OFFSET"
 
 
 @dataclass(frozen=True)
 class Placeholder:
-    """``$NAME`` or ``${NAME+1}``.
-
-    Attributes:
-        name: Without ``$``.
-        terms: Operators and numbers that are applied to the id, from left to right.
-    """
+    """``$NAME`` or ``${NAME+1}``: ``terms``, operators and numbers, apply to the id from left to right."""
 
     name: str
     terms: tuple[tuple[str, int], ...] = ()
 
     def value(self, number: int) -> int:
         """Return the number that stands in the name for an id."""
-        for operator, term in self.terms:
-            if operator == "+":
-                number += term
-            elif operator == "-":
-                number -= term
-            elif operator == "*":
-                number *= term
-            elif operator == "//":
-                number //= term
-            else:
-                number %= term
+        for symbol, term in self.terms:
+            number = _OPERATORS[symbol](number, term)
         return number
 
     def solve(self, number: int) -> int | None:
         """Return the id for which :meth:`value` is the given number, or None; None too where there may be several."""
-        for operator, term in reversed(self.terms):
-            if operator == "+":
+        for symbol, term in reversed(self.terms):
+            if symbol == "+":
                 number -= term
-            elif operator == "-":
+            elif symbol == "-":
                 number += term
-            elif operator == "*" and term and number % term == 0:
+            elif symbol == "*" and term and number % term == 0:
                 number //= term
             else:
                 return None
@@ -68,18 +61,12 @@ class Placeholder:
     @property
     def is_solvable(self) -> bool:
         """Return whether an id can be told from the number."""
-        return all(operator in "+-*" for operator, _ in self.terms)
+        return all(symbol in "+-*" for symbol, _ in self.terms)
 
 
 @dataclass(frozen=True)
 class Template:
-    """A name, split at its placeholders.
-
-    Attributes:
-        text: The name as written.
-        parts: Literal text and placeholders in turn.
-        placeholders: Names of its placeholders, sorted.
-    """
+    """A name, split into literal text and placeholders in turn; their names are sorted."""
 
     text: str
     parts: tuple[str | Placeholder, ...]
@@ -100,7 +87,7 @@ class Template:
         if not any(part.terms for part in found):
             if [place for place, _ in places] == list(range(len(order))):
                 return lambda ids: pattern % ids
-            pick = itemgetter(*(place for place, _ in places))
+            pick = operator.itemgetter(*(place for place, _ in places))
             return lambda ids: pattern % pick(ids)
 
         def format_name(ids: tuple[int, ...]) -> str:
@@ -113,11 +100,7 @@ class Template:
 
 
 def parse_name(text: str, column: int = 0) -> Template:
-    """Split a name at its placeholders; a ``$`` that begins none is a character like others.
-
-    Raises:
-        StatementError: What stands between ``${`` and ``}`` is no arithmetic.
-    """
+    """Split a name at its placeholders; a ``$`` that begins none is a character like others."""
     parts: list[str | Placeholder] = []
     position = 0
     for found in _PLACEHOLDER.finditer(text):
@@ -141,8 +124,8 @@ def _placeholder(found: re.Match[str], text: str, column: int) -> Placeholder:
             f"{found.group()!r}",
             column,
         )
-    terms = tuple((operator, int(number)) for operator, number in _TERM.findall(inner[2]))
-    if any(operator in ("//", "%") and number == 0 for operator, number in terms):
+    terms = tuple((symbol, int(number)) for symbol, number in _TERM.findall(inner[2]))
+    if any(symbol in ("//", "%") and number == 0 for symbol, number in terms):
         raise StatementError(f"{text!r}: division by zero in {found.group()!r}", column)
     return Placeholder(inner[1], terms)
 

@@ -1,7 +1,4 @@
-"""Single statements carried out on values: cuts, joins, moves and steps, in the order of the attributes.
-
-Tested in tests/aoa/test_oracle.py.
-"""
+"""Carry out one statement on values, in the order of its attributes. Tested in tests/aoa/test_oracle.py."""
 
 from __future__ import annotations
 
@@ -32,12 +29,7 @@ _PARTNERS = {
 
 
 class Value(NamedTuple):
-    """What a name stands for.
-
-    Attributes:
-        structure: How it is put together from inputs.
-        inputs: What is bound to each of the structure's input slots: source keys, or slots of another value.
-    """
+    """What a name stands for: a structure, and the source keys (or slots of another value) that its slots stand for."""
 
     structure: Structure
     inputs: tuple[Any, ...]
@@ -57,11 +49,7 @@ class Operations:
         return found
 
     def apply(self, function: Callable[..., Derived], values: Sequence[Value], *arguments: Any) -> Value:
-        """Apply a function of structures to values.
-
-        Raises:
-            StructureError: The values do not fit.
-        """
+        """Apply a function of structures to values."""
         structures = tuple(value.structure for value in values)
         operand = structures if function in _OF_MANY else structures[0]
         derived = self.once((function, arguments, structures), lambda: function(operand, *arguments))
@@ -79,31 +67,21 @@ def concatenated(values: Sequence[Value]) -> tuple[Any, ...]:
 def carry_out(
     statement: Statement, left: Sequence[Value], shapes: Sequence[Shape | None], operations: Operations
 ) -> list[Value]:
-    """Carry out a statement: return the values of its right variables.
+    """Carry out a statement without macros: return the values of its right variables for those of the left.
 
-    Args:
-        statement: A statement without macros; neither side is ``_``.
-        left: Values of its left variables.
-        shapes: For every right variable its shape in the destination, where known (for ``"auto"``).
-        operations: What to do it with.
-
-    Raises:
-        StatementError: Shapes, dtypes or attributes do not fit.
+    ``shapes`` has the shape of every right variable in the destination, where known (for ``"auto"``).
     """
     _check_partners(statement)
     count = len(statement.right)
     joiner = joiner_of(statement, len(left), count)
-    if joiner is None:
-        values = list(left)
-        for attribute in statement.attributes:
-            values = [_modified(statement, attribute, v, shape, operations) for v, shape in zip(values, shapes)]
-        return values
-    position = statement.attributes.index(joiner)
-    values = list(left)
-    for attribute in statement.attributes[:position]:
-        values = [_modified(statement, attribute, value, None, operations) for value in values]
-    values = _guard(joiner, lambda: _join(statement, joiner, values, shapes, operations))
-    for attribute in statement.attributes[position + 1 :]:
+    values, later = list(left), statement.attributes
+    if joiner is not None:
+        position = statement.attributes.index(joiner)
+        for attribute in statement.attributes[:position]:
+            values = [_modified(statement, attribute, value, None, operations) for value in values]
+        values = _guard(joiner, lambda: _join(statement, joiner, values, shapes, operations))
+        later = statement.attributes[position + 1 :]
+    for attribute in later:
         values = [_modified(statement, attribute, v, shape, operations) for v, shape in zip(values, shapes)]
     return values
 
@@ -362,11 +340,7 @@ def _slices(text: str) -> tuple[int | tuple[int | None, int | None], ...]:
 
 
 def fill_of(statement: Statement) -> Any:
-    """Return the statement's ``fill``: a number, ``structure_ops.KEEP``, or None.
-
-    Raises:
-        StructureError: It is neither a number nor "keep".
-    """
+    """Return the statement's ``fill``: a number, ``structure_ops.KEEP``, or None."""
     attribute = statement.get("fill")
     if attribute is None:
         return None
@@ -380,11 +354,7 @@ def fill_of(statement: Statement) -> Any:
 
 
 def filled(statement: Statement, info: TensorInfo) -> Value:
-    """Return the value of ``_ -> B``: a constant, or what the destination has.
-
-    Raises:
-        StructureError: ``fill`` does not fit the dtype.
-    """
+    """Return the value of ``_ -> B``: a constant, or what the destination has."""
     fill = fill_of(statement)
     if fill is None or fill == structure_ops.KEEP:
         return Value(structure_ops.keep(info).structure, ())

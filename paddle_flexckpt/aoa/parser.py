@@ -1,4 +1,4 @@
-"""Grammar of the AOA language: tokens to statements.
+"""Grammar of the AOA language: from texts to tokens and statements.
 
     PROGRAM   ::= { STATEMENT }
     STATEMENT ::= VARIABLE { ',' VARIABLE } '->' VARIABLE { ',' VARIABLE } { ',' ATTRIBUTE }
@@ -12,13 +12,37 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from paddle_flexckpt.aoa.errors import AoaError, Place, StatementError, describe_problem, shorten
-from paddle_flexckpt.aoa.lexer import TAGS, Token, tokenize
 
+# Attributes without a value: a tensor of such a name has to be quoted.
+TAGS = frozenset(
+    {"fused_qkv", "fused_qkv_old", "fused_ffn", "copy", "stack", "unstack", "sum", "average", "lora_merge", "optional"}
+)
+# Order matters: the first pattern that fits wins. Names may hold placeholders with arithmetic, ${LAYER_ID+1}.
+_NAME_START = r"[A-Za-z_*]|\\?\$(?:\{[^}\n]*\}|[A-Za-z_])"
+_NAME_NEXT = r"[A-Za-z0-9_.*]|\\?\$(?:\{[^}\n]*\}|[A-Za-z_])"
+_TOKENS = re.compile(
+    r"(?P<COMMENT>\#[^\n]*)"
+    r"|(?P<RARROW>->)"
+    r"|(?P<EQUAL>=)"
+    r"|(?P<COLON>:)"
+    r"|(?P<LBRACKET>\[)"
+    r"|(?P<RBRACKET>\])"
+    r"|(?P<COMMA>,)"
+    r"|(?P<NUMBER>[-+]?\d+(?:\.\d*)?(?:[eE][-+]?\d+)?)(?![A-Za-z0-9_.$])"
+    r"|(?P<STRING>\"[^\"\n]*\"|'[^'\n]*')"
+    rf"|(?P<NAME>(?:{_NAME_START})(?:{_NAME_NEXT})*)"
+    r"|(?P<TRANSPOSE>\^T)"
+    r"|(?P<SKIP>[ \t]+)"
+    r"|(?P<NEWLINE>[\r\n]+)"
+)
+_PLAIN_NAME = re.compile(rf"(?:{_NAME_START})(?:{_NAME_NEXT})*")
+_DOLLAR = re.compile(r"\\\$")
 _INTEGERS = frozenset({"axis", "num_heads", "num_key_value_groups", "repeat"})
 _FLOATS = frozenset({"scale"})
 _LISTS = frozenset({"permute", "sizes", "weights", "block", "pad", "resize", "reshape"})
@@ -30,16 +54,42 @@ MAX_NUMBER = 2**48
 MAX_NAMES = 65_536
 
 
+class Token(NamedTuple):
+    """One token: a named group of the pattern, its text (``$`` for ``\\$``), its column (from 1) and the next one."""
+
+    kind: str
+    text: str
+    column: int
+    end: int
+
+
+def tokenize(text: str) -> list[Token]:
+    """Split a text into tokens; blanks, comments and line breaks are left out."""
+    tokens = []
+    position = 0
+    while position < len(text):
+        found = _TOKENS.match(text, position)
+        if found is None:
+            raise StatementError(
+                f"unexpected character {text[position]!r}. Remedy: put names with other characters than letters, "
+                "digits, '_' and '.', or that begin with a digit, between quotes",
+                position + 1,
+            )
+        kind = str(found.lastgroup)
+        if kind not in ("SKIP", "COMMENT", "NEWLINE"):
+            tokens.append(Token(kind, _DOLLAR.sub("$", found.group()), position + 1, found.end() + 1))
+        position = found.end()
+    return tokens
+
+
+def quoted(name: str) -> str:
+    """Write a name for a statement: in quotes if it is a tag, or has other characters than names."""
+    return name if _PLAIN_NAME.fullmatch(name) and name not in TAGS else f'"{name}"'
+
+
 @dataclass(frozen=True)
 class Variable:
-    """A name in a statement.
-
-    Attributes:
-        name: The name, without quotes and ``^T``.
-        transposed: Whether ``^T`` follows.
-        items: ``(start, stop)`` of ``name[start:stop]``, or None.
-        column: From 1.
-    """
+    """A name in a statement, without quotes and ``^T``; ``items`` is (start, stop) of ``name[start:stop]``."""
 
     name: str
     transposed: bool
@@ -49,13 +99,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Attribute:
-    """An attribute, or a tag (whose value is True).
-
-    Attributes:
-        key: Its name.
-        value: A number, a text or a tuple of numbers, as the grammar has it for this name.
-        column: From 1.
-    """
+    """An attribute, whose value is a number, a text or a tuple of numbers; or a tag, whose value is True."""
 
     key: str
     value: Any
@@ -64,15 +108,7 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Statement:
-    """One statement.
-
-    Attributes:
-        left: Variables that are read.
-        right: Variables that are assigned.
-        attributes: Attributes and tags in the order in which they are written.
-        place: Where it stands.
-        tokens: Its tokens, with columns in the statement.
-    """
+    """One statement: it reads the variables on the left and assigns those on the right; columns are counted in it."""
 
     left: tuple[Variable, ...]
     right: tuple[Variable, ...]
@@ -186,8 +222,8 @@ class _Parser:
                     variable.column,
                 )
         return Statement(
-            tuple(_shifted(variable, shift) for variable in left),
-            tuple(_shifted(variable, shift) for variable in right),
+            tuple(replace(variable, column=variable.column - shift) for variable in left),
+            tuple(replace(variable, column=variable.column - shift) for variable in right),
             tuple(Attribute(a.key, a.value, a.column - shift) for a in attributes),
             place,
             tuple(Token(t.kind, t.text, t.column - shift, t.end - shift) for t in tokens),
@@ -249,10 +285,6 @@ class _Parser:
         self._position += 1
         text = value.text[1:-1] if value.kind == "STRING" else value.text
         return Attribute(key, _attribute_value(key, text, value.column), token.column)
-
-
-def _shifted(variable: Variable, shift: int) -> Variable:
-    return Variable(variable.name, variable.transposed, variable.items, variable.column - shift)
 
 
 def _attribute_value(key: str, text: str, column: int) -> Any:

@@ -1,7 +1,4 @@
-"""In how many tensor-parallel parts the two sides of a fused parameter are cut.
-
-Tested in tests/planning/test_box_map_matching.py.
-"""
+"""Find the tensor-parallel parts of fused parameters. Tested in tests/planning/test_box_map_matching.py."""
 
 from __future__ import annotations
 
@@ -17,11 +14,7 @@ _KEEPS_AXES = frozenset({"permute", "dtype", "src_dtype", "dst_dtype", "scale", 
 
 
 def source_parts(rule: Rule, value: Value, side: Side) -> int:
-    """Return the number of parts of the tensor on the left.
-
-    Raises:
-        StatementError: It is put together from several tensors, or the parts differ in size.
-    """
+    """Return the number of parts, of equal size, of the tensor on the left; it has to be a single key."""
     variable = rule.statement.left[0]
     structure = value.structure
     axis = _axis(rule.statement, len(structure.shape))
@@ -45,21 +38,10 @@ def source_parts(rule: Rule, value: Value, side: Side) -> int:
 def target_parts(
     rule: Rule, ids: Mapping[str, int], name: str, ndim: int, side: Side | None, following: Sequence[Rule]
 ) -> int:
-    """Return the number of parts of the tensor on the right.
+    """Return the number of parts of the tensor ``name`` on the right; without a destination it is in one.
 
     Where the right name is no key of the destination, the statements that follow are searched for the key that it
     becomes, through renames, transposes and casts.
-
-    Args:
-        rule: ``... -> B`` with a fused layout.
-        ids: The ids by placeholder.
-        name: B for these ids.
-        ndim: Its number of axes.
-        side: The destination; without one a tensor is in one part.
-        following: The rules after this one.
-
-    Raises:
-        StatementError: What becomes of B cannot be followed, or the parts differ in size.
     """
     if side is None:
         return 1
@@ -72,8 +54,7 @@ def target_parts(
                 continue
             axis = _followed(rule, later, axis, ndim, name)
             order = later.placeholders
-            known = all(placeholder in ids for placeholder in order)
-            if not known:
+            if not all(placeholder in ids for placeholder in order):
                 break
             name = later.right[0].formatter(order)(tuple(ids[placeholder] for placeholder in order))
             template = later.right[0].text

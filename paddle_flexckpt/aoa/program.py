@@ -1,7 +1,4 @@
-"""Programs: rules carried out one after the other; afterwards every name stands for a value made of source keys.
-
-Tested in tests/aoa/test_differential.py.
-"""
+"""Carry out rules one after the other: names become values. Tested in tests/aoa/test_differential.py."""
 
 from __future__ import annotations
 
@@ -15,8 +12,7 @@ from paddle_flexckpt.aoa.operations import Operations, Shape, Value, filled
 from paddle_flexckpt.aoa.parser import Statement
 from paddle_flexckpt.aoa.partition import source_parts, target_parts
 from paddle_flexckpt.aoa.rule import NOTHING, ExpandedError, Ids, Origin, Rule, instantiate, make_rule, without_stars
-from paddle_flexckpt.aoa.sides import PARAMETER, STATES, Side, state_key
-from paddle_flexckpt.aoa.states import NotFed, StateView
+from paddle_flexckpt.aoa.sides import PARAMETER, STATES, NotFed, Side, StateView, state_key
 from paddle_flexckpt.aoa.structure import Structure, StructureError
 from paddle_flexckpt.aoa.structure_ops import source as source_structure
 
@@ -93,14 +89,7 @@ class Program:
         self._raise()
 
     def assign(self, name: str, state: str | None, value: Value, origin: Origin | None) -> None:
-        """Give a name a value that no statement of this program made.
-
-        Args:
-            name: Name of a parameter.
-            state: The state that is meant; None: the parameter and all of its states.
-            value: As in :attr:`values`, or for a state in :attr:`state_values`.
-            origin: The statement that it comes from, where there is one.
-        """
+        """Give a parameter with all its states, or one ``state``, a value that no statement made."""
         table = self.values if state is None else self.state_values.setdefault(state, {})
         table[name] = value
         if origin is not None:
@@ -252,19 +241,15 @@ class Program:
             if not found:
                 if rule.is_optional:
                     return []
-                raise StatementError(self._no_match(template, index, by_target))
+                side = "destination key" if by_target else "source key or variable"
+                raise StatementError(
+                    f"no {side} matches {template.text!r}; there are, for example, {index.keys_like(template.text)}. "
+                    "Remedy: correct the pattern, or add the tag 'optional'"
+                )
         lacking = [name for name in rule.placeholders if found and name not in found[0]]
         if lacking:
             raise StatementError(f"nothing on the left says which values ${lacking[0]} takes")
         return sorted(tuple(ids[name] for name in rule.placeholders) for ids in found)
-
-    @staticmethod
-    def _no_match(template: Template, index: KeyIndex, by_target: bool) -> str:
-        side = "destination key" if by_target else "source key or variable"
-        return (
-            f"no {side} matches {template.text!r}; there are, for example, {index.keys_like(template.text)}. Remedy: "
-            "correct the pattern, or add the tag 'optional'"
-        )
 
     def _assignments(self, rule: Rule, origin: Origin, left: list[str], right: list[str]) -> list[_Assignment]:
         """Return what a rule assigns for one combination of ids."""
@@ -364,12 +349,9 @@ class Program:
         if not rule.asks_shapes:
             return (None,) * len(right)
         states = {} if self.target is None else self.target.states
-        infos = [states.get(name) for name in right]
         if state:
-            return tuple(None if i is None or state not in i else i[state].shape for i in infos)
-        return tuple(
-            None if i is None or self.target is None else self.target.base_info(n).shape for i, n in zip(infos, right)
-        )
+            return tuple(states[name][state].shape if state in states.get(name, ()) else None for name in right)
+        return tuple(self.target.base_info(n).shape if self.target is not None and n in states else None for n in right)
 
     def _fill(self, rule: Rule, name: str, state: str | None) -> list[Value] | None:
         """Return the value of ``_ -> name``, or None where there is no such destination key."""

@@ -43,12 +43,7 @@ class Reversal:
     """Turn a program that was carried out from the destination into one from the source."""
 
     def __init__(self, forward: Program, back: Program) -> None:
-        """Take both programs.
-
-        Args:
-            forward: The statements, carried out: its source is the destination of ``back``.
-            back: A program without statements, which gets the values.
-        """
+        """Take a program carried out from the destination, and one without statements that gets the values."""
         self._forward = forward
         self._back = back
         self._memo: dict[tuple[object, ...], tuple[Structure, tuple[int, ...]]] = {}
@@ -183,11 +178,7 @@ def _seen_from(structure: Structure, slot: int, number: int, info: TensorInfo) -
 
 
 def _once_each(info: TensorInfo, shown: Fragments, uses: Sequence[_Use]) -> Fragments:
-    """Return fragments that show each element of a tensor exactly once: each one's first.
-
-    Raises:
-        _Lost: Some elements are in none.
-    """
+    """Return fragments that show each element of a tensor exactly once: each one's first."""
     shape = np.asarray(info.shape, dtype=np.int64)
     if not shape.all():
         return shown.take(np.zeros(0, dtype=np.int64))

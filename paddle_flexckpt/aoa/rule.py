@@ -1,7 +1,4 @@
-"""Rules: statements whose names may have placeholders, ready to be carried out for every combination of ids.
-
-Tested in tests/aoa/test_compile_scale.py.
-"""
+"""Rules: statements with placeholders, to be carried out for all ids. Tested in tests/aoa/test_compile_scale.py."""
 
 from __future__ import annotations
 
@@ -80,11 +77,7 @@ class Rule:
     def evaluate(
         self, parts: tuple[int, int], left: Sequence[Value], shapes: tuple[Shape | None, ...], operations: Operations
     ) -> list[Value]:
-        """Return values of the right names for the left ones; done once per combination of structures.
-
-        Raises:
-            StatementError: They do not fit.
-        """
+        """Return values of the right names for the left ones; done once per combination of structures."""
         key = (self, parts, shapes, *(value.structure for value in left))
         results = operations.once(key, lambda: self._compute(parts, left, shapes, operations))
         inputs = concatenated(left)
@@ -131,11 +124,7 @@ class Origin(NamedTuple):
 
 
 class ExpandedError(StatementError):
-    """What is wrong with a statement that a macro made.
-
-    Attributes:
-        text: That statement.
-    """
+    """What is wrong with a statement that a macro made; ``text`` is that statement."""
 
     def __init__(self, message: str, text: str) -> None:
         super().__init__(message)
@@ -155,9 +144,6 @@ def make_rule(
         states: Last components of names that may be those of states.
         is_parameter: Whether a name that ends like a state, such as ``block.w_0``, is a parameter's.
         sides: The source and, if there is one, the destination.
-
-    Raises:
-        StatementError: Names or attributes do not fit.
     """
     place = statement.place
     if any(variable.items for variable in (*statement.left, *statement.right)):
@@ -264,12 +250,8 @@ def _ends(
 def _base(template: Template, state: str) -> Template:
     if template.text == NOTHING or state == PARAMETER:
         return template
-    return _without_tail(template, len(state) + 1)
-
-
-def _without_tail(template: Template, length: int) -> Template:
-    last = template.parts[-1]
-    parts = (*template.parts[:-1], str(last)[:-length])
+    length = len(state) + 1
+    parts = (*template.parts[:-1], str(template.parts[-1])[:-length])
     return Template(template.text[:-length], tuple(part for part in parts if part != ""), template.placeholders)
 
 

@@ -6,6 +6,8 @@ products and no reductions, whose order of summation depends on the shape.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -46,6 +48,14 @@ def _work_dtype(operands: Sequence[np.ndarray]) -> type[np.floating]:
     return np.float64 if any(operand.dtype == np.float64 for operand in operands) else np.float32
 
 
+def _weighted_sum(operands: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
+    """Return ``w0 * A + w1 * B + ...``, from left to right."""
+    work = _work_dtype(operands)
+    with np.errstate(all="ignore"):
+        terms = (a.astype(work) if w == 1 else a.astype(work) * work(w) for w, a in zip(weights, operands))
+        return functools.reduce(operator.add, terms)
+
+
 def _rounded(result: np.ndarray, dtype: np.dtype) -> np.ndarray:
     # Operations on 0-d arrays give scalars.
     result = np.asarray(result)
@@ -59,12 +69,7 @@ def _rounded(result: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Constant:
-    """Every element is the same number.
-
-    Attributes:
-        fill: The number.
-        dtype: Paddle's name of the result's dtype.
-    """
+    """Every element is the same number; ``dtype`` is Paddle's name."""
 
     fill: Number
     dtype: str
@@ -107,11 +112,7 @@ class _Pointwise:
 
 @dataclass(frozen=True)
 class Convert(_Pointwise):
-    """Casts, one after the other.
-
-    Attributes:
-        dtypes: Paddle's names of the dtypes.
-    """
+    """Casts to ``dtypes``, Paddle's names, one after the other."""
 
     dtypes: tuple[str, ...]
 
@@ -133,29 +134,19 @@ class Convert(_Pointwise):
 
 @dataclass(frozen=True)
 class Scale(_Pointwise):
-    """``factor * A[i]``.
-
-    Attributes:
-        factor: The factor.
-    """
+    """``factor * A[i]``."""
 
     what: ClassVar[str] = "scale"
     factor: float
 
     def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
         """Multiply the elements."""
-        work = _work_dtype(operands)
-        with np.errstate(all="ignore"):
-            return _rounded(operands[0].astype(work) * work(self.factor), operands[0].dtype)
+        return _rounded(_weighted_sum(operands, (self.factor,)), operands[0].dtype)
 
 
 @dataclass(frozen=True)
 class WeightedSum(_Pointwise):
-    """``w0 * A[i] + w1 * B[i] + ...``, from left to right.
-
-    Attributes:
-        weights: One weight for each operand; all 1 for a plain sum.
-    """
+    """``w0 * A[i] + w1 * B[i] + ...``, from left to right; all weights are 1 for a plain sum."""
 
     what: ClassVar[str] = "sum"
     weights: tuple[float, ...]
@@ -167,21 +158,12 @@ class WeightedSum(_Pointwise):
 
     def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
         """Add the elements."""
-        work = _work_dtype(operands)
-        with np.errstate(all="ignore"):
-            total = operands[0].astype(work) * work(self.weights[0])
-            for weight, operand in zip(self.weights[1:], operands[1:]):
-                total = total + operand.astype(work) * work(weight)
-            return _rounded(total, operands[0].dtype)
+        return _rounded(_weighted_sum(operands, self.weights), operands[0].dtype)
 
 
 @dataclass(frozen=True)
 class Average(_Pointwise):
-    """``(A[i] + B[i] + ...) / count``, summed from left to right.
-
-    Attributes:
-        count: Number of operands.
-    """
+    """``(A[i] + B[i] + ...) / count``, summed from left to right."""
 
     what: ClassVar[str] = "average"
     count: int
@@ -193,21 +175,14 @@ class Average(_Pointwise):
 
     def run(self, box: Box, operands: Sequence[np.ndarray]) -> np.ndarray:
         """Average the elements."""
-        work = _work_dtype(operands)
+        total = _weighted_sum(operands, (1.0,) * self.count)
         with np.errstate(all="ignore"):
-            total = operands[0].astype(work)
-            for operand in operands[1:]:
-                total = total + operand.astype(work)
-            return _rounded(total / work(self.count), operands[0].dtype)
+            return _rounded(total / total.dtype.type(self.count), operands[0].dtype)
 
 
 @dataclass(frozen=True)
 class Same(_Pointwise):
-    """Operands that have to be equal bit for bit; gives the first.
-
-    Attributes:
-        names: Their keys, for the message.
-    """
+    """Operands that have to be equal bit for bit; gives the first. ``names`` are their keys, for the message."""
 
     names: tuple[str, ...]
 
@@ -298,11 +273,7 @@ class LoraMerge:
 
 @dataclass(frozen=True)
 class DequantFp8:
-    """Each block of W times its scale: ``W[i, j] * S[i // b0, j // b1]``, as float32.
-
-    Attributes:
-        block: Extents of a block along W's axes.
-    """
+    """Each block of W times its scale: ``W[i, j] * S[i // b0, j // b1]``, as float32."""
 
     block: tuple[int, ...]
 

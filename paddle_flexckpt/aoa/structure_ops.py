@@ -65,11 +65,7 @@ Fill = Union[int, float, Literal["keep"]]
 
 
 def axis_of(axis: int, rank: int) -> int:
-    """Return the number of an axis from 0; a negative one counts from the end.
-
-    Raises:
-        StructureError: There is no such axis.
-    """
+    """Return the number of an axis from 0; a negative one counts from the end."""
     axis = _integer(axis, "axis")
     if not -rank <= axis < rank:
         allowed = f"expected {-rank} to {rank - 1}" if rank else "there is no axis"
@@ -102,10 +98,8 @@ def index(structure: Structure, axis: int, i: int) -> Derived:
 def slice_(structure: Structure, items: Sequence[tuple[int | None, int | None] | int]) -> Derived:
     """Cut out parts of all axes at once.
 
-    Args:
-        structure: The value.
-        items: For every axis (missing ones are whole) start and stop, None for the end of the axis, or an index that
-            drops the axis; negative numbers count from the end.
+    An item is start and stop of an axis (None: its end), or an index that drops the axis. Negative numbers count from
+    the end; axes without an item stay whole.
     """
     shape = structure.shape
     if len(items) > len(shape):
@@ -163,14 +157,7 @@ def permute(structure: Structure, axes: Sequence[int]) -> Derived:
 
 
 def pad(structure: Structure, before: Sequence[int], after: Sequence[int], fill: Fill) -> Derived:
-    """Add elements before and after the value along every axis.
-
-    Args:
-        structure: The value.
-        before: Elements added in front, for every axis.
-        after: Elements added at the end, for every axis.
-        fill: What they hold, or KEEP.
-    """
+    """Add elements before and after the value along every axis; they hold ``fill``, or KEEP what the target has."""
     rank = len(structure.shape)
     for name, widths in (("before", before), ("after", after)):
         if len(widths) != rank:
@@ -200,12 +187,9 @@ def pad(structure: Structure, before: Sequence[int], after: Sequence[int], fill:
 
 
 def resize(structure: Structure, extents: Sequence[int], fill: Fill | None) -> Derived:
-    """Cut or extend the value at the end of every axis.
+    """Cut or extend the value at the end of every axis; an extent of -1 stays as it is.
 
-    Args:
-        structure: The value.
-        extents: New extents; -1: as it is.
-        fill: What new elements hold, or KEEP; None: there must not be any.
+    New elements hold ``fill``, or KEEP what the target has; without it there must not be any.
     """
     shape = structure.shape
     if len(extents) != len(shape):

@@ -1,7 +1,4 @@
-"""Row-major reshape of a structure: boxes of the old shape become boxes of the new one.
-
-Tested in tests/aoa/test_structure.py.
-"""
+"""Reshape structures: old boxes become boxes of the new shape. Tested in tests/aoa/test_structure.py."""
 
 from __future__ import annotations
 

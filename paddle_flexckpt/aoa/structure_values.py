@@ -1,7 +1,4 @@
-"""Structures of whole leaves (sources, computed tensors, constants), and what dtypes a structure has.
-
-Tested in tests/aoa/test_structure.py.
-"""
+"""Structures of whole leaves, and the dtypes of structures. Tested in tests/aoa/test_structure.py."""
 
 from __future__ import annotations
 
@@ -36,13 +33,7 @@ def source(info: TensorInfo) -> Derived:
 
 
 def computed(step: TypedStep, info: TensorInfo | None, operands: Sequence[Structure]) -> Derived:
-    """Return the result of a step, as one node.
-
-    Args:
-        step: The step; what :func:`~paddle_flexckpt.aoa.steps.bound` finds out need not be given.
-        info: Shape and dtype of the result (None: what the step says).
-        operands: Its operands.
-    """
+    """Return the result of a step, as one node; its operands tell what :func:`bound` asks for."""
     infos = [operand.info for operand in operands]
     step = bound(step, infos)
     result = step.result(infos)

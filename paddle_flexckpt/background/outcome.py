@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from paddle_flexckpt.background.presence import DeathWatch
 from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
-from paddle_flexckpt.catalog.failures import Failure, combine
+from paddle_flexckpt.catalog.errors import Failure, combine
+from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory
-from paddle_flexckpt.native.save_names import SaveNames
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
 # The coordinator gives up at the timeout; the others see that a little later.

@@ -17,8 +17,8 @@ from paddle_flexckpt.background.process import WriterProcess
 from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.background.staging import Segment, StagingPool
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.catalog.failures import Failure
-from paddle_flexckpt.media.locks import SaveLock
+from paddle_flexckpt.catalog.errors import Failure
+from paddle_flexckpt.media.backend import SaveLock
 from paddle_flexckpt.report import SaveReport
 
 

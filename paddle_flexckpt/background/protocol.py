@@ -16,7 +16,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
-from paddle_flexckpt.native.save_names import SaveNames
+from paddle_flexckpt.native.directory import SaveNames
 
 _HEAD_BYTES = 8
 # A message's descriptors: a segment and a lock.

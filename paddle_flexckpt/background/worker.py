@@ -20,11 +20,10 @@ from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.background.presence import answer
 from paddle_flexckpt.background.protocol import Channel, WriteJob
 from paddle_flexckpt.background.staging import Segment
-from paddle_flexckpt.catalog.failures import Failure
+from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.opening import reopen
-from paddle_flexckpt.native.dead_saves import remove_dead_saves
-from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.native.save_directory import SaveDirectory, remove_dead_saves
 
 # ioprio_set has no function in libc; its number is the kernel's, by machine.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273, "s390x": 282, "loongarch64": 30, "riscv64": 30}

@@ -28,7 +28,7 @@ from paddle_flexckpt.background.pending import (
 from paddle_flexckpt.background.process import WriterProcess
 from paddle_flexckpt.background.staging import StagingPool
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.catalog.failures import Failure
+from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.opening import reopen
 

@@ -15,11 +15,18 @@ from paddle_flexckpt.catalog.errors import (
     UnsafePickleError,
     ValidationError,
 )
-from paddle_flexckpt.catalog.keys import EXTRA_STATE, check_extra_names, without_extra_state
 from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 from paddle_flexckpt.catalog.orders import CUT, NATURAL, Order
 from paddle_flexckpt.catalog.replicas import ReplicaGroups, group_replicas
-from paddle_flexckpt.catalog.table import Catalog, CatalogBuilder, concat, unordered
+from paddle_flexckpt.catalog.table import (
+    EXTRA_STATE,
+    Catalog,
+    CatalogBuilder,
+    check_extra_names,
+    concat,
+    unordered,
+    without_extra_state,
+)
 from paddle_flexckpt.catalog.validate import validate_coverage, validate_shards
 
 __all__ = [

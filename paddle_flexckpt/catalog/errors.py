@@ -1,9 +1,11 @@
-"""Problems and errors: every one names key, rank, file, expected, got and remedy where it knows them."""
+"""Problems and errors, which name key, rank, file, expected, got and remedy; and failures, errors sent as data."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 # An error text with thousands of lines hides its cause; the first ones and the count tell the story.
 MAX_LISTED = 20
@@ -51,6 +53,11 @@ class Problem:
         return text
 
 
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return the first names as text, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 class CheckpointError(RuntimeError):
     """Base class of every error that this library raises about a checkpoint or a state."""
 
@@ -78,8 +85,8 @@ class ValidationError(CheckpointError, ValueError):
         problems: All problems found, as :class:`Problem` or as texts that came from another rank.
     """
 
-    def __init__(self, problems: Sequence[Problem | str], context: str = "") -> None:
-        self.problems = list(problems)
+    def __init__(self, problems: Problem | str | Sequence[Problem | str], context: str = "") -> None:
+        self.problems = [problems] if isinstance(problems, (Problem, str)) else list(problems)
         lines = list(dict.fromkeys(str(problem) for problem in self.problems))
         head = f"{context}: " if context else ""
         if len(lines) == 1:
@@ -93,3 +100,78 @@ class ValidationError(CheckpointError, ValueError):
 
 class AoaError(ValidationError):
     """An AOA program is malformed or does not fit the tensors; nothing has been touched."""
+
+
+# The classes that travel. An error of another class travels as the nearest of these that it is derived from.
+_KINDS: dict[str, type[CheckpointError]] = {
+    kind.__name__: kind
+    for kind in (
+        CheckpointError,
+        CorruptCheckpointError,
+        UnreadableCheckpointError,
+        LostRankError,
+        UnsafePickleError,
+        ValidationError,
+        AoaError,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Hold what is left of an error where it is not raised: the name of its class, and each of its problems."""
+
+    kind: str
+    problems: tuple[str, ...]
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """Return an error's class and text; other errors become a CheckpointError that names their class."""
+        if not isinstance(error, CheckpointError):
+            return cls("CheckpointError", (f"{type(error).__name__}: {error}",))
+        kind = next(kind for kind in type(error).__mro__ if kind in _KINDS.values()).__name__
+        problems = error.problems if isinstance(error, ValidationError) else [error]
+        return cls(kind, tuple(map(str, problems)))
+
+    def encode(self) -> bytes:
+        """Return the failure as JSON."""
+        return json.dumps(self.as_dict()).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Failure:
+        """Return the failure that :meth:`encode` made the bytes of."""
+        return cls.from_dict(json.loads(data))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the failure as a part of a larger JSON text."""
+        return {"kind": self.kind, "problems": list(self.problems)}
+
+    @classmethod
+    def from_dict(cls, decoded: dict[str, Any]) -> Failure:
+        """Return the failure that :meth:`as_dict` made the dict of; other entries of the dict do not matter.
+
+        Raises:
+            KeyError: It is not one.
+        """
+        return cls(str(decoded["kind"]), tuple(map(str, decoded["problems"])))
+
+    def error(self, context: str = "") -> CheckpointError:
+        """Return the error."""
+        kind = _KINDS.get(self.kind, CheckpointError)
+        if issubclass(kind, ValidationError):
+            return kind(list(self.problems), context)
+        return kind((f"{context}: " if context else "") + "; ".join(self.problems))
+
+
+def combine(failures: Sequence[tuple[int, Failure]]) -> Failure:
+    """Return one failure for all ranks that failed: each problem once, with the ranks that met it."""
+    met: dict[str, list[int]] = {}
+    for rank, failure in failures:
+        for problem in failure.problems:
+            met.setdefault(problem, []).append(rank)
+    texts = tuple(f"[rank {', '.join(map(str, ranks))}] {problem}" for problem, ranks in met.items())
+    validation = {name for name, kind in _KINDS.items() if issubclass(kind, ValidationError)}
+    kinds = {failure.kind for _, failure in failures}
+    if kinds <= validation:
+        return Failure(kinds.pop() if len(kinds) == 1 else ValidationError.__name__, texts)
+    return Failure(min(kinds - validation), texts)

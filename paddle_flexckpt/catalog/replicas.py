@@ -42,11 +42,7 @@ class ReplicaGroups:
         return group
 
     def without_others(self, rows: np.ndarray) -> ReplicaGroups:
-        """Return the same groups, of which those of some rows have these as their only members.
-
-        Args:
-            rows: int64, at most one row of each group.
-        """
+        """Return the same groups, of which those of ``rows`` (at most one each) have that as their only member."""
         only = np.full(len(self), -1, dtype=np.int64)
         only[self.of_row[rows]] = rows
         only = np.repeat(only, self.count)

@@ -7,7 +7,8 @@ Shapes of different rank share the ``[n, ndim]`` columns by being padded *on the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -19,6 +20,9 @@ from paddle_flexckpt.catalog.errors import Problem, ValidationError
 from paddle_flexckpt.catalog.orders import Order, common_order
 
 NOT_FLATTENED = -1
+# Keys with this prefix are a run's extra state (step, schedules, generators): part of a checkpoint, of no model.
+EXTRA_STATE = "extra_state."
+_OURS = re.compile(re.escape(EXTRA_STATE) + r"(?:common|manager|ema|(?:rng|dataloader)\.rank\d+)(?:\.|\Z)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +152,7 @@ class Catalog(Columns):
 
     def unpadded(self, row: int, column: np.ndarray) -> tuple[int, ...]:
         """Return a row of a ``[n, d]`` column without its padding."""
-        return tuple(int(x) for x in column[row, self.width - self.ndim[row] :])
+        return tuple(int(x) for x in column[row, column.shape[1] - self.ndim[row] :])
 
     def describe(self, row: int) -> str:
         """Describe one shard: ``float32 [0:4, 2:6] of [8, 8]``, with its flattened range if it has one."""
@@ -314,16 +318,7 @@ def concat(catalogs: Sequence[Catalog]) -> Catalog:
 
 
 def _merged_orders(catalogs: Sequence[Catalog], of_keys: Sequence[np.ndarray], keys: Sequence[str]) -> dict[str, Any]:
-    """Return the columns of orders of several catalogs together.
-
-    Args:
-        catalogs: The catalogs.
-        of_keys: By catalog, the number of each of its keys in all of them together.
-        keys: All of them.
-
-    Raises:
-        ValidationError: They contradict each other.
-    """
+    """Return the columns of orders of several catalogs together; ``of_keys`` numbers their keys in ``keys``."""
     table: dict[Order, int] = {}
     merged = np.full(len(keys), -1, dtype=np.int16)
     problems = []
@@ -363,3 +358,28 @@ def unordered(catalog: Catalog) -> np.ndarray:
         # A part of fewer than two elements fuses nothing.
         found[catalog.key[rows[whole | (catalog.shape[rows, -1] < 2)]]] = False
     return found
+
+
+def check_extra_names(keys: Iterable[str]) -> None:
+    """Refuse keys of a model's that look like a run's extra state: whoever loads the model would leave them out.
+
+    Raises:
+        ValidationError: There are some.
+    """
+    problems: list[Problem | str] = [
+        Problem(
+            f"names that begin with {EXTRA_STATE!r} are those of a run's extra state, which no model gets back",
+            key=key,
+            remedy="rename the layer or entry; values of the run go through collect_extra_state(name=value)",
+        )
+        for key in keys
+        if key.startswith(EXTRA_STATE) and not _OURS.match(key)
+    ]
+    if problems:
+        raise ValidationError(problems)
+
+
+def without_extra_state(catalog: Catalog) -> Catalog:
+    """Return the shards of a catalog that are no run's extra state."""
+    extra = np.asarray([key.startswith(EXTRA_STATE) for key in catalog.keys], dtype=bool)
+    return catalog.take(~extra[catalog.key]) if extra.any() else catalog

@@ -35,18 +35,7 @@ def validate_shards(catalog: Catalog) -> list[Problem]:
     problems: list[Problem] = []
 
     def report(bad: np.ndarray, what: str, expected: str, remedy: str) -> None:
-        for row in np.flatnonzero(bad)[:MAX_ROWS]:
-            problems.append(
-                Problem(
-                    what,
-                    key=catalog.key_name(row),
-                    rank=int(catalog.rank[row]),
-                    file=catalog.file_name(row),
-                    expected=expected,
-                    got=catalog.describe(row),
-                    remedy=remedy,
-                )
-            )
+        problems.extend(_row_problem(catalog, row, what, expected, remedy) for row in np.flatnonzero(bad)[:MAX_ROWS])
 
     remedy = "correct global_shape, global_offset and local_shape of this ShardedWeight"
     negative = catalog.shape < 0
@@ -73,6 +62,7 @@ def _disagreements(catalog: Catalog) -> list[Problem]:
     first = np.full(len(catalog.keys), n, dtype=np.int64)
     np.minimum.at(first, catalog.key, np.arange(n))
     reference = first[catalog.key]
+    remedy = "two different tensors need two different keys; one tensor needs one description"
     problems = []
     for what, differs in (
         ("shards of one key differ in dtype", catalog.dtype != catalog.dtype[reference]),
@@ -84,18 +74,15 @@ def _disagreements(catalog: Catalog) -> list[Problem]:
     ):
         for row in np.flatnonzero(differs)[:MAX_ROWS]:
             other = int(reference[row])
-            problems.append(
-                Problem(
-                    what,
-                    key=catalog.key_name(row),
-                    rank=int(catalog.rank[row]),
-                    file=catalog.file_name(row),
-                    expected=f"{catalog.describe(other)} as on rank {catalog.rank[other]}",
-                    got=catalog.describe(row),
-                    remedy="two different tensors need two different keys; one tensor needs one description",
-                )
-            )
+            expected = f"{catalog.describe(other)} as on rank {catalog.rank[other]}"
+            problems.append(_row_problem(catalog, row, what, expected, remedy))
     return problems
+
+
+def _row_problem(catalog: Catalog, row: int, what: str, expected: str, remedy: str) -> Problem:
+    """Return a problem of one shard, which tells how the shard is."""
+    place = catalog.key_name(row), int(catalog.rank[row]), catalog.file_name(row)
+    return Problem(what, *place, expected, catalog.describe(row), remedy)
 
 
 @dataclass

@@ -1,7 +1,4 @@
-"""Messages: catalogs and lists of parts as bytes, for other ranks and other processes; no pickle.
-
-Tested in tests/catalog/test_table.py.
-"""
+"""Messages to other ranks: catalogs and fields as bytes, no pickle. Tested in tests/catalog/test_table.py."""
 
 from __future__ import annotations
 

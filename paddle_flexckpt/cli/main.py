@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from paddle_flexckpt._version import __version__
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.cli import checkpoints, inspect, patch, rules, statements
+from paddle_flexckpt.cli import checkpoints, patch, statements
 from paddle_flexckpt.cli.arguments import Outcome
 from paddle_flexckpt.patching import PatchError
 
-_COMMANDS = (inspect, checkpoints, statements, rules, patch)
+_COMMANDS = (checkpoints, statements, patch)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -1,4 +1,4 @@
-"""flexckpt explain, expand and invert: what AOA statements do, stand for, and how they are undone.
+"""flexckpt explain, expand, invert and rules: AOA statements explained, written out, undone and ready-made.
 
 Tested in tests/cli/test_cli.py.
 """
@@ -10,6 +10,8 @@ import json
 from typing import Any
 
 from paddle_flexckpt import aoa
+from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
+from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.cli.arguments import add_aoa, aoa_config, catalog_of
 
 _SOURCE = "directory or URL of a checkpoint of the statements' source"
@@ -17,7 +19,7 @@ _TARGET = "directory or URL of a checkpoint of the statements' destination"
 
 
 def add_command(commands: Any) -> None:
-    """Add the parsers of the three commands."""
+    """Add the parsers of the four commands."""
     explain = commands.add_parser("explain", help="where each tensor comes from under AOA statements")
     expand = commands.add_parser("expand", help="AOA statements with ids, stars and fused layouts written out")
     invert = commands.add_parser("invert", help="the AOA statements that undo others, as JSON")
@@ -28,6 +30,19 @@ def add_command(commands: Any) -> None:
         parser.add_argument("source", metavar="CHECKPOINT", help=_SOURCE)
         parser.add_argument("target", metavar="TARGET", nargs="?", help=f"{_TARGET}; by default what they make")
     explain.add_argument("--key", action="append", default=[], help="only this target; may be given several times")
+
+    rules = commands.add_parser("rules", help="AOA statements for common models, as JSON")
+    rules.add_argument("name", metavar="FAMILY", nargs="?", help="a model family; by default all are listed")
+    rules.add_argument("--variant", help="which parameters the Paddle model fuses; without it the family is described")
+    rules.add_argument("--direction", choices=("from_hf", "to_hf"), default="from_hf")
+    rules.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter of the family, such as num_heads=32; may be given several times",
+    )
+    rules.set_defaults(run=_rules)
 
 
 def _explain(options: argparse.Namespace) -> str:
@@ -48,3 +63,28 @@ def _expand(options: argparse.Namespace) -> str:
 def _invert(options: argparse.Namespace) -> str:
     """Return the statements that undo others."""
     return json.dumps(aoa.invert(aoa_config(options.aoa)), indent=2, ensure_ascii=False)
+
+
+def _rules(options: argparse.Namespace) -> str:
+    """Return the families, one of them, or its statements."""
+    if options.name is None:
+        return "\n".join(f"{name:14} {describe_model_rules(name)['description']}" for name in rule_names())
+    if options.variant is None:
+        return json.dumps(
+            {key: value for key, value in describe_model_rules(options.name).items() if key != "blocks"},
+            indent=2,
+            ensure_ascii=False,
+        )
+    parameters = dict(_parameter(text) for text in options.set)
+    rules = model_rules(options.name, options.variant, options.direction, **parameters)
+    return json.dumps(rules, indent=2, ensure_ascii=False)
+
+
+def _parameter(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValidationError([f"--set takes NAME=VALUE; got {text!r}"])
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value

@@ -187,10 +187,8 @@ def _plan_files(infos: Mapping[str, TensorInfo], max_file_bytes: int) -> list[_F
         text += b" " * (-len(text) % 8)
         if len(text) > MAX_HEADER_BYTES:
             raise ValidationError(
-                [
-                    f"the header of {file} would have {len(text)} bytes; safetensors allows {MAX_HEADER_BYTES}. "
-                    "Remedy: a smaller max_file_bytes"
-                ]
+                f"the header of {file} would have {len(text)} bytes; safetensors allows {MAX_HEADER_BYTES}. "
+                "Remedy: a smaller max_file_bytes"
             )
         files.append(_File(file, tuple(part), len(text).to_bytes(8, "little") + text, end))
     return files

@@ -4,7 +4,7 @@ Every tensor-parallel rank holds its parts of q, k and v (gate and up) side by s
 ranks is another permutation for every degree. Both sides say in which order theirs is
 (:class:`~paddle_flexckpt.catalog.Order`), by a :class:`FusedAxis` or by having none; the AOA statement
 ``"key -> key, {fused.statement}"`` moves the parts. It is added to a load's statements for just those keys whose orders
-differ and of which no statement of the user's speaks. :mod:`paddle_flexckpt.aoa.fused` carries ``fused_qkv`` and
+differ and of which no statement of the user's speaks. :mod:`paddle_flexckpt.aoa.macros` carries ``fused_qkv`` and
 ``fused_ffn`` out.
 
 Tested in tests/live/test_orders.py and tests/live/test_fused_degrees.py.

@@ -220,14 +220,12 @@ class _Builder:
                 continue
             if not self._own.is_target(place.row):
                 raise ValidationError(
-                    [
-                        Problem(
-                            f"a value is computed from what a target has, which statements cannot do"
-                            f"{self._mapping.made_by(place.name)}",
-                            key=place.name,
-                            remedy="say what new elements hold, as with fill=0",
-                        )
-                    ]
+                    Problem(
+                        f"a value is computed from what a target has, which statements cannot do"
+                        f"{self._mapping.made_by(place.name)}",
+                        key=place.name,
+                        remedy="say what new elements hold, as with fill=0",
+                    )
                 )
             base = place.at(common.offset)
             copy = StridedCopy(common.shape, base, place.strides, base, place.strides)

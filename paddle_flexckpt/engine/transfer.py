@@ -281,13 +281,11 @@ def check_unexpected(
     if states and options.optimizer_states == "raise":
         masters = states if all(key.endswith(".w_0") for key in states) else []
         raise ValidationError(
-            [
-                f"no rank asks for {len(states)} optimizer states that the source has of parameters that are loaded, "
-                f"such as {', '.join(map(repr, states[:3]))}. Remedy: give the optimizer's too: before its first "
-                "step it has states only after paddle_flexckpt.install(), or by optimizer_sharded_state_dict(); "
-                + ("to take float32 parameters from their masters, give master_weights='convert'; " if masters else "")
-                + "to load weights alone, give optimizer_states='ignore'"
-            ],
+            f"no rank asks for {len(states)} optimizer states that the source has of parameters that are loaded, "
+            f"such as {', '.join(map(repr, states[:3]))}. Remedy: give the optimizer's too: before its first "
+            "step it has states only after paddle_flexckpt.install(), or by optimizer_sharded_state_dict(); "
+            + ("to take float32 parameters from their masters, give master_weights='convert'; " if masters else "")
+            + "to load weights alone, give optimizer_states='ignore'",
             context,
         )
     if options.unexpected_is_an_error:

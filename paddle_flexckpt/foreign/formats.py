@@ -12,22 +12,25 @@ Tested in tests/foreign/test_huggingface.py and tests/foreign/test_paddleformers
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.foreign.huggingface import INDEX_FILE, TENSOR_FILE, find_weights, manifest_of_weights, read_weights
-from paddle_flexckpt.foreign.not_found import explain_missing
-from paddle_flexckpt.foreign.paddle_checkpoint import paddle_ids, read_paddle_manifest
-from paddle_flexckpt.foreign.paddle_metadata import PaddleMetadata
-from paddle_flexckpt.foreign.paddleformers_checkpoint import paddleformers_directories, read_paddleformers_manifest
+from paddle_flexckpt.foreign.paddle_checkpoint import (
+    paddle_ids,
+    paddleformers_directories,
+    read_paddle_manifest,
+    read_paddleformers_manifest,
+)
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA, PaddleMetadata
 from paddle_flexckpt.foreign.unified_checkpoint import is_unified_checkpoint, read_unified_manifest
-from paddle_flexckpt.media.backend import Backend, Location
+from paddle_flexckpt.media.backend import Backend, Location, exists, map_files
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.media.urls import path_of, redacted
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.directory import MANIFEST, CheckpointDirectory, save_of
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.node_directory import NodeDirectory
 
@@ -44,6 +47,9 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
 )
 # What no directory is called that a save makes: a load takes such a path for a file's.
 _FILE_NAMES = (TENSOR_FILE, ".index.json")
+# Weights in pickles of tensors, which no reader here takes.
+_PICKLES = (".pdparams", ".pdopt", ".bin", ".pt", ".pth")
+_MOST_DIRECTORIES = 20
 
 
 class SourceDirectory(CheckpointDirectory):
@@ -55,14 +61,7 @@ class SourceDirectory(CheckpointDirectory):
     """
 
     def __init__(self, location: Location) -> None:
-        """Open nothing yet.
-
-        Args:
-            location: The directory, which need not exist; or a safetensors file or index of another program's.
-
-        Raises:
-            ValidationError: It is no location.
-        """
+        """Open nothing yet; a safetensors file or index is one too. ValidationError if it is no location."""
         backend, self._file = _split_file(location)
         super().__init__(backend)
         self.path = backend.where(self._file) if self._file else backend.path
@@ -72,10 +71,7 @@ class SourceDirectory(CheckpointDirectory):
         return [] if self._file else super().list_ids()
 
     def read_manifest(self, unique_id: int | None = None) -> Manifest:
-        """Read the manifest of a checkpoint, or make one of what another program has written.
-
-        Args:
-            unique_id: Its id; None takes the highest.
+        """Read the manifest of a checkpoint (None: the highest id), or make one of what another program has written.
 
         Raises:
             ValidationError: There is no such checkpoint; the text says what is there instead.
@@ -89,7 +85,7 @@ class SourceDirectory(CheckpointDirectory):
         found = find_foreign(self.backend, self._file) if not ids or of_paddle else None
         if found is not None and (unique_id is None or found.origin != "paddle" or unique_id in of_paddle):
             return found.read(unique_id)
-        raise ValidationError([explain_missing(self.backend, ids, unique_id)])
+        raise ValidationError(explain_missing(self.backend, ids, unique_id))
 
     def origin(self) -> Origin:
         """Tell whose checkpoint is here; errors of :func:`detect_format`."""
@@ -97,7 +93,7 @@ class SourceDirectory(CheckpointDirectory):
             return "native"
         found = find_foreign(self.backend, self._file)
         if found is None:
-            raise ValidationError([explain_missing(self.backend, [], None)])
+            raise ValidationError(explain_missing(self.backend, [], None))
         return found.origin
 
 
@@ -141,11 +137,7 @@ def shown(location: object) -> str:
 
 
 def open_to_save(location: Location) -> NodeDirectory:
-    """Return the directory that a location stands for, to save to, with the file for Paddle's own loader.
-
-    Raises:
-        ValidationError: It is no location, or a file's by its name, and no directory has that name.
-    """
+    """Open a directory to save to, with the file for Paddle's own loader; errors of :func:`open_destination`."""
     return NodeDirectory(open_destination(location), PaddleMetadata())
 
 
@@ -158,7 +150,7 @@ def open_destination(location: Location) -> Backend:
     backend = open_backend(location)
     if backend.path.rstrip("/").endswith(_FILE_NAMES) and not os.path.isdir(backend.path):
         raise ValidationError(
-            [f"{backend.path} names a file, and a checkpoint is a directory. Remedy: give the path of a directory"]
+            f"{backend.path} names a file, and a checkpoint is a directory. Remedy: give the path of a directory"
         )
     return backend
 
@@ -173,9 +165,7 @@ class ForeignSource(NamedTuple):
 def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | None:
     """Find what another program has written into a directory; None if there is nothing of the kind.
 
-    Args:
-        backend: The directory.
-        file: The safetensors file or index that is meant; everything else is left aside then.
+    Where ``file``, a safetensors file or index, is meant, everything else is left aside.
 
     Raises:
         ValidationError: It could be more than one thing; the text says how to choose.
@@ -199,10 +189,8 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
     if len(origins) > 1:
         listed = " and ".join(ORIGINS[origin] for origin in origins)
         raise ValidationError(
-            [
-                f"{backend.path} has more than one checkpoint: {listed}. Remedy: give the path of the directory in it, "
-                "or of the safetensors file or index, that is meant; or move the others away"
-            ]
+            f"{backend.path} has more than one checkpoint: {listed}. Remedy: give the path of the directory in it, "
+            "or of the safetensors file or index, that is meant; or move the others away"
         )
     if weights:
         return _source_of_weights(backend, weights)
@@ -220,8 +208,49 @@ def _source_without_ids(backend: Backend, origin: Origin, read: Callable[[], Man
     def checked(unique_id: int | None) -> Manifest:
         if unique_id not in (None, 0):
             raise ValidationError(
-                [f"{backend.path} is {ORIGINS[origin]}, which has no ids. Remedy: leave unique_id={unique_id} out"]
+                f"{backend.path} is {ORIGINS[origin]}, which has no ids. Remedy: leave unique_id={unique_id} out"
             )
         return read()
 
     return ForeignSource(origin, checked)
+
+
+def explain_missing(backend: Backend, ids: Sequence[int], unique_id: int | None) -> str:
+    """Explain why a directory, with manifests of ``ids``, has no checkpoint of an id (None: any), and give a remedy."""
+    path = backend.path
+    if not exists(backend):
+        if backend.has_path and os.path.exists(path):
+            return f"{path} is not a directory. Remedy: give the checkpoint's directory, not a file in it"
+        return f"{path} does not exist. Remedy: correct the path"
+    names = backend.names()
+    begun = sorted({save[0] for save in map(save_of, names) if save} - set(ids))
+    wanted = begun if unique_id is None else [unique_id] if unique_id in begun else []
+    if wanted:
+        return (
+            f"{path} has an unfinished save (id {', '.join(map(str, wanted))}): its manifest is missing, so it was "
+            f"never committed; complete ids here: {ids or 'none'}. Remedy: load another checkpoint"
+        )
+    if ids:
+        return f"{path} has no checkpoint with id {unique_id}; complete ids here: {ids}"
+    if any(name.endswith(".metadata") and name != PADDLE_METADATA for name in names):
+        return (
+            f"{path} is no checkpoint of Paddle's own save_state_dict that can be read: its .metadata files have the "
+            f"ids {paddle_ids(backend) or 'none'}. Remedy: give the path and id of a complete save"
+        )
+    start = f"{path} is not a checkpoint: there is no *.manifest file in it"
+    inside = _directories_with_manifests(backend)
+    if inside:
+        return f"{start}, but in {', '.join(inside)}. Remedy: give the path of that directory"
+    pickles = sorted(name for name in names if name.endswith(_PICKLES))
+    if pickles:
+        return (
+            f"{start}, nor a safetensors file, but {', '.join(pickles[:3])}. Remedy: have their writer save "
+            "safetensors files (PaddleNLP: --unified_checkpoint 1); if there is no model in them, correct the path"
+        )
+    return f"{start}. Remedy: correct the path"
+
+
+def _directories_with_manifests(backend: Backend) -> list[str]:
+    names = sorted(backend.names("directories"))[:_MOST_DIRECTORIES]
+    found = map_files(backend, lambda name: any(map(MANIFEST.fullmatch, backend.child(name).names())), names)
+    return [name for name, has in zip(names, found) if has]

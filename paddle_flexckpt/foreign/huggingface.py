@@ -22,12 +22,13 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.media.file_names import check_file_name
+from paddle_flexckpt.native.directory import save_of
 from paddle_flexckpt.native.json_cursor import JsonCursor
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.safetensors_header import StoredTensor, read_header
-from paddle_flexckpt.native.save_names import save_of
 
 TENSOR_FILE, INDEX_FILE = ".safetensors", ".safetensors.index.json"
 MODEL_FILE = "model" + TENSOR_FILE
@@ -198,10 +199,6 @@ def find_weights(path: str, names: Sequence[str]) -> str | None:
     An index comes first, then ``model.safetensors``, then the only file there is. Files that the index does not name
     are not looked at, nor are others beside ``model.safetensors``.
 
-    Args:
-        path: The directory, for errors.
-        names: Of its files.
-
     Raises:
         ValidationError: There is more than one that it could be.
         CorruptCheckpointError: There are numbered files, and no index.
@@ -215,20 +212,14 @@ def find_weights(path: str, names: Sequence[str]) -> str | None:
         choices = indices or files
     if choices and not indices and all(map(_NUMBERED.fullmatch, choices)):
         raise CorruptCheckpointError(
-            f"{path} has numbered safetensors files ({_listed(choices)}) without their index. Remedy: restore the index"
+            f"{path} has numbered safetensors files ({listed(choices)}) without their index. Remedy: restore the index"
         )
     if len(choices) > 1:
         raise ValidationError(
-            [
-                f"{path} has several sets of safetensors files: {_listed(choices)}. Remedy: give the path of the one "
-                f"that is meant, such as {path}/{choices[0]}"
-            ]
+            f"{path} has several sets of safetensors files: {listed(choices)}. Remedy: give the path of the one "
+            f"that is meant, such as {path}/{choices[0]}"
         )
     return choices[0] if choices else None
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def manifest_of_weights(backend: Backend, weights: Weights, origin: str) -> Manifest:

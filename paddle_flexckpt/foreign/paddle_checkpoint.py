@@ -2,13 +2,18 @@
 
 Both kinds of data files hold every tensor's elements in one stretch of bytes. So such a checkpoint becomes a manifest
 like any other, without checksums, and is read by byte ranges like any other.
+
+A FlexCheckpoint of PaddleFormers is several directories of this format: ``model_state``, ``optimizer_state`` and
+``master_weight`` have keys of their own; ``ema_state`` repeats them, and so has its name in front of its keys.
+
+Tested in tests/foreign/test_paddle_checkpoint.py and tests/foreign/test_paddleformers_checkpoint.py.
 """
 
 from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -22,12 +27,13 @@ from paddle_flexckpt.catalog import (
     Metadata,
     Problem,
     ValidationError,
+    concat,
     dtype_of,
     validate_shards,
 )
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
-from paddle_flexckpt.media.backend import Backend, Location
+from paddle_flexckpt.media.backend import Backend, Location, inner
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.manifest import Manifest
@@ -41,6 +47,9 @@ MOST_PICKLE_BYTES = 256 << 20
 _PARAMETER_NAMES = "StructuredToParameterName@@"
 # A .distcp file has numpy's types: these stand for what numpy lacks (the .metadata has the true type).
 _STAND_INS = {"bfloat16": "uint16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
+# Only the last of them has keys that another has.
+STATE_DIRECTORIES = ("model_state", "optimizer_state", "master_weight")
+EMA_DIRECTORY = "ema_state"
 
 
 class _Stretch(NamedTuple):
@@ -58,11 +67,7 @@ def paddle_ids(location: Location) -> list[int]:
 
 
 def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manifest:
-    """Read a checkpoint of Paddle's own as a manifest without checksums: one row per shard, with file and first byte.
-
-    Args:
-        path: Its directory.
-        unique_id: Its id; None takes the highest.
+    """Read a checkpoint of Paddle's own as a manifest without checksums; None takes the highest id.
 
     Raises:
         ValidationError: There is no such checkpoint, or its metadata contradicts itself.
@@ -74,7 +79,7 @@ def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manife
     if not ids or (unique_id is not None and unique_id not in ids):
         wanted = "" if unique_id is None else f" with id {unique_id}"
         raise ValidationError(
-            [f"{backend.path} has no checkpoint of Paddle's own save_state_dict{wanted}; ids here: {ids or 'none'}"]
+            f"{backend.path} has no checkpoint of Paddle's own save_state_dict{wanted}; ids here: {ids or 'none'}"
         )
     chosen = ids[-1] if unique_id is None else unique_id
     name = f"{chosen}.metadata"
@@ -112,7 +117,7 @@ def _with_global_shapes(metadata: Metadata) -> Metadata:
     for key, shards in metadata.state_dict_metadata.items():
         if shards and all(shard.global_shape is None for shard in shards):
             if len({(len(shard.global_offset), len(shard.local_shape)) for shard in shards}) != 1:
-                raise ValidationError([Problem("shards differ in their number of axes", key)])
+                raise ValidationError(Problem("shards differ in their number of axes", key))
             ends = [[o + s for o, s in zip(shard.global_offset, shard.local_shape)] for shard in shards]
             whole = tuple(max(extents) for extents in zip(*ends))
             shards = [replace(shard, global_shape=whole) for shard in shards]
@@ -141,11 +146,9 @@ def _index(backend: Backend, name: str) -> tuple[Mapping[str, _Stretch], int]:
             return _index_distcp(mapped, path), file.size
         if file.size > MOST_PICKLE_BYTES:
             raise ValidationError(
-                [
-                    f"{path} is a pickle of {file.size} bytes, which has to be in memory to be looked through; where "
-                    f"it is not on a local disk it may have {MOST_PICKLE_BYTES}. Remedy: copy the checkpoint to a "
-                    "local disk"
-                ]
+                f"{path} is a pickle of {file.size} bytes, which has to be in memory to be looked through; where "
+                f"it is not on a local disk it may have {MOST_PICKLE_BYTES}. Remedy: copy the checkpoint to a "
+                "local disk"
             )
         return _index_distcp(file.read(0, file.size), path), file.size
 
@@ -195,6 +198,64 @@ def _byte_offsets(catalog: Catalog, indices: list[Mapping[str, _Stretch]], backe
     if problems:
         raise CorruptCheckpointError(str(ValidationError(problems, f"{backend.path} is damaged")))
     return offsets
+
+
+def paddleformers_directories(backend: Backend, directories: Sequence[str]) -> list[str]:
+    """Return the inner directories that make up a FlexCheckpoint of PaddleFormers; none if it is none."""
+    there = [name for name in STATE_DIRECTORIES if name in directories]
+    if not any(paddle_ids(inner(backend, name)) for name in there):
+        return []
+    # Averages without metadata are parts whose places only the run that wrote them knows.
+    averages = EMA_DIRECTORY in directories and paddle_ids(inner(backend, EMA_DIRECTORY))
+    return [*there, EMA_DIRECTORY] if averages else there
+
+
+def read_paddleformers_manifest(backend: Backend, directories: Sequence[str], unique_id: int | None = None) -> Manifest:
+    """Read several directories as one manifest without checksums; its files have their directory in front.
+
+    None as an id takes the highest of the first directory.
+
+    Raises:
+        ValidationError: There is no such checkpoint, or its metadata contradicts itself.
+        CorruptCheckpointError: One of the directories has no such checkpoint, a file is damaged, missing, or not what
+            the metadata says, or two directories have the same key; UnsafePickleError where a pickle is more than data.
+    """
+    ids = {name: paddle_ids(inner(backend, name)) for name in directories}
+    if unique_id is not None and not any(unique_id in found for found in ids.values()):
+        raise ValidationError(f"{backend.path} has no checkpoint with id {unique_id}; ids by directory: {ids}")
+    chosen = max(next(found for found in ids.values() if found)) if unique_id is None else unique_id
+    manifests = []
+    for name in directories:
+        if chosen not in ids[name]:
+            raise CorruptCheckpointError(
+                f"{backend.where(name)} has no {chosen}.metadata, which the other directories have: the save was not "
+                "finished. Remedy: load another checkpoint"
+            )
+        manifests.append(_renamed(read_paddle_manifest(inner(backend, name), chosen), name))
+    seen: dict[str, str] = {}
+    problems = []
+    for name, manifest in zip(directories, manifests):
+        for key in manifest.catalog.keys:
+            if seen.setdefault(key, name) != name:
+                problems.append(Problem("two directories have the same key", key, got=f"{seen[key]} and {name}"))
+    if problems:
+        raise CorruptCheckpointError(str(ValidationError(problems, backend.path)))
+    catalog = concat([manifest.catalog for manifest in manifests])
+    sizes = {file: size for manifest in manifests for file, size in manifest.sizes.items()}
+    tokens = " ".join(manifest.save_token for manifest in manifests)
+    digest = xxhash.xxh3_128_hexdigest(tokens.encode())
+    world_size = max(manifest.world_size for manifest in manifests)
+    return Manifest.of_foreign("paddleformers", catalog, sizes, digest, chosen, world_size)
+
+
+def _renamed(manifest: Manifest, directory: str) -> Manifest:
+    """Return the manifest as seen from the directory above."""
+    catalog = manifest.catalog
+    keys = catalog.keys
+    if directory == EMA_DIRECTORY:
+        keys = tuple(f"{EMA_DIRECTORY}.{key}" for key in keys)
+    files = tuple(f"{directory}/{file}" for file in catalog.files)
+    return replace(manifest, catalog=replace(catalog, keys=keys, files=files))
 
 
 def read_plain_file(path: Location, name: str) -> Any:

@@ -15,16 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, LocalTensorIndex, LocalTensorMetadata, UnsafePickleError
-from paddle_flexckpt.foreign.pickle_values import (
-    ATOMS,
-    INERT,
-    NAMES,
-    Arguments,
-    Symbol,
-    Unfinished,
-    describe,
-    is_flat,
-)  # fmt: skip
+from paddle_flexckpt.foreign.pickle_values import ATOMS, INERT, NAMES, Arguments, Symbol, Unfinished, describe, is_flat
 
 _REMEDY = (
     "Remedy: do not open this file with anything else either; if you trust its writer, let that program save the data "

@@ -21,13 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from paddle_flexckpt.catalog import (
-    CorruptCheckpointError,
-    Problem,
-    ValidationError,
-    group_replicas,
-    validate_coverage,
-)
+from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, ValidationError, group_replicas, validate_coverage
 from paddle_flexckpt.foreign.huggingface import (
     INDEX_FILE,
     MODEL_FILE,
@@ -94,10 +88,8 @@ def read_unified_manifest(backend: Backend) -> Manifest:
         merged = source in names and (kind != OPTIMIZER or index.files is not None)
         if merged and own:
             raise ValidationError(
-                [
-                    f"{backend.path} has {kind} states of whole tensors ({source}) and of ranks ({own[0].file.name}). "
-                    "Remedy: move those away that are not meant"
-                ]
+                f"{backend.path} has {kind} states of whole tensors ({source}) and of ranks ({own[0].file.name}). "
+                "Remedy: move those away that are not meant"
             )
         if merged:
             weights = read_weights(backend, source)
@@ -138,10 +130,8 @@ def _check_quantisation(backend: Backend, index: TensorIndex) -> None:
     stage = index.settings.get("ckpt_quant_stage", "O0")
     if stage != "O0":
         raise ValidationError(
-            [
-                f"{backend.where(OPTIMIZER + INDEX_FILE)}: the optimizer states are quantised (ckpt_quant_stage "
-                f"{stage!r}), which is not read here. Remedy: {_RESUME} with --ckpt_quant_stage O0"
-            ]
+            f"{backend.where(OPTIMIZER + INDEX_FILE)}: the optimizer states are quantised (ckpt_quant_stage "
+            f"{stage!r}), which is not read here. Remedy: {_RESUME} with --ckpt_quant_stage O0"
         )
 
 
@@ -194,10 +184,8 @@ def _rank_files(backend: Backend, names: set[str], kind: str) -> list[_RankFile]
     axes = list(next(iter(places.values())))
     if any(list(place) != axes for place in places.values()):
         raise ValidationError(
-            [
-                f"{backend.path} has {kind} states of several strategies: {', '.join(places)}. Remedy: move those away "
-                "that are not meant"
-            ]
+            f"{backend.path} has {kind} states of several strategies: {', '.join(places)}. Remedy: move those away "
+            "that are not meant"
         )
     degrees = [max(place[axis] for place in places.values()) + 1 for axis in axes]
     there = {tuple(place.values()) for place in places.values()}

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from paddle_flexckpt.catalog import LostRankError, ValidationError
-from paddle_flexckpt.catalog.failures import Failure, combine
+from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.live.host_channel import HostChannel
 from paddle_flexckpt.live.lost_ranks import Missing, announce, default_store, describe_lost_ranks, find_missing_ranks
@@ -148,12 +148,10 @@ class PaddleCommunicator(Communicator):
         if self.size > 1 and not DEVICE_BACKENDS.isdisjoint((_backend(group), _backend(_global_group()))):
             if store is None:
                 raise ValidationError(
-                    [
-                        f"ranks {list(ranks)} cannot agree on anything: their process group is of backend "
-                        f"{_backend(group)!r}, and the job has no key-value store through which their hosts could "
-                        "meet. Remedy: start it with paddle.distributed.launch, and call "
-                        "paddle.distributed.init_parallel_env() or fleet.init() first"
-                    ]
+                    f"ranks {list(ranks)} cannot agree on anything: their process group is of backend "
+                    f"{_backend(group)!r}, and the job has no key-value store through which their hosts could "
+                    "meet. Remedy: start it with paddle.distributed.launch, and call "
+                    "paddle.distributed.init_parallel_env() or fleet.init() first"
                 )
             self._channel = _host_channel(int(group.id), ranks, self.position)
 
@@ -224,9 +222,7 @@ def communicator_for(process_group: Any = None) -> Communicator:
         comm = PaddleCommunicator(process_group if is_known and process_group is not None else _global_group())
     if not is_known:
         comm.refusal = ValidationError(
-            [
-                "process_group has to be a group of paddle.distributed, 'self' or None; got "
-                f"{process_group!r} ({type(process_group).__name__})"
-            ]
+            "process_group has to be a group of paddle.distributed, 'self' or None; got "
+            f"{process_group!r} ({type(process_group).__name__})"
         )
     return comm

@@ -17,6 +17,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, dtype_of, group_replicas, validate_coverage
+from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
 from paddle_flexckpt.engine.files import Files, reads_of
@@ -27,10 +28,9 @@ from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.peers import Peers
 from paddle_flexckpt.live.sources import CheckedSources
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest, save_of
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
-from paddle_flexckpt.native.save_names import save_of
 from paddle_flexckpt.planning import ExchangePlan
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -224,11 +224,10 @@ class NodeFiles(Peers):
         for file in np.unique(catalog.file[rows]).tolist():
             name = catalog.files[file]
             keys = sorted({catalog.key_name(row) for row in rows[catalog.file[rows] == file].tolist()})
-            more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
             why = self._found.wrong.get(name, "no rank sees it")
             nodes = " and ".join(manifest.nodes_of(name)) or "storage that was shared"
             texts.append(
-                f"{name!r} of id {manifest.unique_id} with shards of {', '.join(map(repr, keys[:_MOST_KEYS]))}{more}: "
+                f"{name!r} of id {manifest.unique_id} with shards of {listed(list(map(repr, keys)), _MOST_KEYS)}: "
                 f"it is on node {nodes}, and {why}"
             )
         return texts

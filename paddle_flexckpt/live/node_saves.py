@@ -25,12 +25,11 @@ from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.shared_saves import Share
 from paddle_flexckpt.live.transport import Transport
-from paddle_flexckpt.media.backend import Backend, write_file
-from paddle_flexckpt.media.locks import Lock
-from paddle_flexckpt.native.dead_saves import remove_dead_saves
+from paddle_flexckpt.media.backend import Backend, Lock, write_file
+from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.node_directory import NodeDirectory
-from paddle_flexckpt.native.save_names import SaveNames
+from paddle_flexckpt.native.save_directory import remove_dead_saves
 
 logger = logging.getLogger("paddle_flexckpt")
 # By which ranks find out whether they see the same directory.
@@ -83,10 +82,8 @@ class NodeSave:
         copies = self.copies
         if not isinstance(copies, int) or isinstance(copies, bool) or not 1 <= copies <= len(self.nodes):
             raise ValidationError(
-                [
-                    f"node_copies has to be 1 to {len(self.nodes)}, the number of nodes "
-                    f"({', '.join(self.node_names)}); got {copies!r}. Remedy: lower it, or run on more nodes"
-                ]
+                f"node_copies has to be 1 to {len(self.nodes)}, the number of nodes "
+                f"({', '.join(self.node_names)}); got {copies!r}. Remedy: lower it, or run on more nodes"
             )
         self._is_removable = True
         if self.is_committer:

@@ -129,10 +129,8 @@ class SaveOptions(Options):
         super().check()
         if self.storage == "per_node" and self.async_save is not False:
             raise ValidationError(
-                [
-                    "async_save does not work with storage='per_node': the writer processes of all ranks agree on the "
-                    "outcome through one directory, which they have to share. Remedy: save with async_save=False"
-                ]
+                "async_save does not work with storage='per_node': the writer processes of all ranks agree on the "
+                "outcome through one directory, which they have to share. Remedy: save with async_save=False"
             )
         if self.storage == "shared" and self.node_copies != 1:
             raise ValidationError([f"node_copies={self.node_copies!r} needs storage='per_node'"])

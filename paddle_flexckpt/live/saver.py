@@ -31,8 +31,8 @@ from paddle_flexckpt.live.shared_saves import BackgroundSave, Share, SharedSave
 from paddle_flexckpt.live.sources import check_sources
 from paddle_flexckpt.live.state import LocalState, indivisible_rows, open_state
 from paddle_flexckpt.media.backend import Location, place_of
+from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory
-from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.planning import plan_write
 from paddle_flexckpt.report import SaveReport
 

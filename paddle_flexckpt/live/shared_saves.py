@@ -17,10 +17,9 @@ from paddle_flexckpt.engine.copies import DEVICE_CHUNK_BYTES
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.lost_ranks import own_presence
 from paddle_flexckpt.live.tensors import open_storage
-from paddle_flexckpt.media.locks import SaveLock
-from paddle_flexckpt.native.dead_saves import remove_dead_saves
-from paddle_flexckpt.native.save_directory import SaveDirectory
-from paddle_flexckpt.native.save_names import SaveNames
+from paddle_flexckpt.media.backend import SaveLock
+from paddle_flexckpt.native.directory import SaveNames
+from paddle_flexckpt.native.save_directory import SaveDirectory, remove_dead_saves
 from paddle_flexckpt.planning import WritePlan
 from paddle_flexckpt.report import SaveReport
 
@@ -110,11 +109,9 @@ class SharedSave:
         if not self.directory.sees(names):
             marker = self.directory.backend.where(names.marker_file)
             raise ValidationError(
-                [
-                    f"{marker} is not there, with which the coordinator has begun the save: ranks do not share one "
-                    "directory. Remedy: give all ranks the same path of storage that they share; or save with "
-                    "storage='per_node', to a directory on each node"
-                ]
+                f"{marker} is not there, with which the coordinator has begun the save: ranks do not share one "
+                "directory. Remedy: give all ranks the same path of storage that they share; or save with "
+                "storage='per_node', to a directory on each node"
             )
         return None, b""
 

@@ -11,7 +11,7 @@ from typing import Any, Union
 
 from paddle_flexckpt import aoa
 from paddle_flexckpt.aoa import AoaConfig
-from paddle_flexckpt.aoa.lexer import quoted
+from paddle_flexckpt.aoa.parser import quoted
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, without_extra_state
 from paddle_flexckpt.engine.names import raw_parameter, split_raw, without_prefix
 from paddle_flexckpt.foreign.formats import SourceDirectory

@@ -125,10 +125,8 @@ def assign_sharded_slice(
         )
     if dtype_name(src_shard.local_tensor) != dtype_name(dst_shard.local_tensor):
         raise ValidationError(
-            [
-                f"dtype of {src_shard.key!r} is {dtype_name(src_shard.local_tensor)}, "
-                f"that of {dst_shard.key!r} is {dtype_name(dst_shard.local_tensor)}"
-            ]
+            f"dtype of {src_shard.key!r} is {dtype_name(src_shard.local_tensor)}, "
+            f"that of {dst_shard.key!r} is {dtype_name(dst_shard.local_tensor)}"
         )
     copy = StridedCopy(src_part.shape, *_place(src_box, src_part), *_place(dst_box, dst_part))
     source = open_storage(src_shard.local_tensor)

@@ -1,5 +1,6 @@
 """CheckpointManager: the checkpoints of a run, one directory for each step; when to save and what to keep."""
 
+from paddle_flexckpt.manager.contents import check
 from paddle_flexckpt.manager.manager import CheckpointManager
 from paddle_flexckpt.manager.policies import (
     KeepBest,
@@ -13,7 +14,6 @@ from paddle_flexckpt.manager.policies import (
     StepRecord,
     steps_to_remove,
 )
-from paddle_flexckpt.manager.readiness import check
 from paddle_flexckpt.manager.restore import RestoreReport
 
 __all__ = [

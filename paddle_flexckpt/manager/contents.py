@@ -1,7 +1,9 @@
 """Collect what the manager saves: shards of model, optimizer and caller, the run's extra state, its record.
 
 The record is one small tensor among those of the extra state, ``extra_state.manager``: step, time and metrics, as JSON.
-It is all that retention and the choice of the best checkpoint have to read. Tested in tests/manager/test_manager.py.
+It is all that retention and the choice of the best checkpoint have to read.
+
+Tested in tests/manager/test_manager.py and tests/manager/test_check.py.
 """
 
 from __future__ import annotations
@@ -16,24 +18,28 @@ import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, CorruptCheckpointError, Problem, ValidationError
 from paddle_flexckpt.engine.agreement import check_heads
+from paddle_flexckpt.engine.options import GROUP, SHARDS, encode_options, same_on_all_ranks
+from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.live.sources import check_state
 from paddle_flexckpt.live.state import flatten_state_dict
 from paddle_flexckpt.manager.policies import StepRecord
 from paddle_flexckpt.parallel import install, optimizer_sharded_state_dict
+from paddle_flexckpt.parallel.state_creation import no_new_states
+from paddle_flexckpt.run_state.extra_state import collect_extra_state
 from paddle_flexckpt.run_state.portable import decode, encode
 
 RECORD = f"{EXTRA_STATE}manager"
 _VERSION = 1
 _TAKEN = ("lr_scheduler", "scaler", "step", "rng", "dataloader")
+OWN_OBJECTS = {
+    **dict.fromkeys(("model", "optimizer", "state"), SHARDS),
+    **dict.fromkeys(("lr_scheduler", "scaler"), "every rank has its own; whether there is one is compared"),
+}
 
 
 @dataclass(frozen=True)
 class StepContents:
-    """Hold what one rank saves of a step.
-
-    Attributes:
-        shards: Shards and extra state by name.
-        metrics: The same on every rank.
-    """
+    """Hold what one rank saves of a step: shards and extra state by name, and metrics, the same on every rank."""
 
     shards: dict[str, Any]
     metrics: dict[str, float]
@@ -57,11 +63,6 @@ class StepContents:
 def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the shards of this rank, one level deep. With a model, ``install()`` is in effect from then on.
 
-    Args:
-        model: Has ``sharded_state_dict()``.
-        optimizer: What :func:`optimizer_sharded_state_dict` can describe.
-        state: What else there is: names to ShardedWeights or tensors, possibly nested.
-
     Raises:
         ValidationError: There is nothing, a method is missing, or a name stands twice.
         ValueError: Model or optimizer cannot be described.
@@ -77,10 +78,8 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
         install()
         if not callable(getattr(model, "sharded_state_dict", None)):
             raise ValidationError(
-                [
-                    f"model= has no sharded_state_dict(); got a {type(model).__name__}. Remedy: give a "
-                    "paddle.nn.Layer, or describe the shards yourself and give state="
-                ]
+                f"model= has no sharded_state_dict(); got a {type(model).__name__}. Remedy: give a "
+                "paddle.nn.Layer, or describe the shards yourself and give state="
             )
         shards.update(model.sharded_state_dict())
     if optimizer is not None:
@@ -89,13 +88,11 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
     for key, value in flatten_state_dict(state or {})[0].items():
         if key in shards or key.startswith(EXTRA_STATE):
             raise ValidationError(
-                [
-                    Problem(
-                        "state= has a name of the model's, the optimizer's or the run's extra state",
-                        key=key,
-                        remedy="rename it, or leave it out: the manager saves all of these itself",
-                    )
-                ]
+                Problem(
+                    "state= has a name of the model's, the optimizer's or the run's extra state",
+                    key=key,
+                    remedy="rename it, or leave it out: the manager saves all of these itself",
+                )
             )
         shards[key] = value
     return shards
@@ -200,3 +197,45 @@ def decode_record(array: np.ndarray) -> StepRecord:
         return StepRecord(int(fields["step"]), float(fields["time"]), metrics)
     except (KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpointError(f"{RECORD} is damaged: {error!r}") from error
+
+
+def given(options: Mapping[str, Any]) -> dict[str, bool]:
+    """Return what is compared of a rank's schedule and scaler: a rank without one would save or restore none."""
+    return {name: options[name] is not None for name in ("lr_scheduler", "scaler")}
+
+
+@same_on_all_ranks(**OWN_OBJECTS, process_group=GROUP)
+def check(
+    model: Any = None,
+    optimizer: Any = None,
+    lr_scheduler: Any = None,
+    scaler: Any = None,
+    state: Mapping[str, Any] | None = None,
+    process_group: Any = None,
+) -> None:
+    """Raise what a save of all this would raise: call it before the training starts.
+
+    Everything is described once, and the ranks compare the descriptions in one collective. No tensor is read or moved,
+    and no state of the optimizer is created: states that only the first step creates are not looked at.
+
+    Args:
+        model: As in :meth:`CheckpointManager.save`; so are ``optimizer``, ``lr_scheduler``, ``scaler`` and ``state``.
+        optimizer: Wrapped as for the training.
+        lr_scheduler: If there is one.
+        scaler: If there is one.
+        state: Shards or tensors besides, or instead of, those of model and optimizer.
+        process_group: The ranks that take part, as in :func:`save_state_dict`.
+
+    Raises:
+        ValidationError: It cannot be saved; on every rank, with the text of the save.
+        CheckpointError: Likewise, where a description fails in another way.
+    """
+    options = locals()
+
+    def describe() -> dict[str, Any]:
+        with no_new_states():
+            shards = collect_shards(model, optimizer, state)
+        return {**shards, **collect_extra_state(lr_scheduler, scaler)}
+
+    head = encode_options(check, options, **given(options))
+    check_state(describe, communicator_for(process_group), "cannot save", head)

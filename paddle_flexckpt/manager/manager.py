@@ -17,23 +17,18 @@ from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.save_options import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager.contents import (
+    OWN_OBJECTS,
     StepContents,
     agree_and_collect,
+    check,
     check_extra,
     check_metrics,
     check_step,
     collect_shards,
+    given,
 )
 from paddle_flexckpt.manager.pending import PendingSteps
-from paddle_flexckpt.manager.policies import (
-    KeepBest,
-    KeepPolicy,
-    Mode,
-    SaveEvery,
-    SavePolicy,
-    check_policies,
-)
-from paddle_flexckpt.manager.readiness import OWN_OBJECTS, check, given
+from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, Mode, SaveEvery, SavePolicy, check_policies
 from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, Targets, restore_first
 from paddle_flexckpt.manager.schedule import PreemptionSignals, SaveSchedule
 from paddle_flexckpt.manager.steps import UNIQUE_ID, StepDirectories, Which

@@ -31,11 +31,9 @@ class PendingSteps:
         self._saves.append((step, handle))
 
     def collect(self, context: str, wait_for: int | Literal["all"] | None = None) -> None:
-        """Forget those that have ended on all ranks. Without any, nothing is communicated.
+        """Forget those that have ended on all ranks, after waiting for those of a step, or all.
 
-        Args:
-            context: What is being done, for the error.
-            wait_for: Which of them to wait for: those of a step, all, or none.
+        Without any, nothing is communicated.
 
         Raises:
             CheckpointError: One has failed that nobody was told of; the same on every rank, once.

@@ -183,13 +183,8 @@ def best_first(records: Sequence[StepRecord], metric: str, mode: Mode) -> list[i
 def check_policies(name: str, given: Policy | Sequence[Policy], kind: type) -> tuple[Policy, ...]:
     """Return one policy or several, as a tuple.
 
-    Args:
-        name: What they are called, for the error.
-        given: What the caller has given.
-        kind: SavePolicy or KeepPolicy.
-
     Raises:
-        ValidationError: Something else is among them.
+        ValidationError: Something of another kind is among them.
     """
     policies: tuple[Policy, ...] = tuple(given) if isinstance(given, (list, tuple)) else (given,)  # type: ignore[assignment]
     for policy in policies:

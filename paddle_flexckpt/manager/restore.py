@@ -87,14 +87,7 @@ class RestoreOptions(LoadOptions):
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """Hold what is to be put back on this rank.
-
-    Attributes:
-        shards: Names to ShardedWeights or tensors.
-        lr_scheduler: If there is one.
-        scaler: If there is one.
-        rng: Whether the random number generators are.
-    """
+    """Hold what is to be put back on this rank: schedule and scaler if there are some."""
 
     shards: Mapping[str, Any]
     lr_scheduler: Any
@@ -120,10 +113,8 @@ def restore_checkpoint(
             manifest = stack.enter_context(_hold(directory))
             if manifest.step != step:
                 raise ValidationError(
-                    [
-                        f"the checkpoint in {directory.path} is of step {manifest.step}: the directory has been "
-                        "renamed. Remedy: give it its own name back, or load it with load_state_dict"
-                    ]
+                    f"the checkpoint in {directory.path} is of step {manifest.step}: the directory has been "
+                    "renamed. Remedy: give it its own name back, or load it with load_state_dict"
                 )
             return manifest.save_token, b""
 
@@ -163,13 +154,7 @@ def restore_first(
 ) -> RestoreReport:
     """Restore the first of some checkpoints, or with ``fallback`` the first that is whole and can be read.
 
-    Args:
-        candidates: Steps and their directories.
-        skipped: Steps that are out of the question already, with what is wrong.
-        comm: The ranks that take part.
-        targets: What is to be put back.
-        options: Of the restore; ``fallback`` says whether damage is a reason to go on.
-        context: What is being done, for the error.
+    ``skipped`` are steps that are out of the question already, with what is wrong.
 
     Raises:
         CheckpointError: As of :func:`restore_checkpoint`.

@@ -37,10 +37,8 @@ class PreemptionSignals:
         numbers = tuple(dict.fromkeys(signals))
         if numbers and threading.current_thread() is not threading.main_thread():
             raise ValidationError(
-                [
-                    "signal handlers can be installed in the main thread only. Remedy: make the manager there, or give "
-                    "preemption_signals=()"
-                ]
+                "signal handlers can be installed in the main thread only. Remedy: make the manager there, or give "
+                "preemption_signals=()"
             )
         for number in numbers:
             try:
@@ -113,10 +111,6 @@ class SaveSchedule:
     def should_save(self, step: int, context: str) -> bool:
         """Return whether to save now. One collective at the most, and none without signals and clocks.
 
-        Args:
-            step: The step that has just ended.
-            context: What is being done, for the error.
-
         Raises:
             ValidationError: This is no step, or ranks are at different ones.
         """
@@ -141,7 +135,7 @@ class SaveSchedule:
         return any(policy.wants(step, seconds) for policy in self._policies)
 
     def note(self, step: int, saved: bool) -> None:
-        """Live state and the checkpoint of a step are the same now, as it was saved, or else restored."""
+        """Note that live state and the checkpoint of a step are the same now: it was saved, or else restored."""
         self._last_step = step
         self._last_time = time.monotonic()
         self._saved_since_stop = self._saved_since_stop or (saved and self.should_stop)

@@ -27,10 +27,10 @@ from paddle_flexckpt.media.backend import Backend, Location, exists, map_files, 
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import reopen
-from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
 from paddle_flexckpt.native.manifest import read_save_token
+from paddle_flexckpt.native.save_directory import remove_dead_saves
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -45,16 +45,10 @@ _REMOVING = re.compile(r"step_(\d{8,})\.removing", re.ASCII)
 
 @dataclass(frozen=True)
 class _Known:
-    """Hold what has been read of one checkpoint.
+    """Hold what has been read of one checkpoint."""
 
-    Attributes:
-        token: Of its save: another save of the same step is another checkpoint.
-        record: None if no manager saved it, or it is damaged.
-        problem: What is wrong with it, if something is.
-    """
-
-    token: str
-    record: StepRecord | None
+    token: str  # of its save: another save of the same step is another checkpoint
+    record: StepRecord | None  # None if no manager saved it, or it is damaged
     problem: str = ""
 
 
@@ -141,15 +135,9 @@ class StepDirectories:
             return _Known(token, None, str(error))
 
     def order(self, which: Which, best: KeepBest | None, fallback: bool) -> tuple[list[int], dict[int, str]]:
-        """Return the steps to restore, in the order in which they are tried.
+        """Return the steps to restore, in the order in which they are tried, and damaged ones, with what is wrong.
 
-        Args:
-            which: The first of them.
-            best: What is best.
-            fallback: Whether there may be others: the next lower ones, for ``"best"`` the next best.
-
-        Returns:
-            The steps, and those that are out of the question because they are damaged, with what is wrong.
+        The first is ``which``. With ``fallback`` come the next lower ones, for ``"best"`` the next best.
 
         Raises:
             ValidationError: There is no such checkpoint.
@@ -204,19 +192,14 @@ class StepDirectories:
         directory = self.directory(step)
         if not replace and _MANIFEST in directory.names():
             raise ValidationError(
-                [
-                    f"there is a checkpoint of step {step} in {directory.path}. Remedy: overwrite=True replaces it, as "
-                    "soon as the new one is complete"
-                ]
+                f"there is a checkpoint of step {step} in {directory.path}. Remedy: overwrite=True replaces it, as "
+                "soon as the new one is complete"
             )
 
     def give_up(self, step: int, error: CheckpointError, keeps: bool) -> None:
-        """Remove the directory of a save that failed, and say more of a full disk; all ranks may call it.
+        """Remove the directory of a save that failed, and say more of a full disk where a policy says what is kept.
 
-        Args:
-            step: The step that could not be saved.
-            error: Why. Each rank has removed its files, so the last one finds the directory empty.
-            keeps: Whether a policy says what is kept.
+        All ranks may call it. Each has removed its files, so the last one finds the directory empty.
 
         Raises:
             CheckpointError: The disk is full: what can be done.
@@ -232,15 +215,8 @@ class StepDirectories:
     def retain(self, policies: Sequence[KeepPolicy], newest: int | None, busy: Collection[int]) -> list[int]:
         """Remove what no policy keeps, and what dead saves and interrupted removals left behind.
 
-        A checkpoint that is being read, or that no manager saved, or that is damaged, is left alone.
-
-        Args:
-            policies: See :func:`steps_to_remove`.
-            newest: Likewise.
-            busy: Steps that are being saved in the background.
-
-        Returns:
-            The steps removed.
+        A checkpoint that is being read, or that no manager saved, or that is damaged, is left alone, and so are those
+        that are ``busy``: being saved in the background. Returned are the steps removed.
 
         Raises:
             CheckpointError: Something could not be removed; all that could be has been.
@@ -344,7 +320,7 @@ class StepDirectories:
 
 
 def name_of(step: int) -> str:
-    """Name of a step's directory."""
+    """Return the name of a step's directory."""
     return f"step_{step:08d}"
 
 

@@ -65,14 +65,9 @@ def _real_path(directory: str, name: str, kind: str) -> str:
 
 
 def open_inside(directory: str, name: str) -> int:
-    """Open a file of a checkpoint for reading.
+    """Open a file of a checkpoint for reading, and return its descriptor.
 
-    Args:
-        directory: The checkpoint's directory; it may be a link itself.
-        name: The file's name. It may be a link to another file of the directory, not out of it.
-
-    Returns:
-        A descriptor.
+    The directory may be a link itself; the file may be a link to another file of the directory, not out of it.
 
     Raises:
         CorruptCheckpointError: The name leads out of the directory, or to something that is not a file.

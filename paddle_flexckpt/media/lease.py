@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Backend, write_file
-from paddle_flexckpt.media.locks import Locks, SaveLock
+from paddle_flexckpt.media.backend import Backend, Locks, SaveLock, write_file
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -39,15 +38,7 @@ _READS = 10
 
 @dataclass(frozen=True)
 class Claim:
-    """Name the holder of a lease, as its file does.
-
-    Attributes:
-        token: Random text of the holder.
-        host: Where it runs.
-        pid: Its process.
-        counter: Rises with every renewal.
-        seconds: The lease's time.
-    """
+    """Name the holder of a lease, as its file does; the counter rises with every renewal."""
 
     token: str
     host: str
@@ -77,7 +68,7 @@ class Claim:
 def check_lease_seconds(seconds: object) -> float:
     """Return a lease's time; ValidationError if it is none."""
     if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds < 86400:
-        raise ValidationError([f"lease_seconds has to be a number of seconds, at most a day; got {seconds!r}"])
+        raise ValidationError(f"lease_seconds has to be a number of seconds, at most a day; got {seconds!r}")
     return float(seconds)
 
 
@@ -163,13 +154,7 @@ class LeaseLocks(Locks):
     """Let savers of a directory exclude each other by a lease; there is nothing for readers."""
 
     def __init__(self, backend: Backend, seconds: float, exclusive: Callable[[], bool] = lambda: True) -> None:
-        """Take nothing yet.
-
-        Args:
-            backend: The directory.
-            seconds: How long a saver may be silent before another one may take its place.
-            exclusive: Tells whether, of two that create a file at a time, one fails for certain.
-        """
+        """Take nothing yet; ``exclusive`` tells whether, of two that create a file at a time, one fails for certain."""
         self._backend = backend
         self._seconds, self._exclusive = check_lease_seconds(seconds), exclusive
         self._lease: LeaseLock | None = None

@@ -113,14 +113,9 @@ class LocalBackend(Backend):
     def __init__(
         self, path: str, lock: bool = True, lease_seconds: float = LEASE_SECONDS, identity: list[int] | None = None
     ) -> None:
-        """Open nothing yet.
+        """Open nothing yet; options as of :func:`media.opening.open_storage`.
 
-        Args:
-            path: The directory; it need not exist.
-            lock: Whether savers exclude each other. Without it, that is up to the caller.
-            lease_seconds: How long a saver may be silent before another one may take its place, where the file system
-                has no locks.
-            identity: Device and inode of the directory, if a save has begun there: it has to be the same at the commit.
+        ``identity``: device and inode of the directory, if a save has begun there; they must be the same at the commit.
         """
         self.path = path
         self._settings: dict[str, Any] = {"lock": lock, "lease_seconds": lease_seconds}
@@ -164,7 +159,7 @@ class LocalBackend(Backend):
             os.makedirs(self.path, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             raise ValidationError(
-                [f"{self.path} is not a directory, so nothing can be saved there. Remedy: give another path"]
+                f"{self.path} is not a directory, so nothing can be saved there. Remedy: give another path"
             ) from error
         for made in missing:
             sync_path(os.path.dirname(made))

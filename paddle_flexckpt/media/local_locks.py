@@ -13,10 +13,9 @@ import os
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.media.backend import Backend, Lock, SaveLock
 from paddle_flexckpt.media.file_names import naming, open_inside
 from paddle_flexckpt.media.lease import LeaseLocks
-from paddle_flexckpt.media.locks import Lock, SaveLock
 
 logger = logging.getLogger("paddle_flexckpt")
 

@@ -48,7 +48,7 @@ def open_storage(path: str | os.PathLike[str], **options: Any) -> Backend:
         unknown = sorted(options.keys() - _LOCAL_OPTIONS)
         if unknown:
             known = ", ".join(sorted(_LOCAL_OPTIONS))
-            raise ValidationError([f"options {unknown} are not known for {redacted(text)}; there are: {known}"])
+            raise ValidationError(f"options {unknown} are not known for {redacted(text)}; there are: {known}")
         return LocalBackend(rest, **options)
     # Whoever uses paths only is spared the time that this import takes.
     from paddle_flexckpt.media.remote import FsspecBackend

@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Backend, InputFile, Kind, Mode, OutputFile, map_files
+from paddle_flexckpt.media.backend import Backend, InputFile, Kind, Locks, Mode, OutputFile, map_files
 from paddle_flexckpt.media.file_names import check_member
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS, LeaseLocks, check_lease_seconds
-from paddle_flexckpt.media.locks import Locks
 from paddle_flexckpt.media.medium import COMMIT_OF, COMMITS, Commit, Medium, commit_of
 from paddle_flexckpt.media.remote_files import RemoteInputFile, RemoteOutputFile, Windows
 from paddle_flexckpt.media.retrying import DEFAULT_RETRIES, Retrier
@@ -40,16 +39,7 @@ class FsspecBackend(Backend):
         part_bytes: int = PART_BYTES,
         commit: Commit | None = None,
     ) -> None:
-        """Connect to nothing yet.
-
-        Args:
-            url: The directory; it need not exist.
-            options: fsspec's storage options.
-            lock: Whether savers exclude each other. Without it, that is up to the caller.
-            lease_seconds: How long a saver may be silent before another one may take its place.
-            retries: Tries after the first one, where another may help.
-            part_bytes: Bytes that are sent at a time; some such parts are in memory.
-            commit: How a file takes another's place there, see ``medium.py``; None: by the protocol.
+        """Connect to nothing yet; ``options`` are fsspec's, the others as of :func:`media.opening.open_storage`.
 
         Raises:
             ValidationError: An argument is none, or the URL has a password in it that would not be used.
@@ -109,11 +99,9 @@ class FsspecBackend(Backend):
         chosen: Commit | None = self._settings["commit"] or commit_of(self._protocol, self._medium.file_system)
         if chosen is None:
             raise ValidationError(
-                [
-                    f"it is not known how {self._protocol!r} replaces a file at once, so nothing can be saved to "
-                    f"{self.path}. Remedy: if you know, open_storage(url, commit='put') (whole files appear at once), "
-                    "'replace' (renaming is atomic and replaces) or 'rename' (renaming is atomic)"
-                ]
+                f"it is not known how {self._protocol!r} replaces a file at once, so nothing can be saved to "
+                f"{self.path}. Remedy: if you know, open_storage(url, commit='put') (whole files appear at once), "
+                "'replace' (renaming is atomic and replaces) or 'rename' (renaming is atomic)"
             )
         return chosen
 
@@ -177,7 +165,7 @@ class FsspecBackend(Backend):
             with contextlib.suppress(FileNotFoundError):
                 if medium.info("")["type"] == "file":
                     raise ValidationError(
-                        [f"{self.path} is not a directory, so nothing can be saved there. Remedy: give another URL"]
+                        f"{self.path} is not a directory, so nothing can be saved there. Remedy: give another URL"
                     )
         if commit != "put":
             medium.make_directory()
@@ -196,20 +184,16 @@ class FsspecBackend(Backend):
         """Implement the base class; there may be secrets in it, so it is for processes of this job, not for files."""
         if self._protocol == "memory":
             raise ValidationError(
-                [
-                    f"{self.path} is in the memory of this process, where no other process can save. Remedy: save "
-                    "synchronously, or elsewhere"
-                ]
+                f"{self.path} is in the memory of this process, where no other process can save. Remedy: save "
+                "synchronously, or elsewhere"
             )
         for name, value in self._options.items():
             try:
                 json.dumps(value)
             except (TypeError, ValueError) as error:
                 raise ValidationError(
-                    [
-                        f"the option {name!r} of {self.path} cannot be passed to another process: it is a "
-                        f"{type(value).__name__}. Remedy: save synchronously, or give it as text, or by the environment"
-                    ]
+                    f"the option {name!r} of {self.path} cannot be passed to another process: it is a "
+                    f"{type(value).__name__}. Remedy: save synchronously, or give it as text, or by the environment"
                 ) from error
         return {"url": self._url, "options": self._options, **self._settings}
 
@@ -224,11 +208,11 @@ def _open_medium(url: str, shown: str, options: dict[str, Any], retries: int, se
         fsspec.get_filesystem_class(protocol)
     except ImportError as error:
         raise ValidationError(
-            [f"{shown} needs a package that is not installed ({error}). Remedy: pip install 'paddle-flexckpt[remote]'"]
+            f"{shown} needs a package that is not installed ({error}). Remedy: pip install 'paddle-flexckpt[remote]'"
         ) from error
     except ValueError as error:
         raise ValidationError(
-            [f"{shown}: fsspec {fsspec.__version__} knows no file system {protocol!r}. Remedy: correct the URL"]
+            f"{shown}: fsspec {fsspec.__version__} knows no file system {protocol!r}. Remedy: correct the URL"
         ) from error
     is_s3 = protocol in PROTOCOLS
     file_system, root = Retrier(0, secrets)(shown, url_to_fs, url, **(s3_options(options) if is_s3 else options))

@@ -104,16 +104,7 @@ class RemoteOutputFile(OutputFile):
     def __init__(
         self, medium: Medium, name: str, part_bytes: int, size: int | None, exclusive: bool, commit: Commit
     ) -> None:
-        """Send nothing yet.
-
-        Args:
-            medium: Where.
-            name: The file's name.
-            part_bytes: Size of a part.
-            size: Bytes that it will have, if that is known.
-            exclusive: Whether it is an error if there is one already.
-            commit: How it takes another's place.
-        """
+        """Send nothing yet; ``exclusive`` makes it an error if there is one already."""
         self._medium, self._target, self._commit = medium, name, commit
         self._name = name if commit == "put" else f"{name}.{os.urandom(16).hex()}.tmp"
         self._part_bytes, self._size, self._exclusive = part_bytes, size, exclusive or commit != "put"

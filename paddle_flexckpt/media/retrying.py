@@ -131,15 +131,10 @@ class Retrier:
         again: Callable[[Exception], Result | None] | None = None,
         **keywords: Any,
     ) -> Result:
-        """Make one request.
+        """Make a request about the file ``where``.
 
-        Args:
-            where: The file that it is about, for errors.
-            function: The request.
-            *arguments: Its arguments.
-            again: Looks at an error of a try after the first: an earlier try may have done what was asked for, although
-                its answer was lost. What it gives back, if not None, is the result.
-            **keywords: The request's other arguments.
+        ``again`` looks at an error of a try after the first: an earlier try may have done what was asked for, although
+        its answer was lost. What it gives back, if not None, is the result.
 
         Raises:
             OSError: The last error; FileNotFoundError, FileExistsError and PermissionError where it is one.

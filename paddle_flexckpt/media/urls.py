@@ -37,10 +37,8 @@ def path_of(location: object) -> str:
     """
     if not isinstance(location, (str, os.PathLike)) or not isinstance(text := os.fspath(location), str):
         raise ValidationError(
-            [
-                "path has to be a path or URL as text or os.PathLike, or what open_storage() gives; got "
-                f"{location!r} ({type(location).__name__})"
-            ]
+            "path has to be a path or URL as text or os.PathLike, or what open_storage() gives; got "
+            f"{location!r} ({type(location).__name__})"
         )
     return text
 
@@ -54,19 +52,17 @@ def split_url(location: str) -> tuple[str | None, str]:
     match = _URL.match(location)
     if match is None:
         if _CHAIN.match(location) and "://" in location:
-            raise ValidationError(
-                [f"{redacted(location)!r} is a chain of file systems. Remedy: give the last one's URL"]
-            )
+            raise ValidationError(f"{redacted(location)!r} is a chain of file systems. Remedy: give the last one's URL")
         if _FOLDED.match(location):
             raise ValidationError(
-                [f"{location!r} is a URL that has lost a slash, as in pathlib. Remedy: pass URLs as text"]
+                f"{location!r} is a URL that has lost a slash, as in pathlib. Remedy: pass URLs as text"
             )
         return None, location
     scheme, rest = match[1].lower(), match[2]
     if scheme not in _LOCAL:
         return scheme, rest
     if not rest.startswith("/"):
-        raise ValidationError([f"{location!r} is a URL of a local file without an absolute path, as in file:///a/b"])
+        raise ValidationError(f"{location!r} is a URL of a local file without an absolute path, as in file:///a/b")
     return None, rest
 
 

@@ -38,9 +38,7 @@ def verify_mode(value: bool | str) -> VerifyMode:
         return "off"
     if value == "full":
         return "full"
-    raise ValidationError(
-        [f"verify has to be 'read', 'full' or 'off' (True and False: 'read' and 'off'); got {value!r}"]
-    )
+    raise ValidationError(f"verify has to be 'read', 'full' or 'off' (True and False: 'read' and 'off'); got {value!r}")
 
 
 def hash_block(block: np.ndarray | memoryview | bytes) -> int:

@@ -6,13 +6,75 @@ Removers and replacers must take this lock exclusively first.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Location, map_files
-from paddle_flexckpt.media.locks import Lock
+from paddle_flexckpt.media.backend import Location, Lock, map_files
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.save_names import MANIFEST, OF_RANK, SaveNames, save_of
+
+# What makes a checkpoint exist.
+MANIFEST = re.compile(r"(\d+)\.manifest", re.ASCII)
+# What says that a save has begun: id, and generation (none: 0).
+MARKER = re.compile(r"(\d+)(?:\.(\d+))?\.saving", re.ASCII)
+# What each rank writes, and has not finished: rank, id, generation (none: 0), and what it is.
+OF_RANK = re.compile(
+    r"(\d+)_(\d+)(?:\.(\d+))?\.(safetensors|(?:part|failed|prepared)(?:\.[0-9a-f]{32}\.tmp)?)", re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class SaveNames:
+    """Name the files of one save.
+
+    Attributes:
+        unique_id: The checkpoint's id.
+        generation: 0, or a number that no file of this id has yet.
+        token: Random text that marks this save's files.
+    """
+
+    unique_id: int
+    generation: int
+    token: str
+
+    def data_file(self, rank: int) -> str:
+        """Return the name of a rank's data file."""
+        return f"{rank}_{self._stem}.safetensors"
+
+    def part_file(self, rank: int) -> str:
+        """Return the name of a rank's part."""
+        return f"{rank}_{self._stem}.part"
+
+    def failure_file(self, rank: int) -> str:
+        """Return the name of what a rank says if it cannot write."""
+        return f"{rank}_{self._stem}.failed"
+
+    def prepared_file(self, rank: int) -> str:
+        """Return the name of a node's manifest that is not published yet; ``rank`` is that of its committer."""
+        return f"{rank}_{self._stem}.prepared"
+
+    @property
+    def marker_file(self) -> str:
+        """Return the name of the file that says that this save has begun."""
+        return f"{self._stem}.saving"
+
+    @property
+    def _stem(self) -> str:
+        # A save that replaces an id has a generation, as the old files still serve.
+        return f"{self.unique_id}.{self.generation}" if self.generation else f"{self.unique_id}"
+
+    def owns(self, name: str) -> bool:
+        """Return whether a file is a rank's of this save, by its name."""
+        return save_of(name) == (self.unique_id, self.generation)
+
+
+def save_of(name: str) -> tuple[int, int] | None:
+    """Return id and generation of the save that a rank's file is of; None for other files."""
+    match = OF_RANK.fullmatch(name)
+    return (int(match[2]), int(match[3] or 0)) if match else None
 
 
 def is_before(save: tuple[int, int] | None, unique_id: int, generation: int) -> bool:
@@ -29,11 +91,7 @@ class CheckpointDirectory:
     """
 
     def __init__(self, location: Location) -> None:
-        """Open nothing yet.
-
-        Args:
-            location: The directory, which need not exist.
-        """
+        """Open nothing yet: the directory need not exist."""
         self.backend = open_backend(location)
         self.path = self.backend.path
 
@@ -42,10 +100,7 @@ class CheckpointDirectory:
         return sorted(int(match[1]) for match in map(MANIFEST.fullmatch, self.backend.names()) if match)
 
     def read_manifest(self, unique_id: int | None = None) -> Manifest:
-        """Read the manifest of a checkpoint.
-
-        Args:
-            unique_id: Its id; None takes the highest.
+        """Read the manifest of a checkpoint; None takes the highest id.
 
         Raises:
             ValidationError: There is no such checkpoint.
@@ -54,7 +109,7 @@ class CheckpointDirectory:
         ids = self.list_ids()
         if not ids or (unique_id is not None and unique_id not in ids):
             wanted = "" if unique_id is None else f" with id {unique_id}"
-            raise ValidationError([f"{self.path} has no checkpoint{wanted}; complete ids here: {ids or 'none'}"])
+            raise ValidationError(f"{self.path} has no checkpoint{wanted}; complete ids here: {ids or 'none'}")
         return self.read_committed(ids[-1] if unique_id is None else unique_id)
 
     def read_committed(self, unique_id: int) -> Manifest:
@@ -97,14 +152,18 @@ class CheckpointDirectory:
         older = [name for name in self.backend.names() if is_before(save_of(name), manifest.unique_id, newest)]
         return named + sorted(set(older) - set(named))
 
-    def check_complete(self, manifest: Manifest) -> None:
-        """Check that all data files of a checkpoint are there, of their size and of the same save.
+    def check_complete(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
+        """Check that data files of a checkpoint (None: all) are there, of their size and of the same save.
 
         Raises:
             CorruptCheckpointError: One is not.
         """
         sizes = manifest.sizes
-        map_files(self.backend, lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(), sizes)
+
+        def check(name: str) -> None:
+            check_data_file(self.backend, manifest, name, sizes[name]).close()
+
+        map_files(self.backend, check, sizes if names is None else names)
 
     def usable_files(self, manifest: Manifest) -> tuple[list[bool], dict[str, str]]:
         """Find out which data files of a checkpoint are here as they were written.
@@ -127,23 +186,10 @@ class CheckpointDirectory:
 
 
 class LockedManifest:
-    """Keep a checkpoint while it is read: its manifest, and the lock, which leaving the context releases.
-
-    Attributes:
-        manifest: As :meth:`CheckpointDirectory.read_manifest` gives it.
-    """
+    """Keep a checkpoint while it is read: its manifest, and the lock, which leaving the context releases."""
 
     def __init__(self, directory: CheckpointDirectory, unique_id: int | None = None) -> None:
-        """Take the lock, then read.
-
-        Args:
-            directory: Where the manifest is.
-            unique_id: Its id; None takes the highest.
-
-        Raises:
-            ValidationError: There is no such checkpoint.
-            CorruptCheckpointError: The manifest is damaged.
-        """
+        """Take the lock, then read; arguments and errors as of :meth:`CheckpointDirectory.read_manifest`."""
         before: list[int] | None = None
         while True:
             ids = directory.list_ids()

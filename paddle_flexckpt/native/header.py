@@ -81,10 +81,7 @@ class DataFileHeader:
 
     @classmethod
     def decode(cls, data: bytes) -> DataFileHeader:
-        """Read a header.
-
-        Args:
-            data: What :func:`read_header` gave.
+        """Read a header, of the bytes that :func:`read_header` gave.
 
         Raises:
             ValueError: It is not the header of a data file; the text says why.

@@ -94,8 +94,7 @@ class JsonCursor:
     def value(self, with_fractions: bool = False) -> Any:
         """Read a value of at most :data:`MAX_VALUE_BYTES` bytes: whole numbers, texts, lists and objects of them.
 
-        Args:
-            with_fractions: Whether other numbers are taken too, as they are.
+        With ``with_fractions`` other numbers are taken too, as they are.
         """
         decoder = _FRACTIONS_TOO if with_fractions else _DECODER
         self._peek()

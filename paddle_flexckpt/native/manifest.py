@@ -145,11 +145,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, file: str) -> Manifest:
-        """Read a container.
-
-        Args:
-            data: Its bytes.
-            file: Its name, for errors.
+        """Read a container's bytes; ``file`` is its name, for errors.
 
         Raises:
             CorruptCheckpointError: The bytes are not a manifest, or not the ones that were written.
@@ -171,10 +167,8 @@ class Manifest:
         intact = [known for known in FORMAT_VERSIONS if digest == _digest(arrays, info | {"format_version": known})]
         if version not in FORMAT_VERSIONS and not intact:
             raise ValidationError(
-                [
-                    f"{file} has format version {version!r}; this library reads versions "
-                    f"{' and '.join(FORMAT_VERSIONS)}. Remedy: update paddle-flexckpt"
-                ]
+                f"{file} has format version {version!r}; this library reads versions "
+                f"{' and '.join(FORMAT_VERSIONS)}. Remedy: update paddle-flexckpt"
             )
         if version not in intact:
             raise CorruptCheckpointError(
@@ -288,7 +282,7 @@ def merge_parts(parts: Sequence[Manifest]) -> Manifest:
     """
     tokens = sorted({part.save_token for part in parts})
     if len(tokens) != 1:
-        raise ValidationError([f"parts of different saves cannot be merged: tokens {tokens}"])
+        raise ValidationError(f"parts of different saves cannot be merged: tokens {tokens}")
     catalog = concat([part.catalog for part in parts])
     values = np.concatenate([part.checksums.values for part in parts])
     sizes = {name: size for part in parts for name, size in part.sizes.items()}

@@ -19,13 +19,10 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.media.backend import map_files
-from paddle_flexckpt.media.locks import Lock
-from paddle_flexckpt.native.data_file import check_data_file
-from paddle_flexckpt.native.dead_saves import find_markers, find_prepared, read_marker
+from paddle_flexckpt.media.backend import Lock
+from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.manifest import Manifest, read_save_token
-from paddle_flexckpt.native.save_directory import SaveDirectory
-from paddle_flexckpt.native.save_names import SaveNames
+from paddle_flexckpt.native.save_directory import SaveDirectory, find_markers, find_prepared, read_marker
 
 
 class NodeSaves(NamedTuple):
@@ -85,12 +82,7 @@ class NodeDirectory(SaveDirectory):
             CorruptCheckpointError: A data file of this node is not as it was written.
             OSError: The file system refused.
         """
-        sizes = manifest.sizes
-        map_files(
-            self.backend,
-            lambda name: check_data_file(self.backend, manifest, name, sizes[name]).close(),
-            manifest.nodes[node],
-        )
+        self.check_complete(manifest, manifest.nodes[node])
         with self.backend.create(save.prepared_file(rank), "replace") as file:
             file.write(manifest.encode())
         self.backend.sync()

@@ -87,13 +87,11 @@ def rebuild_manifest(
     manifest_file = directory.manifest_file(unique_id)
     if unique_id in directory.list_ids() and not overwrite:
         problem = Problem("there is a manifest", file=manifest_file, remedy="overwrite=True replaces it")
-        raise ValidationError([problem], context)
+        raise ValidationError(problem, context)
     names = [(rank, name) for each, rank, name in directory.data_files() if each == unique_id]
     if not names:
         got = f"ids {sorted({each for each, _, _ in directory.data_files()})}"
-        raise ValidationError(
-            [Problem("there are no data files of this id", got=got, remedy="correct the id")], context
-        )
+        raise ValidationError(Problem("there are no data files of this id", got=got, remedy="correct the id"), context)
     files, problems = _read_headers(directory, names, save_token)
     _raise(problems, context)
     token = _choose_save(files, save_token, context)
@@ -145,7 +143,7 @@ def _choose_save(files: list[_DataFile], save_token: str | None, context: str) -
         listed.append(f"{token} (step {step}): {', '.join(file.name for file in theirs)}")
     what = "there are files of several saves" if save_token is None else f"there are no files of save {save_token!r}"
     raise ValidationError(
-        [Problem(what, got="; ".join(listed) or "no others", remedy="choose one by its save_token")], context
+        Problem(what, got="; ".join(listed) or "no others", remedy="choose one by its save_token"), context
     )
 
 

@@ -68,19 +68,16 @@ def header_bytes(start: bytes, file_bytes: int, file: str, most: int = MAX_HEADE
     return length
 
 
-def read_header(file: InputFile, name: str, most: int = MAX_HEADER_BYTES) -> Header:
-    """Read the header of a file; arguments and errors as of the two functions that do it."""
-    length = header_bytes(file.read(0, 8), file.size, name, most)
+def read_header(file: InputFile, name: str) -> Header:
+    """Read the header of a file; errors as of the two functions that do it."""
+    length = header_bytes(file.read(0, 8), file.size, name)
     return parse_header(file.read(8, length), file.size, name)
 
 
 def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
     """Read a header, entry by entry: what is not an entry of a header is refused before anything is made of it.
 
-    Args:
-        text: The JSON text, without the 8 bytes before it.
-        file_bytes: Size of the whole file.
-        file: Its name, for errors.
+    ``text`` is JSON, without the 8 bytes before it; ``file`` is the file's name, for errors.
 
     Raises:
         CorruptCheckpointError: It is not a header, or tensors overlap, leave gaps or leave the file.

@@ -9,7 +9,7 @@
 A crash at any point leaves the manifests that were there, and the files that they name, as they were. The next save
 finds the marker and cleans up. The companion is there before the first data file, and names files that are there.
 
-Tested in tests/native/test_directory.py.
+Tested in tests/native/test_directory.py and tests/native/test_dead_saves.py.
 """
 
 from __future__ import annotations
@@ -21,18 +21,16 @@ import os
 import re
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Location, map_files, publish, write_file
-from paddle_flexckpt.media.locks import Lock, SaveLock
+from paddle_flexckpt.media.backend import Location, Lock, SaveLock, map_files, publish, write_file
 from paddle_flexckpt.native.data_file import write_data_file
-from paddle_flexckpt.native.directory import CheckpointDirectory, is_before
+from paddle_flexckpt.native.directory import MANIFEST, MARKER, CheckpointDirectory, SaveNames, is_before, save_of
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
-from paddle_flexckpt.native.save_names import MANIFEST, MARKER, SaveNames, save_of
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -59,12 +57,7 @@ class SaveDirectory(CheckpointDirectory):
     """Save checkpoints into one directory."""
 
     def __init__(self, location: Location, companion: Companion) -> None:
-        """Open nothing yet.
-
-        Args:
-            location: The directory, which need not exist.
-            companion: Makes the file for another program's loader.
-        """
+        """Open nothing yet: the directory need not exist."""
         super().__init__(location)
         self._companion = companion
         self._temporary = re.compile(rf"(?:(\d+)\.manifest|{re.escape(companion.name)})\.[0-9a-f]{{32}}\.tmp", re.ASCII)
@@ -80,11 +73,7 @@ class SaveDirectory(CheckpointDirectory):
         return self.backend.locks.take()
 
     def open_save(self, unique_id: int | None, world_size: int = 1) -> SaveNames:
-        """Choose the id and names of a new save and mark it as begun. The caller has the lock.
-
-        Args:
-            unique_id: The id to write; None takes the one after the highest that any file here has.
-            world_size: Ranks that take part.
+        """Choose the names of a new save (id None: after the highest) and mark it as begun. The caller has the lock.
 
         Raises:
             ValidationError: The id is not a non-negative integer, or the path is not a directory.
@@ -96,7 +85,7 @@ class SaveDirectory(CheckpointDirectory):
     def choose_save(self, unique_id: int | None) -> tuple[int, int]:
         """Return the id and generation of a new save; arguments and errors as of :meth:`open_save`."""
         if unique_id is not None and (not isinstance(unique_id, int) or isinstance(unique_id, bool) or unique_id < 0):
-            raise ValidationError([f"unique_id must be None or an integer >= 0; got {unique_id!r}"])
+            raise ValidationError(f"unique_id must be None or an integer >= 0; got {unique_id!r}")
         self.backend.make_directory()
         used: dict[int, int] = {}
         names = self.backend.names()
@@ -111,10 +100,8 @@ class SaveDirectory(CheckpointDirectory):
             unique_id = max(used, default=-1) + 1
         if f"{unique_id}.manifest" in names and not self.backend.replaces:
             raise ValidationError(
-                [
-                    f"{self.path} has a checkpoint with id {unique_id}, and its file system cannot replace a manifest "
-                    "at once. Remedy: save under a new id (unique_id=None takes the next one)"
-                ]
+                f"{self.path} has a checkpoint with id {unique_id}, and its file system cannot replace a manifest "
+                "at once. Remedy: save under a new id (unique_id=None takes the next one)"
             )
         return unique_id, used[unique_id] + 1 if unique_id in used else 0
 
@@ -151,35 +138,22 @@ class SaveDirectory(CheckpointDirectory):
         world_size: int,
         step: int | None = None,
     ) -> None:
-        """Write a rank's data file and then its part.
-
-        Args:
-            save: The save.
-            rank: The rank.
-            items: Its rows of the write plan.
-            data: Their bytes, as for :func:`write_data_file`.
-            world_size: Ranks that take part.
-            step: Training step, if known.
-        """
+        """Write a rank's data file, as :func:`write_data_file` does, and then its part."""
         self.write_part(save, rank, self.write_data(save, items, data, world_size=world_size, step=step))
 
     def write_data(
         self, save: SaveNames, items: Catalog, data: Iterable[np.ndarray], *, world_size: int, step: int | None = None
     ) -> Manifest:
-        """Write a rank's data file and return its part; arguments and errors as of :meth:`write_share`."""
+        """Write a rank's data file and return its part."""
         return write_data_file(self.backend, items, data, SaveInfo(save.token, save.unique_id, world_size, step))
 
     def write_part(self, save: SaveNames, rank: int, part: Manifest) -> None:
         """Write a rank's part; its data file is durable already."""
-        self._write_whole(save.part_file(rank), part.encode())
+        write_file(self.backend, save.part_file(rank), part.encode(), "replace")
 
     def write_failure(self, save: SaveNames, rank: int, error: bytes) -> None:
         """Write why a rank cannot write, for the others, in place of what the rank said before."""
-        self._write_whole(save.failure_file(rank), error)
-
-    def _write_whole(self, name: str, data: bytes) -> None:
-        """Write a file that others look for, so it has to appear whole."""
-        write_file(self.backend, name, data, "replace")
+        write_file(self.backend, save.failure_file(rank), error, "replace")
 
     def progress(self, save: SaveNames, ranks: Sequence[int]) -> tuple[set[int], dict[int, bytes]]:
         """Return the ranks whose parts are here, and what those say that failed."""
@@ -232,13 +206,8 @@ class SaveDirectory(CheckpointDirectory):
     def publish(self, save: SaveNames, manifest: bytes, check: Callable[[], None] = lambda: None) -> Lock | None:
         """Put the manifest of a save in place: from then on the checkpoint exists.
 
-        Args:
-            save: The save.
-            manifest: Its manifest.
-            check: Called right before; what it raises keeps the manifest from its place.
-
-        Returns:
-            The lock of the manifest that it has replaced; None if that is being read.
+        What ``check``, called right before, raises keeps the manifest from its place. Returns the lock of the manifest
+        that it has replaced; None if that is being read.
         """
         name = f"{save.unique_id}.manifest"
         replaced = self.backend.locks.claim(name)
@@ -257,6 +226,7 @@ class SaveDirectory(CheckpointDirectory):
         written or removed.
         """
         try:
+            # Durable before anything that it named is removed.
             self.update_companion(manifest)
             useless = self.find_useless(save, self.backend.names(), being_read)
             self.remove_save_files(useless, save.marker_file)
@@ -340,10 +310,7 @@ class SaveDirectory(CheckpointDirectory):
         self.backend.remove(marker)
 
     def update_companion(self, only: Manifest | None = None) -> None:
-        """Bring the companion up to date; it is durable before anything that it named is removed.
-
-        ``only`` is the manifest of the only checkpoint here, if the caller has it.
-        """
+        """Bring the companion up to date, durably; ``only`` is the manifest of the only checkpoint, if known."""
         if not self.backend.has_path:
             return
         ids = self.list_ids()
@@ -360,7 +327,7 @@ class SaveDirectory(CheckpointDirectory):
                 data = refuse("its files are on several nodes") if several else self._companion.encode(manifest)
             except (CorruptCheckpointError, ValidationError):
                 data = refuse("its manifest is damaged")
-        self._write_whole(self._companion.name, data)
+        write_file(self.backend, self._companion.name, data, "replace")
         self.backend.sync()
 
     def _remove_refusal(self, marker: str = "") -> None:
@@ -373,3 +340,60 @@ class SaveDirectory(CheckpointDirectory):
             return
         if own.is_ours(self.backend.read(own.name)):
             self.backend.remove(own.name)
+
+
+def find_markers(directory: CheckpointDirectory) -> list[str]:
+    """Return the names of the files that say that a save has begun."""
+    return sorted(filter(MARKER.fullmatch, directory.backend.names()))
+
+
+def read_marker(directory: CheckpointDirectory, marker: str) -> SaveNames | None:
+    """Return the save that a marker is of; None if it died before the marker was whole, so before any other file."""
+    try:
+        said = json.loads(directory.backend.read(marker))
+        save = SaveNames(int(said["unique_id"]), int(said["generation"]), str(said["token"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return save if save.marker_file == marker else None
+
+
+def find_prepared(directory: CheckpointDirectory, save: SaveNames) -> list[str]:
+    """Return the files that say that a save is complete here and perhaps published elsewhere; none if it is here."""
+    names = [name for name in directory.backend.names() if save.owns(name) and name.endswith(".prepared")]
+    return [] if not names or directory.is_committed(save) else names
+
+
+def remove_dead_saves(
+    directory: SaveDirectory, current: SaveNames | None = None, aborted: Collection[str] = ()
+) -> list[str]:
+    """Remove what saves left behind that died: those whose marker is here. The caller has the lock.
+
+    Files that no marker speaks of are left alone, whether a manifest names them or not: it may be the manifest that was
+    lost. But a manifest that was not put in place, by a save or a repair, is of no use to anybody. What is prepared
+    stays: another node may have published its part of that save.
+
+    ``current`` is the save that is being made, ``aborted`` has the tokens of prepared saves that no node has published.
+    Returns the names of the files removed.
+    """
+    names = directory.backend.names()
+    removed = directory.remove_temporaries()
+    for marker in find_markers(directory):
+        save = read_marker(directory, marker)
+        if current is not None and marker == current.marker_file:
+            continue
+        if save is None:
+            directory.remove_save_files([], marker)
+            removed.append(marker)
+            continue
+        if save.token not in aborted and find_prepared(directory, save):
+            continue
+        try:
+            useless = directory.find_useless(save, names)
+        except CorruptCheckpointError:
+            continue  # whose files these are cannot be told
+        directory.remove_uploads(save)
+        if directory.is_committed(save):
+            directory.update_companion()  # it may have died before that
+        directory.remove_save_files(useless, marker)
+        removed += [*useless, marker]
+    return removed

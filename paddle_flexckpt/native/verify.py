@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, Problem
+from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.media.backend import InputFile, Location, fill
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.checksums import hash_block
@@ -55,10 +56,6 @@ def verify_files(directory: Location, manifest: Manifest) -> Verification:
 
     Compared are sizes, save tokens, headers (with the bytes that the manifest says they have), the checksum of every
     block, and whether items follow each other without gaps. One block is in memory at a time.
-
-    Args:
-        directory: Where the files are.
-        manifest: What they hold.
     """
     found = Verification()
     notes: list[_Note] = []
@@ -75,16 +72,13 @@ def verify_files(directory: Location, manifest: Manifest) -> Verification:
             serving = _serving_files(manifest, found, replicas, row, note.blocks)
             files = None if files is None or serving is None else files | serving
         found.recoverable = found.recoverable and files is not None
-        found.problems.append(_with_replicas(note.problem, [catalog.files[file] for file in sorted(files or ())]))
+        problem = note.problem
+        if files:
+            names = listed([catalog.files[file] for file in sorted(files)], _MAX_NAMED)
+            remedy = f"{problem.remedy}; until then, a load reads the intact replica in {names}"
+            problem = replace(problem, remedy=remedy)
+        found.problems.append(problem)
     return found
-
-
-def _with_replicas(problem: Problem, names: list[str]) -> Problem:
-    """Return the problem with the files that serve a load instead, if there are any."""
-    if not names:
-        return problem
-    listed = ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED} more" * (len(names) > _MAX_NAMED))
-    return replace(problem, remedy=f"{problem.remedy}; until then, a load reads the intact replica in {listed}")
 
 
 def _serving_files(
@@ -128,12 +122,7 @@ class _FileVerifier:
     """Compare one data file with the manifest."""
 
     def __init__(
-        self,
-        directory: Location,
-        manifest: Manifest,
-        file: int,
-        rows: np.ndarray,
-        found: Verification,
+        self, directory: Location, manifest: Manifest, file: int, rows: np.ndarray, found: Verification
     ) -> None:
         self._manifest = manifest
         self._block_bytes = manifest.checksums.block_bytes

@@ -2,38 +2,37 @@
 
 Each class of layers says once how its parameters differ from those of its counterpart there: Paddle's linear layers
 have their weights ``[in, out]``, the others' are ``[out, in]``. The names come from the model's own
-``sharded_state_dict()``, and what differs in numbers alone becomes one statement with placeholders.
-
-A layer whose parameters are its own says so with a method; a layer may speak for those inside it as well::
-
-    class Attention(paddle.nn.Layer):  # has qkv_proj, a ColumnParallelLinear, and a sinks table of its own
-        def _get_aoa_rules(self, direction):
-            q, k, v = (f"{{hf_parent}}.{x}_proj.weight" for x in "qkv")
-            qkv = f"fused_qkv, num_heads={self.heads}, num_key_value_groups={self.groups}"
-            if direction == "from_hf":
-                return {"sinks": "copy", "qkv_proj.weight": f"{q}^T, {k}^T, {v}^T -> {{paddle}}, {qkv}"}
-            back = [f"{{paddle}} -> {q}, {k}, {v}, {qkv}", *(f"{x}^T -> {x}" for x in (q, k, v))]
-            return {"sinks": "copy", "qkv_proj.weight": "\\n".join(back)}
-
-Tested in tests/parallel/test_gen_aoa_statements.py.
+``sharded_state_dict()``, and what differs in numbers alone becomes one statement with placeholders. docs/aoa.md has an
+example of a layer whose parameters are its own. Tested in tests/parallel/test_gen_aoa_statements.py.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Union
 
-from paddle_flexckpt.parallel.aoa_folding import FIELDS, Rename, fold
 from paddle_flexckpt.parallel.layers import ColumnParallelMixin, RowParallelMixin, VocabParallelMixin, own_state
-from paddle_flexckpt.parallel.sharding_stage3 import parameter_name
+from paddle_flexckpt.parallel.slices import parameter_name
 
 Rule = Union[Mapping[str, str], Callable[[Any, str], Mapping[str, str]]]
 _HOOK = "_get_aoa_rules"
 _SHORT = ("copy", "transpose", "absent")
-_FIELD = re.compile(r"\{(\w*)\}")
+_ANY_FIELD = re.compile(r"\{(\w*)\}")
+_FIELDS = ("hf", "paddle", "hf_layer", "hf_parent")
+# One name for each number that differs; a model with more levels gets a statement for every parameter.
+_PLACEHOLDERS = ("LAYER_ID", "EXPERT_ID", "PART_ID", "SLICE_ID")
+_FIELD = re.compile(rf"\{{({'|'.join(_FIELDS)})\}}")
+# Quoted texts, and names with fields in them.
+_NAMES = re.compile(rf"\"[^\"]*\"|'[^']*'|[\w.$*]*(?:{_FIELD.pattern}[\w.$*]*)+")
+_NUMBER = r"\$(?:[A-Z_]+|\{[A-Z_]+[-+]\d+\})"
+_UNQUOTED = re.compile(rf"(?:[A-Za-z_]|{_NUMBER})(?:[A-Za-z0-9_.]|{_NUMBER})*")
+# What ends a quoted name, or means something in it.
+_UNWRITABLE = re.compile(r"[\"$*\n]")
+# Words of the language that stand where a name could.
+_WORDS = frozenset("_ fused_qkv fused_qkv_old fused_ffn copy stack unstack sum average lora_merge optional".split())
 
 
 def gen_aoa_statements(
@@ -102,7 +101,7 @@ def gen_aoa_statements(
         if treatment is None and len(weight.global_shape) > 1:
             raise ValueError(_without_rule(main, places[main], weight))
         found.append(_rename(key, main, treatment or "copy", direction, hf_names))
-    return fold(found if process_group is None else _of_all_ranks(found, process_group))
+    return _fold(found if process_group is None else _of_all_ranks(found, process_group))
 
 
 # -- rules -------------------------------------------------------------------------------------------------------------
@@ -167,10 +166,10 @@ def _check_rule(layer: Any, name: str, treatment: Any) -> None:
         return
     if not isinstance(treatment, str) or "->" not in treatment:
         raise ValueError(f"{where} has to be one of {', '.join(_SHORT)} or a statement; got {treatment!r}")
-    unknown = [field for field in _FIELD.findall(treatment) if field not in FIELDS and not field.isupper()]
+    unknown = [field for field in _ANY_FIELD.findall(treatment) if field not in _FIELDS and not field.isupper()]
     if unknown or "{paddle}" not in treatment:
         raise ValueError(
-            f"{where} has to have {{paddle}} in it, and no other fields than {', '.join(FIELDS)}; got {treatment!r}"
+            f"{where} has to have {{paddle}} in it, and no other fields than {', '.join(_FIELDS)}; got {treatment!r}"
         )
 
 
@@ -187,19 +186,12 @@ def _without_rule(key: str, owner: _Owner, weight: Any) -> str:
 
 @dataclass(frozen=True)
 class _Owner:
-    """A parameter or buffer in the tree of layers.
+    """A parameter or buffer in the tree of layers."""
 
-    Attributes:
-        path: Name of its layer in the tree; with its dot.
-        name: Its name in the layer.
-        cls: Name of the layer's class.
-        identity: The same for all names of one tensor.
-    """
-
-    path: str
-    name: str
+    path: str  # of its layer in the tree, with the dot
+    name: str  # in the layer
     cls: str
-    identity: int
+    identity: int  # the same for all names of one tensor
 
 
 def _owners(model: Any) -> dict[Any, list[_Owner]]:
@@ -235,35 +227,27 @@ def _common_end(one: str, other: str) -> int:
 # -- statements --------------------------------------------------------------------------------------------------------
 
 
-def _rename(key: str, main: str, treatment: str, direction: str, hf_names: Any) -> Rename:
-    """Return the statement of a parameter.
-
-    Args:
-        key: Its name.
-        main: The name of a tied parameter under which the checkpoint holds it; the same where it is not tied.
-        treatment: What the rule says.
-        direction: ``"from_hf"`` or ``"to_hf"``.
-        hf_names: The checkpoint's names.
-    """
+def _rename(key: str, main: str, treatment: str, direction: str, hf_names: Any) -> _Rename:
+    """Return the statement of a parameter; ``main`` is its own name, or of a tied one that which the checkpoint has."""
     from_hf = direction == "from_hf"
     if treatment == "absent" or (key != main and not from_hf):
-        return Rename(key, "", "_ -> {paddle}" if from_hf else "{paddle} -> _", from_hf)
+        return _Rename(key, "", "_ -> {paddle}" if from_hf else "{paddle} -> _", from_hf)
     template = treatment
     if treatment in _SHORT:
         mark = "^T" if treatment == "transpose" else ""
         template = f"{{hf}}{mark} -> {{paddle}}" if from_hf else f"{{paddle}}{mark} -> {{hf}}"
-    return Rename(key, _hf_name(main, hf_names), template, from_hf, folds=key == main)
+    return _Rename(key, _hf_name(main, hf_names), template, from_hf, folds=key == main)
 
 
-def _of_all_ranks(mine: list[Rename], process_group: Any) -> list[Rename]:
+def _of_all_ranks(mine: list[_Rename], process_group: Any) -> list[_Rename]:
     """Return the statements of all ranks, each parameter's once."""
     from paddle_flexckpt.live.communicator import communicator_for
 
     described = json.dumps([astuple(rename) for rename in mine]).encode()
     _, answers = communicator_for(process_group).together(lambda: (None, described), "cannot generate AOA statements")
-    found: dict[str, Rename] = {}
+    found: dict[str, _Rename] = {}
     for rank, renames in enumerate(answers):
-        for rename in (Rename(*fields) for fields in json.loads(renames)):
+        for rename in (_Rename(*fields) for fields in json.loads(renames)):
             if found.setdefault(rename.key, rename) != rename:
                 raise ValueError(
                     f"ranks have different AOA rules or checkpoint's names for {rename.key!r}: {found[rename.key]} on "
@@ -282,3 +266,117 @@ def _hf_name(key: str, hf_names: Any) -> str:
             "'absent' if the checkpoint has none"
         )
     return name
+
+
+# -- folding -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rename:
+    """Hold the statement of one parameter.
+
+    Attributes:
+        key: The model's name.
+        hf: The checkpoint's name; empty where the template does not ask for it.
+        template: The statement, with fields for both.
+        from_hf: Whether the checkpoint's name is read and the model's assigned.
+        folds: Whether it may become one statement with its like.
+    """
+
+    key: str
+    hf: str
+    template: str
+    from_hf: bool
+    folds: bool = True
+
+
+def _fold(renames: Sequence[_Rename]) -> list[str]:
+    """Return statements, one for all parameters treated alike whose names differ in numbers alone.
+
+    The first number that differs becomes ``$LAYER_ID``, the second ``$EXPERT_ID``. Where the numbers of model and
+    checkpoint differ by a constant, it is added to those that are assigned: ``${LAYER_ID+1}``.
+
+    Raises:
+        ValueError: A name cannot be written in a statement.
+    """
+    families: dict[str, list[_Rename]] = {}
+    for rename in renames:
+        for name in (rename.key, rename.hf):
+            if _UNWRITABLE.search(name):
+                raise ValueError(f"{name!r} cannot be written as a name in an AOA statement: no quotes can hold it")
+        families.setdefault(_pattern(rename.key), []).append(rename)
+    folded = {pattern: _folded(members) for pattern, members in families.items()}
+    statements: dict[str, None] = {}  # in order, each once
+    for rename in renames:
+        one = folded[_pattern(rename.key)]
+        statements[_filled(rename.template, rename.key, rename.hf) if one is None else one] = None
+    return list(statements)
+
+
+def _quoted(name: str) -> str:
+    """Return a name as it stands in a statement: between quotes where it has to be."""
+    return name if _UNQUOTED.fullmatch(name) and name not in _WORDS else f'"{name}"'
+
+
+def _pattern(name: str) -> str:
+    return ".".join("#" if part.isdigit() else part for part in name.split("."))
+
+
+def _folded(members: list[_Rename]) -> str | None:
+    """Return one statement for several parameters, or None if there is none."""
+    first = members[0]
+    if len(members) < 2 or not first.folds:
+        return None
+    if {(m.template, _pattern(m.hf), m.from_hf, m.folds) for m in members} != {
+        (first.template, _pattern(first.hf), first.from_hf, True)
+    }:
+        return None
+    keys, names = _varying([m.key for m in members]), _varying([m.hf for m in members])
+    if len(keys) > len(_PLACEHOLDERS) or (first.hf and len(keys) != len(names)):
+        return None
+    key_parts, hf_parts = first.key.split("."), first.hf.split(".")
+    for placeholder, at, there in zip(_PLACEHOLDERS, keys, names or keys):
+        # Shifts of what is assigned against what is read, which has the plain number.
+        shifts = {_shift(m, at, there) for m in members} if first.hf else {0}
+        if len(shifts) > 1:
+            return None
+        plain, shifted = f"${placeholder}", _shifted(placeholder, shifts.pop())
+        key_parts[at] = shifted if first.from_hf and first.hf else plain
+        if first.hf:
+            hf_parts[there] = plain if first.from_hf else shifted
+    return _filled(first.template, ".".join(key_parts), ".".join(hf_parts))
+
+
+def _varying(names: list[str]) -> list[int]:
+    """Return the positions of the parts, numbers all, that are not the same in names of one pattern."""
+    parts = [name.split(".") for name in names]
+    return [at for at, column in enumerate(zip(*parts)) if len(set(column)) > 1]
+
+
+def _shift(rename: _Rename, at: int, there: int) -> int:
+    shift = int(rename.key.split(".")[at]) - int(rename.hf.split(".")[there])
+    return shift if rename.from_hf else -shift
+
+
+def _shifted(placeholder: str, shift: int) -> str:
+    return f"${{{placeholder}{shift:+d}}}" if shift else f"${placeholder}"
+
+
+def _filled(template: str, key: str, hf: str) -> str:
+    """Return the statement of a template, its names quoted where they have to be."""
+    parts = hf.split(".")
+    values = {"paddle": key, "hf": hf, "hf_layer": ".".join(parts[:-1]), "hf_parent": ".".join(parts[:-2])}
+
+    def value(field: re.Match[str]) -> str:
+        text = values[field.group(1)]
+        if not text:
+            raise ValueError(
+                f"the AOA rule {template!r} asks for {field.group()}, but the checkpoint's name of {key!r} is {hf!r}"
+            )
+        return text
+
+    def name(found: re.Match[str]) -> str:
+        text = _FIELD.sub(value, found.group())
+        return text if found.group()[0] in "\"'" else _quoted(text)
+
+    return _NAMES.sub(name, template)

@@ -49,18 +49,13 @@ class ExpertParallelMixin:
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
         """Do as :meth:`LayerMixin.sharded_state_dict`, with the experts' numbers in the whole layer.
 
-        Args:
-            structured_name_prefix: Put in front of every name; with its dot.
-
         Raises:
             ValueError: Number of experts, lists and group do not fit together, or an expert's parameter is marked
                 ``is_distributed`` and it cannot be told whether it is split.
         """
         place, size, ranks = _position(self)
-        numbers, total = {}, 0
-        for name in self._get_expert_lists():
-            numbers[name] = _numbers(self, name, place, size)
-            total += len(numbers[name]) * size
+        numbers = {name: _numbers(self, name, place, size) for name in self._get_expert_lists()}
+        total = sum(map(len, numbers.values())) * size
         whole = _whole_but_marked(self, structured_name_prefix, list(numbers), ranks, total)
         with _unmarked(whole):
             sharded = LayerMixin.sharded_state_dict(self, structured_name_prefix)
@@ -225,12 +220,8 @@ def check_experts(groups: Mapping[str, Any], model: ShardedStateDict, names: Map
     """Refuse experts that are sharded among ranks which hold other experts under the same parameter's name.
 
     Paddle sums the gradients of these experts, keeps one state for all of them, and sends the owner's values to the
-    others: they become equal, and what a checkpoint lacks is that state of all experts but the owner's.
-
-    Args:
-        groups: By name of parameter, the group that it is sharded over.
-        model: The model's shards by structured name.
-        names: Structured names by name of parameter.
+    others: they become equal, and what a checkpoint lacks is that state of all experts but the owner's. ``groups`` has
+    by name of parameter what it is sharded over.
 
     Raises:
         ValueError: There are such experts; the text has their keys.

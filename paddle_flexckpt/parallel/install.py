@@ -7,23 +7,32 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
-from paddle_flexckpt.parallel.dist_model import DistModelMixin
 from paddle_flexckpt.parallel.experts import ExpertParallelMixin, MoELayerMixin
-from paddle_flexckpt.parallel.layers import ColumnParallelMixin, LayerMixin, RowParallelMixin, VocabParallelMixin
-from paddle_flexckpt.parallel.offload import Stage3OffloadMixin
+from paddle_flexckpt.parallel.layers import (
+    ColumnParallelMixin,
+    LayerMixin,
+    RowParallelMixin,
+    Stage3OffloadMixin,
+    VocabParallelMixin,
+    WrapperMixin,
+)
 from paddle_flexckpt.parallel.optimizers import (
     LBFGSMixin,
     LookAheadMixin,
     MixPrecisionMixin,
     OptimizerMixin,
     OverInstance,
+    describe_optimizer,
 )
 from paddle_flexckpt.parallel.pipeline import PipelineLayerMixin
-from paddle_flexckpt.parallel.scaler import ScalerMixin, unscales_without_looking
-from paddle_flexckpt.parallel.shard_optimizer import ShardOptimizerMixin
+from paddle_flexckpt.parallel.semi_auto import (
+    DistModelMixin,
+    ScalerMixin,
+    ShardOptimizerMixin,
+    unscales_without_looking,
+)
 from paddle_flexckpt.parallel.sharding import ShardingStage2Mixin, ShardingV1Mixin, ShardingV2Mixin
 from paddle_flexckpt.parallel.tensor_fusion import TensorFusionMixin
-from paddle_flexckpt.parallel.wrappers import WrapperMixin, describe_optimizer
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 from paddle_flexckpt.undo import Undo
 
@@ -37,9 +46,7 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
     import paddle
     from paddle.distributed.auto_parallel import api as semi_auto
     from paddle.distributed.fleet.layers.mpu import mp_layers
-    from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import (
-        dygraph_sharding_optimizer as sharding_v1_v2,
-    )
+    from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer as sharding_v1_v2
     from paddle.distributed.fleet.meta_parallel.meta_parallel_base import MetaParallelBase
     from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import PipelineLayer
     from paddle.distributed.fleet.meta_parallel.sharding import group_sharded_optimizer_stage2 as stage2
@@ -50,6 +57,8 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
     from paddle.incubate import optimizer as incubate
     from paddle.incubate.distributed.models.moe import MoELayer
 
+    # The method came with Paddle 3.1.
+    fusion = (TensorFusionMixin,) if hasattr(semi_auto._ShardOptimizer, "_tensor_fusion") else ()
     return [
         (paddle.nn.Layer, (LayerMixin,)),
         # These have a sharded_state_dict of their own in some versions of Paddle: it gets Layer's, with rules.
@@ -74,15 +83,10 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (sharding_v1_v2.DygraphShardingOptimizer, (ShardingV1Mixin,)),
         (sharding_v1_v2.DygraphShardingOptimizerV2, (ShardingV2Mixin,)),
         (stage2.GroupShardedOptimizerStage2, (ShardingStage2Mixin,)),
-        (semi_auto._ShardOptimizer, (ShardOptimizerMixin, *_tensor_fusion(semi_auto._ShardOptimizer))),
+        (semi_auto._ShardOptimizer, (ShardOptimizerMixin, *fusion)),
         (semi_auto.DistModel, (DistModelMixin,)),
         *(((paddle.amp.AmpScaler, (ScalerMixin,)),) if unscales_without_looking(paddle.__version__) else ()),
     ]
-
-
-def _tensor_fusion(optimizer: type) -> tuple[type, ...]:
-    """Return the mixin for a method that came with Paddle 3.1."""
-    return (TensorFusionMixin,) if hasattr(optimizer, "_tensor_fusion") else ()
 
 
 def _fully_shard() -> tuple[type, ...]:

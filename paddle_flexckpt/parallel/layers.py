@@ -1,4 +1,4 @@
-"""Give ``sharded_state_dict`` to every ``paddle.nn.Layer``, and rules to tensor and sequence parallel ones.
+"""Give ``sharded_state_dict`` to every ``paddle.nn.Layer`` and wrapper, and rules to tensor and sequence parallel ones.
 
 Paddle's layers split a column-parallel weight ``[in, out]`` by outputs, a row-parallel one by inputs, and an embedding
 ``[vocabulary, hidden]`` by vocabulary. The sequence-parallel linears do so too; only their activations differ.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paddle_flexckpt.parallel.fully_shard import describe_fused
-from paddle_flexckpt.parallel.sharding_stage3 import describe_sliced, identity
+from paddle_flexckpt.parallel.slices import describe_fused, describe_sliced, identity
 from paddle_flexckpt.sharded_weight import (
     FusedAxis,
     ShardedStateDict,
@@ -20,6 +19,8 @@ from paddle_flexckpt.sharded_weight import (
 
 # Name of the method of paddle.nn.Layer, if there is one, that completes the rules of a layer's class.
 COMPLETE_RULES = "_complete_shard_rules"
+# The attribute under which a wrapper keeps the model: GroupShardedStage2 is the one without the s.
+_MODEL_NAMES = ("_layers", "_layer")
 
 
 class LayerMixin:
@@ -77,7 +78,7 @@ def shard_rules(layer: Any) -> dict[str, int | FusedAxis]:
     if complete is not None:
         rules = complete(rules)
     # A layer without bias keeps its rule for one.
-    return {name: axis for name, axis in rules.items() if not _is_absent(layer, name)}
+    return {name: axis for name, axis in rules.items() if getattr(layer, name, layer) is not None}
 
 
 def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
@@ -127,10 +128,6 @@ def own_state(layer: Any) -> dict[str, Any]:
     return state
 
 
-def _is_absent(layer: Any, name: str) -> bool:
-    return hasattr(layer, name) and getattr(layer, name) is None
-
-
 def note_tied(sharded: ShardedStateDict) -> None:
     """Tell every name of a tied parameter the others."""
     names: dict[Any, list[str]] = {}
@@ -152,24 +149,94 @@ def note_tied(sharded: ShardedStateDict) -> None:
 
 
 class VocabParallelMixin:
-    """Split a VocabParallelEmbedding."""
+    """Split a VocabParallelEmbedding by its vocabulary."""
 
     def _get_shard_rules(self) -> dict[str, int]:
-        """Return that the vocabulary is split."""
         return {"weight": 0}
 
 
 class ColumnParallelMixin:
-    """Split a ColumnParallelLinear or ColumnSequenceParallelLinear."""
+    """Split a ColumnParallelLinear or ColumnSequenceParallelLinear by its outputs, and with them the bias."""
 
     def _get_shard_rules(self) -> dict[str, int]:
-        """Return that the outputs are split, and with them the bias."""
         return {"weight": 1, "bias": 0}
 
 
 class RowParallelMixin:
-    """Split a RowParallelLinear or RowSequenceParallelLinear."""
+    """Split a RowParallelLinear or RowSequenceParallelLinear by its inputs."""
 
     def _get_shard_rules(self) -> dict[str, int]:
-        """Return that the inputs are split; the bias is added after the sum, so every rank has all of it."""
-        return {"weight": 0}
+        return {"weight": 0}  # the bias is added after the sum, so every rank has all of it
+
+
+# -- wrappers ----------------------------------------------------------------------------------------------------------
+
+
+class WrapperMixin:
+    """Describe DataParallel, GroupShardedStage2, MixPrecisionLayer and the wrappers of fleet (MetaParallelBase).
+
+    They add nothing to a checkpoint, least of all a prefix to its keys.
+    """
+
+    def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
+        """Do as :meth:`LayerMixin.sharded_state_dict` of the wrapped model.
+
+        Raises:
+            ValueError: The wrapper has state of its own, which has no name in the model.
+        """
+        build_overlap_buffers(self)
+        return wrapped_model(self).sharded_state_dict(structured_name_prefix=structured_name_prefix)
+
+
+class Stage3OffloadMixin:
+    """Keep offloaded masters and parameters of GroupShardedStage3 equal.
+
+    Stage 3 with offload keeps a float32 master of every slice, and of every parameter that is too small to be sliced.
+    A slice's master *is* the slice from the end of a backward on, and what a forward leaves there in the parameter's
+    own dtype is a copy of it: so the slice is described by its master. A small parameter is a copy of its master too,
+    in memory of the device.
+    """
+
+    def _update_params(self: Any) -> Any:
+        """Do as Paddle does; masters of small float32 parameters first take what a load has put into the parameters.
+
+        For half-precision parameters the masters themselves are loaded.
+        """
+        import paddle
+
+        if self._offload:
+            for parameter in list(self._unslice_params):
+                if parameter.dtype == parameter.master_weight.dtype:
+                    parameter.master_weight.get_tensor().set(parameter.numpy(), paddle.CPUPlace())
+        return self._paddle__update_params()
+
+
+def build_overlap_buffers(model: Any) -> None:
+    """Build the buffers that a pipeline with sharding_comm_overlap makes in its first step; leave others alone."""
+    overlaps = getattr(model, "_sharding_comm_overlap", False) and getattr(model, "_sharding_split_param", False)
+    if overlaps and not model._chunk_2_comm_buffers:
+        model.register_allreduce_overlap_hook(model._layers, model.sharding_group, model.accumulate_steps, False)
+
+
+def wrapped_model(wrapper: Any) -> Any:
+    """Return the model inside a wrapper that has nothing else to save.
+
+    Raises:
+        ValueError: It has, or there is no model.
+    """
+    models = [name for name in _MODEL_NAMES if wrapper._sub_layers.get(name) is not None]
+    if len(models) != 1:
+        raise ValueError(
+            f"{type(wrapper).__name__}: expected a wrapped model under one of {', '.join(_MODEL_NAMES)}; got {models}. "
+            "Remedy: call sharded_state_dict() of the model itself"
+        )
+    model = wrapper._sub_layers[models[0]]
+    known = {id(tensor) for layer in model.sublayers(include_self=True) for tensor in own_state(layer).values()}
+    for path, layer in wrapper.named_sublayers(include_self=True):
+        lost = [name for name, tensor in own_state(layer).items() if id(tensor) not in known]
+        if lost:
+            raise ValueError(
+                f"{type(wrapper).__name__} has parameters or buffers besides those of the model that it wraps: {lost} "
+                f"of {path or 'its own'}. Remedy: move them into the model, or override sharded_state_dict()"
+            )
+    return model

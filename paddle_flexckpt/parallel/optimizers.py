@@ -2,30 +2,33 @@
 
 Names are the in-tree ones: ``{parameter}.{accumulator}_0`` and ``{parameter}.w_0`` for the float32 master weight. They
 come from the optimizer's own tables, not from parsing tensor names, so an optimizer with a ``name``, or with
-accumulators that nobody foresaw, is described like any other.
+accumulators that nobody foresaw, is described like any other. Paddle's wrappers (HybridParallelOptimizer,
+HeterParallelOptimizer) pass on what they do not have, so that the method of the optimizer inside answers.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
 
 from paddle_flexckpt.dist_tensor import is_dist_tensor
 from paddle_flexckpt.parallel.experts import check_experts
-from paddle_flexckpt.parallel.fully_shard import fused_tables, steps_on_buffers
-from paddle_flexckpt.parallel.offload import on_host, stage3_tables
-from paddle_flexckpt.parallel.sharding_stage3 import (
+from paddle_flexckpt.parallel.slices import (
+    StateTables,
     flat_shard,
+    fused_tables,
     is_small,
     parameter_name,
     slice_ranges,
     stepped_parameters,
+    steps_on_buffers,
     wrapper_of_optimizer,
 )
 from paddle_flexckpt.parallel.state_creation import create_dense_states, create_states, under_fully_shard
-from paddle_flexckpt.parallel.wrappers import describe_optimizer
+from paddle_flexckpt.parallel.tensor_fusion import parameters_in
 from paddle_flexckpt.sharded_weight import (
     FusedAxis,
     ShardedStateDict,
@@ -38,6 +41,7 @@ from paddle_flexckpt.sharded_weight import (
 # element has accumulators of that shape too. (Numbers of other optimizers, NAdam's mu_product for one, are kept in
 # tensors of the parameter's shape: those are split like it.)
 LOOKAHEAD_STEP = "lookahead_step"
+_OPTIMIZER_NAMES = ("_inner_opt", "inner_opt", "_optim", "_optimizer", "optimizer")
 _SCALARS = frozenset({"beta1_pow_acc", "beta2_pow_acc"})
 
 
@@ -95,7 +99,7 @@ class OptimizerMixin:
         wrapper = wrapper_of_optimizer(self)
         if wrapper is not None:
             check_experts(dict.fromkeys(names, wrapper._group), model_sharded_state_dict, names)
-        trainable = [parameter for parameter in _parameters(self) if not parameter.stop_gradient]
+        trainable = [p for p in parameters_in(self._parameter_list) if not p.stop_gradient]
         if under_fully_shard(trainable):
             require_described(trainable, names)
             create_states(self)
@@ -106,7 +110,7 @@ class OptimizerMixin:
         if tables is not None:
             return describe_states(tables, model_sharded_state_dict, names, tables.ranges)
         ranges = slice_ranges(self, model_sharded_state_dict, names)
-        stepped = stage3_tables(self, trainable) if any(is_small(p) for p in trainable) else self
+        stepped = _stage3_tables(self, trainable) if any(is_small(p) for p in trainable) else self
         return describe_states(stepped, model_sharded_state_dict, names, ranges)
 
 
@@ -129,7 +133,7 @@ class LookAheadMixin:
         import paddle
 
         names = names_by_tensor(model_sharded_state_dict)
-        create_accumulators(self, [p for p in _parameters(self) if not p.stop_gradient], names)
+        create_accumulators(self, [p for p in parameters_in(self._parameter_list) if not p.stop_gradient], names)
         if self._global_step_var is None:  # as the first step makes it
             name = paddle.base.unique_name.generate("lookahead_step")
             self._global_step_var = paddle.static.create_global_var([1], 0, "int32", persistable=True, name=name)
@@ -160,7 +164,7 @@ class LBFGSMixin:
                 f"LBFGS.set_state_dict: expected the one key 'state'; got {sorted(map(str, state_dict))[:10]}. Remedy: "
                 "pass what the state_dict() of an LBFGS gave"
             )
-        place = next(iter(_parameters(self))).place
+        place = next(iter(parameters_in(self._parameter_list))).place
 
         def copied(value: Any) -> Any:
             if isinstance(value, list):
@@ -179,12 +183,23 @@ def names_by_tensor(model: Mapping[str, ShardedWeight]) -> dict[str, list[str]]:
     return names
 
 
-def _parameters(optimizer: Any) -> Iterable[Any]:
-    for entry in optimizer._parameter_list or []:
-        if isinstance(entry, dict):  # parameter groups
-            yield from entry["params"]
-        else:
-            yield entry
+def on_host(optimizer: Any) -> AbstractContextManager[None]:
+    """Return what makes new tensors be in host memory, where an optimizer of group sharding has them there."""
+    if not getattr(optimizer, "offload", False):
+        return nullcontext()
+    from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_utils import device_guard
+
+    return device_guard()  # type: ignore[no-any-return]
+
+
+def _stage3_tables(optimizer: Any, parameters: Collection[Any]) -> StateTables:
+    """Return the tables of a stage-3 optimizer with offload, with the masters of small half-precision parameters."""
+    masters = {
+        parameter.name: parameter.master_weight
+        for parameter in parameters
+        if is_small(parameter) and parameter.dtype != parameter.master_weight.dtype
+    }
+    return StateTables(True, getattr(optimizer, "_name", None), optimizer._accumulators, masters)
 
 
 def require_described(parameters: Iterable[Any], names: Mapping[str, list[str]]) -> None:
@@ -221,15 +236,10 @@ def describe_states(
     flat_ranges: Mapping[str, slice] | None = None,
     owned: Collection[str] | None = None,
 ) -> ShardedStateDict:
-    """Describe all accumulators and master weights of an optimizer.
+    """Describe all accumulators and master weights of the optimizer that steps, or those of ``owned`` parameters.
 
-    Args:
-        optimizer: The optimizer that steps; it has the tables.
-        model: The model's shards by structured name.
-        names: Structured names by name of parameter.
-        flat_ranges: By name of parameter, the flattened range of its local box that the states of this rank are of;
-            parameters without one have states of their own shape. Storage beyond the range is padding.
-        owned: Names of the parameters whose states this rank is to describe; all by default.
+    ``flat_ranges`` has by name of parameter the flattened range of its local box that the states of this rank are of;
+    parameters without one have states of their own shape. Storage beyond the range is padding.
     """
     # Stage 3 makes masters for every half-precision parameter; without multi_precision no step ever looks at them.
     masters = getattr(optimizer, "_master_weights", {}) if getattr(optimizer, "_multi_precision", True) else {}
@@ -325,3 +335,53 @@ def describe_flat(key: str, tensor: Any, reference: ShardedWeight, flat: slice) 
     # _slice() shares the storage whatever FLAGS_use_stride_kernel says; paddle.slice() would give a copy without it.
     local = tensor if int(tensor.shape[0]) == size else tensor._slice(0, size)
     return flat_shard(key, local, reference, slice(int(flat.start), int(flat.stop)))
+
+
+# -- wrappers ----------------------------------------------------------------------------------------------------------
+
+
+def describe_optimizer(optimizer: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+    """Do as :func:`optimizer_sharded_state_dict`, with ``install()`` in effect."""
+    inner, seen = optimizer, []
+    while not callable(getattr(inner, "sharded_state_dict", None)):
+        seen.append(inner)
+        inside = _optimizer_inside(inner)
+        if inside is None or any(inside is wrapper for wrapper in seen):
+            raise ValueError(
+                f"{type(optimizer).__name__} is no optimizer that can be described: expected a sharded_state_dict() "
+                f"method, or an optimizer under one of {', '.join(_OPTIMIZER_NAMES)}; got a {type(inner).__name__} "
+                "with neither. Remedy: pass the optimizer inside the wrapper"
+            )
+        inner = inside
+    describe = inner.sharded_state_dict
+    state: ShardedStateDict = describe(model_sharded_state_dict)
+    # Paddle's own methods describe what exists; before the first step that is nothing.
+    if not state and str(getattr(describe, "__module__", "")).startswith("paddle."):
+        _check_stateless(getattr(describe, "__self__", inner))
+    return state
+
+
+def _optimizer_inside(wrapper: Any) -> Any:
+    """Return the optimizer that a wrapper keeps under a usual name, or None."""
+    own = getattr(wrapper, "__dict__", {})
+    return next((own[name] for name in _OPTIMIZER_NAMES if own.get(name) is not None), None)
+
+
+def _check_stateless(optimizer: Any) -> None:
+    """Raise ValueError where an optimizer that was described as stateless has parameters to train."""
+    import paddle
+
+    steps = optimizer
+    while (inside := _optimizer_inside(steps)) is not None:
+        steps = inside
+    if isinstance(steps, paddle.optimizer.SGD) and not steps._multi_precision:
+        return
+    entries = getattr(optimizer, "_parameter_list", None) or getattr(steps, "_parameter_list", None)
+    trained = [parameter.name for parameter in parameters_in(entries) if not parameter.stop_gradient]
+    if trained:
+        kind = type(optimizer)
+        raise ValueError(
+            f"{kind.__module__}.{kind.__qualname__} describes itself and gives no state, but it has {len(trained)} "
+            f"parameters to train, such as {trained[0]!r}; paddle_flexckpt.install() does not know the class. Remedy: "
+            "ask it after its first step; or describe the optimizer inside it by optimizer_sharded_state_dict()"
+        )

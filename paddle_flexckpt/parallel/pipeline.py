@@ -19,14 +19,18 @@ PipelinePretrainedModel does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from paddle_flexckpt.parallel.layers import note_tied, own_shards
-from paddle_flexckpt.parallel.pipeline_positions import Position, layers_beside, positions_of, shared_name
 from paddle_flexckpt.sharded_weight import ShardedStateDict
+
+_REMEDY = (
+    "Remedy: leave _layers_desc and run_function as PipelineLayer made them, or override sharded_state_dict() in the "
+    "subclass that changes them"
+)
 
 
 class PipelineLayerMixin:
@@ -34,9 +38,6 @@ class PipelineLayerMixin:
 
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
         """Describe the parameters and persistable buffers of this stage, each layer by its own sharded_state_dict().
-
-        Args:
-            structured_name_prefix: Put in front of every name; with its dot.
 
         Returns:
             Names, which do not depend on how the layers are spread over stages, to ShardedWeights.
@@ -83,38 +84,30 @@ class PipelineLayerMixin:
 
 @dataclass(frozen=True)
 class _Shard:
-    """Hold a described parameter, before it has its name.
-
-    Attributes:
-        weight: Its shard.
-        key: Its numbered key.
-        aliases: Numbered keys that the same tensor has or had at other positions, the likeliest first.
-        paddle_names: Its names in Paddle's state_dict().
-        origin: What it is, for errors.
-    """
+    """Hold a described parameter, before it has its name."""
 
     weight: Any
-    key: str
-    aliases: tuple[str, ...]
-    paddle_names: tuple[str, ...]
-    origin: str
+    key: str  # the numbered one
+    aliases: tuple[str, ...]  # numbered keys that the same tensor has or had at other positions, the likeliest first
+    paddle_names: tuple[str, ...]  # in Paddle's state_dict()
+    origin: str  # what it is, for errors
 
 
 def _shards(pipeline: Any, prefix: str) -> Iterator[_Shard]:
     """Return all parameters and persistable buffers of this stage; a shared layer is described once."""
-    positions = positions_of(pipeline)
+    positions = _positions_of(pipeline)
     for position in positions:
         if position.shared is None:
             yield from _of_layer(position, prefix)
             continue
         here = [other for other in positions if other.shared == position.shared]
         if here[0] is position:
-            descs = {i: desc for i, desc in enumerate(pipeline._layers_desc) if shared_name(desc) == position.shared}
+            descs = {i: desc for i, desc in enumerate(pipeline._layers_desc) if _shared_name(desc) == position.shared}
             yield from _of_shared(here, descs, prefix)
     # What a subclass has of its own, every stage has.
     for key, weight in own_shards(pipeline, prefix).items():
         yield _beside(pipeline, key[len(prefix) :], weight)
-    for name, layer in layers_beside(pipeline, positions):
+    for name, layer in _layers_beside(pipeline, positions):
         for key, weight in layer.sharded_state_dict(structured_name_prefix=f"{prefix}{name}.").items():
             yield _beside(pipeline, key[len(prefix) :], weight)
 
@@ -123,7 +116,7 @@ def _beside(pipeline: Any, name: str, weight: Any) -> _Shard:
     return _Shard(weight, name, (), (name,), f"{name} of {type(pipeline).__name__}")
 
 
-def _of_layer(position: Position, prefix: str) -> Iterator[_Shard]:
+def _of_layer(position: _Position, prefix: str) -> Iterator[_Shard]:
     index = position.index
     for local, weight, tied in _described(position, prefix):
         aliases = tuple(f"{index}.{other}" for other in tied)
@@ -131,14 +124,8 @@ def _of_layer(position: Position, prefix: str) -> Iterator[_Shard]:
         yield _Shard(weight, f"{index}.{local}", aliases, names, _origin(position, local))
 
 
-def _of_shared(here: list[Position], descs: Mapping[int, Any], prefix: str) -> Iterator[_Shard]:
-    """Return the parameters of a shared layer.
-
-    Args:
-        here: The positions of this stage.
-        descs: The descs of all positions by index.
-        prefix: What the layer's names begin with.
-    """
+def _of_shared(here: list[_Position], descs: Mapping[int, Any], prefix: str) -> Iterator[_Shard]:
+    """Return the parameters of a shared layer: ``here`` are this stage's positions, ``descs`` all of them by index."""
     first = min(descs)
     has_first = here[0].index == first
     one_class = all(_builds(desc) is _builds(descs[first]) for desc in descs.values())
@@ -157,7 +144,7 @@ def _of_shared(here: list[Position], descs: Mapping[int, Any], prefix: str) -> I
         yield _Shard(weight, f"{index}.{named[0]}", aliases, paddle_names, _origin(here[0], local))
 
 
-def _described(position: Position, prefix: str) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+def _described(position: _Position, prefix: str) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """Return ``(name, shard, other names)`` of the layer's parameters; names are as in the layer."""
     path = f"{prefix}{position.index}."
     for key, weight in position.layer.sharded_state_dict(structured_name_prefix=path).items():
@@ -170,7 +157,7 @@ def _described(position: Position, prefix: str) -> Iterator[tuple[str, Any, tupl
         yield key[len(path) :], weight, tied
 
 
-def _origin(position: Position, local: str) -> str:
+def _origin(position: _Position, local: str) -> str:
     return f"{local} of layer {position.index} ({type(position.layer).__name__})"
 
 
@@ -217,3 +204,105 @@ def _by_paddle_name(mapping: Mapping[str, str], applied_later: bool, shard: _Sha
     if applied_later:
         return (known or shard.paddle_names)[0], aliases
     return mapping[known[0]], aliases
+
+
+# -- positions ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Position:
+    """A layer of this stage and where it stands in the description."""
+
+    index: int  # in the list of LayerDescs
+    layer: Any
+    desc: Any  # its entry in the list
+    shared: str | None  # the name of the SharedLayerDesc
+    paddle_prefixes: tuple[str, ...]  # what Paddle's state_dict() puts in front of its parameters' names
+
+
+def _shared_name(desc: Any) -> str | None:
+    """Return the name under which an entry of the description is shared between stages, if it is."""
+    from paddle.distributed.fleet.meta_parallel.parallel_layers.pp_layers import SharedLayerDesc
+
+    return desc.layer_name if isinstance(desc, SharedLayerDesc) else None
+
+
+def _positions_of(pipeline: Any) -> list[_Position]:
+    """Return the layers of this stage in the order of the description; functions in it have no parameters.
+
+    Raises:
+        ValueError: ``run_function`` is not what the description says.
+    """
+    positions = []
+    for start, functions, chunked in _segments(pipeline):
+        for local, function in enumerate(functions):
+            index = start + local
+            desc = pipeline._layers_desc[index]
+            # With a forward_func, Paddle keeps partial(forward_func, layer).
+            is_partial = isinstance(function, partial) and hasattr(desc, "forward_func") and function.args
+            layer = function.args[0] if is_partial else function
+            paths = (f"{start}.{local}." if chunked else f"{index}.",)
+            name = _shared_name(desc)
+            if name is not None:
+                if name not in pipeline.shared_layers or pipeline.shared_layers[name] is not layer:
+                    raise ValueError(
+                        f"layer {index} of {type(pipeline).__name__}: expected the shared layer {name!r} in "
+                        f"run_function; got {function!r}. {_REMEDY}"
+                    )
+                paths = (f"shared_layers.{name}.", *((*paths, f"{start}.{name}.") if chunked else ()))
+            if hasattr(layer, "sharded_state_dict"):
+                positions.append(_Position(index, layer, desc, name, paths))
+    return positions
+
+
+def _layers_beside(pipeline: Any, positions: Iterable[_Position]) -> Iterator[tuple[str, Any]]:
+    """Return the sub-layers, with their names, that a subclass has besides the layers of the description.
+
+    Raises:
+        ValueError: A sub-layer that looks like one of the description is not in ``run_function``.
+    """
+    kind = type(pipeline).__name__
+    known = {id(position.layer) for position in positions}
+    chunks = list(getattr(pipeline, "_model_chunks", ()))
+    for chunk in chunks:
+        known.update(id(function) for function in chunk.run_function if _grouped(function))
+        lost = [name for name, layer in chunk._sub_layers.items() if id(layer) not in known]
+        if lost:
+            raise ValueError(f"sub-layers {lost} of a chunk of {kind} are not in its run_function. {_REMEDY}")
+    containers = (pipeline.shared_layers, getattr(pipeline, "local_shared_layers", None))  # the latter from Paddle 3.1
+    known.update(id(container) for container in (*chunks, *containers))
+    for name, layer in pipeline._sub_layers.items():
+        if layer is None or id(layer) in known:
+            continue
+        if name.isdigit():
+            raise ValueError(f"sub-layer {name!r} of {kind} is not in its run_function. {_REMEDY}")
+        yield name, layer
+
+
+def _segments(pipeline: Any) -> Iterator[tuple[int, list[Any], bool]]:
+    """Return ``(index of the first, functions, whether it is a chunk)`` of each part of the description held here."""
+    kind = type(pipeline).__name__
+    chunked = hasattr(pipeline, "_start_poss")  # virtual stages, or DualPipeV
+    if chunked:
+        runs = [chunk.run_function for chunk in pipeline._model_chunks]
+        bounds = list(zip(pipeline._start_poss, pipeline._end_poss))
+    elif hasattr(pipeline, "_start_pos"):
+        runs, bounds = [pipeline.run_function], [(pipeline._start_pos, pipeline._end_pos)]
+    else:
+        raise ValueError(f"{kind} does not say which layers of its description it holds. {_REMEDY}")
+    if len(runs) != len(bounds):
+        raise ValueError(f"{kind} has {len(runs)} chunks for {len(bounds)} parts of its description. {_REMEDY}")
+    for (start, end), run in zip(bounds, runs):
+        functions = [each for function in run for each in (_grouped(function) or [function])]
+        if len(functions) != end - start:
+            raise ValueError(
+                f"{kind} holds the layers from {start} to before {end} of its description: expected {end - start} "
+                f"functions in run_function; got {len(functions)}. {_REMEDY}"
+            )
+        yield start, functions, chunked
+
+
+def _grouped(function: Any) -> list[Any]:
+    """Return the layers in a CUDAGraphedLayer, into which Paddle puts neighbours; none if it is something else."""
+    group = getattr(getattr(function, "context", None), "layer", None)
+    return list(getattr(group, "run_function", ()))

@@ -7,18 +7,18 @@ pads each, and splits the buffers evenly, so that a rank owns a flattened range 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from paddle_flexckpt.parallel.experts import check_experts
-from paddle_flexckpt.parallel.fully_shard import BufferSlot, StateTables
-from paddle_flexckpt.parallel.offload import stage2_tables
 from paddle_flexckpt.parallel.optimizers import (
     create_accumulators,
     describe_states,
     names_by_tensor,
+    on_host,
     require_described,
 )
+from paddle_flexckpt.parallel.slices import BufferSlot, StateTables
 from paddle_flexckpt.parallel.state_creation import create_dense_states
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 
@@ -48,11 +48,8 @@ class ShardingV1Mixin:
 def _fused_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
     """Return the tables of a V1 optimizer with tensor fusion, by parameter; states that are not there are created.
 
-    Paddle keeps no record of what lies where in its buffers, but a parameter's memory is a part of its buffer's.
-
-    Args:
-        optimizer: The DygraphShardingOptimizer.
-        parameters: Those that this rank owns; all of them are stepped, whatever their stop_gradient is by now.
+    Paddle keeps no record of what lies where in its buffers, but a parameter's memory is a part of its buffer's. All
+    parameters that this rank owns are stepped, whatever their stop_gradient is by now.
 
     Raises:
         ValueError: A parameter has memory of its own. Nothing has been created then.
@@ -84,15 +81,24 @@ class ShardingV2Mixin:
     """Describe a DygraphShardingOptimizerV2: flattened ranges of states."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes its range of each parameter."""
-        _collect_buffers(self)
+        """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes its range of each parameter.
+
+        Raises:
+            ValueError: As well, if the pipeline has not made the buffers yet.
+        """
+        if not self._comm_buffer_list and not any(hasattr(p, "comm_buffer_ref") for p in self._parameter_list):
+            raise ValueError(
+                "sharding V2 with sharding_comm_overlap of the pipeline has no buffers before the first step. Remedy: "
+                "take the model's sharded_state_dict() from what fleet.distributed_model() returned, which builds them"
+            )
+        self._collect_comm_buffers()
         names = names_by_tensor(model_sharded_state_dict)
         groups = {p.name: buffer._comm_group for buffer in self._comm_buffer_list for p in buffer._params}
         check_experts(groups, model_sharded_state_dict, names)
         ranges, slices = {}, []
-        for parameter, view in _grad_views(self):
-            flat = _owned_range(view)
-            ranges[parameter] = flat
+        views = (buffer._sharding_param_grad_view.items() for buffer in self._comm_buffer_list)
+        for parameter, view in chain.from_iterable(views):
+            ranges[parameter] = _owned_range(view)
             # As in step(): a rank without elements of a parameter, padding included, has no state for it.
             if view._param_begin < view._param_end and not view._param.stop_gradient:
                 slice_parameter = self._slice_params[parameter]
@@ -100,26 +106,6 @@ class ShardingV2Mixin:
                 slices.append(slice_parameter)
         create_accumulators(self._inner_opt, slices, names)
         return describe_states(self._inner_opt, model_sharded_state_dict, names, ranges)
-
-
-def _collect_buffers(optimizer: Any) -> None:
-    """Let a V2 optimizer find its buffers.
-
-    Raises:
-        ValueError: The pipeline, which makes them, has not.
-    """
-    if not optimizer._comm_buffer_list and not any(hasattr(p, "comm_buffer_ref") for p in optimizer._parameter_list):
-        raise ValueError(
-            "sharding V2 with sharding_comm_overlap of the pipeline has no buffers before the first step. Remedy: take "
-            "the model's sharded_state_dict() from what fleet.distributed_model() returned, which builds them"
-        )
-    optimizer._collect_comm_buffers()
-
-
-def _grad_views(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Return every parameter's view of its communication buffer, over all buffers and groups."""
-    for buffer in optimizer._comm_buffer_list:
-        yield from buffer._sharding_param_grad_view.items()
 
 
 def _owned_range(view: Any) -> slice:
@@ -145,10 +131,41 @@ class ShardingStage2Mixin:
         owned = [p for p in self._segment_params()[self._rank] if not p.stop_gradient]
         if self.offload:
             require_described(owned, names)
-            tables = stage2_tables(self)
+            tables = _offloaded_tables(self)
             return describe_states(tables, model_sharded_state_dict, names, tables.ranges)
         create_accumulators(self._optim, owned, names)
         # Where a trainable parameter got no gradient, Paddle does not reduce its bucket, and every rank steps on all
         # parameters of it: parameters are then sent by their owners, but the other ranks' states stay, and are wrong.
         mine = {p.name for p in owned}
         return describe_states(self._optim, model_sharded_state_dict, names, owned=mine)
+
+
+def _offloaded_tables(optimizer: Any) -> StateTables:
+    """Return the tables of a stage-2 optimizer with offload, by parameter; states that are not there are created.
+
+    Offload lays the master weights of a rank's parameters (float16) end to end in a buffer of host memory, each padded,
+    and the optimizer steps on the buffer, so that its states are those of the buffer.
+
+    Raises:
+        ValueError: The optimizer has parameter groups, which Paddle then steps on in place of the buffer.
+    """
+    inner, storage = optimizer._optim, optimizer.offload_params
+    if isinstance(inner._param_groups[0], dict):
+        raise ValueError(
+            "group sharding stage 2 with offload=True and parameter groups: Paddle does not step on the offloaded "
+            "parameters then. Remedy: one list of parameters, and weight decay by apply_decay_param_fun"
+        )
+    # With offload the masters are in use whatever multi_precision says.
+    tables = StateTables(True, getattr(inner, "_name", None))
+    if storage is None:  # this rank owns no parameter
+        return tables
+    buffer = storage.buffer
+    with on_host(optimizer):
+        create_dense_states(inner, [buffer])
+    begin, slots = 0, {}
+    for master in storage._params:
+        size = int(master._numel())
+        slots[master.name] = BufferSlot(slice(0, size), begin)
+        begin += size + int(storage.param2align[master.name])
+    tables.add_buffer(inner, buffer, buffer, slots)
+    return tables

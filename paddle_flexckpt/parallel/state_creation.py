@@ -14,8 +14,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from paddle_flexckpt.parallel.fully_shard import fused_context, steps_on_buffers
-from paddle_flexckpt.parallel.sharding_stage3 import parameter_name
+from paddle_flexckpt.parallel.slices import fused_context, parameter_name, steps_on_buffers
 from paddle_flexckpt.parallel.tensor_fusion import (
     fused_pieces,
     remember_prediction,
@@ -25,8 +24,6 @@ from paddle_flexckpt.parallel.tensor_fusion import (
 
 # What the creation of states changes of an optimizer.
 _TABLES = ("_accumulators", "_accumulators_holder", "_already_create_accumulator", "_master_weights", "_opti_name_list")
-
-
 # Whether states are created at all where they are asked for.
 _creating = contextvars.ContextVar("creating", default=True)
 
@@ -44,12 +41,9 @@ def no_new_states() -> Iterator[None]:
 def create_states(optimizer: Any) -> None:
     """Create the accumulators and master weights that the first step would create, and take no step.
 
-    Parameters, gradients and states that exist stay as they are. No rank talks to another. Frozen parameters, and
-    parameters on a mesh that this rank is not on, get no states.
-
-    Args:
-        optimizer: What ``dist.shard_optimizer`` returned (stages 0 to 3, with tensor fusion too), or an optimizer of a
-            model under ``paddle.distributed.fsdp.fully_shard``.
+    It serves ``dist.shard_optimizer`` (stages 0 to 3, with tensor fusion too), and optimizers of a model under
+    ``paddle.distributed.fsdp.fully_shard``. Parameters, gradients and states that exist stay as they are. No rank talks
+    to another. Frozen parameters, and parameters on a mesh that this rank is not on, get no states.
 
     Raises:
         ValueError: Tensor fusion without a mesh axis "dp"; an optimizer with parameter groups of a model under
@@ -59,13 +53,14 @@ def create_states(optimizer: Any) -> None:
     import paddle
 
     with paddle.no_grad(), _all_or_nothing(optimizer):
-        fully_sharded = _fully_sharded_buffers(optimizer)
-        if fully_sharded:
-            _create(optimizer, fully_sharded)
+        parameters = trainable_parameters(optimizer._param_groups)
+        buffers = _fully_sharded_buffers(parameters)
+        if buffers:
+            _create(optimizer, buffers)
         elif uses_tensor_fusion(optimizer):
-            _create_fused_states(optimizer)
-        elif any(hasattr(parameter, "_need_shard_auto") for parameter in trainable_parameters(optimizer._param_groups)):
-            _create_fully_shard_states(optimizer)
+            _create_fused_states(optimizer, parameters)
+        elif any(hasattr(parameter, "_need_shard_auto") for parameter in parameters):
+            _create_fully_shard_states(optimizer, parameters)
         else:
             _create_group_states(optimizer)
 
@@ -176,12 +171,11 @@ def _create_group_states(optimizer: Any) -> None:
                 inner._update_param_group(entry)
 
 
-def _create_fused_states(optimizer: Any) -> None:
+def _create_fused_states(optimizer: Any, parameters: list[Any]) -> None:
     """Create states of this rank's part of each fused parameter, as one-dimensional as the step's own."""
     import paddle.distributed as dist
     from paddle.distributed.auto_parallel.api import _dtensor_from_local
 
-    parameters = trainable_parameters(optimizer._param_groups)
     pieces = fused_pieces(optimizer, parameters)
     if not _creating.get():
         return
@@ -196,7 +190,7 @@ def _create_fused_states(optimizer: Any) -> None:
         _create(optimizer, [part])
 
 
-def _create_fully_shard_states(optimizer: Any) -> None:
+def _create_fully_shard_states(optimizer: Any, parameters: list[Any]) -> None:
     """Create states under ``fully_shard`` without fused buffers, split as their parameters are."""
     from paddle.base import framework
     from paddle.distributed.auto_parallel.fully_shard import shard_accumulators
@@ -209,8 +203,8 @@ def _create_fully_shard_states(optimizer: Any) -> None:
     # It works once for an optimizer: what it is not given then gets no states.
     if not _creating.get():
         return
-    parameters_and_grads = [(parameter, None) for parameter in trainable_parameters(optimizer._param_groups)]
-    shard_accumulators(parameters_and_grads, optimizer, framework.default_main_program().global_block())
+    block = framework.default_main_program().global_block()
+    shard_accumulators([(parameter, None) for parameter in parameters], optimizer, block)
 
 
 def under_fully_shard(parameters: Iterable[Any]) -> bool:
@@ -219,9 +213,9 @@ def under_fully_shard(parameters: Iterable[Any]) -> bool:
     return steps_on_buffers(parameters) or any(hasattr(parameter, "_need_shard_auto") for parameter in parameters)
 
 
-def _fully_sharded_buffers(optimizer: Any) -> list[Any]:
+def _fully_sharded_buffers(parameters: list[Any]) -> list[Any]:
     """Return this rank's parts of the buffers of ``fully_shard``, which a step updates in place of parameters."""
-    if not steps_on_buffers(trainable_parameters(optimizer._param_groups)):
+    if not steps_on_buffers(parameters):
         return []
     groups = fused_context().buffer_manager.buffer_groups
     buffers = [group.params_buffer.data_buffer for group in groups]

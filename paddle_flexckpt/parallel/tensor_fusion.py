@@ -8,7 +8,7 @@ told before, so that states can be created and loaded before any step. Tested in
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,17 +19,10 @@ _PREDICTED = "_flexckpt_predicted_ranges"
 
 @dataclass(frozen=True)
 class FusedPiece:
-    """Hold what one rank steps of one parameter.
+    """Hold what one rank steps of one parameter: a range, never empty, of its flattened local value."""
 
-    Attributes:
-        parameter: The live parameter; it is whole on every rank of the axis "dp".
-        buffer: The number of the buffer that it lies in.
-        flat_range: The elements of the flattened *local* parameter (its part under tensor parallelism) that this rank
-            has optimizer states for; never empty.
-    """
-
-    parameter: Any
-    buffer: int
+    parameter: Any  # the live one; whole on every rank of the axis "dp"
+    buffer: int  # the number of the buffer that it lies in
     flat_range: slice
 
 
@@ -46,9 +39,7 @@ def is_fused(optimizer: Any) -> bool:
 def fused_pieces(optimizer: Any, parameters: Iterable[Any]) -> list[FusedPiece]:
     """Return what this rank steps, in the order of the buffers.
 
-    Args:
-        optimizer: An optimizer with tensor fusion.
-        parameters: What its first step will update, in its order. Not looked at when the buffers exist.
+    Before the buffers exist it follows from ``parameters``: what the first step will update, in its order.
 
     Raises:
         ValueError: There is no global mesh with an axis "dp", or this rank is not on it.
@@ -173,20 +164,22 @@ def _check_prediction(optimizer: Any, parameters: list[Any]) -> None:
     )
 
 
+def parameters_in(entries: Iterable[Any] | None) -> Iterator[Any]:
+    """Return the parameters of an optimizer's list of parameters, or of parameter groups."""
+    for entry in entries or ():
+        yield from entry["params"] if isinstance(entry, dict) else (entry,)
+
+
 def trainable_parameters(entries: Iterable[Any]) -> list[Any]:
     """Return what a first step updates on this rank, if every trainable parameter has a gradient.
 
     Parameters on meshes of other ranks (other pipeline stages) have no data here, and get no states here.
-
-    Args:
-        entries: An optimizer's list of parameters, or of parameter groups.
     """
     import paddle.distributed as dist
 
     rank = dist.get_rank()
     return [
         parameter
-        for entry in entries
-        for parameter in (entry["params"] if isinstance(entry, dict) else [entry])
+        for parameter in parameters_in(entries)
         if not parameter.stop_gradient and not (parameter.is_dist() and rank not in parameter.process_mesh.process_ids)
     ]

@@ -3,9 +3,8 @@
 Every rank that has the same catalogs computes the same plan, so a plan is never communicated.
 """
 
-from paddle_flexckpt.planning.exchange_plan import ExchangePlan, plan_exchange
+from paddle_flexckpt.planning.exchange_plan import ExchangePlan, ReadPlan, plan_exchange, plan_read
 from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
-from paddle_flexckpt.planning.read_plan import ReadPlan, plan_read
 from paddle_flexckpt.planning.write_plan import WritePlan, plan_write
 
 __all__ = [

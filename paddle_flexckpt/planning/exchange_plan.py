@@ -1,4 +1,4 @@
-"""The exchange plan: which pieces one rank copies, sends and receives to turn one layout in memory into another.
+"""The plans that fill one rank's targets: which pieces it reads from files, or copies, sends and receives in memory.
 
 Both ends of a message compute the same list of pieces in the same order from the same catalogs, so a message is the
 pieces' elements and nothing else. A rank plans its own targets, and those of others only as far as it may send to them.
@@ -37,11 +37,7 @@ class ExchangePlan:
 
 
 def plan_exchange(
-    matcher: ShardMatcher,
-    target: Catalog,
-    rank: int,
-    rows: np.ndarray | None = None,
-    maps: BoxMaps | None = None,
+    matcher: ShardMatcher, target: Catalog, rank: int, rows: np.ndarray | None = None, maps: BoxMaps | None = None
 ) -> ExchangePlan:
     """Plan one rank's part of the exchange.
 
@@ -114,3 +110,36 @@ def _sent_once(pieces: Pieces, source: Catalog, target: Catalog) -> tuple[Pieces
     held = pieces.take(primary[~is_primary])
     again = replace(again, source=held.target, source_base=held.target_base, source_strides=held.target_strides)
     return pieces.take(is_primary), again
+
+
+@dataclass(frozen=True, eq=False)
+class ReadPlan:
+    """What one rank reads.
+
+    Attributes:
+        pieces: Sorted by target, then by file and position in it: a target that is staged can go as soon as it is
+            full, and each file is read forwards as far as the targets' order is that of the save.
+        needed_bytes: Bytes that the plan reads; as many as the targets have, since no element is read twice.
+    """
+
+    pieces: Pieces
+    needed_bytes: int
+
+
+def plan_read(
+    matcher: ShardMatcher, target: Catalog, rows: np.ndarray | None = None, maps: BoxMaps | None = None
+) -> ReadPlan:
+    """Plan the reads that fill target shards from stored ones.
+
+    Args:
+        matcher: Matcher of the stored shards' catalog.
+        target: This rank's targets.
+        rows: The rows of ``target`` to fill; all by default.
+        maps: What the keys that it defines are made of.
+    """
+    pieces = matcher.match(target, rows, maps)
+    source = matcher.source
+    itemsize = source.itemsize[pieces.source]
+    position = source.byte_offset[pieces.source] + pieces.source_base * itemsize
+    order = np.lexsort((position, source.file[pieces.source], pieces.target))
+    return ReadPlan(pieces.take(order), int((pieces.size * itemsize).sum()))

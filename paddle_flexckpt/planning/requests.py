@@ -1,7 +1,4 @@
-"""Requests: the boxes of source tensors that target shards are made of, before anyone asks who holds them.
-
-Tested in tests/planning/test_matching.py.
-"""
+"""Requests: which boxes of source tensors target shards are made of. Tested in tests/planning/test_matching.py."""
 
 from __future__ import annotations
 

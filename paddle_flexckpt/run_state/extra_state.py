@@ -43,12 +43,13 @@ from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.run_state.portable import decode, encode
 from paddle_flexckpt.run_state.random_state import collect_random_state, restore_random_state
-from paddle_flexckpt.run_state.scheduler_state import restore_scaler, restore_scheduler, scheduler_state
 
 _PREFIX = EXTRA_STATE
 _COMMON = f"{_PREFIX}common"
 _OF_RANK = re.compile(re.escape(_PREFIX) + r"(rng|dataloader)\.rank(\d+)(\.|$)")
 _VERSION = 1
+# What moves with the steps but is not in Paddle's state_dict() (3.0 to 3.3): the place in the current cycle.
+_LEFT_OUT = {"CosineAnnealingWarmRestarts": ("T_i", "T_cur")}
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def collect_extra_state(
         "version": _VERSION,
         "layout": _layout(),
         "step": step,
-        "lr_scheduler": None if lr_scheduler is None else scheduler_state(lr_scheduler),
+        "lr_scheduler": None if lr_scheduler is None else _scheduler_state(lr_scheduler),
         "scaler": None if scaler is None else scaler.state_dict(),
         "more": more,
     }
@@ -161,12 +162,8 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
     # What is common says whether the layout is the same, and so what else is needed.
     read([key for key in catalog.keys if key == _COMMON or key.startswith(f"{_COMMON}.")])
     same = _common(state)["layout"] == _layout()
-    mine = []
-    for key in catalog.keys:
-        match = _OF_RANK.match(key)
-        if match and (int(match[2]) == _rank() if same else match[1] == "dataloader"):
-            mine.append(key)
-    read(mine)
+    of_ranks = [match for match in map(_OF_RANK.match, catalog.keys) if match]
+    read([m.string for m in of_ranks if (int(m[2]) == _rank() if same else m[1] == "dataloader")])
     return state
 
 
@@ -197,7 +194,7 @@ def restore_extra_state(
     restored: list[str] = []
     not_restored: dict[str, str] = {}
     for name, target, restore in (
-        ("lr_scheduler", lr_scheduler, restore_scheduler),
+        ("lr_scheduler", lr_scheduler, _restore_scheduler),
         ("scaler", scaler, restore_scaler),
     ):
         if common[name] is None and target is None:
@@ -247,12 +244,8 @@ def _restore_generators(state: Mapping[str, Any], restored: list[str], not_resto
 
 def _positions(state: Mapping[str, Any]) -> dict[int, Any]:
     """Return positions in the data by the rank that saved them."""
-    found = {}
-    for name in state:
-        match = _OF_RANK.fullmatch(name)
-        if match and match[1] == "dataloader":
-            found[int(match[2])] = decode(_text(state[name]), name, state)
-    return found
+    found = (match for match in map(_OF_RANK.fullmatch, state) if match and match[1] == "dataloader")
+    return {int(match[2]): decode(_text(state[match.string]), match.string, state) for match in found}
 
 
 def _layout() -> dict[str, int]:
@@ -298,3 +291,67 @@ def _as_tensor(text: bytes) -> Any:
 
 def _text(tensor: Any) -> bytes:
     return np.asarray(tensor.numpy(), dtype=np.uint8).tobytes()
+
+
+# -- schedulers and scalers --------------------------------------------------------------------------------------------
+
+
+def _scheduler_state(scheduler: Any) -> dict[str, Any]:
+    """Return a scheduler's state and that of the schedulers inside it, whatever wraps whatever."""
+    return {
+        "class": type(scheduler).__name__,
+        "state": scheduler.state_dict(),
+        "left_out": {name: getattr(scheduler, name) for name in _left_out(scheduler)},
+        "inside": {name: _scheduler_state(inner) for name, inner in _schedulers_inside(scheduler)},
+    }
+
+
+def _left_out(scheduler: Any) -> list[str]:
+    return [name for base in type(scheduler).__mro__ for name in _LEFT_OUT.get(base.__name__, ())]
+
+
+def _schedulers_inside(scheduler: Any) -> list[tuple[str, Any]]:
+    from paddle.optimizer.lr import LRScheduler
+
+    return [(name, value) for name, value in sorted(vars(scheduler).items()) if isinstance(value, LRScheduler)]
+
+
+def _restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
+    """Set a scheduler, and those inside it, to a saved state; or return why it cannot."""
+    expected, got = _classes(saved), _classes(_scheduler_state(scheduler))
+    if expected != got:
+        return f"the checkpoint has a {expected}, this run a {got}"
+
+    def restore(target: Any, state: dict[str, Any]) -> None:
+        target.set_state_dict(state["state"])
+        for name in _left_out(target):
+            setattr(target, name, state["left_out"][name])
+        for name, inner in _schedulers_inside(target):
+            restore(inner, state["inside"][name])
+
+    restore(scheduler, saved)
+    return None
+
+
+def restore_plain_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
+    """Set a scheduler to a state of its own ``state_dict()``, as others save it; or return why it cannot."""
+    own = scheduler.state_dict()
+    if own.keys() != saved.keys():
+        return f"the checkpoint has a scheduler's {sorted(saved)}, this run's {type(scheduler).__name__} {sorted(own)}"
+    scheduler.set_state_dict(saved)
+    return None
+
+
+def _classes(state: dict[str, Any]) -> str:
+    inside = ", ".join(f"{name}={_classes(inner)}" for name, inner in state["inside"].items())
+    return f"{state['class']}({inside})" if inside else state["class"]
+
+
+def restore_scaler(scaler: Any, saved: dict[str, Any]) -> str | None:
+    """Set a GradScaler to a state of its ``state_dict()``; or return why it cannot."""
+    if not saved:
+        return "it was disabled when it was saved"
+    if not scaler.state_dict():
+        return "it is disabled in this run"
+    scaler.load_state_dict(saved)
+    return None

@@ -70,10 +70,8 @@ def _pack(value: Any, path: str, tensors: MutableMapping[str, Any] | None) -> An
         tensors[path] = value
         return {_TAG: "tensor", "name": path}
     raise ValidationError(
-        [
-            f"{path}: a {type(value).__name__} cannot be part of a checkpoint's extra state: only numbers, text, "
-            "bytes, None, arrays, and lists, tuples and dicts of such values can. Remedy: convert it, or leave it out"
-        ]
+        f"{path}: a {type(value).__name__} cannot be part of a checkpoint's extra state: only numbers, text, "
+        "bytes, None, arrays, and lists, tuples and dicts of such values can. Remedy: convert it, or leave it out"
     )
 
 

@@ -5,7 +5,6 @@ Tested in tests/run_state/test_extra_state.py.
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,22 +27,22 @@ def restore_random_state(state: Mapping[str, Any]) -> dict[str, str]:
     """Put the generators back; return what could not be put back, by name, and why."""
     failed: dict[str, str] = {}
 
-    def attempt(name: str, restore: Callable[[], object]) -> None:
+    def attempt(name: str, restore: Callable[..., object], *state: Any) -> None:
         try:
-            restore()
+            restore(*state)
         except (ValueError, TypeError, KeyError, RuntimeError) as error:
             failed[name] = f"{type(error).__name__}: {error}"
 
     python = state["python"]
     words = tuple(int(word) for word in python["words"])
-    attempt("python", lambda: random.setstate((python["version"], words, python["gauss"])))
-    attempt("numpy", lambda: np.random.set_state(state["numpy"]))
+    attempt("python", random.setstate, (python["version"], words, python["gauss"]))
+    attempt("numpy", np.random.set_state, state["numpy"])
     for device, states in state["paddle"].items():
-        attempt(f"paddle.{device}", functools.partial(_set_paddle, states, device))
+        attempt(f"paddle.{device}", _set_paddle, states, device)
     tracker = _tracker()
     for name, states in state["tracker"].items():
         if name in tracker.states_:
-            attempt(f"tracker.{name}", functools.partial(_set_tracker, states, name))
+            attempt(f"tracker.{name}", _set_tracker, states, name)
         else:
             failed[f"tracker.{name}"] = "the model-parallel tracker of this run has no state of this name"
     for name in tracker.states_:

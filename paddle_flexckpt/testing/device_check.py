@@ -48,11 +48,7 @@ class DeviceCheck:
     """
 
     def __init__(self, ranks: int, rehearsal: bool) -> None:
-        """Look which devices there are.
-
-        Args:
-            ranks: Number of devices and ranks wanted.
-            rehearsal: Whether to take the simulated device though there may be another.
+        """Look which devices there are; with ``rehearsal`` take the simulated one though there may be another.
 
         Raises:
             BuildError: There is no accelerator, and the simulated device cannot be compiled.

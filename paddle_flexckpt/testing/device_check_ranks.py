@@ -31,12 +31,7 @@ class RankChecks:
     """Make one rank's part of the checks, in the order in which they are made."""
 
     def __init__(self, folder: Path, measured_bytes: int) -> None:
-        """Set out.
-
-        Args:
-            folder: Where checkpoints go, the same on all ranks.
-            measured_bytes: Size of the state of each rank whose reshard is timed.
-        """
+        """Take the folder for checkpoints, which all ranks share, and the size of each rank's state that is timed."""
         self._folder, self._measured = folder, measured_bytes
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
 
@@ -141,9 +136,7 @@ class RankChecks:
         local = paddle.full([rows, columns], float(self._rank))
         target = paddle.zeros([shape[0], columns // self._size])
         source = {"w": fc.ShardedWeight("w", local, (rows, columns), shape, (rows * self._rank, 0))}
-        wanted = {
-            "w": fc.ShardedWeight("w", target, (shape[0], 1024), shape, (0, 1024 * self._rank)),
-        }
+        wanted = {"w": fc.ShardedWeight("w", target, (shape[0], 1024), shape, (0, 1024 * self._rank))}
         paddle.device.synchronize()
         begin = time.perf_counter()
         report = fc.reshard_sharded_state_dict(source, wanted)

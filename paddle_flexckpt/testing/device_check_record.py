@@ -19,17 +19,10 @@ import numpy as np
 
 #: Data types by the bytes of an element. A Paddle that lacks one says so in the results.
 DTYPES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "int32": 4,
-    "int64": 8,
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "complex64": 8,
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "float32"), 4),
+    **dict.fromkeys(("int64", "float64", "complex64"), 8),
 }
 FP8 = {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -69,12 +62,7 @@ class Record:
     """Make checks and write down what comes of them, one line each, so that a crash leaves what was before it."""
 
     def __init__(self, path: Path, rank: int | None = None) -> None:
-        """Open the file.
-
-        Args:
-            path: Where the lines go.
-            rank: This process's rank.
-        """
+        """Open the file for the lines of this rank."""
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115  (open as long as the process)
         self._rank = rank
 
@@ -83,12 +71,7 @@ class Record:
         self._write(facts)
 
     def check(self, name: str, work: Callable[[], Mapping[str, Any] | None]) -> None:
-        """Make a check.
-
-        Args:
-            name: What is checked.
-            work: Does it; returns ``nbytes``, ``detail`` and ``figures``, or what there is of them.
-        """
+        """Make a check; ``work`` returns ``nbytes``, ``detail`` and ``figures``, or what there is of them."""
         outcome = Outcome(name, rank=self._rank)
         self._write(asdict(outcome))
         begin = time.perf_counter()

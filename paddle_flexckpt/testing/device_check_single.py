@@ -19,29 +19,14 @@ import numpy as np
 import paddle
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.testing.device_check_record import (
-    DTYPES,
-    FP8,
-    NotHere,
-    Record,
-    elements,
-    on_device,
-    require,
-    same,
-)
+from paddle_flexckpt.testing.device_check_record import DTYPES, FP8, NotHere, Record, elements, on_device, require, same
 
 
 class SingleChecks:
     """Make the checks of one process, in their order."""
 
     def __init__(self, devices: list[str], folder: Path, measured_bytes: int) -> None:
-        """Set out.
-
-        Args:
-            devices: Names of all accelerators; the first is used unless a check says otherwise.
-            folder: Where checkpoints go.
-            measured_bytes: Size of the state whose save and load are timed.
-        """
+        """Take all accelerators, of which the first is used as a rule, and the size of the state that is timed."""
         self._devices, self._folder, self._measured = devices, folder, measured_bytes
         paddle.set_device(devices[0])
 

@@ -33,13 +33,7 @@ class FrameError(ConnectionError):
 
 
 def send_frame(sock: socket.socket, header: Header, payload: bytes | memoryview = b"") -> None:
-    """Write one frame.
-
-    Args:
-        sock: a connected stream socket.
-        header: what JSON can express.
-        payload: raw bytes that follow the header.
-    """
+    """Write one frame: a header that JSON can express, and the raw bytes that follow it."""
     text = json.dumps(header).encode()
     sock.sendall(_PREFIX.pack(_MAGIC, len(text), len(payload)) + text)
     if len(payload):
@@ -47,14 +41,7 @@ def send_frame(sock: socket.socket, header: Header, payload: bytes | memoryview 
 
 
 def recv_frame(sock: socket.socket, limit: int | None = None) -> tuple[Header, bytearray]:
-    """Read one frame.
-
-    Args:
-        sock: a connected stream socket.
-        limit: largest size in bytes of header and of payload; the module's limits when None.
-
-    Returns:
-        The header and the payload.
+    """Read the header and the payload of one frame, each of ``limit`` bytes at most (the module's limits when None).
 
     Raises:
         EOFError: the peer closed the connection between two frames.
@@ -83,15 +70,7 @@ def send_hello(sock: socket.socket, token: str, **fields: Any) -> None:
 
 
 def accept_hello(sock: socket.socket, token: str, timeout: float = 10.0) -> Header:
-    """Read the first frame of an incoming connection and check its token.
-
-    Args:
-        sock: the accepted socket.
-        token: the secret that the caller must know.
-        timeout: seconds that a silent stranger may keep us waiting.
-
-    Returns:
-        The hello without its token.
+    """Read the first frame of an incoming connection, check its token, and return the rest of it.
 
     Raises:
         FrameError: the caller does not know the token, or is silent.

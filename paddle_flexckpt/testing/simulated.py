@@ -22,10 +22,9 @@ PATIENCE_SECONDS = 60.0
 
 
 class SimulatedWorld:
-    """N ranks as threads."""
+    """Run N ranks as threads."""
 
     def __init__(self, size: int) -> None:
-        """Args: size: number of ranks."""
         self.size = size
 
     def run(self, function: Callable[[Communicator], Any], ranks: tuple[int, ...] | None = None) -> list[Any]:
@@ -114,7 +113,6 @@ class SimulatedCommunicator(Communicator):
     """One simulated rank's communicator."""
 
     def __init__(self, shared: _Shared, ranks: tuple[int, ...], position: int) -> None:
-        """Args: shared: what the ranks share. ranks: their global numbers. position: this rank's place."""
         super().__init__(ranks, position)
         self._shared = shared
         self._exchanges = 0

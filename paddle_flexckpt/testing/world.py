@@ -283,19 +283,17 @@ class World:
             order = {"do": step, "job": self._job, "device": self.device}
             ahead = (0,) if step == "init" else ()
             for rank in ahead:
-                self._workers[rank].try_send(order)
-                self._await_opening(self._workers[rank])
+                first = self._workers[rank]
+                first.try_send(order)
+                first.sock.settimeout(self.start_timeout)
+                # It says that it opens the store now. If it does not, the following round tells why.
+                with contextlib.suppress(EOFError, OSError):
+                    frames.recv_frame(first.sock)
+                first.sock.settimeout(None)
             answers = self._round("the start", order, self.start_timeout, already_sent=ahead)
             errors = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
             if errors:
                 raise WorldError(f"the world of {self.size} did not start", errors, logs=self._logs())
-
-    def _await_opening(self, first: _Worker) -> None:
-        """Wait until rank 0 says that it opens the store now. If it does not, the following round tells why."""
-        first.sock.settimeout(self.start_timeout)
-        with contextlib.suppress(EOFError, OSError):
-            frames.recv_frame(first.sock)
-        first.sock.settimeout(None)
 
     def _accept_all(self, listener: socket.socket, token: str, deadline: float) -> None:
         # Short waits, since the end of the launcher shows up nowhere but in its return code.

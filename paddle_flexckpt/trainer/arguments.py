@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, Optional, get_type_hints
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, Optional
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.options import LoadOptions
@@ -81,6 +81,9 @@ class FlexTrainingArguments:
     )
 
 
+_SWITCHES = [each.name[len("flex_") :] for each in fields(FlexTrainingArguments) if each.default is False]
+
+
 @dataclass(frozen=True)
 class TrainerOptions:
     """Hold what the flags mean.
@@ -126,11 +129,6 @@ class TrainerOptions:
         )
 
 
-def flag_types() -> dict[str, Any]:
-    """Return the types of the flags by name: argument parsers want types, not their names."""
-    return get_type_hints(FlexTrainingArguments)
-
-
 def options_of(args: Any) -> TrainerOptions:
     """Return the options in training arguments; those without the fields have none of them set.
 
@@ -158,10 +156,7 @@ def options_of(args: Any) -> TrainerOptions:
         problems.append(str(error))
     if problems:
         raise ValidationError(problems, "training arguments")
-    switches = {
-        name: bool(getattr(args, f"flex_{name}", TrainerOptions.__dataclass_fields__[name].default))
-        for name in _SWITCHES
-    }
+    switches = {name: bool(getattr(args, f"flex_{name}", False)) for name in _SWITCHES}
     # PaddleFormers' own name for the same.
     switches["save_replicas"] |= bool(getattr(args, "replicate_saved_into_local", False))
     return TrainerOptions(
@@ -173,17 +168,6 @@ def options_of(args: Any) -> TrainerOptions:
         check_replicas=_REPLICAS[replicas.lower()],
         **switches,
     )
-
-
-_SWITCHES = (
-    "async_save",
-    "fallback",
-    "export_hf",
-    "save_replicas",
-    "cast",
-    "convert_master_weights",
-    "ignore_optimizer_states",
-)
 
 
 def _contradictions(args: Any, save: bool, load: bool) -> list[str]:

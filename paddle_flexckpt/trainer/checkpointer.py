@@ -32,10 +32,12 @@ from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.live.sources import check_state
 from paddle_flexckpt.manager.pending import PendingSteps
 from paddle_flexckpt.parallel.state_creation import no_new_states
+from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
 from paddle_flexckpt.trainer.arguments import TrainerOptions, library_of, options_of
 from paddle_flexckpt.trainer.contents import (
     collect_shards,
+    export_weights,
     is_peft,
     is_semi_automatic,
     model_shards,
@@ -50,7 +52,6 @@ from paddle_flexckpt.trainer.directories import (
     step_of,
 )
 from paddle_flexckpt.trainer.ema import AverageState
-from paddle_flexckpt.trainer.export import export_weights
 from paddle_flexckpt.trainer.model_rules import hf_rules, install_model_rules
 from paddle_flexckpt.trainer.restoring import Restored, restore_from
 
@@ -148,14 +149,7 @@ class TrainerCheckpointer:
         return {**shards, **collect_extra_state(scheduler, scaler, int(trainer.state.global_step))}
 
     def save(self, upstream: Callable[..., Any], model: Any, metrics: Any) -> Any:
-        """Save the trainer's step.
-
-        Args:
-            upstream: The trainer's own ``_save_checkpoint``, bound.
-            model: Its argument; so is ``metrics``.
-
-        Returns:
-            What ``upstream`` does.
+        """Save the trainer's step, around its own ``_save_checkpoint``, whose result this returns.
 
         Raises:
             ValidationError: Something cannot be saved; what was there is still there.
@@ -180,21 +174,25 @@ class TrainerCheckpointer:
             return self._contents(everything), b""
 
         shards, _ = self._comm.together(contents, context)
-        report = save_state_dict(
-            shards,
-            path / SUBDIRECTORY,
-            self._comm,
-            unique_id=UNIQUE_ID,
-            step=step,
-            async_save=options.async_save,
-            save_replicas=options.save_replicas,
-            check_replicas=options.check_replicas,
-        )
+        report = self._write(shards, path, options.async_save)
         if isinstance(report, SaveHandle):
             self._pending.add(step, report)
         else:
             self._committed([step])
         return result
+
+    def _write(self, shards: dict[str, Any], path: Path, async_save: bool) -> SaveReport | SaveHandle:
+        """Save shards as the checkpoint in a directory of the trainer's."""
+        return save_state_dict(
+            shards,
+            path / SUBDIRECTORY,
+            self._comm,
+            unique_id=UNIQUE_ID,
+            step=int(self._trainer.state.global_step),
+            async_save=async_save,
+            save_replicas=self.options.save_replicas,
+            check_replicas=self.options.check_replicas,
+        )
 
     def _collect(self, context: str, wait_for: Any = None) -> None:
         """Finish the background saves that have ended, or all that are waited for."""
@@ -257,10 +255,7 @@ class TrainerCheckpointer:
                 os.environ[_SIGNAL] = signal
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Fill model, optimizer, scheduler and scaler, after the trainer has wrapped them.
-
-        Args:
-            path: Of :meth:`resolve`.
+        """Fill model, optimizer, scheduler, scaler from what :meth:`resolve` gave, once the trainer has wrapped them.
 
         Raises:
             ValidationError: It does not fit; nothing was changed.
@@ -302,11 +297,7 @@ class TrainerCheckpointer:
         return None if self._restored is None else self._restored.path
 
     def restore_random_state(self) -> bool:
-        """Put the random number generators back, once; communicate nothing.
-
-        Returns:
-            Whether that was for this library to do: the checkpoint is one of its own.
-        """
+        """Put the random number generators back, once; return whether the checkpoint has them. Communicate nothing."""
         restored = self._restored
         if restored is None or not restored.native:
             return False
@@ -333,19 +324,11 @@ class TrainerCheckpointer:
             ValidationError: It cannot be saved; what was there is still there.
             CheckpointError: A rank could not write; likewise.
         """
-        path, options = Path(output_dir), self.options
+        path = Path(output_dir)
         context = f"cannot save the model to {path}"
         self._on_coordinator(context, mark_directory, path, int(self._trainer.state.global_step))
         shards, _ = self._comm.together(lambda: (dict(model_shards(self._trainer)), b""), context)
-        save_state_dict(
-            shards,
-            path / SUBDIRECTORY,
-            self._comm,
-            unique_id=UNIQUE_ID,
-            step=int(self._trainer.state.global_step),
-            save_replicas=options.save_replicas,
-            check_replicas=options.check_replicas,
-        )
+        self._write(shards, path, async_save=False)
         self._on_coordinator(context, write_small_files, self._trainer, path)
 
     def restore_average(self) -> None:

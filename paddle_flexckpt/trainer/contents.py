@@ -1,4 +1,4 @@
-"""Collect what a trainer's checkpoint holds: shards of model and optimizer, and the trainer's own small files.
+"""Collect what a trainer's checkpoint holds: shards, the trainer's own small files, weights in another format.
 
 Tested in tests/trainer/test_trainer.py.
 """
@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import copy
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
 from paddle_flexckpt.catalog import Problem, ValidationError
+from paddle_flexckpt.engine.export import export_safetensors
+from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.parallel import optimizer_sharded_state_dict
-from paddle_flexckpt.parallel.wrappers import build_overlap_buffers
+from paddle_flexckpt.parallel.layers import build_overlap_buffers
 from paddle_flexckpt.sharded_weight import ShardedStateDict
-from paddle_flexckpt.trainer.model_rules import describe_model
+from paddle_flexckpt.trainer.directories import SUBDIRECTORY
+from paddle_flexckpt.trainer.model_rules import describe_model, hf_rules
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -22,6 +26,9 @@ logger = logging.getLogger("paddle_flexckpt")
 _PEFT_CLASSES = frozenset({"LoRAModel", "PrefixModelForCausalLM", "VeRAModel", "LoKrModel", "ReFTModel"})
 # What such a wrapper saves of what has no gradient: scales of quantized layers.
 _PEFT_BUFFERS = ("activation_quanter", "weight_quanter")
+_EXPORTED = "huggingface"
+# Names of the trainer's and this library's own files, which no export has.
+_OWN = ("trainer_state", "flex_checkpoint")
 
 
 def is_peft(model: Any) -> bool:
@@ -69,13 +76,11 @@ def model_shards(trainer: Any) -> ShardedStateDict:
     }
     if not trained:
         raise ValidationError(
-            [
-                Problem(
-                    f"a {type(trainer.model).__name__} without parameters that are trained has nothing to save",
-                    got=f"{len(shards)} frozen tensors",
-                    remedy="call its mark_only_..._as_trainable() before the training",
-                )
-            ]
+            Problem(
+                f"a {type(trainer.model).__name__} without parameters that are trained has nothing to save",
+                got=f"{len(shards)} frozen tensors",
+                remedy="call its mark_only_..._as_trainable() before the training",
+            )
         )
     return trained
 
@@ -121,11 +126,7 @@ def _write_config(model: Any, directory: Path) -> None:
     if parameters:
         config.dtype = str(parameters[0].dtype).split(".")[-1]
     config.architectures = [type(model).__name__.removesuffix("Pipe")]
-    for name, value in (
-        ("tensor_parallel_degree", 1),
-        ("tensor_model_parallel_size", 1),
-        ("tensor_parallel_rank", 0),
-    ):
+    for name, value in (("tensor_parallel_degree", 1), ("tensor_model_parallel_size", 1), ("tensor_parallel_rank", 0)):
         if hasattr(config, name):
             setattr(config, name, value)
     config.save_pretrained(str(directory))
@@ -133,3 +134,32 @@ def _write_config(model: Any, directory: Path) -> None:
         generation = getattr(model, "generation_config", None)
         if generation is not None:
             generation.save_pretrained(str(directory))
+
+
+def export_weights(trainer: Any, directory: Path) -> None:
+    """Write the model's weights of a complete checkpoint as safetensors with Hugging Face's names and layouts.
+
+    They go to ``{directory}/huggingface``, which is there when it is complete; configuration and tokenizer are copied
+    beside them. One process does it.
+
+    Raises:
+        ValidationError: There are no rules for this model; nothing was written.
+        OSError: The file system refused; likewise.
+    """
+    model = trainer.model
+    # A wrapper's names are the adapter's own.
+    rules = None if is_peft(model) else hf_rules(type(model), model.config)["to_hf"]
+    unfinished, output = directory / f"{_EXPORTED}.unfinished", directory / _EXPORTED
+    for path in (unfinished, output):
+        if path.exists():
+            shutil.rmtree(path)
+    try:
+        export_safetensors(directory / SUBDIRECTORY, unfinished, rules)
+        for path in sorted(directory.iterdir()):
+            if path.is_file() and path.suffix in (".json", ".txt", ".model") and not path.name.startswith(_OWN):
+                shutil.copyfile(path, unfinished / path.name)
+        unfinished.rename(output)
+        open_backend(directory).sync()
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise

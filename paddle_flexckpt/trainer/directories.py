@@ -60,11 +60,7 @@ class TrainerDirectories:
         return [step for step in self.steps() if is_usable(self.directory(step))]
 
     def last(self, below: int | None = None) -> str | None:
-        """Return the directory of the highest step that can be resumed from; None if there is none.
-
-        Args:
-            below: Only steps before this one count.
-        """
+        """Return the directory of the highest step (below one) that can be resumed from; None if there is none."""
         steps = [step for step in self.usable() if below is None or step < below]
         return str(self.directory(steps[-1])) if steps else None
 
@@ -222,12 +218,9 @@ def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 def choose_checkpoint(asked: str, directories: TrainerDirectories, fallback: bool) -> str:
-    """Return the directory to resume from.
+    """Return the directory to resume from: the one asked for, or for "true" the latest that can be resumed from.
 
-    Args:
-        asked: A directory, or "true" for the latest that can be resumed from.
-        directories: Those of the run.
-        fallback: Whether the last complete one before it may take the place of one that is not complete.
+    With ``fallback``, the last complete one before it takes the place of one that is not complete.
 
     Raises:
         ValidationError: There is none.

@@ -34,35 +34,25 @@ class AverageState:
         missing = [name for name in _NEEDED if not callable(getattr(buffer, name, None))]
         if missing:
             raise ValidationError(
-                [
-                    Problem(
-                        f"the averages of the weights are in a {type(buffer).__name__} without {', '.join(missing)}",
-                        expected="that of PaddleFormers 1.2.0",
-                        remedy="leave --zcc_save_ema_coef out",
-                    )
-                ],
+                Problem(
+                    f"the averages of the weights are in a {type(buffer).__name__} without {', '.join(missing)}",
+                    expected="that of PaddleFormers 1.2.0",
+                    remedy="leave --zcc_save_ema_coef out",
+                ),
                 "cannot save moving averages",
             )
         self._buffer = buffer
         buffer.save = _saved_with_the_checkpoint
 
     def shards(self, shards: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the averages as shards of a checkpoint; none before the first has been taken.
-
-        Args:
-            shards: The shards of model and optimizer: they say how the averages are split.
-        """
+        """Return the averages as shards, split as those of model and optimizer; none before the first is taken."""
         if not (self._buffer.master_weights or self._buffer.model_params):
             return {}
         averages = self._buffer._build_ema_save_sharded_state_dict()
         return {PREFIX + key: _average_of(shards[key], weight.local_tensor) for key, weight in averages.items()}
 
     def targets(self, shards: Mapping[str, Any]) -> dict[str, Any]:
-        """Fresh tensors for the averages of a model and an optimizer.
-
-        Args:
-            shards: The shards of both: there is an average of each master weight and of each float32 parameter.
-        """
+        """Return fresh tensors: there is an average of each master weight and of each float32 parameter."""
         import paddle
 
         model, targets = self._buffer.model.state_dict(), {}

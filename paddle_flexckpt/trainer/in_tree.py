@@ -73,16 +73,7 @@ def save_state_dict(
             return None, str(max(ids, default=0)).encode()
 
         unique_id = int(comm.together(choose, context)[1][0])
-    save(
-        state_dict,
-        path,
-        process_group,
-        coordinator_rank,
-        unique_id,
-        async_save,
-        safetensors,
-        save_replicas,
-    )
+    save(state_dict, path, process_group, coordinator_rank, unique_id, async_save, safetensors, save_replicas)
 
     def tidy() -> tuple[None, bytes]:
         # What a save in the background replaces has to stay until that is done.

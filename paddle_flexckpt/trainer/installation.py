@@ -8,9 +8,9 @@ import importlib.util
 import sys
 from collections.abc import Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, get_type_hints
 
-from paddle_flexckpt.trainer.arguments import SHARED, FlexTrainingArguments, flag_types, options_of
+from paddle_flexckpt.trainer.arguments import SHARED, FlexTrainingArguments, options_of
 from paddle_flexckpt.trainer.directories import is_flex, is_usable, latest_checkpoint
 from paddle_flexckpt.trainer.mixin import KEPT, FlexTrainerMixin, PaddleFormersMixin
 from paddle_flexckpt.trainer.model_rules.install import check_library, install_model_rules, uninstall_model_rules
@@ -122,13 +122,10 @@ def _add_fields(arguments: Any, undo: Undo) -> None:
 
     A dataclass collects its bases' fields when it is made, so each of them is made anew, bases first.
     """
-    added = [each for each in dataclasses.fields(FlexTrainingArguments) if each.name not in SHARED]
-    added += [
-        each
-        for each in dataclasses.fields(FlexTrainingArguments)
-        if each.name in SHARED and each.name not in arguments.__dataclass_fields__
-    ]
-    types = flag_types()
+    has = arguments.__dataclass_fields__
+    flags = sorted(dataclasses.fields(FlexTrainingArguments), key=lambda each: each.name in SHARED)
+    added = [each for each in flags if each.name not in SHARED or each.name not in has]
+    types = get_type_hints(FlexTrainingArguments)  # argument parsers want types, not their names
     undo.set(arguments, "__annotations__", {**arguments.__annotations__, **{f.name: types[f.name] for f in added}})
     for each in added:
         undo.set(arguments, each.name, dataclasses.field(default=each.default, metadata=each.metadata))

@@ -5,13 +5,13 @@ Tested in tests/trainer/test_installation.py.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from paddle_flexckpt.trainer.arguments import FLEX
-from paddle_flexckpt.trainer.best_model import keep_best_model
 from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
 from paddle_flexckpt.trainer.contents import is_semi_automatic
 from paddle_flexckpt.trainer.directories import is_flex
@@ -205,3 +205,48 @@ def upstream_of(trainer: Any, name: str) -> Callable[..., Any]:
     kept = getattr(trainer, KEPT + name, None)
     found: Callable[..., Any] = kept if kept is not None else getattr(super(FlexTrainerMixin, trainer), name)
     return found
+
+
+@contextlib.contextmanager
+def keep_best_model(trainer: Any, flex: TrainerCheckpointer) -> Iterator[None]:
+    """Load the best model at the end of the training in this context, if that is wanted.
+
+    The trainer's own loop knows its own files alone, and warns where they are not there. So its flag is off between the
+    begin of the loop, where callbacks look at it, and its end, where the first callback loads the best model before the
+    others see the end of the training.
+    """
+    args, callbacks = trainer.args, trainer.callback_handler.callbacks
+    if not (flex.options.save and args.load_best_model_at_end):
+        yield
+        return
+    first, last = _callbacks(trainer, flex)
+    callbacks.insert(0, first)
+    callbacks.append(last)
+    try:
+        yield
+    finally:
+        callbacks.remove(first)
+        callbacks.remove(last)
+        args.load_best_model_at_end = True
+
+
+def _callbacks(trainer: Any, flex: TrainerCheckpointer) -> tuple[Any, Any]:
+    """Return the first and the last of the trainer's callbacks."""
+    kinds = [cls for callback in trainer.callback_handler.callbacks for cls in type(callback).__mro__]
+    base: Any = next((cls for cls in kinds if cls.__name__ == "TrainerCallback"), None)
+    if base is None:
+        raise TypeError(f"{type(trainer).__name__} has no callbacks derived from TrainerCallback")
+
+    class First(base):  # type: ignore[misc, valid-type]
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            args.load_best_model_at_end = True
+            best = state.best_model_checkpoint
+            if best is not None:
+                flex.finish()  # it may be the one that is being written
+                flex.load_model(best)
+
+    class Last(base):  # type: ignore[misc, valid-type]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            args.load_best_model_at_end = False
+
+    return First(), Last()

@@ -17,8 +17,13 @@ from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.report import LoadReport
-from paddle_flexckpt.run_state.extra_state import load_extra_state, restore_extra_state, saved_world_size
-from paddle_flexckpt.run_state.scheduler_state import restore_plain_scheduler, restore_scaler
+from paddle_flexckpt.run_state.extra_state import (
+    load_extra_state,
+    restore_extra_state,
+    restore_plain_scheduler,
+    restore_scaler,
+    saved_world_size,
+)
 from paddle_flexckpt.trainer.arguments import TrainerOptions
 from paddle_flexckpt.trainer.contents import collect_shards
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY, is_flex
@@ -29,15 +34,7 @@ _SCHEDULER, _SCALER = "scheduler.pdparams", "scaler.pdparams"
 
 @dataclass
 class Restored:
-    """Hold what was restored.
-
-    Attributes:
-        path: The directory.
-        native: Whether it is of this library.
-        load: What was loaded into model and optimizer.
-        state: The extra state, for the generators.
-        not_restored: What is not as it was, and why.
-    """
+    """Hold what was restored: whether from a native checkpoint, the generators' state, and what is not as it was."""
 
     path: str
     native: bool

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.aoa import AoaError, compile_program, invert
 from paddle_flexckpt.aoa.errors import MAX_LINE
-from paddle_flexckpt.aoa.lexer import TAGS
-from paddle_flexckpt.aoa.parser import ATTRIBUTES, MAX_NAMES
+from paddle_flexckpt.aoa.parser import ATTRIBUTES, MAX_NAMES, TAGS
 from tests.aoa.small import catalog, compiled, numbered, room
 from tests.property import examples
 

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.aoa.lexer import TAGS
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, rule_names
-from paddle_flexckpt.aoa.parser import ATTRIBUTES
+from paddle_flexckpt.aoa.parser import ATTRIBUTES, TAGS
 from tests.aoa.doctest_world import apply, catalog, load, numbers
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "aoa.md"

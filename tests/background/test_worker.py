@@ -16,7 +16,7 @@ from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.background.protocol import Channel, WriteJob
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.background.worker import carry_out
-from paddle_flexckpt.catalog.failures import Failure
+from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.local import LocalBackend
 from tests.background.helpers import PATIENCE_SECONDS, load, state

@@ -22,6 +22,12 @@ def test_one_problem_is_one_line():
     assert error.problems == [Problem("bad", key="w")]
 
 
+def test_one_problem_needs_no_list():
+    for problem in (Problem("bad", key="w"), "bad"):
+        assert ValidationError(problem, "loading").problems == [problem]
+        assert str(ValidationError(problem)) == str(ValidationError([problem]))
+
+
 def test_problems_are_numbered_and_said_once():
     error = ValidationError([Problem("a"), "b", Problem("a")])
     assert str(error) == "2 problems\n  1. a\n  2. b"

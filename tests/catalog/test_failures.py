@@ -8,7 +8,7 @@ import pytest
 
 from paddle_flexckpt.aoa import AoaError
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Problem, UnsafePickleError, ValidationError
-from paddle_flexckpt.catalog.failures import Failure, combine
+from paddle_flexckpt.catalog.errors import Failure, combine
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paddle_flexckpt.parallel.scaler import unscales_without_looking
+from paddle_flexckpt.parallel.semi_auto import unscales_without_looking
 
 pytestmark = [pytest.mark.compat, pytest.mark.paddle]
 

@@ -17,10 +17,10 @@ from paddle_flexckpt.background import BackgroundWriter, SaveHandle, WriteJob
 from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.background.worker import carry_out
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.catalog.failures import Failure
+from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.media.locks import SaveLock
+from paddle_flexckpt.media.backend import SaveLock
 from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.report import SaveReport
 from tests.crash.job import JobCommunicator, Stopped

@@ -70,7 +70,7 @@ pytest_add_cli_args=
     -m
     not slow
 timeout_multiplier=2
-timeout_constant=2
+timeout_constant=15
 use_git_change_detection=false
 process_isolation=forkserver
 """

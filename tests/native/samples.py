@@ -12,8 +12,8 @@ import numpy as np
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, dtype_of
 from paddle_flexckpt.native.checksums import Checksums, hash_block
 from paddle_flexckpt.native.data_file import write_data_file
+from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
-from paddle_flexckpt.native.save_names import SaveNames
 from tests.property.layouts import Shard
 
 TOKEN = "0123456789abcdef" * 2

@@ -11,8 +11,7 @@ import pytest
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.save_names import SaveNames
+from paddle_flexckpt.native.directory import CheckpointDirectory, SaveNames
 from tests.crash.file_system import FileSystem
 from tests.crash.job import Job
 from tests.native.samples import items_of, values_of, whole

@@ -12,8 +12,7 @@ from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.engine.files import read_pieces
 from paddle_flexckpt.native import checksums
-from paddle_flexckpt.native.block_reader import HASHED_AT_ONCE
-from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.native.reader import HASHED_AT_ONCE, FileReader
 from tests.native.samples import flip, store, whole
 
 BLOCK = 256

@@ -15,7 +15,7 @@ from paddle import nn
 import paddle_flexckpt as fc
 from paddle_flexckpt.parallel.optimizers import OptimizerMixin, describe_states, names_by_tensor
 from paddle_flexckpt.parallel.sharding import _owned_range
-from paddle_flexckpt.parallel.sharding_stage3 import parameter_name
+from paddle_flexckpt.parallel.slices import parameter_name
 
 
 class Group:

@@ -15,7 +15,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.parallel import fully_shard
+from paddle_flexckpt.parallel import slices
 from paddle_flexckpt.sharded_weight import ShardedWeight
 
 pytestmark = [pytest.mark.paddle, pytest.mark.multiprocess]
@@ -122,7 +122,7 @@ def two_axes(directory):
     fc.install()
     mesh = dist.ProcessMesh([list(range(dist.get_world_size()))], dim_names=["dp", "mp"])
     model, _ = fused(mesh)
-    context = fully_shard.fused_context()
+    context = slices.fused_context()
     buffer = context.buffer_manager.buffer_groups[0].params_buffer
     texts = []
     for call in (lambda: fc.check(model), lambda: fc.save_state_dict(model.sharded_state_dict(), directory)):
@@ -234,18 +234,18 @@ def test_describing_looks_at_each_parameter_a_few_times_however_many_there_are(m
         comm_manager=SimpleNamespace(reset_params_buffer_status=lambda: list(groups)),
         mesh=SimpleNamespace(process_ids=[0]),
     )
-    monkeypatch.setattr(fully_shard, "fused_context", lambda: context)
+    monkeypatch.setattr(slices, "fused_context", lambda: context)
     table = {group.params_buffer.data_buffer.name: paddle.zeros([4 * per_buffer]) for group in groups}
     optimizer = SimpleNamespace(_accumulators={"moment1": table, "moment2": dict(table)}, _parameter_list=[])
 
     for parameter in parameters:
         parameter.stop_gradient = False
         weight = SimpleNamespace(key=parameter.name, dist_tensor=parameter)
-        shard = fully_shard.describe_fused(weight)
+        shard = slices.describe_fused(weight)
         assert isinstance(shard, ShardedWeight)
         assert shard.flattened_range == slice(0, 3)
-    monkeypatch.setattr(fully_shard, "steps_on_buffers", lambda _: True)
-    tables = fully_shard.fused_tables(optimizer)
+    monkeypatch.setattr(slices, "steps_on_buffers", lambda _: True)
+    tables = slices.fused_tables(optimizer)
     assert tables.ranges == {parameter.name: slice(0, 3) for parameter in parameters}
     assert max(parameter.looks for parameter in parameters) <= 4
     assert groups.walks <= 4

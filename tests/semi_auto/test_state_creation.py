@@ -16,7 +16,7 @@ import paddle.distributed as dist
 from paddle.utils import unique_name
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.parallel.dist_model import DistModelMixin, _split
+from paddle_flexckpt.parallel.semi_auto import DistModelMixin, _split
 from paddle_flexckpt.parallel.state_creation import create_states
 from tests.semi_auto import training
 

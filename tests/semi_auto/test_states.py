@@ -16,7 +16,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.parallel.install import install, uninstall
-from paddle_flexckpt.parallel.shard_optimizer import create_states
+from paddle_flexckpt.parallel.state_creation import create_states
 from paddle_flexckpt.parallel.tensor_fusion import fused_pieces, trainable_parameters
 from tests.semi_auto.strategies import BY_NAME
 from tests.semi_auto.training import build, gather

@@ -15,8 +15,13 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.sharded_weight import make_replicated_sharded_weight
 from paddle_flexckpt.trainer.model_rules import register_model_rule, unregister_model_rule
 from paddle_flexckpt.trainer.model_rules.fused import fused_layers, mark_fused
-from paddle_flexckpt.trainer.model_rules.layers import complete_rules, gemma_axes, vocabulary_axes
-from paddle_flexckpt.trainer.model_rules.registry import qualified_name, registered_axes
+from paddle_flexckpt.trainer.model_rules.layers import (
+    complete_rules,
+    gemma_axes,
+    qualified_name,
+    registered_axes,
+    vocabulary_axes,
+)
 
 
 class Table(nn.Layer):

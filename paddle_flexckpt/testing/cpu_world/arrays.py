@@ -15,11 +15,11 @@ from paddle.base import core
 Op = core.ReduceOp
 
 # numpy has no bfloat16: Paddle hands its bits out as uint16, and takes uint16 back as bfloat16.
-_HALF = (paddle.float16, paddle.bfloat16)
+HALF = (paddle.float16, paddle.bfloat16)
 
 
 def to_array(tensor: Any) -> np.ndarray:
-    """A contiguous copy of a tensor's values (bfloat16 as its uint16 bits)."""
+    """Return a contiguous copy of a tensor's values (bfloat16 as its uint16 bits)."""
     with paddle.no_grad():
         tensor = tensor.detach()
         return np.array((tensor if tensor.is_contiguous() else tensor.contiguous()).numpy())
@@ -50,15 +50,8 @@ def put_array(target: Any, array: np.ndarray) -> None:
 def reduce_arrays(arrays: Sequence[np.ndarray], dtype: Any, op: Any) -> Any:
     """Reduce one array per rank, in the order given.
 
-    Half precision is accumulated in float32 and rounded once (gloo's own float16 sum is inf: U2).
-
-    Args:
-        arrays: one per rank, equal shapes.
-        dtype: the Paddle dtype of the result.
-        op: a ``core.ReduceOp``.
-
-    Returns:
-        A tensor of ``dtype``.
+    Half precision is accumulated in float32 and rounded once (gloo's own float16 sum is inf: U2). The result is a
+    tensor of ``dtype``.
 
     Raises:
         ValueError: an operation that is not one of SUM, AVG, MAX, MIN, PRODUCT.
@@ -72,7 +65,7 @@ def reduce_arrays(arrays: Sequence[np.ndarray], dtype: Any, op: Any) -> Any:
 
 
 def _accumulator(array: np.ndarray, dtype: Any) -> np.ndarray:
-    if dtype not in _HALF:
+    if dtype not in HALF:
         return array
     if array.dtype == np.uint16:
         return (array.astype(np.uint32) << 16).view(np.float32)

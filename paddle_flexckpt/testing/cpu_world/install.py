@@ -15,15 +15,13 @@ from paddle.distributed import collective, fleet, parallel
 
 from paddle_flexckpt.undo import Undo
 
-from .data_parallel import patch_data_parallel
 from .group_sharded import patch_devices, patch_group_sharded
-from .kernels import patch_kernels
+from .kernels import patch_kernels, patch_moe
 from .mesh import Mesh
-from .moe import patch_moe
-from .optimizers import patch_adamw, patch_sharding_v2
 from .process_group import MeshProcessGroup
 from .semi_auto import patch_semi_auto, reset_semi_auto
 from .static_graphs import patch_static_graphs
+from .training import patch_adamw, patch_data_parallel, patch_sharding_v2
 
 # More than a job makes on a device; group ids are C integers.
 _GROUPS_OF_A_JOB = 4096
@@ -145,14 +143,10 @@ def init_fleet(
     """Initialise fleet with fresh degrees, whatever it was initialised with before. Collective.
 
     Args:
-        dp: degree of data parallelism. The product of the five degrees must be the size of the world.
-        mp: degree of tensor (model) parallelism.
-        pp: degree of pipeline parallelism.
-        sharding: degree of optimizer sharding.
-        sep: degree of segment parallelism.
+        dp: degree of data parallelism; ``mp``, ``pp``, ``sharding`` and ``sep`` are those of tensor, pipeline,
+            optimizer and segment parallelism. Their product must be the size of the world.
         split_param: sharding V2, where a parameter may straddle ranks, instead of V1.
-        accumulate_steps: micro batches of one ``train_batch`` of a pipeline.
-        micro_batch_size: samples of a micro batch.
+        accumulate_steps: micro batches of one ``train_batch`` of a pipeline, each of ``micro_batch_size`` samples.
         strategy: a ``DistributedStrategy`` to start from; a new one by default.
         hybrid: further entries of ``hybrid_configs``.
 

@@ -51,8 +51,7 @@ class Mesh:
     3. ``next_epoch`` drops what is unread. ``abort`` wakes the waiting thread with an error.
     4. ``close`` says goodbye to all peers, closes the sockets and ends the threads.
 
-    Args:
-        timeout: seconds that ``recv`` waits before it raises; None waits for ever.
+    ``recv`` waits ``timeout`` seconds before it raises; with None, for ever.
     """
 
     def __init__(self, timeout: float | None = 120.0) -> None:
@@ -75,13 +74,7 @@ class Mesh:
         self._closing = False
 
     def start(self, store: Any, rank: int, size: int) -> None:
-        """Join the mesh; return at once when it has been joined already.
-
-        Args:
-            store: Paddle's TCPStore, shared by all ranks.
-            rank: this process, 0-based.
-            size: number of processes.
-        """
+        """Join the mesh through Paddle's TCPStore, which all ranks share; do nothing when it has been joined."""
         if self.started:
             return
         self.rank, self.size = rank, size
@@ -122,11 +115,7 @@ class Mesh:
             self._news.wait_for(lambda: not self._unsent[peer] or peer in self._lost or self._failure, self.timeout)
 
     def recv(self, peer: int, channel: str) -> Payload:
-        """Wait for the next message of ``peer`` on ``channel``.
-
-        Raises:
-            MeshError: see :class:`MeshError`.
-        """
+        """Wait for the next message of ``peer`` on ``channel``."""
         return self.take(peer, channel, self.post(peer, channel))
 
     def post(self, peer: int, channel: str) -> int:

@@ -44,14 +44,7 @@ DONE = Done()
 
 
 class Receive(Done):
-    """The task of a posted receive: ``wait()`` fills the tensor.
-
-    Args:
-        mesh: where the message arrives.
-        peer: global rank of the sender.
-        channel: the group's p2p channel.
-        store: writes the message into the tensor.
-    """
+    """The task of a posted receive from a global rank: ``wait()`` has ``store`` write it into the tensor."""
 
     def __init__(self, mesh: Mesh, peer: int, channel: str, store: Callable[[Array], None]) -> None:
         self._mesh, self._peer, self._channel, self._store = mesh, peer, channel, store
@@ -71,11 +64,7 @@ class Receive(Done):
 class MeshProcessGroup:
     """See the module. Ranks in the arguments are ranks in the group, as in Paddle's own process groups.
 
-    Args:
-        mesh: the started mesh.
-        rank: this process within the group.
-        size: number of members.
-        gid: Paddle's id of the group; 0 is the world.
+    ``gid`` is Paddle's id of the group; 0 is the world.
     """
 
     def __init__(self, mesh: Mesh, rank: int, size: int, gid: int) -> None:
@@ -147,11 +136,7 @@ class MeshProcessGroup:
     def all_gather(self, out: Any, tensor: Any, sync_op: bool | None = None) -> Done:
         """Gather tensors. Arguments: ``(list, tensor, sync_op)`` or, in the old order, ``(tensor, big tensor)``."""
         if not isinstance(out, (list, tuple)):
-            return (
-                self.all_gather_into_tensor(out, tensor)
-                if sync_op is not None
-                else (self.all_gather_into_tensor(tensor, out))
-            )
+            return self.all_gather_into_tensor(*((tensor, out) if sync_op is None else (out, tensor)))
         for target, array in zip(out, self.exchange("all_gather", [to_array(tensor)] * self._size)):
             put_array(target, array)
         return DONE
@@ -258,8 +243,7 @@ class MeshProcessGroup:
 
     # -- old names, and what has no meaning here -----------------------------------------------------------------------
 
-    def allreduce(self, tensor: Any, op: Any = Op.SUM) -> Done:
-        return self.all_reduce(tensor, op)
+    allreduce = all_reduce
 
     def alltoall(self, out: Any, tensor: Any, *_: Any) -> Done:
         """Exchange tensors. The binding names its arguments ``(in, out)``; its caller, MoE, passes ``(out, in)``."""
@@ -271,14 +255,7 @@ class MeshProcessGroup:
     def eager_connect(self, *_: Any, **__: Any) -> None:
         return None
 
-    def eager_connect_ring_exchange(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def shutdown(self) -> None:
-        return None
-
-    def restart(self) -> None:
-        return None
+    eager_connect_ring_exchange = shutdown = restart = eager_connect
 
     # There is no stream on a CPU: the calc-stream form of an operation is the operation.
     all_reduce_on_calc_stream = all_reduce

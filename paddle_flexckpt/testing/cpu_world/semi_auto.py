@@ -26,9 +26,8 @@ from paddle.distributed.auto_parallel.process_mesh import ProcessMesh
 
 from paddle_flexckpt.undo import Undo
 
+from .arrays import HALF
 from .static_graphs import reset_static_graphs
-
-_HALF = (paddle.float16, paddle.bfloat16)
 
 # Module globals of Paddle that outlive a job, with what they are at the start. Not every version has each module.
 _LEFT_BEHIND = (
@@ -90,8 +89,7 @@ class _Reshard:
        wrong, U2), and a tensor that leaves the last ranks with nothing (S14).
     2. Where a mesh axis goes from partial or sharded to another sharding, it first becomes a replica (S13).
 
-    Args:
-        native: Paddle's function; static graphs, changes of the mesh and axes that are cut twice are its own.
+    Static graphs, changes of the mesh and axes that are cut twice are left to Paddle's own function.
     """
 
     def __init__(self, native: Any) -> None:
@@ -103,7 +101,7 @@ class _Reshard:
         now, wanted = list(dist_tensor.placements), list(placements)
         if _cuts(now) is None or _cuts(wanted) is None or any(p.is_partial() for p in wanted):
             return self.native(dist_tensor, mesh, placements)
-        if dist_tensor.dtype in _HALF or any(_leaves_nothing(dist_tensor.shape, mesh, some) for some in (now, wanted)):
+        if dist_tensor.dtype in HALF or any(_leaves_nothing(dist_tensor.shape, mesh, some) for some in (now, wanted)):
             return _ReshardByHand.apply(dist_tensor, wanted, self.native)
         middle = [
             before if before == after or before.is_replicated() or after.is_replicated() else dist.Replicate()
@@ -163,7 +161,7 @@ def _gathered(tensor: Any, native: Any) -> Any:
     for axis, mesh_axis in (_cuts(tensor.placements) or {}).items():
         share[axis] = _share(tensor.shape[axis], mesh.shape[mesh_axis])
         padded[axis] = share[axis] * mesh.shape[mesh_axis]
-    dtype = "float32" if tensor.dtype in _HALF else tensor.dtype
+    dtype = "float32" if tensor.dtype in HALF else tensor.dtype
     local = paddle.zeros(share, dtype)
     held = tensor._local_value()
     if held._is_initialized() and held.shape and held._numel():
@@ -193,12 +191,7 @@ def _labelled(local: Any, shape: Sequence[int], mesh: Any, placements: Sequence[
 
 
 class _ShardTensor:
-    """``shard_tensor`` of what upstream cannot cut (S12, S14): a replica first, which is then resharded.
-
-    Args:
-        native: Paddle's function.
-        reshard: the reshard that can.
-    """
+    """``shard_tensor`` of what upstream cannot cut (S12, S14): a replica first, which is then resharded."""
 
     def __init__(self, native: Any, reshard: _Reshard) -> None:
         self.native, self._reshard = native, reshard
@@ -221,7 +214,7 @@ class _ShardTensor:
             data = paddle.to_tensor(data, dtype, place, getattr(data, "stop_gradient", True))
             dtype = None
         outside = dist.get_rank() not in mesh.process_ids  # nothing to cut, and a reshard there ends in SIGSEGV
-        if outside or (data.dtype not in _HALF and not _leaves_nothing(data.shape, mesh, placements)):
+        if outside or (data.dtype not in HALF and not _leaves_nothing(data.shape, mesh, placements)):
             return self.native(data, mesh, placements, dtype, place, stop_gradient)
         replica = self.native(data, mesh, [dist.Replicate()] * len(placements), dtype, place, stop_gradient)
         with paddle.no_grad():

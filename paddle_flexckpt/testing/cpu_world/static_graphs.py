@@ -53,7 +53,7 @@ def patch_static_graphs(patches: Undo) -> None:
     patches.replace_everywhere("new_process_group", process_group.new_process_group, new_process_group, "paddle")
     patches.set(process_group.ProcessGroup, "instantiate", _instantiate)
     # It asks for a communicator of NCCL. Connecting a group is a rendezvous already.
-    patches.set(_legacy_C_ops, "barrier", _barrier)
+    patches.set(_legacy_C_ops, "barrier", lambda *_: None)
     _patch_reshards(patches)
 
 
@@ -75,10 +75,6 @@ def _instantiate(group: Any) -> None:
         core.CommContextManager.create_gloo_comm_context(own, str(group.id), place, group.nranks)
         _stores[group.id] = own
     group._is_instantiate = True
-
-
-def _barrier(*_: Any) -> None:
-    return None
 
 
 def _patch_reshards(patches: Undo) -> None:

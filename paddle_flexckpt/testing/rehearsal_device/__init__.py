@@ -18,8 +18,20 @@ variables of :func:`environment`; :func:`missing_tools` says why there is none.
 """
 
 from .build import BuildError, build, missing_tools
-from .control import Span, configure, delay, page_lock, page_unlock, read, reset, spans, stats, trace
-from .environment import DEVICE_TYPE, environment
+from .control import (
+    DEVICE_TYPE,
+    Span,
+    configure,
+    delay,
+    environment,
+    page_lock,
+    page_unlock,
+    read,
+    reset,
+    spans,
+    stats,
+    trace,
+)
 from .touches import HostTouchError
 
 __all__ = [

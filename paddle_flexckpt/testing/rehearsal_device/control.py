@@ -1,6 +1,6 @@
-"""Read the counters and the trace of the rehearsal device, and change its settings.
+"""Give a process the rehearsal device, read its counters and its trace, and change its settings.
 
-Tested in tests/device/test_seeded_mistakes.py.
+Tested in tests/device/test_plugin.py and tests/device/test_seeded_mistakes.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .build import LIBRARY
+from .build import LIBRARY, build
 
+DEVICE_TYPE = "rehearsal"
+
+# Paddle keeps freed memory for later unless it is told to give it back at once. Only then does the device know that
+# memory is freed: its counters of memory are exact, and a use of freed memory is found.
+_FREE_AT_ONCE = {"FLAGS_allocator_strategy": "auto_growth", "FLAGS_free_idle_chunk": "1"}
 _WAITS = frozenset({"wait_stream", "wait_event", "wait_device", "stream_wait"})
 
 
@@ -56,6 +61,17 @@ class Touch(NamedTuple):
     known: bool
     main_thread: bool
     origin: str
+
+
+def environment(devices: int = 2, **settings: object) -> dict[str, str]:
+    """Compile the plugin if necessary, and return the environment variables of a process that shall have it.
+
+    Args:
+        devices: Number of devices.
+        **settings: Settings of :func:`configure`, and ``open`` (1: the host may touch device memory).
+    """
+    variables = {f"REHEARSAL_{name.upper()}": str(value) for name, value in settings.items()}
+    return {"CUSTOM_DEVICE_ROOT": str(build()), "REHEARSAL_DEVICES": str(devices), **_FREE_AT_ONCE, **variables}
 
 
 @functools.cache

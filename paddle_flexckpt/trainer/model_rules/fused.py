@@ -3,31 +3,30 @@
 ``_get_tensor_parallel_mappings`` of PaddleNLP's models says how a whole parameter is split: ``is_naive_2fuse`` gives
 every rank its parts of two that are fused, ``is_naive_3fuse`` of three. A plain split (grouped q, k and v too) is
 the same under every degree. What the mappings do not say, or not by the name that the parameter has, is in a table.
+PaddleFormers' AOA statements from Hugging Face's weights say it: ``fused_ffn`` or ``fused_qkv_old`` makes a parameter
+whose parts every rank holds side by side; with ``fused_qkv`` they are in the order of the key and value heads.
 Tested in tests/trainer/test_model_rules_unit.py.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedStateDict, ShardedWeight
-from paddle_flexckpt.trainer.model_rules.paddleformers import fused_by_statements
 
 # In which axis the outputs of a linear layer run, by the parameter's name; None: those of its last axis.
 _OUTPUTS: Mapping[str, int | None] = {"weight": None, "bias": 0, "lora_B": None, "quant_weight": 0, "quant_scale": 0}
-_FFN = "fused_ffn"
+_FFN, _QKV = "fused_ffn", "fused_qkv_old"
+# The parameter that a statement makes, by its name within a layer of the model.
+_TARGET = re.compile(r"layers\.(?:\$LAYER_ID|\d+)\.(?P<path>.+)\.(?:weight|bias)$")
 
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """A linear layer whose outputs are fused.
-
-    Attributes:
-        path: Its name, or the end of it.
-        statement: The statement of its :class:`FusedAxis`.
-    """
+    """A linear layer whose outputs are fused: its name, or the end of it, and the statement of its FusedAxis."""
 
     path: str
     statement: str | None
@@ -57,12 +56,32 @@ def fused_layers(model: Any) -> list[FusedLayer]:
             layers.append(FusedLayer(path, None))
         elif flags.get("is_column", True) and not _is_plain(action):
             layers.append(FusedLayer(path, None))
-    layers += [FusedLayer(path, statement) for path, statement in fused_by_statements(model)]
-    return list(dict.fromkeys(layers))
+    return list(dict.fromkeys([*layers, *_fused_by_statements(model)]))
+
+
+def _fused_by_statements(model: Any) -> list[FusedLayer]:
+    """Return the fused layers of a PaddleFormers model, as its AOA statements from Hugging Face's weights tell them."""
+    method = getattr(type(model), "_gen_aoa_config", None)
+    if method is None or not type(model).__module__.startswith("paddleformers."):
+        return []
+    found: dict[str, str] = {}
+    for statement in method(model.config)["aoa_statements"]:
+        if _FFN not in statement and _QKV not in statement:
+            continue
+        target, *attributes = (part.strip() for part in statement.partition("->")[2].split(","))
+        match = _TARGET.search(target)
+        if match is None:
+            continue
+        if _FFN in attributes:
+            found[match["path"]] = _FFN
+        elif _QKV in attributes:
+            heads = [each for each in attributes if each.startswith(("num_heads", "num_key_value_groups"))]
+            found[match["path"]] = ", ".join([_QKV, *heads])
+    return [FusedLayer(path, statement) for path, statement in found.items()]
 
 
 def _qkv(config: Any, groups: int) -> str:
-    return f"fused_qkv_old, num_heads={int(config.num_attention_heads)}, num_key_value_groups={groups}"
+    return f"{_QKV}, num_heads={int(config.num_attention_heads)}, num_key_value_groups={groups}"
 
 
 def _mappings(model: Any, config: Any) -> Mapping[str, Any]:
@@ -93,12 +112,7 @@ def layer_of(layers: Mapping[str, FusedLayer], path: str) -> FusedLayer | None:
 
 
 def mark_fused(model: Any, sharded: ShardedStateDict) -> None:
-    """Give the shards of fused parameters their :class:`FusedAxis`.
-
-    Args:
-        model: The model.
-        sharded: Its shards; a shard that has a rule already keeps it.
-    """
+    """Give the shards of a model's fused parameters their :class:`FusedAxis`; a shard with a rule keeps it."""
     layers = {layer.path: layer for layer in reversed(fused_layers(model))}
     for key, weight in sharded.items():
         path, _, parameter = key.rpartition(".")

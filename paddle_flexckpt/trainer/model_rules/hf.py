@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from paddle_flexckpt.aoa import invert
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.trainer.model_rules.fused import FusedLayer, fused_layers, layer_of
-from paddle_flexckpt.trainer.model_rules.registry import qualified_name
+from paddle_flexckpt.trainer.model_rules.layers import qualified_name
 
 AoaConfig = dict[str, list[str]]
 # Computed, not trained: models do not keep them.
@@ -103,7 +104,7 @@ def _renames(model_class: Any, config: Any, tied: bool) -> Iterable[_Statement]:
             raise _unknown(model_class, f"{source!r} is split, and the table lacks some of its parts: {targets}")
         names = tuple(targets[index] for index in sorted(targets))
         right = ", ".join(f"{{{number}}}" for number in range(1, len(names) + 1))
-        yield (source, *names), f"{{0}} -> {right}, axis={_last_axis(source)}"
+        yield (source, *names), f"{{0}} -> {right}, axis={0 if source.endswith('.bias') else 1}"
 
 
 def _fused(model_class: Any, config: Any) -> list[FusedLayer]:
@@ -115,11 +116,8 @@ def _fused(model_class: Any, config: Any) -> list[FusedLayer]:
 
 def _tags(fused: dict[str, FusedLayer], target: str) -> str:
     """Return what a statement says of a parameter that every rank holds as parts side by side."""
-    path, _, parameter = target.rpartition(".")
-    layer = layer_of(fused, path)
-    if layer is None:
-        return ""
-    return f", {layer.statement}" + (", axis=0" if parameter == "bias" else "")
+    layer = layer_of(fused, target.rpartition(".")[0])
+    return "" if layer is None else f", {layer.statement}" + (", axis=0" if target.endswith(".bias") else "")
 
 
 def _fusions(model_class: Any, config: Any) -> Iterable[_Statement]:
@@ -144,31 +142,21 @@ def _fusions(model_class: Any, config: Any) -> Iterable[_Statement]:
         yield (*singles, whole), f"{left} -> {{{len(singles)}}}, {tag}{axis}"
 
 
-def _last_axis(name: str) -> int:
-    return 0 if name.endswith(".bias") else 1
-
-
 def _folded(names: Sequence[str], template: str) -> str:
     """Return the statement, with placeholders for numbers of layer and expert where all its names have the same."""
     numbers = {tuple(_NUMBER.findall(name)) for name in names}
     if len(numbers) == 1 and 0 < len(next(iter(numbers))) <= len(_PLACEHOLDERS):
-        names = [_with_placeholders(name) for name in names]
+        placeholders = itertools.cycle(_PLACEHOLDERS[: len(next(iter(numbers)))])
+        names = [_NUMBER.sub(lambda _: next(placeholders), name) for name in names]
     return template.format(*names)
-
-
-def _with_placeholders(name: str) -> str:
-    found = iter(_PLACEHOLDERS)
-    return _NUMBER.sub(lambda _: next(found), name)
 
 
 def _unknown(model_class: type, why: str) -> ValidationError:
     return ValidationError(
-        [
-            Problem(
-                f"it is not known how Hugging Face's weights become those of {qualified_name(model_class)}",
-                got=why,
-                remedy="write the AOA statements yourself (paddle_flexckpt.model_rules has them for some families, "
-                "paddle_flexckpt.gen_aoa_statements makes them from a model), and pass them as aoa_config",
-            )
-        ]
+        Problem(
+            f"it is not known how Hugging Face's weights become those of {qualified_name(model_class)}",
+            got=why,
+            remedy="write the AOA statements yourself (paddle_flexckpt.model_rules has them for some families, "
+            "paddle_flexckpt.gen_aoa_statements makes them from a model), and pass them as aoa_config",
+        )
     )

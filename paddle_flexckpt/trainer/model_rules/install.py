@@ -1,7 +1,4 @@
-"""Put the rules of a library's models into effect, and describe such models.
-
-Tested in tests/trainer/test_model_rules.py.
-"""
+"""Put rules for a library's models into effect, and describe models. Tested in tests/trainer/test_model_rules.py."""
 
 from __future__ import annotations
 
@@ -16,8 +13,7 @@ from paddle_flexckpt.parallel.layers import COMPLETE_RULES, LayerMixin, own_stat
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 from paddle_flexckpt.trainer.model_rules.fused import mark_fused
 from paddle_flexckpt.trainer.model_rules.layers import complete_rules
-from paddle_flexckpt.trainer.model_rules.paddleformers import with_tied_names
-from paddle_flexckpt.trainer.model_rules.pipeline import pipeline_names
+from paddle_flexckpt.trainer.model_rules.pipeline import pipeline_names, with_tied_names
 from paddle_flexckpt.undo import Undo
 
 LIBRARIES = ("paddlenlp", "paddleformers")
@@ -49,7 +45,11 @@ def install_model_rules(library: str) -> None:
         for name, method in methods.items():
             undo.set(owner, name, method)
     _installed[library] = undo
-    setattr(paddle.nn.Layer, COMPLETE_RULES, _complete(paddle.nn.Layer))
+
+    def _complete_shard_rules(self: Any, own: dict[str, Any]) -> dict[str, Any]:
+        return complete_rules(self, own, paddle.nn.Layer)
+
+    setattr(paddle.nn.Layer, COMPLETE_RULES, _complete_shard_rules)
 
 
 def uninstall_model_rules(library: str) -> None:
@@ -91,13 +91,6 @@ def check_library(library: str) -> None:
         raise ValueError(f"library has to be one of {', '.join(LIBRARIES)}; got {library!r}")
 
 
-def _complete(layer_class: type) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    def _complete_shard_rules(self: Any, own: dict[str, Any]) -> dict[str, Any]:
-        return complete_rules(self, own, layer_class)
-
-    return _complete_shard_rules
-
-
 def _assignments(library: str) -> list[tuple[Any, dict[str, Any]]]:
     """Return the library's classes and the methods that each of them gets."""
     models = importlib.import_module(f"{library}.transformers.model_utils")
@@ -107,7 +100,8 @@ def _assignments(library: str) -> list[tuple[Any, dict[str, Any]]]:
     if library == "paddlenlp":
         made.append((models.PipelinePretrainedModel, {"_get_pipeline_names": pipeline_names}))
         experts = importlib.import_module("paddlenlp.transformers.moe_layer")
-        made.append((experts.MoELayer, _methods(ExpertParallelMixin, {"_get_expert_count": _expert_count})))
+        methods = {name: value for name, value in vars(ExpertParallelMixin).items() if isinstance(value, FunctionType)}
+        made.append((experts.MoELayer, {**methods, "_get_expert_count": _expert_count}))
         adapters = importlib.import_module("paddlenlp.peft")
         found = (getattr(adapters, name, None) for name in _ADAPTERS)
         made += [(adapter, {"sharded_state_dict": _of_adapter}) for adapter in found if adapter is not None]
@@ -115,10 +109,6 @@ def _assignments(library: str) -> list[tuple[Any, dict[str, Any]]]:
         pipeline = models.PipelinePretrainedModel
         made.append((pipeline, {"sharded_state_dict": with_tied_names(pipeline.sharded_state_dict)}))
     return made
-
-
-def _methods(mixin: type, others: dict[str, Any]) -> dict[str, Any]:
-    return {**{name: member for name, member in vars(mixin).items() if isinstance(member, FunctionType)}, **others}
 
 
 def _marking(owner: Any) -> Callable[..., ShardedStateDict]:

@@ -7,21 +7,22 @@ stage that has only one of them has to know how the other calls it. Tested in te
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-# What a property by which stages share a weight stands for, by class of layer.
+from paddle_flexckpt.sharded_weight import ShardedStateDict
+
+# What a property by which stages share a weight stands for, by class of layer; PaddleFormers' have no family in front.
 _SHARED_ATTRIBUTES = {
     **{
         (f"{family}LMHeadPipe", "embedding_weight"): "weight"
-        for family in ("DeepseekV2", "GPT", "Gemma", "Llama", "Qwen2", "Qwen2Moe")
+        for family in ("", "DeepseekV2", "GPT", "Gemma", "Llama", "Qwen2", "Qwen2Moe")
     },
-    ("DeepseekV2EmbeddingPipe", "embedding_weight"): "embed_tokens.weight",
+    **{
+        (f"{family}EmbeddingPipe", "embedding_weight"): "embed_tokens.weight"
+        for family in ("", "DeepseekV2", "Gemma", "Llama", "Qwen2", "Qwen2Moe")
+    },
     ("GPTEmbeddingPipe", "embedding_weight"): "word_embeddings.weight",
-    ("GemmaEmbeddingPipe", "embedding_weight"): "embed_tokens.weight",
-    ("LlamaEmbeddingPipe", "embedding_weight"): "embed_tokens.weight",
-    ("Qwen2EmbeddingPipe", "embedding_weight"): "embed_tokens.weight",
-    ("Qwen2MoeEmbeddingPipe", "embedding_weight"): "embed_tokens.weight",
 }
 
 
@@ -81,6 +82,25 @@ def shared_names(pipeline: Any) -> list[list[str]]:
     for index, desc, attribute in _shared_attributes(pipeline):
         found.setdefault((desc.layer_name, attribute), []).append(names[f"{index}.{attribute}"])
     return list(found.values())
+
+
+def with_tied_names(described: Callable[..., ShardedStateDict]) -> Callable[..., ShardedStateDict]:
+    """Wrap the ``sharded_state_dict`` of PaddleFormers' pipelines: add a tied weight's names on other stages.
+
+    Without a pipeline the state of a tied weight stands under one of its names, which a stage may not have.
+    """
+
+    def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> ShardedStateDict:
+        sharded = described(self, *args, **kwargs)
+        for names in shared_names(self):
+            for name in names:
+                weight: Any = sharded.get(name)
+                if weight is not None:
+                    others = (*getattr(weight, "aliases", ()), *(other for other in names if other != name))
+                    weight.aliases = tuple(dict.fromkeys(others))
+        return sharded
+
+    return sharded_state_dict
 
 
 def _shared_attributes(pipeline: Any) -> Iterator[tuple[int, Any, str]]:

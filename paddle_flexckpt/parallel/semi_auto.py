@@ -1,8 +1,8 @@
-"""Static models of semi-automatic parallel (``dist.to_static``): parameters and optimizer states by structured name.
+"""Serve semi-automatic parallelism: ``dist.shard_optimizer``, ``dist.to_static`` and ``dist.shard_scaler``.
 
-A DistModel keeps both in the scope of its program, under raw names. They are described here under the names that they
-have in dynamic mode, with the live memory, so one checkpoint serves both modes.
-Tested in tests/semi_auto/test_dist_model.py.
+A DistModel keeps parameters and states in the scope of its program, under raw names. They are described here under the
+names that they have in dynamic mode, with the live memory, so one checkpoint serves both modes.
+Tested in tests/semi_auto/test_states.py, tests/semi_auto/test_dist_model.py and tests/compat/test_semi_auto.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from paddle_flexckpt.parallel.optimizers import describe_flat, without_prefix
-from paddle_flexckpt.parallel.sharding_stage3 import parameter_name
+from paddle_flexckpt.parallel.optimizers import (
+    OverInstance,
+    describe_flat,
+    describe_states,
+    names_by_tensor,
+    require_described,
+    without_prefix,
+)
+from paddle_flexckpt.parallel.slices import fused_tables, parameter_name
+from paddle_flexckpt.parallel.state_creation import create_states
+from paddle_flexckpt.parallel.tensor_fusion import fused_pieces, trainable_parameters, uses_tensor_fusion
 from paddle_flexckpt.sharded_weight import ShardedStateDict, ShardedWeight, make_replicated_sharded_weight
 
 # {parameter}_fp32_master_0, {parameter}_fp32_master_0_{accumulator}_0 and {parameter}_{accumulator}_0, where the number
@@ -23,6 +32,55 @@ _COUNTER = re.compile(r"_\d+$")
 # No states: what the optimizer or its scheduler sets at every step; dense tensors that the forward uses without having
 # them among the model's (tables of a rotary embedding); and sums of gradients, which a step ends with zeros in.
 _NO_STATE = re.compile(r"learning_rate_\d+|eager_tmp_\d+|gradient_merge_.*|.*@GRAD@MERG.*")
+# Where shard_scaler makes the method that it sets on a scaler.
+_HOME = "paddle.distributed.auto_parallel.api"
+
+
+class ShardOptimizerMixin:
+    """Describe the optimizer that ``dist.shard_optimizer`` returns."""
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        """Paddle's state dict, and asking for it changes nothing.
+
+        States that do not exist yet are created as the first step would create them. States that ``set_state_dict``
+        was given and no step has taken over yet are returned as they were given.
+
+        Returns:
+            Names as Paddle makes them (``linear_0.w_0.dist_moment1_0``) to the live tensors; ``master_weights`` and
+            ``LR_Scheduler`` as in Paddle.
+        """
+        # What set_state_dict was given: Paddle would look there for every state that is created, and fail.
+        if not self._accumulators_holder:
+            create_states(self)
+        return self._inner_opt.state_dict()  # type: ignore[no-any-return]
+
+    @OverInstance
+    def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+        """Describe the optimizer's state as shards, and change nothing but that missing states are created.
+
+        Every state stands where its own placements put it, which under stages 1 and 2 is not where its parameter is.
+        With tensor fusion a rank describes its ranges of the flattened parameters: before the first step already, for
+        the buffers that it will make.
+
+        Args:
+            model_sharded_state_dict: The model's ``sharded_state_dict()``.
+
+        Raises:
+            ValueError: The optimizer has a parameter that the model's dict has not, or what its states are of cannot
+                be told.
+        """
+        names = names_by_tensor(model_sharded_state_dict)
+        parameters = trainable_parameters(self._param_groups)
+        require_described(parameters, names)
+        create_states(self)
+        tables = fused_tables(self)
+        if tables is not None:
+            return describe_states(tables, model_sharded_state_dict, names, tables.ranges)
+        ranges = None
+        if uses_tensor_fusion(self):
+            pieces = fused_pieces(self, parameters)
+            ranges = {**{p.name: slice(0, 0) for p in parameters}, **{p.parameter.name: p.flat_range for p in pieces}}
+        return describe_states(self._inner_opt, model_sharded_state_dict, names, ranges)
 
 
 class DistModelMixin:
@@ -130,3 +188,49 @@ def _slice_ranges(optimizer: Any, model: Mapping[str, ShardedWeight], names: Map
             ranges[parameter] = slice(min(first, size), min(last, size)) if owned else slice(0, 0)
             offset += int(info["padded_size"])
     return ranges
+
+
+class ScalerMixin:
+    """Mend gradient scalers of Paddle before 3.1.1.
+
+    ``dist.shard_scaler`` sets a method on the scaler that unscales every gradient that is defined. One that has no
+    memory (``clear_grad(set_to_zero=False)`` leaves such, and so do the parameters of other pipeline stages in a
+    resumed job) gets arbitrary memory, which is taken for a gradient from then on, or the process crashes.
+    """
+
+    @OverInstance
+    def _unscale(self: Any, optimizer: Any) -> None:
+        """Unscale as Paddle does, but only parameters whose gradients have memory."""
+        own = vars(self).get("_unscale")
+        if own is None:
+            self._paddle__unscale(optimizer)
+            return
+        if own.__module__ != _HOME:  # fleet's scaler walks through other lists
+            own(optimizer)
+            return
+        # What Paddle walks through: groups of parameters, or parameters.
+        groups = optimizer._param_groups
+        grouped = bool(groups) and isinstance(groups[0], dict)
+        lists = [entry["params"] for entry in groups] if grouped else [optimizer._parameter_list]
+        before = [list(parameters) for parameters in lists]
+        try:
+            for parameters in lists:
+                parameters[:] = [parameter for parameter in parameters if not _lacks_memory(parameter._grad_ivar())]
+            own(optimizer)
+        finally:
+            for parameters, all_of_them in zip(lists, before):
+                parameters[:] = all_of_them
+
+
+def _lacks_memory(gradient: Any) -> bool:
+    return gradient is not None and not gradient._is_initialized()
+
+
+def unscales_without_looking(version: str) -> bool:
+    """Return whether a release of Paddle unscales gradients that have no memory: those before 3.1.1 do.
+
+    Args:
+        version: ``paddle.__version__``; ``0.0.0`` is a build from source.
+    """
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    return (0, 0, 0) < numbers < (3, 1, 1)

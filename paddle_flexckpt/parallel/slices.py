@@ -1,0 +1,353 @@
+"""Describe parameters of which this rank holds a slice: stage 3 of group sharding, and ``fully_shard``.
+
+Stage 3, and ``fully_shard`` without a mesh, flatten a large parameter, pad it, split it evenly over the ranks and
+release the rest: it keeps its shape but has no memory, and its elements stand in ``parameter.fw_storage``. Around a
+layer's forward and backward, and after ``get_all_parameters()``, a parameter is gathered (``status`` is "all"): then it
+has all of its memory and no slice. Small parameters are not sliced at all. So nothing is communicated here: layers
+describe parameters by their shapes, and what is released is then described by its slice. The optimizer steps on the
+slices, under the parameter's name with ``slice@`` in front.
+
+``fully_shard`` on a mesh with fused parameters (its default) lays parameters of one kind end to end in a buffer, each
+padded, and each rank holds an equal piece of the buffer. The parameters themselves have memory only while their layer
+runs. The optimizer steps on the pieces: its states are those of a buffer, and here they are taken apart again into
+ranges of parameters, without the padding. Without fusion parameters and states are plain DistTensors.
+Tested in tests/parallel/test_sharding.py and tests/semi_auto/test_fully_shard.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paddle_flexckpt.parallel.tensor_fusion import trainable_parameters
+from paddle_flexckpt.sharded_weight import ShardedWeight
+
+_PREFIX = "slice@"
+# Where a context keeps the identities of its parameters.
+_MEMBERS = "_flexckpt_members"
+
+
+def parameter_name(name: str) -> str:
+    """Return the name of the parameter that a tensor of this name is a slice of; any other name as it is."""
+    return name[len(_PREFIX) :] if name.startswith(_PREFIX) else name
+
+
+def identity(weight: ShardedWeight) -> Any:
+    """Equal for two names of the same tensor, or of two looks at the same slice."""
+    name = getattr(weight.local_tensor, "name", None)
+    if isinstance(name, str) and name.startswith(_PREFIX):
+        return name
+    # Each look at the local value of a DistTensor is another object.
+    dist = getattr(weight, "dist_tensor", None)
+    return id(weight.local_tensor if dist is None else dist)
+
+
+def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
+    """Return a parameter's shard as it is stored: the slice of a released one, any other unchanged.
+
+    A gathered parameter is described by its own memory, of which every rank has all; when Paddle releases it, it takes
+    the slices from there. Of a released one there may be copies (``get_all_parameters(convert2cpu=True)``, or gathered
+    ahead for a layer that was not run). They would be stale after a load, so they are dropped; Paddle gathers them
+    again when it needs them.
+
+    Raises:
+        ValueError: Nothing says which slice this is; or a small parameter is still its offloaded master.
+    """
+    parameter = weight.local_tensor
+    if is_small(parameter) and parameter._is_shared_buffer_with(parameter.master_weight):
+        raise ValueError(
+            f"key {weight.key!r}: under stage 3 with offload=True the parameter is in host memory between step() and "
+            "clear_grad(). Remedy: ask for the state after clear_grad()"
+        )
+    master = getattr(parameter, "master_weight", None)
+    if not hasattr(parameter, "fw_storage") or (parameter.fw_storage is None and master is None):
+        return weight
+    wrapper = _wrapper_of(layer, parameter.name)
+    if wrapper is None:
+        raise ValueError(
+            f"key {weight.key!r}: the parameter is sliced, but no stage-3 or fully_shard wrapper runs its layer "
+            f"{type(layer).__name__}, so the place of the slice is unknown"
+        )
+    _drop_copies(parameter, wrapper)
+    if master is not None:
+        # With offload the slice is its master; a forward leaves a copy in the parameter's own dtype in its place.
+        parameter.fw_storage = storage_range(master, 0, int(master._numel()), parameter.name)
+        parameter.status, parameter.use_count = "part", 0
+    flat = _range_of(wrapper, parameter.name, weight)
+    storage = storage_range(parameter.fw_storage, 0, flat.stop - flat.start, parameter.name)
+    return flat_shard(weight.key, storage, weight, flat)
+
+
+def flat_shard(key: str, tensor: Any, reference: ShardedWeight, flat: slice) -> ShardedWeight:
+    """Return a shard that is one flattened range of the box of a reference, and as fused as that."""
+    box = reference.local_shape, reference.global_shape, reference.global_offset
+    rule = getattr(reference, "fused", None)
+    return ShardedWeight(key, tensor, *box, is_flattened=True, flattened_range=flat, fused=rule)
+
+
+def is_small(parameter: Any) -> bool:
+    """Return whether stage 3 with offload keeps a whole parameter's master in host memory."""
+    return getattr(parameter, "unslice", False) and getattr(parameter, "master_weight", None) is not None
+
+
+def _wrapper_of(layer: Any, parameter: str) -> Any:
+    """Return the wrapper that slices a layer's parameter.
+
+    The layer does not know it, but the hook that gathers its parameters before each forward does.
+    """
+    for hook in layer._forward_pre_hooks.values():
+        code = getattr(hook, "__code__", None)
+        if code is None:
+            continue
+        for name, cell in zip(code.co_freevars, hook.__closure__ or ()):
+            if name == "self" and parameter in getattr(cell.cell_contents, "_param2buffer", ()):
+                return cell.cell_contents
+    return None
+
+
+def _drop_copies(parameter: Any, wrapper: Any) -> None:
+    ahead = wrapper._task_flow.full_param.pop(parameter.name, None)
+    if ahead is not None and ahead[1] is not None:
+        ahead[1].wait()  # communication into memory that is given back would be lost on another tensor
+    if parameter._is_initialized():
+        parameter._clear_data()
+
+
+def _range_of(wrapper: Any, parameter: str, weight: ShardedWeight) -> slice:
+    """Return this rank's range of a parameter, without the padding behind it."""
+    size = math.prod(weight.local_shape)
+    begin, end = wrapper._param2buffer[parameter][wrapper._rank]
+    return slice(min(int(begin), size), min(int(end), size))
+
+
+def storage_range(storage: Any, begin: int, size: int, parameter: str) -> Any:
+    """Return a range of a one-dimensional storage, sharing its memory, named as a slice of a parameter."""
+    import paddle
+
+    # _slice() shares whatever FLAGS_use_stride_kernel says, but it cannot give nothing.
+    tensor = storage._slice(begin, begin + size) if size else paddle.empty([0], dtype=storage.dtype)
+    tensor.name = _PREFIX + parameter  # storage that was gathered and split again has lost its name
+    return tensor
+
+
+# -- the optimizer -----------------------------------------------------------------------------------------------------
+
+
+def stepped_parameters(optimizer: Any, parameters: Iterable[Any]) -> Iterator[Any]:
+    """Return what the optimizer's step works on: the slices of sliced parameters, other parameters as they are.
+
+    Raises:
+        ValueError: A gathered parameter's slice cannot be found.
+    """
+    from paddle.base.framework import EagerParamBase
+
+    for parameter in parameters:
+        if is_small(parameter):
+            yield EagerParamBase(shape=parameter.shape, dtype=parameter.master_weight.dtype, name=parameter.name)
+            continue
+        if not hasattr(parameter, "fw_storage"):
+            yield parameter
+            continue
+        storage = getattr(parameter, "master_weight", None)  # with offload
+        storage = parameter.fw_storage if storage is None else storage
+        if storage is None:
+            storage = _slice_of_gathered(optimizer, parameter.name)
+        # It lives for as long as the states are created: Paddle makes another for every step.
+        tensor = EagerParamBase(shape=storage.shape, dtype=storage.dtype, name=_PREFIX + parameter.name)
+        storage._share_buffer_to(tensor)
+        yield tensor
+
+
+def slice_ranges(
+    optimizer: Any, model: Mapping[str, ShardedWeight], names: Mapping[str, list[str]]
+) -> dict[str, slice]:
+    """Return, by name of parameter, the flattened range of its local box that this rank's states are of."""
+    ranges: dict[str, slice] = {}
+    wrapper = wrapper_of_optimizer(optimizer)
+    for name, keys in names.items():
+        weight = model[keys[0]]
+        if weight.is_flattened and weight.flattened_range is not None:
+            ranges[name] = weight.flattened_range
+        elif name in getattr(wrapper, "_param2buffer", ()):  # gathered at the moment
+            ranges[name] = _range_of(wrapper, name, weight)
+    return ranges
+
+
+def wrapper_of_optimizer(optimizer: Any) -> Any:
+    """Return the stage-3 wrapper whose slices the optimizer steps on, if it has one."""
+    return getattr(getattr(optimizer, "update_slice", None), "__self__", None)
+
+
+def _slice_of_gathered(optimizer: Any, parameter: str) -> Any:
+    wrapper = wrapper_of_optimizer(optimizer)
+    if parameter not in getattr(wrapper, "_param2buffer", ()):
+        raise ValueError(
+            f"parameter {parameter!r} is gathered and {type(optimizer).__name__} does not know its slice. Remedy: use "
+            "the optimizer that group_sharded_parallel() returned, outside of forward and backward"
+        )
+    begin, end = wrapper._param2buffer[parameter][wrapper._rank]
+    return wrapper._task_flow.full_param[parameter][0]._slice(begin, end)
+
+
+# -- fully_shard on a mesh ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class StateTables:
+    """Hold an optimizer's tables, named as Paddle's are, by names of parameters in place of names of buffers."""
+
+    _multi_precision: bool  # whether the master weights are in use
+    _name: str | None
+    _accumulators: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name of accumulator, and of parameter
+    _master_weights: dict[str, Any] = field(default_factory=dict)
+    ranges: dict[str, slice] = field(default_factory=dict)  # what this rank holds of each parameter
+
+    def add_buffer(self, optimizer: Any, buffer: Any, master: Any, slots: Mapping[str, BufferSlot]) -> None:
+        """Add the states of a buffer that an optimizer steps on.
+
+        Every parameter of it has the same number for what is kept per buffer (powers of beta): one and the same
+        tensor, so that a load into it needs equal numbers. States of a buffer with a master weight are kept under the
+        master's name.
+        """
+        self.ranges.update({parameter: flat.elements for parameter, flat in slots.items()})
+        if master is not None:
+            for parameter, flat in slots.items():
+                self._master_weights[parameter] = _slice(master, flat, f"{parameter}_fp32_master")
+        for accumulator, tensors in optimizer._accumulators.items():
+            tensor = tensors.get((buffer if master is None else master).name)
+            if tensor is None:
+                continue
+            scalar = int(tensor.shape[0]) != int(buffer.shape[0])
+            by_parameter = self._accumulators.setdefault(accumulator, {})
+            for parameter, flat in slots.items():
+                by_parameter[parameter] = tensor if scalar else _slice(tensor, flat, parameter)
+
+
+@dataclass(frozen=True)
+class BufferSlot:
+    """Describe what this rank's piece of a buffer has of one parameter."""
+
+    elements: slice  # the range of the parameter
+    begin: int  # where the piece holds it
+
+
+def fused_context() -> Any:
+    """Return what ``fully_shard`` with fused parameters has registered, or None."""
+    try:
+        from paddle.distributed.auto_parallel.fully_shard_fusion import get_fsdp_context
+    except ImportError:  # Paddle before 3.3
+        return None
+    return get_fsdp_context()
+
+
+def steps_on_buffers(parameters: Iterable[Any]) -> bool:
+    """Return whether an optimizer of these parameters steps on the buffers of ``fully_shard``.
+
+    An optimizer that was made before ``fully_shard`` has the dense parameters of before: the names of what is fused
+    since are theirs with ``.dist`` behind. Another model's parameters may have names that are fused, too.
+    """
+    context = fused_context()
+    if context is None:
+        return False
+    fused = _members(context)
+    names = context.buffer_manager.param_to_buffer_id
+    return any(id(p) in fused or (not p.is_dist() and f"{p.name}.dist" in names) for p in parameters)
+
+
+def describe_fused(weight: ShardedWeight) -> ShardedWeight:
+    """Return a parameter's shard as it is stored: a range of a buffer for a fused one, any other unchanged.
+
+    What has been gathered of it is dropped. What a later forward gathers is not: so describe anew for each load.
+
+    Raises:
+        ValueError: The buffer has another size than this rank's piece, or is spread over more than one mesh axis.
+    """
+    parameter, context = weight.dist_tensor, fused_context()
+    # By identity: another model's may have its name.
+    if parameter is None or context is None or id(parameter) not in _members(context):
+        return weight
+    group = context.buffer_manager.param_to_buffer_id[parameter.name]
+    buffer = context.buffer_manager.buffer_groups[group].params_buffer
+    _drop_gathered(context, buffer)
+    flat = _slot(buffer, _piece(context, buffer), parameter)
+    shape = tuple(int(n) for n in parameter.shape)
+    box = shape, shape, (0,) * len(shape)
+    storage = _slice(buffer.data_buffer, flat, parameter.name)
+    return ShardedWeight(weight.key, storage, *box, is_flattened=True, flattened_range=flat.elements)
+
+
+def fused_tables(optimizer: Any) -> StateTables | None:
+    """Return an optimizer's tables by parameter, if it steps on buffers; None otherwise."""
+    if not steps_on_buffers(trainable_parameters(optimizer._parameter_list or [])):
+        return None
+    context = fused_context()
+    masters = getattr(optimizer, "_master_weights", None) or {}
+    tables = StateTables(bool(getattr(optimizer, "_multi_precision", True)), getattr(optimizer, "_name", None))
+    for group in context.buffer_manager.buffer_groups:
+        buffer = group.params_buffer
+        piece = _piece(context, buffer)
+        slots = {parameter.name: _slot(buffer, piece, parameter) for parameter in group.params}
+        tables.add_buffer(optimizer, buffer.data_buffer, masters.get(buffer.data_buffer.name), slots)
+    return tables
+
+
+def _members(context: Any) -> frozenset[int]:
+    """Return what is fused, by identity. It never changes, and is asked per parameter: so the context keeps it."""
+    members: frozenset[int] | None = getattr(context, _MEMBERS, None)
+    if members is None:
+        groups = context.buffer_manager.buffer_groups
+        members = frozenset(id(parameter) for group in groups for parameter in group.params)
+        setattr(context, _MEMBERS, members)
+    return members
+
+
+def _piece(context: Any, buffer: Any) -> slice:
+    """Return the elements of a buffer that this rank holds.
+
+    Raises:
+        ValueError: It holds something else than an equal piece.
+    """
+    group = context.buffer_manager._fsdp_group
+    total, owned = int(buffer.total_buffer_size), int(buffer.data_buffer.shape[0])
+    if owned * group.nranks != total or len(context.mesh.process_ids) != group.nranks:
+        # Paddle splits by a rank's number in the whole mesh and gathers over its axis "dp".
+        raise ValueError(
+            f"fully_shard: buffer {buffer.data_buffer.name!r} of {total} elements, of which this rank holds {owned}, "
+            f"is spread over {group.nranks} of the {len(context.mesh.process_ids)} ranks of {context.mesh}. Fused "
+            "parameters can be described on meshes of one axis only. Remedy: fully_shard(..., "
+            "enable_tensor_fusion_and_overlap=False)"
+        )
+    begin = (0 if group.nranks == 1 else group.rank) * owned
+    return slice(begin, begin + owned)
+
+
+def _slot(buffer: Any, piece: slice, parameter: Any) -> BufferSlot:
+    """Return what a piece of a buffer has of one of the buffer's parameters."""
+    offset = int(buffer.param_offsets[parameter.name])
+    size = math.prod(int(n) for n in parameter.shape)
+    first, last = min(max(piece.start - offset, 0), size), min(max(piece.stop - offset, 0), size)
+    return BufferSlot(slice(first, last), offset + first - piece.start if last > first else 0)
+
+
+def _slice(buffer: Any, flat: BufferSlot, parameter: str) -> Any:
+    return storage_range(buffer, flat.begin, flat.elements.stop - flat.elements.start, parameter)
+
+
+def _drop_gathered(context: Any, buffer: Any) -> None:
+    """Free the whole buffers that Paddle keeps for the next layer or forward, if one of them is there.
+
+    They would be used again after a load, with the values from before it. Paddle gathers them anew when it needs them.
+    """
+    from paddle.distributed.auto_parallel.fully_shard_fusion import BufferState
+
+    if buffer.status == BufferState.FREED:
+        return
+    for group in context.buffer_manager.buffer_groups:
+        other = group.params_buffer
+        if other.status == BufferState.SYNCING:
+            other.comm_task.wait()  # communication into memory that is given back would be lost on another tensor
+            other.comm_task = None
+            other.status = BufferState.READY
+    context.comm_manager.reset_params_buffer_status()
