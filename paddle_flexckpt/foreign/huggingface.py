@@ -238,13 +238,8 @@ def manifest_of_files(
 ) -> Manifest:
     """Make a manifest, without checksums, of what another program has written into safetensors files.
 
-    Args:
-        backend: The directory.
-        shards: What the files hold, as far as it is anything of a checkpoint.
-        files: All of the files.
-        digests: Hashes of what else was read.
-        origin: Whose files they are.
-        world_size: Ranks that took part in the save, as far as that is known.
+    ``shards`` are those of a checkpoint that the files hold, ``digests`` the hashes of what else was read, and
+    ``world_size`` the ranks that took part in the save, as far as that is known.
 
     Raises:
         CorruptCheckpointError: Shards of one tensor contradict each other.

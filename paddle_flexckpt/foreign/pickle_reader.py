@@ -44,12 +44,8 @@ _LARGEST_KEY = 1 << 60
 def load_pickle(data: bytes | bytearray | memoryview, file: str = "pickle") -> Any:
     """Load the plain data in a pickle: numbers, str, tuple, list, dict, ndarray, and the three metadata classes.
 
-    Args:
-        data: The whole pickle, of protocol 2 to 5. Arrays are read-only views of it, maybe not aligned.
-        file: Its name, for errors.
-
-    Returns:
-        The object. numpy's numbers become Python's.
+    The pickle is of protocol 2 to 5; ``file`` is its name, for errors. Arrays are read-only views of the data, maybe
+    not aligned; numpy's numbers become Python's.
 
     Raises:
         UnsafePickleError: It names anything else, or costs too much. Nothing was called.

@@ -222,12 +222,7 @@ class Backend(ABC):
 
     @abstractmethod
     def create(self, name: str, mode: Mode = "new", size: int | None = None) -> OutputFile:
-        """Begin a file.
-
-        Args:
-            name: Its name.
-            mode: What becomes of a file of that name; see :data:`Mode`.
-            size: Bytes that it will have, if that is known.
+        """Begin a file; ``mode`` says what becomes of one of that name, ``size`` how many bytes it will have, if known.
 
         Raises:
             FileExistsError: There is one of that name, and it is not to be replaced; now or when it is finished.
@@ -274,11 +269,7 @@ def publish(backend: Backend, name: str, data: bytes, check: Callable[[], None] 
 
     It takes the place of a file of that name, and is durable when this returns.
 
-    Args:
-        backend: The directory.
-        name: The file's name.
-        data: Its bytes.
-        check: Called right before the file appears; what it raises keeps the file from appearing.
+    ``check`` is called right before the file appears; what it raises keeps the file from appearing.
 
     Raises:
         CheckpointError: Somebody else has the right to save by now, or the directory is another one.

@@ -28,7 +28,7 @@ TOKEN_WINDOW = 256
 
 
 def write_data_file(directory: Location, items: Catalog, data: Iterable[np.ndarray], save: SaveInfo) -> Manifest:
-    """Write one rank's data file and make it durable.
+    """Write one rank's data file, make it durable, and return this rank's part of the manifest.
 
     Args:
         directory: Where the file goes.
@@ -37,9 +37,6 @@ def write_data_file(directory: Location, items: Catalog, data: Iterable[np.ndarr
         data: The items' bytes in order: contiguous uint8 arrays, each used before the next is asked for. An item may
             come in several arrays; all but its last are of whole blocks.
         save: The save that it is of.
-
-    Returns:
-        This rank's part of the manifest.
 
     Raises:
         OSError: The file system refused.

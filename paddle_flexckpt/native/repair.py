@@ -71,12 +71,8 @@ def rebuild_manifest(
 ) -> RebuiltManifest:
     """Rebuild the manifest that a checkpoint's data files had; read all of them once, write nothing.
 
-    Args:
-        directory: Where they are.
-        unique_id: The checkpoint's id.
-        overwrite: Whether there may be a manifest.
-        save_token: The save whose files are meant; None: there has to be one only.
-        fewer_files: Whether there may be fewer files than ranks.
+    There may be a manifest with ``overwrite``, and fewer files than ranks with ``fewer_files``. ``save_token`` names
+    the save whose files are meant; without it, there has to be one only.
 
     Raises:
         ValidationError: A manifest is there, or the files do not make up a whole checkpoint of one save.

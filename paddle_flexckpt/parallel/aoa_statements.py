@@ -273,21 +273,13 @@ def _hf_name(key: str, hf_names: Any) -> str:
 
 @dataclass(frozen=True)
 class _Rename:
-    """Hold the statement of one parameter.
+    """Hold the statement of one parameter."""
 
-    Attributes:
-        key: The model's name.
-        hf: The checkpoint's name; empty where the template does not ask for it.
-        template: The statement, with fields for both.
-        from_hf: Whether the checkpoint's name is read and the model's assigned.
-        folds: Whether it may become one statement with its like.
-    """
-
-    key: str
-    hf: str
-    template: str
-    from_hf: bool
-    folds: bool = True
+    key: str  # the model's name
+    hf: str  # the checkpoint's name; empty where the template does not ask for it
+    template: str  # the statement, with fields for both
+    from_hf: bool  # whether the checkpoint's name is read and the model's assigned
+    folds: bool = True  # whether it may become one statement with its like
 
 
 def _fold(renames: Sequence[_Rename]) -> list[str]:

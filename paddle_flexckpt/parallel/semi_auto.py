@@ -56,14 +56,11 @@ class ShardOptimizerMixin:
 
     @OverInstance
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Describe the optimizer's state as shards, and change nothing but that missing states are created.
+        """Do as :meth:`OptimizerMixin.sharded_state_dict`.
 
         Every state stands where its own placements put it, which under stages 1 and 2 is not where its parameter is.
         With tensor fusion a rank describes its ranges of the flattened parameters: before the first step already, for
         the buffers that it will make.
-
-        Args:
-            model_sharded_state_dict: The model's ``sharded_state_dict()``.
 
         Raises:
             ValueError: The optimizer has a parameter that the model's dict has not, or what its states are of cannot
@@ -227,10 +224,6 @@ def _lacks_memory(gradient: Any) -> bool:
 
 
 def unscales_without_looking(version: str) -> bool:
-    """Return whether a release of Paddle unscales gradients that have no memory: those before 3.1.1 do.
-
-    Args:
-        version: ``paddle.__version__``; ``0.0.0`` is a build from source.
-    """
+    """Return whether a release of Paddle unscales gradients that have no memory: those before 3.1.1 do."""
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
-    return (0, 0, 0) < numbers < (3, 1, 1)
+    return (0, 0, 0) < numbers < (3, 1, 1)  # 0.0.0 is a build from source
