@@ -31,10 +31,7 @@ _GRACE_SECONDS = 2 * _LONGEST_PAUSE_SECONDS
 class SaveOutcome:
     """Find out what becomes of one save, for one rank.
 
-    Attributes:
-        job: The rank's share of the save.
-        directory: The checkpoint's directory.
-        warnings: What went wrong without harm to the checkpoint.
+    ``warnings`` has what went wrong without harm to the checkpoint.
     """
 
     job: WriteJob

@@ -34,10 +34,7 @@ class WriteJob:
         lock: What the coordinator's writer needs, beside a descriptor, to take the lock over; None on other ranks.
         names: What the save calls its files.
         items: This rank's rows of the write plan, in the order of their byte offsets.
-        rank: This rank.
-        ranks: All ranks of the save.
-        coordinator: The one of them that commits.
-        step: Training step, if known.
+        coordinator: The one of ``ranks`` that commits.
         timeout: Seconds to wait for the other ranks.
         presences: For each of ``ranks`` the addresses at which its processes answer; empty where there are none.
     """

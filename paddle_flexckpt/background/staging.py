@@ -1,8 +1,7 @@
 """Staging: memory that the training process and its writer share, taken once and used by save after save.
 
-A segment is a memfd: it has no name, so nothing is left behind however its processes end, and no size limit of
-``/dev/shm`` applies to it. Its pages are taken from the system when they are first written, which costs several times
-as much as writing them again; so segments are kept, and grow only when a save needs more than they have.
+A segment is a memfd. To take its pages from the system costs several times as much as writing them again; so segments
+are kept, and grow only when a save needs more than they have (docs/design.md, "Shared memory is touched early").
 """
 
 from __future__ import annotations

@@ -72,8 +72,7 @@ def _send(channel: Channel, message: dict[str, Any]) -> None:
 def carry_out(job: WriteJob, directory: SaveDirectory, data: np.ndarray) -> dict[str, Any]:
     """Carry out one rank's share of one save; ``data`` has the items' bytes, uint8, end to end.
 
-    Returns:
-        ``failure`` (None if the save is committed), ``seconds`` by phase, and ``warnings``.
+    Return ``failure`` (None if the save is committed), ``seconds`` by phase, and ``warnings``.
     """
     begin = time.perf_counter()
     own = None
@@ -96,29 +95,19 @@ def carry_out(job: WriteJob, directory: SaveDirectory, data: np.ndarray) -> dict
 
 
 def lower_priority(nice: int, io_class: str) -> list[str]:
-    """Lower this process's priorities for the processor and for storage: it gets what the others leave.
-
-    Returns:
-        What could not be done and why, in words; the process goes on with the priority that it has.
-    """
+    """Lower this process's priorities for the processor and for storage; return what could not be done and why."""
     refused = []
     try:
         os.nice(nice)
     except OSError as error:
         refused.append(f"the background writer keeps its CPU priority: nice({nice}) was refused ({error})")
     if io_class in _IOPRIO:
-        problem = _set_io_priority(_IOPRIO[io_class])
+        number, problem = _IOPRIO_SET.get(platform.machine()), ""
+        libc = ctypes.CDLL(None, use_errno=True)
+        if number is None:
+            problem = f"not known how on {platform.machine()}"
+        elif libc.syscall(number, _THIS_PROCESS, 0, _IOPRIO[io_class]) != 0:
+            problem = os.strerror(ctypes.get_errno())
         if problem:
             refused.append(f"the background writer keeps its I/O priority: {io_class!r} was refused ({problem})")
     return refused
-
-
-def _set_io_priority(value: int) -> str | None:
-    """Return what is wrong, or None."""
-    number = _IOPRIO_SET.get(platform.machine())
-    if number is None:
-        return f"not known how on {platform.machine()}"
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.syscall(number, _THIS_PROCESS, 0, value) != 0:
-        return os.strerror(ctypes.get_errno())
-    return None

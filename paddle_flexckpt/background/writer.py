@@ -16,9 +16,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from paddle_flexckpt.background.handle import SaveHandle, describe_failure, raise_failures
 from paddle_flexckpt.background.outcome import SaveOutcome
-from paddle_flexckpt.background.pending import PendingSave, PendingSaves, SaveSlot
+from paddle_flexckpt.background.pending import (
+    PendingSave,
+    PendingSaves,
+    SaveHandle,
+    SaveSlot,
+    describe_failure,
+    raise_failures,
+)
 from paddle_flexckpt.background.process import WriterProcess
 from paddle_flexckpt.background.staging import StagingPool
 from paddle_flexckpt.catalog import CheckpointError, ValidationError

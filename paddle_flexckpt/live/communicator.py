@@ -1,8 +1,7 @@
 """Communicators: the little that ranks must tell each other, and how an error on one becomes an error on all.
 
-Everything a save or a load communicates besides tensor data is one kind of collective: every rank contributes some
-bytes and gets those of all. Where Paddle's backend is one of the host (gloo), it carries them. A device's backend would
-take them through device memory, so there the ranks' hosts are connected by sockets of their own.
+Where Paddle's backend is one of the host (gloo), it carries what ranks tell each other. A device's backend would take
+that through device memory, so there host channels do (docs/design.md, "How ranks agree").
 """
 
 from __future__ import annotations

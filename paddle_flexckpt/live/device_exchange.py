@@ -1,9 +1,9 @@
 """Exchange pieces between the devices of several ranks, in rounds of the backend's all-to-all.
 
-Both ends of a message know its pieces from the plan, so a message is the pieces' elements, each piece at a multiple of
-16 bytes. Messages are cut into rounds of bounded size. All sizes follow from what every rank sends to every other, so
-the ranks agree once, before the first round. A rank on which something fails takes part in the remaining rounds, with
-whatever its buffers hold, and says so in the agreement that follows: no other rank is left waiting in a collective.
+A message is the elements of its pieces, each piece at a multiple of 16 bytes. Messages are split into rounds of bounded
+size. All sizes follow from what every rank sends to every other, so the ranks agree once, before the first round.
+A rank on which something fails takes part in the remaining rounds, with whatever its buffers hold, and says so in the
+agreement that follows: no other rank is left waiting in a collective.
 """
 
 from __future__ import annotations
@@ -158,13 +158,7 @@ class DeviceExchange:
             self._buffers = [_buffer(messages) for messages in (self._outgoing, self._incoming)]
 
     def run(self, traffic: Traffic, here: int, source: Storage, target: Storage) -> None:
-        """Carry out the exchange.
-
-        Args:
-            traffic: Of all ranks.
-            here: This rank's position in the group.
-            source: Gives the storage of a source row.
-            target: Gives the storage of a target row.
+        """Carry out the exchange of this rank, at position ``here``, in the traffic of all ranks.
 
         Raises:
             Exception: What failed on this rank: after the last round, or at once where it is the collective itself.

@@ -1,15 +1,11 @@
 """Exchange bytes between all ranks of a group, without a device and without pickle.
 
 On a device backend Paddle's own exchange of objects goes through device memory, which training may have used up, and
-needs the device to be current. A channel needs neither: the ranks of a group meet once, through the job's key-value
-store, and stay connected by sockets of their hosts.
+needs the device to be current. A channel needs neither (docs/design.md, "How ranks agree").
 
 What every rank has to say reaches all in ceil(log2 n) rounds (Bruck's dissemination): in round k a rank sends the
 2 ** k payloads that it knows, or as many as are missing, to the rank 2 ** k places before it, and gets as many from the
 rank 2 ** k places after it. So a rank needs connections to few others, and a payload comes to each rank once.
-
-A failed channel is closed, and stays so: where in the stream the ranks stood is not known any more. Its peers see that,
-fail and close theirs, so that all know within moments.
 """
 
 from __future__ import annotations
@@ -95,7 +91,8 @@ class HostChannel:
                 gathered = self._disseminate(payload)
             except Exception as error:
                 self._hang_up()
-                self._broken = self._who_is_missing(error)
+                missing = find_missing_ranks(self._store, self._name, self.ranks, self.rank)
+                self._broken = describe_lost_ranks(missing, error)
                 raise LostRankError(self._broken) from error
             except BaseException:
                 self._hang_up()
@@ -117,11 +114,6 @@ class HostChannel:
     def _hang_up(self) -> None:
         for connection in (*self._targets.values(), *self._sources.values()):
             connection.close()
-
-    def _who_is_missing(self, error: Exception) -> str:
-        return describe_lost_ranks(find_missing_ranks(self._store, self._name, self.ranks, self.rank), error)
-
-    # -- one exchange --------------------------------------------------------------------------------------------------
 
     def _disseminate(self, payload: bytes) -> list[bytes]:
         size = len(self.ranks)

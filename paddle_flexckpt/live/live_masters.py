@@ -24,15 +24,8 @@ def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> i
     """Make masters that a load left out those of the loaded parameters, as the first step of a fresh job would.
 
     Optimizers are found among the objects of the process, as a load is not told of them. Warns of masters that are
-    not laid out as their parameters.
-
-    Args:
-        state: What was loaded.
-        untouched: Its keys that were not.
-        rank: For the warning.
-
-    Returns:
-        The number of masters that were renewed.
+    not laid out as their parameters. Returns the number of those that were renewed. ``untouched`` are the keys of the
+    state that were not loaded.
     """
     rows = [row for row, key in enumerate(state.catalog.keys) if key not in untouched]
     tensors = [state.tensor(row) for row in rows]

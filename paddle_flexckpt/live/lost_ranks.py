@@ -1,10 +1,9 @@
 """Find out which ranks have gone, when an exchange between ranks fails.
 
-A backend only says that something broke (gloo names a neighbour by its number in the group), and a socket only that its
-other end has closed, maybe for the failure of a third. So every process has a *presence*: a listening socket, which the
-kernel closes with the process, its address in the job's key-value store. A rank whose exchange fails says so in the
-store, and looks whose presence does not answer. Ranks that had said so before they went are not lost: they have ended
-because of the same failure.
+A backend only says that something broke, and a socket only that its other end has closed, maybe for the failure of a
+third. So every process has a *presence*: a listening socket, which the kernel closes with the process. A rank whose
+exchange fails says so in the job's key-value store, and looks whose presence does not answer. Ranks that had said so
+before they went are not lost: they have ended because of the same failure.
 """
 
 from __future__ import annotations
@@ -45,51 +44,33 @@ class KeyValueStore(Protocol):
         """Return a value; wait until there is one."""
 
 
-class Presence:
-    """Hold a socket that listens for as long as this process lives, or this object.
-
-    Attributes:
-        announced: The stores, and the numbers under which they know this process.
-    """
-
-    def __init__(self) -> None:
-        """Open it on the interface that the launcher gave this rank."""
-        # Connections are never accepted: that they can be made is all that is asked. They stay in the backlog; a job
-        # in which this is asked is about to end.
-        self._listener = open_presence()
-        self.announced: list[tuple[KeyValueStore, int]] = []
-
-    @property
-    def address(self) -> str:
-        """Return what others need to look for it."""
-        return address_of(self._listener)
-
-    def close(self) -> None:
-        """Stop listening in this process."""
-        self._listener.close()
+# The stores, and the numbers under which they know this process.
+_announced: list[tuple[KeyValueStore, int]] = []
 
 
 @functools.cache
-def own_presence() -> Presence:
-    """Return this process's presence, which lasts as long as the process."""
-    presence = Presence()
-    os.register_at_fork(after_in_child=functools.partial(_leave, presence))
-    return presence
+def own_presence() -> str:
+    """Return the address of this process's presence, which lasts as long as the process."""
+    # Connections are never accepted: that they can be made is all that is asked. They stay in the backlog; a job in
+    # which this is asked is about to end.
+    listener = open_presence()
+    os.register_at_fork(after_in_child=functools.partial(_leave, listener))
+    return address_of(listener)
 
 
-def _leave(presence: Presence) -> None:
+def _leave(listener: socket.socket) -> None:
     """Close, in a fork, what would answer for this process when it has gone."""
-    presence.close()
+    listener.close()
     own_presence.cache_clear()
+    _announced.clear()
 
 
 def announce(store: KeyValueStore, rank: int) -> None:
     """Tell the others, once, where this rank can be looked for. It has to come before anything that can fail."""
-    presence = own_presence()
-    if not any(there is store and who == rank for there, who in presence.announced):
-        store.set(f"flexckpt/presence/{rank}", presence.address)
+    if not any(there is store and who == rank for there, who in _announced):
+        store.set(f"flexckpt/presence/{rank}", own_presence())
         store.add(f"flexckpt/present/{rank}", 1)
-        presence.announced.append((store, rank))
+        _announced.append((store, rank))
 
 
 def presence_of(store: KeyValueStore, rank: int) -> tuple[str, int] | None:

@@ -1,8 +1,7 @@
 """Connect ranks that know only each other's numbers by sockets.
 
-Every rank listens, and says in the job's key-value store where. With the address goes a random token, by which a
-connection shows that it comes from one who can read the store. Nobody waits for a rank that has gone: its presence is
-watched until it comes.
+With its address each rank puts a random token into the job's key-value store, by which a connection shows that it comes
+from one who can read the store. Nobody waits for a rank that has gone: its presence is watched until it comes.
 
 Tested in tests/live/test_host_channel.py.
 """
@@ -23,6 +22,7 @@ from paddle_flexckpt.live.lost_ranks import CONNECT_SECONDS, KeyValueStore, pres
 
 # A member says who it is at once; a stranger that says nothing is let go.
 GREETING_SECONDS = 10.0
+HELLO = struct.Struct("<16si")  # the token of the one that listens, the rank of the one that connects
 # How often the store is asked for those who are not there: the shortest pause, and the longest, as one rank may be
 # minutes late and the store belongs to all.
 _PAUSES = (0.01, 1.0)
@@ -31,7 +31,6 @@ _BACKLOG = 128
 # A host that went down says nothing. The kernel asks it after 30 seconds of silence, and gives up after 90. There is no
 # limit for data that is not taken (TCP_USER_TIMEOUT): a rank that is busy may read nothing for long.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
-_HELLO = struct.Struct("<16si")
 
 
 class Meeting:
@@ -59,26 +58,23 @@ class Meeting:
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Meeting:
-        """Open the door."""
+        """Listen, and tell the others where."""
         try:
-            self._open_door()
+            self._waiting = self._open.enter_context(selectors.DefaultSelector())
+            host = own_host()
+            self._listener = self._open.enter_context(socket.create_server((host, 0), backlog=_BACKLOG))
+            self._listener.setblocking(False)
+            self._waiting.register(self._listener, selectors.EVENT_READ)
+            port = self._listener.getsockname()[1]
+            self._store.set(f"{self._prefix}/{self._rank}", f"{self._token.hex()} {host}:{port}")
+            self._store.add(f"{self._prefix}/{self._rank}/there", 1)
         except BaseException:
             self.__exit__(*sys.exc_info())
             raise
         return self
 
-    def _open_door(self) -> None:
-        self._waiting = self._open.enter_context(selectors.DefaultSelector())
-        host = own_host()
-        self._listener = self._open.enter_context(socket.create_server((host, 0), backlog=_BACKLOG))
-        self._listener.setblocking(False)
-        self._waiting.register(self._listener, selectors.EVENT_READ)
-        port = self._listener.getsockname()[1]
-        self._store.set(f"{self._prefix}/{self._rank}", f"{self._token.hex()} {host}:{port}")
-        self._store.add(f"{self._prefix}/{self._rank}/there", 1)
-
     def __exit__(self, *error: Any) -> None:
-        """Close the door, and after an error all else too, and tell the others."""
+        """Stop listening, and after an error all else too, and tell the others."""
         self._open.close()
         for open_socket in (*self._callers, *self._watched):
             open_socket.close()
@@ -117,7 +113,9 @@ class Meeting:
                 self._watch()
             for key, _ in self._waiting.select(pause):
                 self._hear(key.fileobj)
-            self._let_go(time.monotonic())
+            now = time.monotonic()
+            for caller in [caller for caller, (_, until) in self._callers.items() if now > until]:
+                self._dismiss(caller)
             pause = min(2 * pause, _PAUSES[1])
 
     def _connect(self, rank: int) -> None:
@@ -126,7 +124,7 @@ class Meeting:
         try:
             connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
             self.targets[rank] = connection
-            connection.sendall(_HELLO.pack(bytes.fromhex(token), self._rank))
+            connection.sendall(HELLO.pack(bytes.fromhex(token), self._rank))
         except OSError as error:
             raise ConnectionError(f"rank {rank} cannot be reached at {address}: {error}") from error
         _prepare(connection)
@@ -163,17 +161,17 @@ class Meeting:
     def _greet(self, caller: socket.socket) -> None:
         said = self._callers[caller][0]
         try:
-            heard = caller.recv(_HELLO.size - len(said))
+            heard = caller.recv(HELLO.size - len(said))
         except BlockingIOError:
             return
         except OSError:
             heard = b""
         said += heard
-        if heard and len(said) < _HELLO.size:
+        if heard and len(said) < HELLO.size:
             return
         rank = None
         if heard:
-            token, rank = _HELLO.unpack(said)
+            token, rank = HELLO.unpack(said)
             rank = rank if secrets.compare_digest(token, self._token) else None
         if rank not in self._expected:
             self._dismiss(caller)
@@ -183,10 +181,6 @@ class Meeting:
         self._expected.discard(rank)
         self.sources[rank] = caller
         _prepare(caller)
-
-    def _let_go(self, now: float) -> None:
-        for caller in [caller for caller, (_, until) in self._callers.items() if now > until]:
-            self._dismiss(caller)
 
     def _dismiss(self, connection: socket.socket) -> None:
         self._waiting.unregister(connection)

@@ -41,9 +41,6 @@ class NodeSave:
     """Carry out one save to the directories of several nodes.
 
     Attributes:
-        comm: The ranks.
-        directory: This rank's directory.
-        context: What is being done, for errors.
         names: What the save calls its files, the same on every rank.
         nodes: By node, the positions of its ranks, in rising order. The first of them commits there.
         node_names: By node, what manifests and errors call it.
@@ -77,10 +74,7 @@ class NodeSave:
         return self.nodes[self.node][0] == self.comm.position
 
     def begin(self) -> tuple[SaveNames, bytes]:
-        """Mark the save as begun on this rank's node.
-
-        Returns:
-            The names of the save, and the address of this rank's transport if there will be copies.
+        """Mark the save as begun on this rank's node; return its names, and an address for copies if there are to be.
 
         Raises:
             ValidationError: There are fewer nodes than copies of each data file are wanted.

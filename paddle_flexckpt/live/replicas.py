@@ -4,9 +4,9 @@ That happens when ranks have run out of step, or when two different tensors (the
 Saving one replica, or a part of each, would then lose something without a word. So every rank takes a digest of the
 replicated shards that it holds, which costs a few percent of copying them, and the ranks compare.
 
-A device digests its own memory, so that replicas do not cross to the host a second time: sums of 32-bit words, each
-multiplied by a random odd 64-bit number, modulo 2**64 (multilinear hashing; Lemire and Kaser, "Strongly universal
-string hashing is fast", 2014). Two different rows of words have the same sum with a probability of at most 2**-32.
+A device digests its own memory: sums of 32-bit words, each multiplied by a random odd 64-bit number, modulo 2**64
+(multilinear hashing; Lemire and Kaser, "Strongly universal string hashing is fast", 2014). Two different rows of words
+have the same sum with a probability of at most 2**-32.
 """
 
 from __future__ import annotations

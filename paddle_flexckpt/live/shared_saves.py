@@ -82,10 +82,9 @@ class SharedSave:
         return self._comm.position == self._coordinator_rank
 
     def begin(self) -> tuple[SaveNames | None, bytes]:
-        """Lock the directory and mark the save as begun, on the coordinator.
+        """Lock the directory and mark the save as begun, on the coordinator; return its names there.
 
-        Returns:
-            The names of the save, on the coordinator; and what the other ranks have to know of this one.
+        The second result is what the other ranks have to know of this one.
         """
         if not self.is_coordinator:
             return None, b""
@@ -166,7 +165,7 @@ class BackgroundSave(SharedSave):
         """Implement :meth:`SharedSave.begin`. At the addresses the others' writers see whether this rank is alive."""
         names, _ = super().begin()
         address = "" if self._comm.size == 1 else self._slot.address
-        return names, json.dumps([own_presence().address, address] if address else []).encode()
+        return names, json.dumps([own_presence(), address] if address else []).encode()
 
     def agree(self, names: SaveNames, places: Sequence[bytes], messages: Sequence[bytes]) -> None:
         """Implement :meth:`SharedSave.agree`."""

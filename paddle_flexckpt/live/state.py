@@ -22,13 +22,7 @@ _SLICE = re.compile(r"(?:^|\.)slice@")
 
 
 def order_of(key: str, weight: Any, rank: int) -> Order | Problem | None:
-    """Return the order of a tensor's elements, as one of its shards says; None where it says nothing.
-
-    Args:
-        key: The tensor's name.
-        weight: The shard.
-        rank: Whose it is.
-    """
+    """Return the order of a tensor's elements, as one of its shards says; None where it says nothing."""
     fused = getattr(weight, "fused", None)
     shape, whole = tuple(weight.local_shape), tuple(weight.global_shape)
     natural = getattr(weight, "dist_tensor", None) is not None or is_dist_tensor(weight.local_tensor)
@@ -58,11 +52,7 @@ def order_of(key: str, weight: Any, rank: int) -> Order | Problem | None:
 
 
 def with_orders_of_states(described: Mapping[str, tuple[Any, Order | None]]) -> dict[str, Order | None]:
-    """Return the order by key: a state that has no rule of its own, and is cut, lies like its parameter.
-
-    Args:
-        described: Shards, and what each says by itself, by key.
-    """
+    """Return the order by key: a state that has no rule of its own, and is cut, lies like its parameter."""
     keys, orders = set(described), {key: order for key, (_, order) in described.items()}
     for key in [key for key, order in orders.items() if order is CUT]:
         base, state = split_state(key, keys)
@@ -81,10 +71,6 @@ def indivisible_rows(catalog: Catalog, rules: Iterable[FusedAxis | None]) -> np.
 
     A shard is split along its first axis of more than one element. Where that is the axis of a fused parameter, the
     pieces would look like parts of a higher degree of tensor parallelism to versions that know no orders.
-
-    Args:
-        catalog: One rank's shards.
-        rules: Their rules, by row.
     """
     whole, flattened = np.zeros(len(catalog), dtype=bool), catalog.is_flattened
     for row, fused in enumerate(rules):
@@ -98,12 +84,7 @@ def indivisible_rows(catalog: Catalog, rules: Iterable[FusedAxis | None]) -> np.
 
 @dataclass(frozen=True, eq=False)
 class LocalState:
-    """Hold one rank's shards.
-
-    Attributes:
-        weights: The shards, in the order of the catalog's rows.
-        catalog: Their catalog.
-    """
+    """Hold one rank's shards, and the catalog that has a row for each."""
 
     weights: list[Any]
     catalog: Catalog

@@ -32,9 +32,7 @@ from paddle_flexckpt.live.tensor_memory import (
 def open_storage(tensor: Any) -> AnyStorage:
     """Open a tensor to be read, element by element in row-major order, or to be written where it is not staged.
 
-    Returns:
-        The memory of a contiguous host tensor, a host copy of a strided one, or a
-        :class:`~paddle_flexckpt.live.device_memory.DeviceMemory`.
+    That is the memory of a contiguous host tensor, a host copy of a strided one, or a DeviceMemory.
     """
     if device_of(tensor) is None:
         return host_memory(tensor) if is_contiguous(tensor) else HostTensor(tensor).array

@@ -19,12 +19,10 @@ import numpy as np
 
 from paddle_flexckpt.background.presence import own_host
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.live.meeting import GREETING_SECONDS, HELLO
 
 # A peer that sends nothing for so long has died or hangs.
 STALL_SECONDS = 600.0
-# A member says who it is at once; a stranger that says nothing must not keep the members waiting.
-GREETING_SECONDS = 10.0
-_HELLO = struct.Struct("<16si")
 
 
 class Transport(ABC):
@@ -163,7 +161,7 @@ class SocketTransport(Transport):
     def _connect(self, address: bytes) -> socket.socket:
         token, port, host = address[:16], struct.unpack("<H", address[16:18])[0], address[18:].decode()
         connection = socket.create_connection((host, port), timeout=self._stall)
-        connection.sendall(_HELLO.pack(token, self._ranks[self._position]))
+        connection.sendall(HELLO.pack(token, self._ranks[self._position]))
         return connection
 
     def _accept_all(self, expected: set[int]) -> None:
@@ -191,13 +189,14 @@ class SocketTransport(Transport):
 
     def _greet(self, connection: socket.socket) -> int | None:
         """Return the rank that a connection says it is, or None for a stranger."""
-        hello = bytearray(_HELLO.size)
+        hello = bytearray(HELLO.size)
+        # A stranger that says nothing must not keep the members waiting.
         connection.settimeout(min(GREETING_SECONDS, self._stall / 10))
         try:
             _receive_exactly(connection, memoryview(hello))
         except (EOFError, OSError):
             return None
-        token, rank = _HELLO.unpack(hello)
+        token, rank = HELLO.unpack(hello)
         return rank if secrets.compare_digest(token, self._token) else None
 
     def _receive(self, rank: int, buffers: Iterator[np.ndarray]) -> None:

@@ -392,8 +392,7 @@ class CheckpointManager:
             return None, join((head, json.dumps(work() if self._comm.position == 0 else None).encode()))
 
         context = f"cannot look at the checkpoints in {self.path!r}"
-        _, answers = self._comm.together(look, context)
-        return agree_and_collect(answers, context)[0]
+        return agree_and_collect(self._comm.together(look, context)[1], context)[0]
 
     def _check_open(self) -> None:
         if self._closed:

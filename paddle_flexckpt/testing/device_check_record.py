@@ -37,16 +37,10 @@ class NotHere(Exception):
 
 @dataclass
 class Outcome:
-    """Describe one check.
+    """Describe one check: ``result`` is ``ok``, ``WRONG``, ``skipped``, or ``begun`` for one that never ended.
 
-    Attributes:
-        check: What was checked.
-        result: ``ok``, ``WRONG``, ``skipped``, or ``begun`` for one that never ended.
-        nbytes: Bytes of tensors that were saved, loaded or moved.
-        seconds: How long it took.
-        detail: What was wrong, why it was skipped, or what was found.
-        figures: What was measured.
-        rank: The rank that it was checked on; None for the checks of one process.
+    ``nbytes`` were saved, loaded or moved; ``detail`` says what was wrong, why it was skipped, or what was found. For
+    the checks of one process ``rank`` is None.
     """
 
     check: str

@@ -15,7 +15,7 @@ _IDLE = re.compile(r'(cpu_world.mesh|testing.worker)\.py", line \d+ in (_accept|
 
 
 class WorldError(RuntimeError):
-    """A job failed, hung, or lost a worker.
+    """Say that a job failed, hung, or lost a worker.
 
     Attributes:
         failures: per failed rank its traceback, or why there is none.

@@ -261,8 +261,7 @@ class World:
                 command += ["--devices", ",".join(map(str, range(self.size)))]
             else:
                 command += ["--nproc_per_node", str(self.size)]
-            # Loopback: the launcher would otherwise resolve this machine's name, which a laptop off-line may not be
-            # able to.
+            # Loopback: the launcher would otherwise resolve this machine's name, which one off-line may not be able to.
             command += ["--host", "127.0.0.1", "--log_dir", str(self._logs_now), str(_WORKER)]
             device = rehearsal_device.environment(devices=self.size) if self.device else {}
             own = {ADDRESS_VARIABLE: f"{host}:{port}:{token}:{self._logs_now}"}

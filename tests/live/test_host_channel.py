@@ -21,7 +21,7 @@ import pytest
 from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.live import lost_ranks, meeting
 from paddle_flexckpt.live.host_channel import HostChannel
-from paddle_flexckpt.live.lost_ranks import Presence, announce
+from paddle_flexckpt.live.lost_ranks import announce
 
 # More than the sockets at both ends of a connection hold: a sender has to wait for its receiver.
 LARGE = 16 << 20
@@ -257,9 +257,7 @@ def test_a_stranger_that_says_nothing_is_not_kept(store, monkeypatch):
 
 def rank_process(store: Store, size: int, rank: int, results: Any, victim: int, point: str) -> None:
     """One rank, of which one dies: before it meets the others, between exchanges, or in one."""
-    announced = Presence()
-    store.set(f"flexckpt/presence/{rank}", announced.address)
-    store.add(f"flexckpt/present/{rank}", 1)
+    announce(store, rank)
     channel = HostChannel(store, "g", tuple(range(size)), rank)
     if point != "meeting":
         channel.all_gather(b"first")

@@ -199,9 +199,8 @@ class Mesh:
     def close(self, farewell: float | None = 10.0) -> None:
         """End the threads, so that none of them runs into the teardown of the interpreter (seen as a SIGSEGV at exit).
 
-        Args:
-            farewell: seconds to wait for every peer's goodbye, so that rank 0 does not take the TCPStore away from
-                peers that still talk to it; None leaves without a word, which is right after an error.
+        It waits ``farewell`` seconds for every peer's goodbye, so that rank 0 does not take the TCPStore away from
+        peers that still talk to it; None leaves without a word, which is right after an error.
         """
         if not self.started or self._closing:
             return
