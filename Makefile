@@ -13,7 +13,7 @@ INSTALL_FLAGS ?= -qq --disable-pip-version-check
 PYTEST_FLAGS ?= -q
 # A file's tests stay in one process, with the worlds of workers that they share. tests/conftest.py orders the files.
 # One more than the two cores that the figures in docs/design.md are of: tests of ranks that die or hang wait.
-PYTEST_JOBS ?= 3
+PYTEST_JOBS ?= 2
 PYTEST_SHARED := -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
 # What stands on numpy alone, commands, and a save and a load in one process and on two ranks.
 FAST_TESTS := tests/algebra tests/catalog tests/planning tests/aoa tests/engine tests/native tests/golden tests/cli \

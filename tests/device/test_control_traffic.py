@@ -42,7 +42,7 @@ def answers(request, environment, tmp_path_factory) -> list[dict[str, dict[str, 
     command = [sys.executable, "-m", "paddle.distributed.launch", "--devices", ",".join(map(str, range(SIZE)))]
     command += ["--host", "127.0.0.1", "--log_dir", str(work / "logs"), str(SCRIPT), str(work), request.param]
     with (work / "launch.log").open("wb") as log:
-        launched = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=300)
+        launched = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=900)
     logs = "\n".join(path.read_text()[-6000:] for path in sorted((work / "logs").glob("workerlog.*")))
     assert launched.returncode == 0, (work / "launch.log").read_text() + logs
     return [json.loads((work / f"{request.param}.{rank}.json").read_text()) for rank in range(SIZE)]
@@ -93,7 +93,7 @@ def test_a_killed_rank_is_named(environment, tmp_path, victim, reason):
             started.append(subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=log, text=True))
     try:
         # Paddle's own groups, and the channel, would wait for half an hour for a rank that hangs.
-        outputs = [process.communicate(timeout=120)[0] for process in started]
+        outputs = [process.communicate(timeout=300)[0] for process in started]
     finally:
         for process in started:
             process.kill()

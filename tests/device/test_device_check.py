@@ -55,7 +55,7 @@ def run(tmp_path, mistake: str = "") -> tuple[int, str, dict]:
     env.pop("CUSTOM_DEVICE_ROOT", None)
     env.update(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]), OMP_NUM_THREADS="1")
     command = [sys.executable, "-m", "paddle_flexckpt.testing.device_check", "--json", str(tmp_path / "out.json")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, done.stdout, json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
 

@@ -468,7 +468,7 @@ def test_a_misuse_of_device_memory_fails_the_job(tmp_path, mistake, check, said)
 def test_a_wait_for_the_wrong_device_is_found(tmp_path, mistake, said):
     env = {**os.environ, **rehearsal_device.environment(devices=2), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "tests.device.test_seeded_mistakes", "other device", mistake, str(tmp_path)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     problems = json.loads(done.stdout.splitlines()[-1])
     assert len(problems) == (0 if said is None else 1), problems
