@@ -12,7 +12,7 @@ OUTPUT ?= demo-output
 INSTALL_FLAGS ?= -qq --disable-pip-version-check
 PYTEST_FLAGS ?= -q
 # A file's tests stay in one process, with the worlds of workers that they share. tests/conftest.py orders the files.
-# One more than the two cores that the figures in docs/design.md are of: tests of ranks that die or hang wait.
+# As many as the cores that the figures in docs/design.md are of.
 PYTEST_JOBS ?= 2
 PYTEST_SHARED := -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
 # What stands on numpy alone, commands, and a save and a load in one process and on two ranks.
