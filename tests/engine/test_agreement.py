@@ -9,7 +9,7 @@ import pytest
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.wire import join
-from paddle_flexckpt.engine.agreement import check_coordinator, check_heads, check_same
+from paddle_flexckpt.engine.agreement import Solo, check_coordinator, check_heads, check_same
 
 
 def heads(*objects):
@@ -33,6 +33,20 @@ def test_a_coordinator_is_a_member(coordinator, good):
     with pytest.raises(ValidationError) as caught:
         check_coordinator(comm, coordinator)
     assert f"0 to 2; got {coordinator!r}" in str(caught.value)
+
+
+def test_a_process_alone_takes_steps_and_its_errors_stay_what_they_are():
+    solo = Solo()
+    assert (solo.ranks, solo.position, solo.rank, solo.size) == ((0,), 0, 0, 1)
+    assert solo.together(lambda: ("result", b"payload"), "context") == ("result", [b"payload"])
+
+    def fail():
+        raise error
+
+    error = OSError("full")
+    with pytest.raises(OSError, match="^full$") as caught:
+        solo.together(fail, "context")
+    assert caught.value is error
 
 
 def test_ranks_that_say_the_same_go_on():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from paddle_flexckpt.aoa import compile_program
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnreadableCheckpointError, ValidationError
 from paddle_flexckpt.engine import plan as plan_module
+from paddle_flexckpt.engine.agreement import Solo
 from paddle_flexckpt.engine.files import Files, plan_reads, read_pieces, reads_of
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.plan import plan_fill
@@ -19,7 +21,7 @@ from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.planning import ShardMatcher
-from tests.engine.held import targets_of
+from tests.engine.held import Held, targets_of
 from tests.engine.samples import save
 from tests.native.samples import flip, whole
 from tests.property.layouts import Shard, catalog_of
@@ -32,10 +34,11 @@ def values_of(start=0):
             in KINDS.items()}  # fmt: skip
 
 
-def load(path, targets, unique_id=None, **options):
-    asked = LoadOptions(unique_id=unique_id, **options)
-    source = Files(str(path), asked)
-    return Transfer(SoloCommunicator(), source, lambda: targets, asked, "load_state_dict", "cannot load").run()
+def load(path, targets, comm=None, manifest=None, plain_errors=False, **options):
+    asked = LoadOptions(**options)
+    source = Files(str(path), asked, manifest, plain_errors)
+    comm = SoloCommunicator() if comm is None else comm
+    return Transfer(comm, source, lambda: targets, asked, "load_state_dict", "cannot load").run()
 
 
 def zeros(*keys, staged=()):
@@ -93,7 +96,7 @@ def test_the_id_that_is_asked_for_is_read(tmp_path):
         save(tmp_path, values_of(100 * unique_id), unique_id=unique_id)
     for unique_id, first in ((None, 100), (1, 100), (0, 0)):
         targets = zeros("v")
-        assert load(tmp_path, targets, unique_id).unique_id == (1 if unique_id is None else unique_id)
+        assert load(tmp_path, targets, unique_id=unique_id).unique_id == (1 if unique_id is None else unique_id)
         assert targets.memory.arrays[0][0] == first
 
 
@@ -187,6 +190,75 @@ def test_what_the_medium_refuses_is_told_with_the_path(tmp_path, monkeypatch, wh
         load(tmp_path, targets)
     assert str(caught.value).startswith(f"cannot load: [rank 0] {tmp_path} cannot be read: OSError: ")
     assert targets.memory.events == ([] if what != "bytes" else ["wait", ("open", 0, True)])
+
+
+def test_who_writes_too_gets_the_error_of_the_medium(tmp_path):
+    save(tmp_path, values_of(), world=1)
+    loop(data_file(tmp_path, "w")[0])
+    for wrong in ("file", "manifest"):
+        if wrong == "manifest":
+            loop(tmp_path / "0.manifest")
+        with pytest.raises(OSError, match="symbolic links"):
+            load(tmp_path, zeros("w"), Solo(), plain_errors=True)
+
+
+def test_of_a_checkpoint_that_the_caller_keeps_nothing_is_looked_up(tmp_path):
+    save(tmp_path, values_of())
+    manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
+    (tmp_path / "0.manifest").unlink()
+    targets = zeros("v")
+    report = load(tmp_path, targets, manifest=manifest)
+    assert (report.unique_id, targets.memory.arrays[0].tolist()) == (0, values_of()["v"].tolist())
+
+
+def test_options_are_checked_before_anything_is_looked_for(tmp_path):
+    with pytest.raises(ValidationError, match="verify"):
+        load(tmp_path / "nowhere", zeros("v"), verify="never")
+
+
+# -- one target at a time ----------------------------------------------------------------------------------------------
+
+
+class OneByOne(Held):
+    one_at_a_time = True
+
+    def filled(self, row):
+        self.events.append(("filled", row, self.arrays[row].tolist()))
+
+
+def test_one_target_is_filled_after_the_other(tmp_path, monkeypatch):
+    """Each is whole, with all that is computed of it, before the next is opened."""
+    monkeypatch.setattr(plan_module, "TILE_ELEMENTS", 2)
+    values = values_of()
+    save(tmp_path, values)
+    statements = {"aoa_statements": ["w, u -> t, sum", "_ -> c, fill=2", "_ -> d, fill=3"]}
+    kinds = {"t": "f4", "v": "i8", "c": "f4", "d": "f4", "u": "f4"}
+    shapes = {"v": (8,), "c": (2,), "d": (1,)}
+    arrays = {key: np.zeros(shapes.get(key, (6, 4)), kind) for key, kind in kinds.items()}
+    targets = targets_of(arrays)
+    targets = replace(targets, memory=OneByOne(arrays.values()))
+    report = load(tmp_path, targets, aoa_config=statements)
+    whole = [(values["w"] + values["u"]).tolist(), values["v"].tolist(), [2, 2], [3], values["u"].tolist()]
+    assert targets.memory.events == [
+        "wait",
+        *(event for row in range(5) for event in (("open", row, True), ("store", row), ("filled", row, whole[row]))),
+        ("finish", []),
+    ]
+    assert report.peak_scratch_bytes == 2 * 2 * 4
+    # The others are filled as they come, and nobody is told of one.
+    targets = zeros("v", "w")
+    load(tmp_path, targets)
+    assert ("filled", 0) not in [event[:2] for event in targets.memory.events]
+
+
+def test_a_target_without_elements_is_filled_in_its_turn(tmp_path):
+    save(tmp_path, {"a": np.ones(2, np.float32), "b": np.ones((0, 3), np.float32), "c": np.ones(1, np.float32)})
+    arrays = {key: np.zeros(shape, np.float32) for key, shape in (("b", (0, 3)), ("c", (1,)), ("a", (2,)))}
+    targets = replace(targets_of(arrays), memory=OneByOne(arrays.values()))
+    load(tmp_path, targets)
+    assert [event for event in targets.memory.events if event[0] == "filled"] == [
+        ("filled", 0, []), ("filled", 1, [1]), ("filled", 2, [1, 1]),
+    ]  # fmt: skip
 
 
 # -- computed values ---------------------------------------------------------------------------------------------------

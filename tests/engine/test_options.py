@@ -11,9 +11,12 @@ import pytest
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.options import (
+    ALONE,
+    ExportOptions,
     LoadOptions,
     Options,
     TransferOptions,
+    WholeOptions,
     encode_options,
     options_of,
     rule,
@@ -117,6 +120,23 @@ def test_options_stand_before_what_is_raised_where_nothing_is_returned():
     assert list(inspect.signature(call).parameters) == ["step", "kind"]
 
 
+def test_a_call_in_which_no_other_rank_takes_part_says_nothing_of_ranks():
+    @takes(Base, path=ALONE)
+    def call(path: str, **options: Any) -> None:
+        """Do it.
+
+        Args:
+            path: Where it is.
+
+        Raises:
+            OSError: Never.
+        """
+
+    text = inspect.getdoc(call)
+    assert text.endswith("kind: What kind.\n\nRaises:\n    OSError: Never.")
+    assert options_of(call) is Base
+
+
 def test_an_argument_that_is_no_option_needs_a_reason():
     with pytest.raises(TypeError, match=r"call: \['path', 'other'\] are neither options nor declared a rank's own"):
 
@@ -156,6 +176,20 @@ def test_a_calls_own_arguments_can_be_its_options():
 def test_strictness(strict, missing, unexpected):
     options = TransferOptions(strict=strict)
     assert (options.missing_is_an_error, options.unexpected_is_an_error) == (missing, unexpected)
+
+
+@pytest.mark.parametrize("number", [0, -1, True, 1.0, "1", None])
+def test_options_of_an_export_are_checked(number):
+    ExportOptions(max_file_bytes=1).check()
+    with pytest.raises(ValidationError) as caught:
+        ExportOptions(max_file_bytes=number).check()
+    assert str(caught.value) == f"max_file_bytes has to be a positive integer; got {number!r}"
+    with pytest.raises(ValidationError, match="verify"):
+        ExportOptions(verify="never").check()
+
+
+def test_a_prefix_ends_with_a_dot():
+    assert [WholeOptions(prefix=prefix).start for prefix in (None, "", "m", "m.n")] == ["", "", "m.", "m.n."]
 
 
 @pytest.mark.parametrize("wrong", [{"verify": "never"}, {"strict": 1}, {"dtype": "round"}, {"storage": "none"}])
