@@ -46,7 +46,7 @@ def run(tmp_path, transport: str, size: int, victim: int, point: str = "fsync") 
         for rank in range(size)
     ]
     try:
-        outputs = [process.communicate(timeout=200)[0] for process in started]
+        outputs = [process.communicate(timeout=300)[0] for process in started]
     finally:
         for process in started:
             process.kill()
