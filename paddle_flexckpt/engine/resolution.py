@@ -227,9 +227,11 @@ class _Resolver:
         self._unordered = unordered(source)
         # Nothing can be added to statements that are compiled already: what they rename is in the order that it has.
         self._mends = options.fused == "convert" and not isinstance(options.aoa_config, TensorMapping)
-        ruled = any(order.axis is not None for order in (*self._catalog.orders, *source.orders))
-        checks = mapping is not None and ruled and not isinstance(options.aoa_config, TensorMapping)
-        self._copied = mapping.copied_keys(mapping.tensors) if mapping is not None and checks else {}
+        self._copied: dict[str, str] = {}
+        if mapping is not None and not isinstance(options.aoa_config, TensorMapping):
+            ruled = any(order.axis is not None for order in (*self._catalog.orders, *source.orders))
+            # Where no order is told and none may be missing, nobody asks what is renamed.
+            self._copied = mapping.copied_keys(mapping.tensors) if ruled or self._unordered.any() else {}
         self._names = [self._own_name(row) for row in range(len(self._catalog))]
         self.compatible = CompatibleNames()
         if options.mw_name_compatibility and None in self._names:

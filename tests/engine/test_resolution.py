@@ -481,7 +481,15 @@ def test_what_statements_rename_is_looked_at_and_what_they_make_is_taken_as_it_i
     assert the_refusal(solve, wanted, source, ["w -> x"], fused="exact") == mismatch("x").problem()
     assert solve([part()], source, ["w -> w"]).mismatches == []
     assert solve(wanted, source, ["w -> x, fused_ffn"]).mismatches == []
-    assert [row.maybe_fused for row in solve([part("x", order=NATURAL)], parts(4), ["w -> x"]).rows] == [""]
+    # An old source may hold it in another order, whether something else has a rule or not.
+    old, renamed = [*parts(4), *parts(2, "v", order(2))], [part("x", order=NATURAL), part("v")]
+    for count in (1, 2):
+        (row, *_) = solve(renamed[:count], old, ["w -> x"]).rows
+        assert row == Resolved("statement", "x", maybe_fused="w")
+    (row,) = solve(renamed[:1], parts(4), ["w -> x"]).rows
+    assert row.maybe_fused == "w"
+    (row,) = solve([part(order=NATURAL)], parts(4), ["w -> w"]).rows
+    assert row.maybe_fused == ""
     # What was compiled before says how it is to be taken.
     mapping = removed([Part("x", WHOLE)], source, "w -> x")
     options = TransferOptions(aoa_config=mapping)
