@@ -45,7 +45,7 @@ def run(tmp_path, transport: str, size: int, victim: int, point: str = "fsync") 
         for rank in range(size)
     ]
     try:
-        # A process that has gone is known at once, and a lost store after 30 s. Paddle itself would wait for half an hour.
+        # A process that has gone is known at once, a lost store after 30 s; Paddle itself would wait for half an hour.
         outputs = [process.communicate(timeout=300)[0] for process in started]
     finally:
         for process in started:
