@@ -11,7 +11,7 @@ from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import CUT, NATURAL, Order, Problem
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.engine.fused import FusedMismatch
-from paddle_flexckpt.engine.mapping import compile_mapping
+from paddle_flexckpt.engine.mapping import compile_mapping, whole_mapping
 from paddle_flexckpt.engine.options import TransferOptions
 from paddle_flexckpt.engine.resolution import Resolved, complete, resolve
 from tests.engine.samples import Part, catalog, columns, refusal, targets, the_refusal
@@ -438,11 +438,10 @@ def test_a_fused_parameter_that_may_not_be_mended_is_refused():
     # Statements know nothing of names that only the search finds.
     problem = the_refusal(solve, [part("model.w")], source)
     assert problem == mismatch("model.w", "w").problem(True)
-    # What is compiled already cannot be added to.
+    # Nothing is added to what the targets follow from.
     mapping = removed(keys("x"), [*source, *keys("a")], "a -> x")
-    here, there = targets(*wanted), by_rank([*source, *keys("a")])
-    options = TransferOptions(aoa_config=mapping)
-    assert the_refusal(resolve, here, there, options, mapping) == mismatch(rank=3).problem()
+    here, there = replace(targets(*wanted), mapping=mapping), by_rank([*source, *keys("a")])
+    assert the_refusal(resolve, here, there, TransferOptions(), mapping) == mismatch(rank=3).problem()
 
 
 def test_sides_that_contradict_each_other_are_refused():
@@ -474,6 +473,16 @@ def test_what_may_be_fused_is_told():
     assert (row.mismatch, row.maybe_fused) == (None, "")
 
 
+def test_what_may_be_fused_is_told_of_targets_that_follow_from_statements():
+    source = [*parts(4), *parts(4, "v"), *parts(4, "known", CUT), *parts(4, "renamed")]
+    mapping = whole_mapping(["renamed -> new", "v -> v"], by_rank(source))
+    here = replace(targets(*(Part(key, WHOLE) for key in ("w", "v", "known", "new"))), mapping=mapping)
+    found = resolve(here, by_rank(source), TransferOptions(), mapping)
+    # Statements say of what they make that it is taken as it lies.
+    assert [row.how for row in found.rows] == ["statement"] * 4
+    assert found.report()["maybe_fused"] == ["w"]
+
+
 def test_what_statements_rename_is_looked_at_and_what_they_make_is_taken_as_it_is():
     source = [*parts(4, order=order(4)), Part("a")]
     wanted = [part("x")]
@@ -482,10 +491,10 @@ def test_what_statements_rename_is_looked_at_and_what_they_make_is_taken_as_it_i
     assert solve([part()], source, ["w -> w"]).mismatches == []
     assert solve(wanted, source, ["w -> x, fused_ffn"]).mismatches == []
     assert [row.maybe_fused for row in solve([part("x", order=NATURAL)], parts(4), ["w -> x"]).rows] == [""]
-    # What was compiled before says how it is to be taken.
+    # Targets that follow from statements are in the order that these give them.
     mapping = removed([Part("x", WHOLE)], source, "w -> x")
-    options = TransferOptions(aoa_config=mapping)
-    assert resolve(targets(*wanted), by_rank(source), options, mapping).mismatches == []
+    here = replace(targets(*wanted), mapping=mapping)
+    assert resolve(here, by_rank(source), TransferOptions(), mapping).mismatches == []
     # One side's rule is enough.
     assert solve([Part("x", WHOLE, order=NATURAL)], source, ["w -> x"]).mismatches == [mismatch("x", here=1)]
     assert solve([part("x")], [Part("w", WHOLE, order=NATURAL)], ["w -> x"]).mismatches == [mismatch("x", there=1)]
