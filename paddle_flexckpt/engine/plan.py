@@ -207,7 +207,7 @@ class _Builder:
     def _regions(self, name: str) -> _Regions:
         known = self._known.get(name)
         if known is None:
-            ndim, regions = len(self._mapping.tensors[name].shape), self._mapping.regions.get(name, ())
+            ndim, regions = len(self._mapping.tensors[name].shape), self._mapping.regions[name]
             offset = np.asarray([r.offset for r in regions], dtype=np.int64).reshape(len(regions), ndim)
             shape = np.asarray([r.shape for r in regions], dtype=np.int64).reshape(len(regions), ndim)
             known = self._known[name] = _Regions(regions, offset, offset + shape)

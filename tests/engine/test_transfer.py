@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from paddle_flexckpt.aoa import TensorMapping
+from paddle_flexckpt.aoa import TensorMapping, compile_program
 from paddle_flexckpt.catalog import NATURAL, CatalogBuilder, CheckpointError, Order, ValidationError
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine import transfer
@@ -119,6 +120,26 @@ def test_statements_cost_one_more_collective_in_which_all_targets_are_gathered()
     assert head == split(comm.said[1])[0]
     assert catalog == transfer.encode_catalog(targets.catalog)
     assert source.events.count("open") == source.events.count("prepare") == 1
+
+
+def test_targets_may_be_what_statements_make():
+    """Compiled by the caller, with no collective for them."""
+    values, comm = {"a": numbers(6), "left": numbers(1)}, Noted()
+    source = Shelf(values)
+    source.open()
+    mapping = compile_program({"aoa_statements": ["a -> t, scale=2.0"]}, source.catalog, None)
+    targets = replace(targets_of({"t": np.zeros(6, np.float32)}), mapping=mapping)
+    report = load(source, targets, comm)
+    assert targets.memory.arrays[0].tolist() == [2, 4, 6, 8, 10, 12]
+    assert (report.computed, report.unexpected, comm.contexts) == (["t"], ["left"], [CONTEXT] * 2)
+    assert source.tasks[0].mapping is mapping
+
+
+def test_all_that_comes_before_the_first_target_is_touched_may_be_done_alone():
+    source, targets = Shelf({"a": numbers(1)}), targets_of({"a": np.zeros(1, np.float32)})
+    task = transfer_of(source, targets).prepare()
+    assert source.events == ["open", "prepare", ("plan", [])]
+    assert (task.memory, targets.memory.events) == (targets.memory, [])
 
 
 def test_the_report_says_what_was_done(monkeypatch):
