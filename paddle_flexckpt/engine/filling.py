@@ -1,6 +1,6 @@
 """Fill a plan's rows: open targets and put them back, hold scratch, and compute tiles when their operands are there.
 
-Tested in tests/live/test_aoa_tiles.py and tests/engine/test_whole_tensors.py.
+Tested in tests/engine/test_filling.py and tests/live/test_aoa_tiles.py.
 """
 
 from __future__ import annotations
@@ -129,11 +129,6 @@ class Filling:
         target.store()
         if target.staged and row in self._compared_with:
             self._stored[row] = target.array
-
-    def release(self, row: int) -> np.ndarray:
-        """Return the memory of a target, which is held here no longer."""
-        self.host_storage(row)
-        return self._open.pop(row).array
 
     def finish(self) -> None:
         """Compute the last tiles, put back what is still staged, and compare tied targets.
