@@ -71,7 +71,10 @@ def reshard_sharded_state_dict(
 
     state, answers = comm.together(describe, _CONTEXT)
     source = concat([decode_catalog(catalog) for catalog in check_heads(answers, _CONTEXT, comm.ranks)[0]])
-    tensors = {state.catalog.key_name(row): weight for row, weight in enumerate(state.weights)}
+    tensors = {
+        key: tensor if weight is None else weight
+        for key, weight, tensor in zip(state.catalog.keys, state.weights, state.tensors)
+    }
     return _reshard(comm, dst_sharded_state_dict, source, {mine: tensors}, asked)
 
 
