@@ -70,8 +70,8 @@ class Options:
         for each in fields(self):
             choices, value = each.metadata.get("choices", ()), getattr(self, each.name)
             if choices and not any(type(value) is type(choice) and value == choice for choice in choices):
-                texts = [choice if choice in (True, False) else repr(choice) for choice in choices]
-                listed = f"{', '.join(map(str, texts[:-1]))} or {texts[-1]}"
+                *texts, last = map(repr, choices)
+                listed = f"{', '.join(texts)} or {last}"
                 raise ValidationError([f"{each.name} is {listed}; got {value!r}"])
 
     def agreed(self) -> dict[str, Any]:

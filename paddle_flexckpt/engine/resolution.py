@@ -227,9 +227,11 @@ class _Resolver:
         self._unordered = unordered(source)
         # Targets that statements make are in the order that these give them.
         self._mends = options.fused == "convert" and targets.mapping is None
-        ruled = any(order.axis is not None for order in (*self._catalog.orders, *source.orders))
-        checks = mapping is not None and ruled and targets.mapping is None
-        self._copied = mapping.copied_keys(mapping.tensors) if mapping is not None and checks else {}
+        self._copied: dict[str, str] = {}
+        if mapping is not None and targets.mapping is None:
+            ruled = any(order.axis is not None for order in (*self._catalog.orders, *source.orders))
+            # Where no order is told and none may be missing, nobody asks what is renamed.
+            self._copied = mapping.copied_keys(mapping.tensors) if ruled or self._unordered.any() else {}
         self._names = [self._own_name(row) for row in range(len(self._catalog))]
         self.compatible = CompatibleNames()
         if options.mw_name_compatibility and None in self._names:

@@ -12,7 +12,7 @@ import contextlib
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal, TypeVar, Union
@@ -75,6 +75,11 @@ class OutputFile(ABC):
     @abstractmethod
     def write(self, data: Buffer) -> None:
         """Write all of the data after what was written before."""
+
+    def write_many(self, parts: Sequence[Buffer]) -> None:
+        """Write one after the other, in as few requests as the medium can."""
+        for part in parts:
+            self.write(part)
 
     def make_durable(self) -> None:  # noqa: B027
         """Make the bytes durable where that can be done before :meth:`finish`, which then takes little time."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +20,7 @@ from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.planning import ShardMatcher
-from tests.engine.held import Held, targets_of
+from tests.engine.held import targets_of
 from tests.engine.samples import save
 from tests.native.samples import flip, whole
 from tests.property.layouts import Shard, catalog_of
@@ -34,11 +33,10 @@ def values_of(start=0):
             in KINDS.items()}  # fmt: skip
 
 
-def load(path, targets, comm=None, manifest=None, plain_errors=False, **options):
+def load(path, targets, manifest=None, **options):
     asked = LoadOptions(**options)
-    source = Files(str(path), asked, manifest, plain_errors)
-    comm = SoloCommunicator() if comm is None else comm
-    return Transfer(comm, source, lambda: targets, asked, "load_state_dict", "cannot load").run()
+    source = Files(str(path), asked, manifest)
+    return Transfer(SoloCommunicator(), source, lambda: targets, asked, "load_state_dict", "cannot load").run()
 
 
 def zeros(*keys, staged=()):
@@ -118,6 +116,23 @@ def test_the_checkpoint_is_held_until_the_load_ends(tmp_path):
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
+@pytest.mark.parametrize("options", [{"verify": "often"}, {"verify": None}])
+def test_an_option_that_cannot_be_is_refused_before_anything_is_opened(tmp_path, options):
+    with pytest.raises(ValidationError, match="verify"):
+        Files(str(tmp_path / "nowhere"), LoadOptions(**options)).open()
+
+
+def test_a_manifest_that_the_caller_keeps_is_not_read_again(tmp_path):
+    save(tmp_path, values_of())
+    manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
+    (tmp_path / "0.manifest").unlink()
+    targets, options = zeros("v"), LoadOptions()
+    source = Files(str(tmp_path), options, manifest)
+    report = Transfer(SoloCommunicator(), source, lambda: targets, options, "load_state_dict", "cannot load").run()
+    assert targets.memory.arrays[0].tolist() == values_of()["v"].tolist()
+    assert (report.unique_id, report.source, source.catalog) == (0, str(tmp_path), manifest.catalog)
+
+
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
@@ -192,16 +207,6 @@ def test_what_the_medium_refuses_is_told_with_the_path(tmp_path, monkeypatch, wh
     assert targets.memory.events == ([] if what != "bytes" else ["wait", ("open", 0, True)])
 
 
-def test_who_writes_too_gets_the_error_of_the_medium(tmp_path):
-    save(tmp_path, values_of(), world=1)
-    loop(data_file(tmp_path, "w")[0])
-    for wrong in ("file", "manifest"):
-        if wrong == "manifest":
-            loop(tmp_path / "0.manifest")
-        with pytest.raises(OSError, match="symbolic links"):
-            load(tmp_path, zeros("w"), Solo(), plain_errors=True)
-
-
 def test_of_a_checkpoint_that_the_caller_keeps_nothing_is_looked_up(tmp_path):
     save(tmp_path, values_of())
     manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
@@ -216,49 +221,77 @@ def test_options_are_checked_before_anything_is_looked_for(tmp_path):
         load(tmp_path / "nowhere", zeros("v"), verify="never")
 
 
-# -- one target at a time ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("what", ["manifest", "file"])
+def test_what_the_medium_refuses_stays_what_it_is_where_that_is_asked_for(tmp_path, what):
+    save(tmp_path, values_of(), world=1)
+    loop(tmp_path / "0.manifest" if what == "manifest" else data_file(tmp_path, "w")[0])
+    source, options = Files(str(tmp_path), LoadOptions(), plain_errors=True), LoadOptions()
+    with pytest.raises(OSError) as caught:
+        Transfer(Solo(), source, lambda: zeros("w"), options, "load_state_dict", "cannot load").run()
+    assert type(caught.value) is OSError
 
 
-class OneByOne(Held):
-    one_at_a_time = True
-
-    def filled(self, row):
-        self.events.append(("filled", row, self.arrays[row].tolist()))
+# -- one target after the other ----------------------------------------------------------------------------------------
 
 
-def test_one_target_is_filled_after_the_other(tmp_path, monkeypatch):
-    """Each is whole, with all that is computed of it, before the next is opened."""
-    monkeypatch.setattr(plan_module, "TILE_ELEMENTS", 2)
+@pytest.mark.parametrize("statements", [None, {"aoa_statements": ["w, u -> t, sum"]}])
+def test_each_target_is_whole_before_the_next_is_begun(tmp_path, monkeypatch, statements):
+    """What a target is computed from is read after it is begun, and gone before the next."""
+    monkeypatch.setattr(plan_module, "TILE_ELEMENTS", 8)
+    values = values_of()
+    save(tmp_path, values, world=3)
+    targets = targets_of({
+        **({"t": np.zeros((6, 4), np.float32)} if statements else {"w": np.zeros((6, 4), np.float32)}),
+        "v": np.zeros(8, np.int64), "none": np.zeros(0, np.float32),
+    })  # fmt: skip
+    memory, expected = targets.memory, [values["w"] + values["u"] if statements else values["w"], values["v"]]
+    memory.one_at_a_time = True
+    found = []
+    memory.filled = lambda row: found.append((row, [array.tolist() for array in memory.arrays[:2]]))
+    report = load(tmp_path, targets, aoa_config=statements, strict=False)
+    first, second = (array.tolist() for array in expected)
+    assert found == [(0, [first, [0] * 8]), (1, [first, second])]
+    assert memory.events == ["wait", ("open", 0, True), ("store", 0), ("open", 1, True), ("store", 1),
+                             ("finish", ["none"])]  # fmt: skip
+    assert report.bytes_needed == report.bytes_read == (2 if statements else 1) * 96 + 64
+    assert report.peak_scratch_bytes == (2 * 8 * 4 if statements else 0)
+
+
+def test_who_fills_takes_each_target_when_it_is_whole(tmp_path):
     values = values_of()
     save(tmp_path, values)
-    statements = {"aoa_statements": ["w, u -> t, sum", "_ -> c, fill=2", "_ -> d, fill=3"]}
-    kinds = {"t": "f4", "v": "i8", "c": "f4", "d": "f4", "u": "f4"}
-    shapes = {"v": (8,), "c": (2,), "d": (1,)}
-    arrays = {key: np.zeros(shapes.get(key, (6, 4)), kind) for key, kind in kinds.items()}
-    targets = targets_of(arrays)
-    targets = replace(targets, memory=OneByOne(arrays.values()))
-    report = load(tmp_path, targets, aoa_config=statements)
-    whole = [(values["w"] + values["u"]).tolist(), values["v"].tolist(), [2, 2], [3], values["u"].tolist()]
-    assert targets.memory.events == [
-        "wait",
-        *(event for row in range(5) for event in (("open", row, True), ("store", row), ("filled", row, whole[row]))),
-        ("finish", []),
-    ]
-    assert report.peak_scratch_bytes == 2 * 2 * 4
-    # The others are filled as they come, and nobody is told of one.
-    targets = zeros("v", "w")
+    targets, options = zeros("v", "w", "u"), LoadOptions()
+    targets.memory.one_at_a_time = True
+    source = Files(str(tmp_path), options)
+    with source.closing:
+        task = Transfer(SoloCommunicator(), source, lambda: targets, options, "load_state_dict", "cannot").prepare()
+        assert targets.memory.events == []
+        rows = source.fill(task)
+        assert next(rows) == 0
+        # As many bytes have been read as it has.
+        assert source.reader.count.bytes_read == 64
+        assert [array.any() for array in targets.memory.arrays] == [True, False, False]
+        assert next(rows) == 1
+        assert [array.any() for array in targets.memory.arrays] == [True, True, False]
+        assert list(rows) == [2]
+    assert [array.tolist() for array in targets.memory.arrays] == [values[key].tolist() for key in "vwu"]
+
+
+def test_targets_that_are_filled_together_are_not_told_one_by_one(tmp_path):
+    save(tmp_path, values_of())
+    targets, told = zeros("v", "w"), []
+    targets.memory.filled = told.append
     load(tmp_path, targets)
-    assert ("filled", 0) not in [event[:2] for event in targets.memory.events]
+    assert told == []
 
 
 def test_a_target_without_elements_is_filled_in_its_turn(tmp_path):
     save(tmp_path, {"a": np.ones(2, np.float32), "b": np.ones((0, 3), np.float32), "c": np.ones(1, np.float32)})
-    arrays = {key: np.zeros(shape, np.float32) for key, shape in (("b", (0, 3)), ("c", (1,)), ("a", (2,)))}
-    targets = replace(targets_of(arrays), memory=OneByOne(arrays.values()))
+    targets = targets_of({key: np.zeros(shape, np.float32) for key, shape in (("b", (0, 3)), ("c", 1), ("a", 2))})
+    targets.memory.one_at_a_time, found = True, []
+    targets.memory.filled = lambda row: found.append((row, targets.memory.arrays[row].tolist()))
     load(tmp_path, targets)
-    assert [event for event in targets.memory.events if event[0] == "filled"] == [
-        ("filled", 0, []), ("filled", 1, [1]), ("filled", 2, [1, 1]),
-    ]  # fmt: skip
+    assert found == [(0, []), (1, [1]), (2, [1, 1])]
 
 
 # -- computed values ---------------------------------------------------------------------------------------------------

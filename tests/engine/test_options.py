@@ -61,6 +61,16 @@ def test_fields_say_what_is_compared():
     assert json.loads(More(step={1}).encode("save"))["step"] == "{1}"
 
 
+def test_a_rule_says_what_a_field_may_hold_and_whose_business_it_is():
+    assert rule() == {"choices": (), "own": "", "compared": None}
+    assert rule((1, 2), "why", len) == {"choices": (1, 2), "own": "why", "compared": len}
+
+
+def test_options_that_another_call_has_too_are_passed_on():
+    assert More(step=3, kind="two", place="here", text="abc").keywords(Base) == {"step": 3, "kind": "two"}
+    assert Base().keywords(Options) == {}
+
+
 @pytest.mark.parametrize("kind", ["three", 1, None, False])
 def test_a_value_that_is_no_choice_is_refused(kind):
     for refuse in (lambda o: o.check(), lambda o: o.agreed(), lambda o: o.encode("save")):
@@ -120,21 +130,38 @@ def test_options_stand_before_what_is_raised_where_nothing_is_returned():
     assert list(inspect.signature(call).parameters) == ["step", "kind"]
 
 
-def test_a_call_in_which_no_other_rank_takes_part_says_nothing_of_ranks():
-    @takes(Base, path=ALONE)
-    def call(path: str, **options: Any) -> None:
-        """Do it.
+def test_the_texts_of_options_are_those_of_their_attributes():
+    @dataclass(frozen=True)
+    class Most(Base):
+        """Hold most.
 
-        Args:
-            path: Where it is.
-
-        Raises:
-            OSError: Never.
+        Attributes:
+            first: One.
+            made: What no caller gives.
+            last: Three.
         """
 
-    text = inspect.getdoc(call)
-    assert text.endswith("kind: What kind.\n\nRaises:\n    OSError: Never.")
-    assert options_of(call) is Base
+        first: int = 1
+        made: int = field(default=2, init=False)
+        last: int = 3
+
+    @dataclass(frozen=True)
+    class Bare(Most):
+        """Hold the same.
+
+        For example:
+
+            kind: No option.
+        """
+
+    @takes(Bare)
+    def call(**options: Any) -> None:
+        pass
+
+    assert inspect.getdoc(call) == (
+        "    step: Which step, and\n        where it is.\n    kind: What kind.\n    first: One.\n    last: Three.\n\n"
+        "The same on every rank, and compared: ``step``, ``kind``, ``first``, ``last``."
+    )
 
 
 def test_an_argument_that_is_no_option_needs_a_reason():
@@ -149,6 +176,7 @@ def test_an_argument_that_is_no_option_needs_a_reason():
         """Do it."""
 
     assert list(inspect.signature(method).parameters) == ["self", "kind", "step", "place", "text"]
+    assert inspect.getdoc(method).startswith("Do it.\n    step: Which step, and\n")
 
 
 def test_a_calls_own_arguments_can_be_its_options():
@@ -178,20 +206,6 @@ def test_strictness(strict, missing, unexpected):
     assert (options.missing_is_an_error, options.unexpected_is_an_error) == (missing, unexpected)
 
 
-@pytest.mark.parametrize("number", [0, -1, True, 1.0, "1", None])
-def test_options_of_an_export_are_checked(number):
-    ExportOptions(max_file_bytes=1).check()
-    with pytest.raises(ValidationError) as caught:
-        ExportOptions(max_file_bytes=number).check()
-    assert str(caught.value) == f"max_file_bytes has to be a positive integer; got {number!r}"
-    with pytest.raises(ValidationError, match="verify"):
-        ExportOptions(verify="never").check()
-
-
-def test_a_prefix_ends_with_a_dot():
-    assert [WholeOptions(prefix=prefix).start for prefix in (None, "", "m", "m.n")] == ["", "", "m.", "m.n."]
-
-
 @pytest.mark.parametrize("wrong", [{"verify": "never"}, {"strict": 1}, {"dtype": "round"}, {"storage": "none"}])
 def test_options_of_a_load_are_checked(wrong):
     LoadOptions().check()
@@ -199,3 +213,26 @@ def test_options_of_a_load_are_checked(wrong):
         LoadOptions(**wrong).check()
     assert "unique_id" not in LoadOptions.compared()
     assert LoadOptions(aoa_config={"aoa_statements": []}).agreed()["aoa_config"] != LoadOptions().agreed()["aoa_config"]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.0, True, "5", None])
+def test_a_file_of_an_export_has_a_positive_number_of_bytes(wrong):
+    for good in (1, 5 << 30):
+        ExportOptions(max_file_bytes=good).check()
+    with pytest.raises(ValidationError) as caught:
+        ExportOptions(max_file_bytes=wrong).check()
+    assert str(caught.value) == f"max_file_bytes has to be a positive integer; got {wrong!r}"
+    with pytest.raises(ValidationError, match="verify"):
+        ExportOptions(verify="never").check()
+
+
+def test_a_prefix_ends_with_a_dot():
+    assert [WholeOptions(prefix=prefix).start for prefix in (None, "", "model", "a.b")] == ["", "", "model.", "a.b."]
+
+
+def test_a_call_without_other_ranks_compares_nothing():
+    @takes(Base, path=ALONE)
+    def call(path: str, **options: Any) -> None:
+        """Do it."""
+
+    assert inspect.getdoc(call) == "Do it.\nstep: Which step, and\n    where it is.\nkind: What kind."
