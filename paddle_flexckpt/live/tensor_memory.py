@@ -132,8 +132,8 @@ def refuse_shared_memory(source: Catalog, held: Mapping[int, Any], targets: Targ
     ]
     spans += [
         _Span(*place[0], f"{names[row]} {place[2]}", row)
-        for row, place in enumerate(targets.places)
-        if place is not None
+        for row in range(len(targets.catalog))
+        if (place := targets.place(row)) is not None
     ]
     spans.sort(key=lambda span: (span.begin, span.end))
     problems = []
