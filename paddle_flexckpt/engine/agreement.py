@@ -1,6 +1,6 @@
 """Agree across ranks: make one rank's error everybody's, and refuse calls in which ranks differ.
 
-Tested in tests/live/test_communicator.py and tests/live/test_options.py.
+Tested in tests/engine/test_agreement.py, tests/live/test_communicator.py and tests/live/test_options.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compile AOA statements for a load, and tell what the source says of fused parameters.
 
-Tested in tests/live/test_aoa_policies.py and tests/live/test_merged.py.
+Tested in tests/engine/test_mapping.py, tests/live/test_aoa_policies.py and tests/live/test_merged.py.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Ranks have to agree on every option but those whose field says why they need not
         asked = SaveOptions(step=step, **options)
         head = asked.encode("save")  # in a step that all ranks take together: an error is an error everywhere
 
-Tested in tests/live/test_options.py.
+Tested in tests/engine/test_options.py and tests/live/test_options.py.
 """
 
 from __future__ import annotations

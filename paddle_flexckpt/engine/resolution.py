@@ -1,6 +1,6 @@
 """Resolve targets: tell how each is filled, and check that it fits, before anything is touched.
 
-Tested in tests/live/test_policies.py.
+Tested in tests/engine/test_resolution.py and tests/live/test_policies.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Targets: what a transfer fills, as a table that is made once of a rank's state, and how its memory is reached.
 
-Tested in tests/live/test_policies.py.
+Tested in tests/engine/test_targets.py and tests/live/test_policies.py.
 """
 
 from __future__ import annotations
