@@ -1,6 +1,6 @@
 """Files as a source: plan the reads of what a rank fills, and carry them out row by row.
 
-Tested in tests/engine/test_whole_tensors.py and tests/live/test_policies.py.
+Tested in tests/engine/test_files.py and tests/live/test_policies.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fill a plan's rows: open targets and put them back, hold scratch, and compute tiles when their operands are there.
 
-Tested in tests/live/test_aoa_tiles.py and tests/engine/test_whole_tensors.py.
+Tested in tests/engine/test_filling.py and tests/live/test_aoa_tiles.py.
 """
 
 from __future__ import annotations

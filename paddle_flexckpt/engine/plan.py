@@ -4,6 +4,8 @@ A computed box of a target is split into tiles. What a tile needs of each operan
 received like a target of the rank. A plan numbers the rows of its catalog: first the rank's targets, by their own
 numbers, then scratch. They are filled in another order: a target, then the scratch of its first tile, then that of the
 next, so that few tiles are open at a time.
+
+Tested in tests/engine/test_plan.py and tests/live/test_aoa_tiles.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Transfer: fill the targets of all ranks from a source, files or the ranks' own memory, in steps that all take.
 
-Tested in tests/live/test_policies.py and tests/live/test_options.py.
+Tested in tests/engine/test_transfer.py, tests/live/test_policies.py and tests/live/test_options.py.
 """
 
 from __future__ import annotations
