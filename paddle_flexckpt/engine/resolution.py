@@ -74,6 +74,11 @@ class Resolution:
     same_memory: dict[int, int]
 
     @cached_property
+    def rows(self) -> tuple[Resolved, ...]:
+        """Return how each target is filled."""
+        return tuple(self.others.get(row) or Resolved(OWN, key) for row, key in enumerate(self.targets.catalog.keys))
+
+    @cached_property
     def catalog(self) -> Catalog:
         """Return the targets, with every key under the name that the mapping or the source has for it."""
         names = list(self.targets.catalog.keys)
@@ -187,11 +192,10 @@ def complete(
     if again.mismatches:
         raise ValidationError([one.problem() for one in again.mismatches])
     # What was found before is what the report tells.
-    others = {}
-    for row in sorted({*first.others, *again.others}):
-        key = first.targets.catalog.keys[row]
-        old, new = (each.others.get(row, Resolved(OWN, key)) for each in (first, again))
-        others[row] = new._replace(mismatch=old.mismatch, alias=new.alias or old.alias, maybe_fused=old.maybe_fused)
+    others = {
+        row: new._replace(mismatch=old.mismatch, alias=new.alias or old.alias, maybe_fused=old.maybe_fused)
+        for row, (old, new) in enumerate(zip(first.rows, again.rows))
+    }
     return mapping, replace(again, others=others)
 
 
@@ -276,10 +280,7 @@ class _Resolver:
         return find_compatible(unresolved, self._index, claimed, targets.by_tensor_name)
 
     def are_plain(self) -> np.ndarray:
-        """Return bool per target: whether the source's tensor of its name fills it as it is, and nothing is to be told.
-
-        The columns tell that of most targets, so that nobody looks at them one by one.
-        """
+        """Return bool per target: whether the source's tensor of its name fills it as it is; nothing is to be told."""
         target, source = self._catalog, self._source
         number = np.asarray([self._index.get(key, -1) for key in target.keys], dtype=np.int64)
         plain = number >= 0

@@ -38,25 +38,23 @@ def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
 
 def _locate(state: LocalState) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return the spans of a state's tensors, their addresses where they can be filled as they stand, and devices."""
-    begins, contiguous, hosts = [], [], []
     tensors = [weight.local_tensor for weight in state.weights]
     sizes = state.catalog.byte_length
-    for tensor, size in zip(tensors, sizes.tolist()):
+    begins, direct, elsewhere = np.zeros_like(sizes), np.zeros(len(sizes), dtype=bool), []
+    for row, (tensor, size) in enumerate(zip(tensors, sizes.tolist())):
         if not size:
-            found = 0, False, True
-        elif isinstance(tensor, np.ndarray):
-            flags = tensor.flags
-            found = tensor.__array_interface__["data"][0], flags.c_contiguous and flags.writeable, True
+            continue
+        if isinstance(tensor, np.ndarray):
+            begins[row], flags = tensor.__array_interface__["data"][0], tensor.flags
+            direct[row] = flags.c_contiguous and flags.writeable
+        elif tensor.place.is_cpu_place():
+            begins[row], direct[row] = tensor.data_ptr(), tensor.is_contiguous()
         else:
-            found = tensor.data_ptr(), tensor.is_contiguous(), tensor.place.is_cpu_place()
-        for column, value in zip((begins, contiguous, hosts), found):
-            column.append(value)
-    spans = np.asarray(begins, dtype=np.int64)[:, None] + np.stack([np.zeros_like(sizes), sizes], axis=1)
-    direct, host = np.asarray(contiguous, dtype=bool), np.asarray(hosts, dtype=bool)
+            elsewhere.append(tensor)
+    spans = np.stack([begins, begins + sizes], axis=1)
     for row in np.flatnonzero(~direct & (sizes > 0)).tolist():
         spans[row] = address_range(tensors[row])
-    devices = devices_of(tensors[row] for row in np.flatnonzero(~host).tolist())
-    return spans, np.where(direct & host, spans[:, 0], -1), devices
+    return spans, np.where(direct, begins, -1), devices_of(elsewhere)
 
 
 class TargetTensors(Memory):

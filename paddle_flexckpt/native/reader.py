@@ -40,7 +40,7 @@ class FileReader(BlockReader):
     ) -> None:
         """Open nothing yet; arguments and errors as of :class:`BlockReader`."""
         super().__init__(directory, manifest, verify, use_replicas)
-        self._staging = np.empty(THROUGH_AT_ONCE * self._block_bytes, dtype=np.uint8)
+        self._staging = np.empty(self._block_bytes, dtype=np.uint8)
 
     def __enter__(self) -> FileReader:
         return self
@@ -149,14 +149,14 @@ class FileReader(BlockReader):
         blocks = Stretches(copies.item[edges], first[edges], length, places)
         # What several copies want of a block was needed once.
         needed = np.bincount(number, minlength=len(edges)) * copies.copy.size * itemsize
-        done = 0
+        memory, done = np.empty(min(int(length.sum()), THROUGH_AT_ONCE * size), dtype=np.uint8), 0
         for portion in blocks.portions(THROUGH_AT_ONCE * size, STRETCHES_AT_ONCE):
             at = portion.address - portion.address[0]
-            self.read_stretches(replace(portion, address=at + self._staging.ctypes.data))
+            self.read_stretches(replace(portion, address=at + memory.ctypes.data))
             self.wait_for_hashes()
             members = np.flatnonzero((number >= done) & (number < done + len(portion)))
             begin = at[number[members] - done] + copies.position[members] - first[members]
-            copies.take(members).carry_out(self._staging, begin)
+            copies.take(members).carry_out(memory, begin)
             self.count.bytes_extra += int(np.maximum(portion.length - needed[done : done + len(portion)], 0).sum())
             done += len(portion)
 

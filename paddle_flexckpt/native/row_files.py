@@ -100,7 +100,7 @@ class RowFiles:
             self._maps[file] = self.open(file).memory_map()
         return self._maps[file]
 
-    def read(self, row: int, position: int, buffer: np.ndarray) -> None:
+    def read(self, row: int, position: int, buffer: memoryview | np.ndarray) -> None:
         """Fill a buffer from byte ``position`` of a row.
 
         Raises:
