@@ -158,11 +158,6 @@ class Filling:
         if target.staged and row in self._compared_with:
             self._stored[row] = target.array
 
-    def release(self, row: int) -> np.ndarray:
-        """Return the memory of a target, which is held here no longer."""
-        self.host_storage(row)
-        return self._open.pop(row).array
-
     def finish(self) -> None:
         """Compute the last tiles, put back what is still staged, and compare tied targets.
 

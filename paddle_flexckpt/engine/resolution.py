@@ -240,11 +240,13 @@ class _Resolver:
         # Written back to front: the first row of each key stays.
         self._first_row[source.key[::-1]] = np.arange(len(source))[::-1]
         self._unordered = unordered(source)
-        # Nothing can be added to statements that are compiled already: what they rename is in the order that it has.
-        self._mends = options.fused == "convert" and not isinstance(options.aoa_config, TensorMapping)
-        ruled = any(order.axis is not None for order in (*self._catalog.orders, *source.orders))
-        checks = mapping is not None and ruled and not isinstance(options.aoa_config, TensorMapping)
-        self._copied = mapping.copied_keys(mapping.tensors) if mapping is not None and checks else {}
+        # Targets that statements make are in the order that these give them.
+        self._mends = options.fused == "convert" and targets.mapping is None
+        self._copied: dict[str, str] = {}
+        if mapping is not None and targets.mapping is None:
+            ruled = any(order.axis is not None for order in (*self._catalog.orders, *source.orders))
+            # Where no order is told and none may be missing, nobody asks what is renamed.
+            self._copied = mapping.copied_keys(mapping.tensors) if ruled or self._unordered.any() else {}
         index = self._index
         self._names = [key if key in index else self._own_name(row) for row, key in enumerate(self._catalog.keys)]
         self.compatible = CompatibleNames()
@@ -326,6 +328,8 @@ class _Resolver:
         given = Given(info.shape, info.dtype, f"AOA gives {{}}{origin}", remedy="correct the statement, or the target")
         cast, problem = fit(self._catalog, row, given, bool(master) or self._casts)
         resolved = Resolved(STATEMENT, found, found if found != key else "", cast, master, problem=problem)
+        if self._targets.mapping is not None and found in self._numbers and found not in mapping.provenance:
+            resolved = resolved._replace(maybe_fused=found if self._unordered[self._numbers[found]] else "")
         own = self._copied.get(found, found)
         # A new name changes no order; a statement that makes a key of itself takes it as it is.
         return resolved if problem or own == found else self._in_order(resolved, row, self._numbers[own])

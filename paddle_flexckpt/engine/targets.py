@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.engine.copies import AnyStorage
 from paddle_flexckpt.engine.names import raw_parameter
@@ -36,7 +37,13 @@ class OpenTarget(Protocol):
 
 
 class Memory:
-    """Reach the memory of targets, by their row; on the host, unless a subclass says otherwise."""
+    """Reach the memory of targets, by their row; on the host, unless a subclass says otherwise.
+
+    Attributes:
+        one_at_a_time: Whether files fill one target after the other, and say :meth:`filled` in between.
+    """
+
+    one_at_a_time = False
 
     @property
     def devices(self) -> list[str]:
@@ -48,8 +55,8 @@ class Memory:
         raise NotImplementedError
 
     def tensor_names(self) -> Sequence[str | None]:
-        """Return Paddle's own name of each tensor, or None."""
-        raise NotImplementedError
+        """Return Paddle's own name of each tensor, or None; nothing where none has one."""
+        return ()
 
     def addresses(self) -> np.ndarray | None:
         """Return int64 per target: the address of a contiguous one on the host, which stays open; else -1.
@@ -69,6 +76,9 @@ class Memory:
     def wait(self) -> None:
         """Wait until devices have done what was begun on them."""
 
+    def filled(self, row: int) -> None:
+        """Take note that a target is filled, and that the next is not begun; only where one is at a time."""
+
     def finish(self, untouched: Collection[str]) -> None:
         """Take note that the transfer has ended; ``untouched``: keys of targets that were not filled, or in part."""
 
@@ -81,8 +91,9 @@ class Targets:
         catalog: Names, shapes, dtypes, and orders of elements. No key has two rows, so a row is its key's number too.
         aliases: By row, other names of the same, tied parameter.
         raw_names: By row, raw names of an optimizer's state that has a structured name.
-        spans: int64 ``[n, 2]``, first and last byte address (exclusive); equal without elements.
+        spans: int64 ``[n, 2]``, first and last byte address (exclusive); equal where none shares its memory.
         memory: Reaches their memory.
+        mapping: Where the targets are what statements make, and not the other way round: these, compiled.
     """
 
     catalog: Catalog
@@ -90,6 +101,7 @@ class Targets:
     raw_names: tuple[tuple[str, ...], ...]
     spans: np.ndarray
     memory: Memory
+    mapping: TensorMapping | None = None
 
     def place(self, row: int) -> Place | None:
         """Return where a target is: equal for the same part in the same memory; None without elements."""

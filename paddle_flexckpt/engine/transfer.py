@@ -139,11 +139,16 @@ class Transfer:
             CheckpointError: Something failed (likewise); from step 4 on targets may be partly overwritten.
         """
         with self._source.closing:
-            self.describe()
-            self.agree()
-            self.plan()
+            self.prepare()
             self.move()
             return self.report()
+
+    def prepare(self) -> Task:
+        """Take the steps before the first target is touched; return what this rank fills."""
+        self.describe()
+        self.agree()
+        self.plan()
+        return self._task
 
     @functools.cached_property
     def _described(self) -> tuple[Targets, bytes]:
@@ -188,7 +193,7 @@ class Transfer:
 
     def _resolve(self, statements: Sequence[str]) -> tuple[Task, bytes]:
         targets, head = self._described
-        source, options, mapping = self._source.catalog, self._options, None
+        source, options, mapping = self._source.catalog, self._options, targets.mapping
         if options.aoa_config is not None:
             mapping = compile_mapping(options.aoa_config, source, self._all_targets, options.master_weights)
         resolution = resolve(targets, source, options, mapping)

@@ -52,6 +52,11 @@ def test_what_differs_is_told_once_and_sorted():
     assert text.startswith('loading here: ranks disagree: {"context": "loading here", "a": 1}; {"context": "there"}.')
 
 
+def test_what_a_rank_does_not_say_differs_from_null():
+    for said in (({"call": "load", "a": None}, {"call": "load"}), ({"call": "load"}, {"call": "load", "a": None})):
+        assert refusal(heads(*said)).startswith('ranks disagree: {"a": null}; {}. ')
+
+
 def test_what_is_no_json_object_is_told_as_it_is():
     for said in ([b"[1]", b"[2]"], [b"[1]", b'{"a": 1}']):
         text = refusal(said, "cannot")
@@ -75,5 +80,7 @@ def test_the_first_fields_are_compared_and_the_others_returned_by_field():
     differing = [join([each, b"x"]) for each in heads({"call": "load", "a": 1}, {"call": "save"})]
     with pytest.raises(ValidationError, match="cannot: ranks do not make the same call: rank 3: load; rank 8: save"):
         check_heads(differing, "cannot", [3, 8])
+    with pytest.raises(ValidationError, match=r"cannot: ranks disagree: ; \[1\]\. "):
+        check_heads([join([b"[1]", b"x"]), b""], "cannot")
     with pytest.raises(ValidationError, match="same call: rank 0: load; rank 1: a later step"):
         check_heads([differing[0], b""], "cannot")
