@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from paddle_flexckpt.catalog import Catalog, Problem
 from paddle_flexckpt.catalog.dtypes import castable
 
@@ -39,3 +41,21 @@ def fit(target: Catalog, row: int, given: Given, casts: bool) -> tuple[str, Prob
         remedy = "load into a target of the saved dtype"
         return "", Problem("a cast would lose what the values mean", **where, remedy=remedy)
     return f"{given.dtype} -> {dtype}", None
+
+
+def are_alike(target: Catalog, rows: np.ndarray, source: Catalog, stored: np.ndarray) -> np.ndarray:
+    """Return bool per pair of a target and a stored row: whether global shape and dtype are the same."""
+    if not len(rows):
+        return np.zeros(0, dtype=bool)
+    width = max(target.width, source.width)
+    shape, whole = source.widened(width).global_shape[stored], target.widened(width).global_shape[rows]
+    names = {name: i for i, name in enumerate(source.dtypes)}
+    dtype = np.asarray([names.get(name, -1) for name in target.dtypes], dtype=np.int64)[target.dtype[rows]]
+    same = (shape == whole).all(axis=1) & (source.ndim[stored] == target.ndim[rows])
+    return same & (source.dtype[stored] == dtype)
+
+
+def are_ruled(catalog: Catalog) -> np.ndarray:
+    """Return bool per key: whether a rule says that the tensor is fused."""
+    ruled = np.asarray([*(order.axis is not None for order in catalog.orders), False])
+    return ruled[catalog.key_order] if len(catalog.key_order) else np.zeros(len(catalog.keys), dtype=bool)

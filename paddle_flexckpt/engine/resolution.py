@@ -15,7 +15,7 @@ import numpy as np
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, unordered, validate_shards
-from paddle_flexckpt.engine.fitting import Given, fit
+from paddle_flexckpt.engine.fitting import Given, are_alike, are_ruled, fit
 from paddle_flexckpt.engine.fused import FusedMismatch, find_mismatch, mending_statements
 from paddle_flexckpt.engine.mapping import compile_mapping
 from paddle_flexckpt.engine.names import CompatibleNames, Unresolved, find_compatible, raw_meanings
@@ -286,19 +286,9 @@ class _Resolver:
         target, source = self._catalog, self._source
         number = np.asarray([self._index.get(key, -1) for key in target.keys], dtype=np.int64)
         plain = number >= 0
-        if not plain.any():
-            return plain
-        rows = np.flatnonzero(plain)
-        number, width = number[rows], max(target.width, source.width)
-        stored = self._first_row[number]
-        shape, whole = source.widened(width).global_shape[stored], target.widened(width).global_shape[rows]
-        names = {name: i for i, name in enumerate(source.dtypes)}
-        dtype = np.asarray([names.get(name, -1) for name in target.dtypes], dtype=np.int64)[target.dtype[rows]]
-        fits = (
-            (shape == whole).all(axis=1) & (source.ndim[stored] == target.ndim[rows]) & (source.dtype[stored] == dtype)
-        )
-        ruled = _are_ruled(target)[rows] | _are_ruled(source)[number] | self._unordered[number]
-        plain[rows] = fits & ~ruled
+        rows, number = np.flatnonzero(plain), number[plain]
+        ruled = are_ruled(target)[rows] | are_ruled(source)[number] | self._unordered[number]
+        plain[rows] = are_alike(target, rows, source, self._first_row[number]) & ~ruled
         return plain
 
     def resolve(self, row: int) -> Resolved:
@@ -408,9 +398,3 @@ class _Resolver:
         if shape == self._catalog.unpadded(row, self._catalog.global_shape):
             return given
         return replace(given, remedy=given.remedy + resized(self._catalog, row, source, source_row))
-
-
-def _are_ruled(catalog: Catalog) -> np.ndarray:
-    """Return bool per key: whether a rule says that the tensor is fused."""
-    ruled = np.asarray([*(order.axis is not None for order in catalog.orders), False])
-    return ruled[catalog.key_order] if len(catalog.key_order) else np.zeros(len(catalog.keys), dtype=bool)

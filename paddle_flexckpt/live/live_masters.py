@@ -36,7 +36,7 @@ def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> i
     tensors = [state.tensor(row) for row in rows]
     loaded: dict[str, Any] = {}
     for row, tensor, is_half in zip(rows, tensors, half[state.catalog.dtype[rows]].tolist()):
-        name = tensor_name(state.weights[row]) if is_half else None
+        name = tensor_name(state.weights[row] or tensor) if is_half else None
         if name is not None and hasattr(tensor, "_copy_to"):
             dist = getattr(state.weights[row], "dist_tensor", None)
             loaded[_name_of(name)] = tensor if dist is None else dist

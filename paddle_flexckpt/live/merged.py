@@ -75,7 +75,7 @@ def _choose(source: Catalog, mapping: TensorMapping | None, start: str) -> dict[
     """Return a fresh tensor for each key that starts so, sorted by name."""
     there = tensor_infos(source, mapping, extra_state=mapping is None and bool(start))
     names = [key for key in sorted(there) if key.startswith(start)]
-    _check_held(source, names if mapping is None else mapping.source_names(names))
+    _check_complete(source, names if mapping is None else mapping.source_names(names))
     _check_axes({key: len(there[key].shape) for key in names})
     if mapping is not None and mapping.unfed:
         first = sorted(mapping.unfed)[0]
@@ -87,7 +87,7 @@ def empty_tensors(catalog: Catalog, names: Iterable[str]) -> dict[str, Any]:
     """Return a fresh tensor on the CPU for each of some keys of a checkpoint, of its whole shape."""
     there = tensor_infos(catalog, extra_state=True)
     names = list(names)
-    _check_held(catalog, names)
+    _check_complete(catalog, names)
     return {name: empty_on_host(there[name].shape, there[name].dtype) for name in names if name in there}
 
 
@@ -108,10 +108,10 @@ def _check_axes(axes: Mapping[str, int]) -> None:
         raise ValidationError(problems)
 
 
-def _check_held(catalog: Catalog, names: Iterable[str]) -> None:
+def _check_complete(catalog: Catalog, names: Iterable[str]) -> None:
     """Refuse tensors of which too little is there, before memory is taken for a shape that is only declared."""
-    held, declared = np.zeros(len(catalog.keys)), np.zeros(len(catalog.keys))
-    np.add.at(held, catalog.key, catalog.size)
+    there, declared = np.zeros(len(catalog.keys)), np.zeros(len(catalog.keys))
+    np.add.at(there, catalog.key, catalog.size)
     # In floating point: a product of extents that are no tensor's must not wrap around.
     declared[catalog.key] = catalog.global_shape.astype(np.float64).prod(axis=1)
     wanted = set(names)
@@ -120,10 +120,10 @@ def _check_held(catalog: Catalog, names: Iterable[str]) -> None:
             "the checkpoint does not hold all of a tensor",
             key=catalog.keys[key],
             expected=f"{declared[key]:.0f} elements",
-            got=f"{held[key]:.0f}",
+            got=f"{there[key]:.0f}",
             remedy="load another checkpoint, or leave this key out",
         )
-        for key in np.flatnonzero(held < declared).tolist()
+        for key in np.flatnonzero(there < declared).tolist()
         if catalog.keys[key] in wanted
     ]
     if problems:

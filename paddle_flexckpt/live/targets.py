@@ -38,8 +38,7 @@ def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
 
 def _locate(state: LocalState) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return the spans of a state's tensors, their addresses where they can be filled as they stand, and devices."""
-    tensors = [weight.local_tensor for weight in state.weights]
-    sizes = state.catalog.byte_length
+    tensors, sizes = state.tensors, state.catalog.byte_length
     begins, direct, elsewhere = np.zeros_like(sizes), np.zeros(len(sizes), dtype=bool), []
     for row, (tensor, size) in enumerate(zip(tensors, sizes.tolist())):
         if not size:
@@ -71,7 +70,7 @@ class TargetTensors(Memory):
 
     def tensor_names(self) -> list[str | None]:
         """Return Paddle's own name of each tensor, or None."""
-        return [tensor_name(weight) for weight in self._state.weights]
+        return [tensor_name(weight or tensor) for weight, tensor in zip(self._state.weights, self._state.tensors)]
 
     def open(self, row: int, fresh: bool) -> HostTensor:
         """Open a target as host memory; ``fresh``: all of it will be written."""

@@ -15,6 +15,10 @@ import numpy as np
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.algebra.columns import Columns
 
+# All of this process's memory as one buffer, of which a slice costs less than a buffer of its own. It begins behind the
+# page at 0, of which numpy would make an array with memory of its own.
+FIRST_ADDRESS = 1 << 12
+ADDRESSES = memoryview((ctypes.c_uint8 * ((1 << 56) - FIRST_ADDRESS)).from_address(FIRST_ADDRESS)).cast("B")
 # Runs of strided copies that are listed at once: bounds the memory of the columns.
 RUNS_AT_ONCE = 1 << 16
 
@@ -60,9 +64,8 @@ class Stretches(Columns):
 
     def buffers(self) -> list[memoryview]:
         """Return the memory of every stretch."""
-        memory = MemoryWindow(self.address, self.length)
-        begin = self.address - memory.low
-        return [memory.view[low:high] for low, high in zip(begin.tolist(), (begin + self.length).tolist())]
+        begin, memory = self.address - FIRST_ADDRESS, ADDRESSES
+        return [memory[low:high] for low, high in zip(begin.tolist(), (begin + self.length).tolist())]
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,39 +117,15 @@ class AlikeCopies:
         extents, dtype = self.copy.extents, self.dtype
         from_strides = [stride * dtype.itemsize for stride in self.copy.source_strides]
         to_strides = [stride * dtype.itemsize for stride in self.copy.target_strides]
-        memory = self._memory()
-        for origin, target in zip(begin.tolist(), (self.address - memory.low).tolist()):
+        for origin, target in zip(begin.tolist(), (self.address - FIRST_ADDRESS).tolist()):
             values = np.ndarray(extents, dtype, source, origin, from_strides)
-            np.ndarray(extents, dtype, memory.view, target, to_strides)[...] = values
+            np.ndarray(extents, dtype, ADDRESSES, target, to_strides)[...] = values
 
     def storages(self) -> Iterator[tuple[np.ndarray, int]]:
         """Yield the memory of each copy as a flat array, and the place of the copy's first element in it."""
         low, high = reach(self.copy.extents, self.copy.target_strides)
-        if not len(self):
-            return
-        memory = self._memory()
-        for begin in (self.address + low * self.dtype.itemsize - memory.low).tolist():
-            yield np.ndarray(high - low + 1, self.dtype, memory.view, begin), -low
-
-    def _memory(self) -> MemoryWindow:
-        low, high = reach(self.copy.extents, self.copy.target_strides)
-        itemsize = self.dtype.itemsize
-        return MemoryWindow(self.address + low * itemsize, np.full(len(self), (high - low + 1) * itemsize))
-
-
-class MemoryWindow:
-    """Show the memory from the lowest address of some stretches to the highest; what lies between is not touched.
-
-    Attributes:
-        low: The lowest address.
-        view: The memory from there on.
-    """
-
-    def __init__(self, address: np.ndarray, length: np.ndarray) -> None:
-        """Show the memory of stretches; there is at least one."""
-        self.low = int(address.min())
-        span = int((address + length).max()) - self.low
-        self.view = memoryview((ctypes.c_uint8 * span).from_address(self.low)).cast("B")
+        for begin in (self.address + low * self.dtype.itemsize - FIRST_ADDRESS).tolist():
+            yield np.ndarray(high - low + 1, self.dtype, ADDRESSES, begin), -low
 
 
 def reach(extents: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import pytest
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.wire import join
-from paddle_flexckpt.engine.agreement import check_coordinator, check_heads, check_same
+from paddle_flexckpt.engine.agreement import Solo, check_coordinator, check_heads, check_same
 
 
 def heads(*objects):
@@ -33,6 +33,14 @@ def test_a_coordinator_is_a_member(coordinator, good):
     with pytest.raises(ValidationError) as caught:
         check_coordinator(comm, coordinator)
     assert f"0 to 2; got {coordinator!r}" in str(caught.value)
+
+
+def test_a_process_that_works_for_itself_is_all_ranks():
+    solo = Solo()
+    assert (solo.rank, solo.position, solo.size, solo.ranks) == (0, 0, 1, (0,))
+    assert solo.together(lambda: ("result", b"said"), "what") == ("result", [b"said"])
+    with pytest.raises(ZeroDivisionError):
+        solo.together(lambda: (1 // 0, b""))
 
 
 def test_ranks_that_say_the_same_go_on():

@@ -11,9 +11,12 @@ import pytest
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.options import (
+    ALONE,
+    ExportOptions,
     LoadOptions,
     Options,
     TransferOptions,
+    WholeOptions,
     encode_options,
     options_of,
     rule,
@@ -210,3 +213,26 @@ def test_options_of_a_load_are_checked(wrong):
         LoadOptions(**wrong).check()
     assert "unique_id" not in LoadOptions.compared()
     assert LoadOptions(aoa_config={"aoa_statements": []}).agreed()["aoa_config"] != LoadOptions().agreed()["aoa_config"]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.0, True, "5", None])
+def test_a_file_of_an_export_has_a_positive_number_of_bytes(wrong):
+    for good in (1, 5 << 30):
+        ExportOptions(max_file_bytes=good).check()
+    with pytest.raises(ValidationError) as caught:
+        ExportOptions(max_file_bytes=wrong).check()
+    assert str(caught.value) == f"max_file_bytes has to be a positive integer; got {wrong!r}"
+    with pytest.raises(ValidationError, match="verify"):
+        ExportOptions(verify="never").check()
+
+
+def test_a_prefix_ends_with_a_dot():
+    assert [WholeOptions(prefix=prefix).start for prefix in (None, "", "model", "a.b")] == ["", "", "model.", "a.b."]
+
+
+def test_a_call_without_other_ranks_compares_nothing():
+    @takes(Base, path=ALONE)
+    def call(path: str, **options: Any) -> None:
+        """Do it."""
+
+    assert inspect.getdoc(call) == "Do it.\nstep: Which step, and\n    where it is.\nkind: What kind."

@@ -520,6 +520,19 @@ def test_what_statements_rename_is_looked_at_and_what_they_make_is_taken_as_it_i
     assert solve([part("x")], [Part("w", WHOLE, order=NATURAL)], ["w -> x"]).mismatches == [mismatch("x", there=1)]
 
 
+def test_targets_that_follow_from_statements_may_be_fused_where_these_leave_them_alone():
+    source = [Part("a"), *parts(4, "w"), *parts(4, "v"), *parts(4, "u"), *parts(2, "n", order(2))]
+    program = ["v -> v", "u -> x"]
+    mapping = compile_mapping(program, by_rank(source), None, "exact")
+    here = targets(*(Part(name, info.shape) for name, info in mapping.output_infos().items()))
+    rows = resolve(replace(here, mapping=mapping), by_rank(source), TransferOptions(), mapping).rows
+    assert [row.name for row in rows] == ["a", "n", "v", "w", "x"]
+    assert [row.how for row in rows] == ["statement"] * 5
+    assert [row.maybe_fused for row in rows] == ["", "", "", "w", ""]
+    rows = resolve(here, by_rank(source), TransferOptions(), mapping).rows
+    assert [row.maybe_fused for row in rows] == ["", "", "", "", "u"]
+
+
 # -- completion --------------------------------------------------------------------------------------------------------
 
 
