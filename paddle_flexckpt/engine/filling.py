@@ -41,7 +41,7 @@ class Filling:
         self._left: np.ndarray | None = None
         if piece_targets is not None:
             parts = np.concatenate([piece_targets, np.asarray([tile.row for tile in plan.tiles], dtype=np.int64)])
-            self._left = np.bincount(parts, minlength=len(plan.catalog))
+            self._left = np.bincount(parts)
         self._compared_with = frozenset(plan.same_memory.values())
         self._open: dict[int, OpenTarget] = {}
         self._on_device: dict[int, AnyStorage] = {}
@@ -135,8 +135,7 @@ class Filling:
             )
         write_values(self.storage(tile.row), tile.copy, result)
         for row in tile.freed:
-            memory = self._scratch.pop(row, None)
-            self._scratch_bytes -= 0 if memory is None else memory.nbytes
+            self._scratch_bytes -= self._scratch.pop(row).nbytes
         self.piece_done(tile.row)
 
     def piece_done(self, row: int) -> None:

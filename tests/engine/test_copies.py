@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.algebra import StridedCopy
+from paddle_flexckpt.algebra import StridedCopy, array_axes
 from paddle_flexckpt.engine import copies
 from paddle_flexckpt.engine.copies import copy_pieces, copy_values, pack, pack_copy, read_values, unpack, write_values
 from paddle_flexckpt.planning import Pieces
@@ -35,17 +35,27 @@ class Device:
     def along_axes(self, copy, side):
         return copy.along_axes(side, self.array.shape)
 
+    def reach(self, copy, side):
+        """Each axis of a copy has to run along one of the array: so it is on devices."""
+        strides = (copy.source_strides, copy.target_strides)[side]
+        for stride, extent in zip(strides, copy.extents):
+            assert len(array_axes(stride, extent, self.array.shape)) == 1
+
     def read(self, copy):
+        self.reach(copy, 0)
         self.asked.append(("read", copy.size * self.dtype.itemsize))
         return copy.gather_from(self.flat).copy()
 
     def write(self, copy, values):
         assert values.dtype == self.dtype
+        self.reach(copy, 1)
         self.asked.append(("write", copy.size * self.dtype.itemsize))
         copy.scatter_into(self.flat)[...] = values.reshape(copy.extents)
 
     def copy_from(self, source, copy):
         assert source.dtype == self.dtype
+        source.reach(copy, 0)
+        self.reach(copy, 1)
         self.asked.append(("copy", copy.size * self.dtype.itemsize))
         copy.scatter_into(self.flat)[...] = copy.gather_from(source.flat)
 

@@ -219,7 +219,7 @@ def test_scratch_that_nothing_arrived_in_is_freed_too():
             assert operands[0].shape == (0,)
             return operands[1]
 
-    plan = plan_of(shards, 1, tiles=(tile(0, (1, 2), ((0,), (2,)), freed=(1, 2, 1), after=2, step=Second()),))
+    plan = plan_of(shards, 1, tiles=(tile(0, (1, 2), ((0,), (2,)), freed=(1, 2), after=2, step=Second()),))
     memory = Held([np.zeros(2, np.float32)])
     filling = Filling(plan, memory)
     filling.host_storage(2)[:] = 6
