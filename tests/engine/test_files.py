@@ -349,8 +349,8 @@ def test_what_statements_move_or_compute_is_filled():
 class Reader:
     """A reader that begins to hash with every piece, and is ``behind`` by so many."""
 
-    def __init__(self, behind, log):
-        self.behind, self.log = behind, log
+    def __init__(self, behind, log, catalog):
+        self.behind, self.log, self.catalog = behind, log, catalog
         self.hashing_begun = self.hashing_done = 0
 
     def read(self, item, copy, target):
@@ -364,8 +364,13 @@ class Reader:
 
 
 class Rows:
-    def __init__(self, log):
-        self.log = log
+    """Each has to be opened, and tiles may be due before each."""
+
+    def __init__(self, log, catalog):
+        self.log, self.catalog, self.addresses = log, catalog, np.full(len(catalog), -1)
+
+    def portions(self, rows):
+        return [(piece, piece + 1) for piece in range(len(rows))]
 
     def host_storage(self, row):
         return f"memory of {row}"
@@ -376,12 +381,16 @@ class Rows:
     def piece_done(self, row):
         self.log.append(("done", row))
 
+    def pieces_done(self, rows):
+        assert not len(rows)
+
 
 def read(behind, computes):
     source = catalog_of([whole(key, "int8", (count,)) for key, count in (("a", 1), ("b", 2), ("c", 3))])
     plan = plan_fill(source, np.asarray([1, 2, 0]), None)
     log = []
-    read_pieces(Reader(behind, log), plan_reads(ShardMatcher(source), plan, None).pieces, Rows(log), computes)
+    pieces = plan_reads(ShardMatcher(source), plan, None).pieces
+    read_pieces(Reader(behind, log, source), pieces, Rows(log, source), computes)
     return log
 
 
