@@ -241,7 +241,7 @@ class MemoryPeers(Peers):
     @functools.cached_property
     def _replicas(self) -> tuple[bytes, bytes]:
         keys = [self.catalog.key_name(row) for row in self.owned]
-        digests = replica_digests(self.owned, self.checked.groups) if self._rules.compares else b""
+        digests = replica_digests(self.owned, self.catalog, self.checked.groups) if self._rules.compares else b""
         return digests, self._rules.of(keys, list(self._described.values())).tobytes()
 
     def compare_replicas(self, digests: Sequence[bytes], policies: Sequence[bytes]) -> CheckedSources:
