@@ -139,11 +139,22 @@ class Transfer:
             CheckpointError: Something failed (likewise); from step 4 on targets may be partly overwritten.
         """
         with self._source.closing:
-            self.describe()
-            self.agree()
-            self.plan()
+            self.prepare()
             self.move()
             return self.report()
+
+    def prepare(self) -> Task:
+        """Take the steps before the first target is touched; return what this rank fills."""
+        self.describe()
+        self.agree()
+        self.plan()
+        return self._task
+
+    def again(self, begin: float) -> LoadReport:
+        """Move what was planned, now or long ago, and report; ``begin``: when that was asked for."""
+        self._begin, self._planned = begin, time.perf_counter()
+        self.move()
+        return self.report()
 
     @functools.cached_property
     def _described(self) -> tuple[Targets, bytes]:

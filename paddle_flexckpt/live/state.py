@@ -228,6 +228,39 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
     return LocalState([weight for weight, _ in described.values()], builder.build())
 
 
+def layout_of(state_dict: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return what :func:`open_state` makes of a state but its values, to be compared with that of another time.
+
+    It costs a few microseconds a tensor: nothing is checked. Two states of which it is equal have the same shards, of
+    the same tensors, in the same memory.
+    """
+    return [(key, *_layout_of_value(value)) for key, value in flatten_state_dict(state_dict)[0].items()]
+
+
+def _layout_of_value(value: Any) -> tuple[Any, ...]:
+    if not is_sharded_weight(value):
+        return (_memory_of(value),)
+    fields = dict(vars(value))
+    tensors = _memory_of(fields.pop("local_tensor")), _memory_of(fields.pop("dist_tensor", None))
+    for name in ("local_shape", "global_shape", "global_offset"):
+        fields[name] = tuple(fields[name])  # a list could be changed where it is
+    return (*tensors, fields)
+
+
+def _memory_of(tensor: Any) -> tuple[Any, ...] | None:
+    """Return which tensor this is, and where its elements are."""
+    if isinstance(tensor, np.ndarray):
+        return id(tensor), tensor.__array_interface__["data"], tensor.shape, tensor.strides, tensor.dtype
+    if not is_tensor(tensor):
+        return None if tensor is None else (id(tensor), repr(tensor))
+    local, spread = tensor, None
+    if is_dist_tensor(tensor):
+        local, spread = tensor._local_value(), (str(tensor.placements), str(tensor.process_mesh), tuple(tensor.shape))
+    place = (int(local.data_ptr()), tuple(local.strides)) if is_initialized(local) else None
+    marked = getattr(tensor, "is_distributed", False)
+    return id(tensor), place, tuple(local.shape), local.dtype, tensor.name, marked, spread
+
+
 def is_tensor(value: Any) -> bool:
     """Return whether a value is a tensor of Paddle, or an array of numpy."""
     if isinstance(value, np.ndarray):
