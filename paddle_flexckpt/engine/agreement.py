@@ -33,6 +33,19 @@ class Ranks(Protocol):
         """Take a step on every member, and go on only if it went well on all of them."""
 
 
+class Solo:
+    """Stand for a process that works for itself: its errors stay what they are. It is a :class:`Ranks`."""
+
+    ranks: tuple[int, ...] = (0,)
+    position = rank = 0
+    size = 1
+
+    def together(self, work: Callable[[], tuple[Result, bytes]], context: str = "") -> tuple[Result, list[bytes]]:
+        """Take a step."""
+        result, payload = work()
+        return result, [payload]
+
+
 def check_coordinator(comm: Ranks, coordinator_rank: int) -> None:
     """Raise ValidationError where the coordinator is not a member of the group."""
     if not isinstance(coordinator_rank, int) or not 0 <= coordinator_rank < comm.size:

@@ -199,7 +199,7 @@ class Transfer:
 
     def _resolve(self, statements: Sequence[str]) -> tuple[Task, bytes]:
         targets, head = self._described
-        source, options, mapping = self._source.catalog, self._options, None
+        source, options, mapping = self._source.catalog, self._options, targets.mapping
         if options.aoa_config is not None:
             mapping = compile_mapping(options.aoa_config, source, self._all_targets, options.master_weights)
         resolution = resolve(targets, source, options, mapping)
@@ -284,7 +284,7 @@ def check_unexpected(
     """
     removed = frozenset() if mapping is None else mapping.removed
     used = np.bitwise_or.reduce([np.frombuffer(b, dtype=np.uint8) for b in bits])
-    flags = np.unpackbits(used, count=len(source.keys)).astype(bool) if len(source.keys) else np.zeros(0, dtype=bool)
+    flags = np.unpackbits(used, count=len(source.keys)).astype(bool)
     unused = [source.keys[i] for i in np.flatnonzero(~flags)]
     unexpected = [key for key in unused if not key.startswith(EXTRA_STATE) and key not in removed]
     loaded = {source.keys[i] for i in np.flatnonzero(flags) if not source.keys[i].startswith(EXTRA_STATE)}

@@ -21,7 +21,7 @@ from paddle_flexckpt.live.peers import MemoryPeers, ReshardOptions
 from paddle_flexckpt.live.sources import check_sources
 from paddle_flexckpt.live.state import LocalState, layout_of, open_state
 from paddle_flexckpt.live.targets import describe_targets
-from paddle_flexckpt.live.virtual_files import gather_virtual_files, held_tensors
+from paddle_flexckpt.live.virtual_files import gather_virtual_files, owned_tensors
 from paddle_flexckpt.report import LoadReport
 
 _CONTEXT = "cannot reshard"
@@ -169,7 +169,10 @@ def _gather(
 
     state, answers = comm.together(describe, _CONTEXT)
     source = concat([decode_catalog(catalog) for catalog in check_heads(answers, _CONTEXT, comm.ranks)[0]])
-    tensors = {state.catalog.key_name(row): weight for row, weight in enumerate(state.weights)}
+    tensors = {
+        key: tensor if weight is None else weight
+        for key, weight, tensor in zip(state.catalog.keys, state.weights, state.tensors)
+    }
     return _between_ranks(comm, target_state_dict, source, {mine: tensors}, options)
 
 
@@ -230,9 +233,9 @@ def _between_ranks(
     options: ReshardOptions,
 ) -> tuple[Transfer, MemoryPeers]:
     """Return what fills targets from what all ranks hold together; arguments as of :func:`_load_state_dict`."""
-    described = held_tensors(source, source_state_dict, comm.rank, _CONTEXT)
-    held = {row: getattr(value, "local_tensor", value) for row, value in described.items()}
-    peers = MemoryPeers(comm, source, check_sources(comm, held, source, _CONTEXT), described, options, _CONTEXT)
+    described = owned_tensors(source, source_state_dict, comm.rank, _CONTEXT)
+    owned = {row: getattr(value, "local_tensor", value) for row, value in described.items()}
+    peers = MemoryPeers(comm, source, check_sources(comm, owned, source, _CONTEXT), described, options, _CONTEXT)
 
     def describe() -> Targets:
         return describe_targets(targets, comm.rank)

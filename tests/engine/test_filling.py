@@ -141,25 +141,13 @@ def test_without_counts_copies_go_back_at_the_end():
 
 
 def test_pieces_of_what_is_not_open_store_nothing():
-    """A row that is compared, scratch, or released."""
+    """A row that is compared, scratch, or never written."""
     shards = [whole("a", "float32", (3,)), whole("a2", "float32", (3,)), whole("#", "float32", (3,))]
     memory = Held([np.zeros(3, np.float32)] * 2)
     filling = Filling(plan_of(shards, 2, same_memory={1: 0}), memory, np.asarray([0, 1, 2]))
-    released = filling.release(0)
     for row in (0, 1, 2):
         filling.piece_done(row)
-    assert memory.events == [("open", 0, True)]
-    assert np.shares_memory(released, memory.arrays[0])
-
-
-def test_what_is_released_is_opened_anew():
-    memory = memory_of_two()
-    filling = Filling(two(), memory)
-    assert filling.release(0).tolist() == [0, 0, 0]
-    filling.finish()
-    assert memory.events == [("open", 0, True)]
-    filling.release(0)
-    assert memory.events == [("open", 0, True)] * 2
+    assert memory.events == []
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
@@ -231,7 +219,7 @@ def test_scratch_that_nothing_arrived_in_is_freed_too():
             assert operands[0].shape == (0,)
             return operands[1]
 
-    plan = plan_of(shards, 1, tiles=(tile(0, (1, 2), ((0,), (2,)), freed=(1, 2, 1), after=2, step=Second()),))
+    plan = plan_of(shards, 1, tiles=(tile(0, (1, 2), ((0,), (2,)), freed=(1, 2), after=2, step=Second()),))
     memory = Held([np.zeros(2, np.float32)])
     filling = Filling(plan, memory)
     filling.host_storage(2)[:] = 6

@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from paddle_flexckpt.aoa import TensorInfo
+from paddle_flexckpt.aoa import AoaError, TensorInfo
 from paddle_flexckpt.catalog import CUT, NATURAL, Order, Problem, ValidationError
-from paddle_flexckpt.engine.mapping import compile_mapping, config_digest, maybe_fused, stored, whole_mapping
+from paddle_flexckpt.engine.mapping import compile_mapping, config_digest, tensor_infos, whole_mapping
 from tests.engine.samples import Part, catalog, columns, refusal, the_refusal
 
 FFN = Order(2, 1, "fused_ffn")
@@ -33,13 +33,17 @@ def test_statements_are_compiled_for_the_targets_and_others_follow():
     assert mapping.outputs == ()
     assert compile_mapping(None, source, target, "exact").tensors == {}
     assert set(compile_mapping(None, source, target, "exact", ["b -> y"]).tensors) == {"y"}
-    assert compile_mapping(mapping, source, target, "exact") is mapping
 
 
-def test_what_is_compiled_already_stays_as_it_is():
+def test_what_is_compiled_already_is_no_statement():
     mapping = compile_mapping(["a -> x"], catalog(Part("a")), catalog(Part("x")), "exact")
-    assert compile_mapping(mapping, catalog(*fused()), None, "exact") is mapping
-    assert whole_mapping(mapping, catalog(*fused())) is mapping
+    for refused in (
+        lambda: compile_mapping(mapping, catalog(Part("a")), catalog(Part("x")), "exact"),
+        lambda: whole_mapping(mapping, catalog(Part("a"))),
+        lambda: config_digest(mapping),
+    ):
+        with pytest.raises(AoaError, match="aoa_config has to be a dict with 'aoa_statements'; got a TensorMapping"):
+            refused()
 
 
 def test_masters_are_converted_where_that_is_allowed():
@@ -136,22 +140,12 @@ def test_without_a_statement_natural_order_is_refused():
 # -- what the source says ----------------------------------------------------------------------------------------------
 
 
-def test_what_may_be_fused_is_cut_and_says_nothing_of_its_order():
-    source = by_rank(*fused("b", None), *fused("a", None), *fused("known"), Part("whole"))
-    assert maybe_fused(source, {"a", "b", "known", "whole", "x"}, None) == ["a", "b"]
-    assert maybe_fused(source, {"b"}, None) == ["b"]
-    mapping = compile_mapping(["a -> b"], source, catalog(Part("b"), Part("a")), "exact")
-    assert maybe_fused(source, {"a", "b"}, mapping) == ["a"]
-
-
 def test_a_program_has_one_digest_however_it_is_given():
     text = json.dumps({"statements": ["a -> x"], "reverse": False})
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     assert config_digest(["a -> x"]) == config_digest({"aoa_statements": ["a -> x"]}) == digest
     assert config_digest({"aoa_statements": ["a -> x"], "aoa_config_reverse": True}) != digest
     assert config_digest(None) is None
-    compiled = compile_mapping(["a -> x"], catalog(Part("a")), catalog(Part("x")), "exact")
-    assert config_digest(compiled) == "compiled"
     with pytest.raises(ValidationError):
         config_digest(1)
 
@@ -168,5 +162,12 @@ def test_every_key_has_its_global_shape_and_dtype():
         "late": TensorInfo((3,), "float16"),
         "b": TensorInfo((2, 2, 2), "float32"),
     }
-    assert stored(source) == infos
-    assert stored(source, True) == {**infos, "extra_state.common.step": TensorInfo((), "int64")}
+    assert tensor_infos(source) == infos
+    extra = {"extra_state.common.step": TensorInfo((), "int64")}
+    assert tensor_infos(source, None, True) == {**infos, **extra}
+    mapping = whole_mapping(["w^T -> t", "late -> _"], source)
+    made = {"t": TensorInfo((12, 4), "float32"), "b": infos["b"]}
+    assert tensor_infos(source, mapping) == made
+    assert tensor_infos(source, mapping, True) == {**made, **extra}
+    with pytest.raises(ValidationError, match="statements keep what a target has"):
+        tensor_infos(source, whole_mapping(['late -> late, resize="[4]", fill="keep"'], source))

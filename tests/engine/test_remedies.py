@@ -65,6 +65,7 @@ def test_advice_for_a_state_is_about_its_parameter():
     # The keys of either side tell states from parameters.
     known = tied("decoder.weight.x_0", (8, 6), Part("wte.weight", (8, 6)))
     assert known == advice("wte.weight", "wte.weight -> decoder.weight")
+    assert tied("lm_head.weight", (8, 6), Part("head.x_0", (8, 6)), Part("head", (1,))) == ""
     assert tied("head.x_0", (8, 6), Part("wte.weight", (8, 6)), Part("head", (8, 6))) == ""
 
 

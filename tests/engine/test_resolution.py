@@ -52,7 +52,8 @@ def test_targets_are_filled_from_the_source_keys_of_their_names():
     assert found.rows == (Resolved("own", "b"), Resolved("own", "a"))
     assert (found.filled.tolist(), found.filled.dtype, found.same_memory) == ([0, 1], np.int64, {})
     assert (found.missing, found.mismatches, found.catalog.keys) == ([], [], ("b", "a"))
-    assert solve([], keys("a")).filled.tolist() == []
+    nothing = solve([], keys("a")).filled
+    assert (nothing.tolist(), nothing.dtype) == ([], np.int64)
 
 
 def test_a_tied_parameter_is_found_under_another_name():
@@ -92,6 +93,10 @@ def test_a_source_key_goes_to_one_target_unless_two_are_one_tensor():
     found = solve(same, keys("a"))
     assert [row.name for row in found.rows] == ["a", "a"]
     assert (found.filled.tolist(), found.same_memory) == ([0], {})
+    # Or if statements make them of the same.
+    tied = [Part(name, array=array) for name in "xyz"]
+    found = solve(tied, keys("a", "b"), ["a -> x", "a -> y", "b -> z"])
+    assert (found.filled.tolist(), found.same_memory) == ([0, 2], {2: 0})
 
 
 def test_several_keys_that_may_be_meant_are_a_problem_with_the_rank():
@@ -106,17 +111,17 @@ def test_several_keys_that_may_be_meant_are_a_problem_with_the_rank():
 
 
 def test_a_key_that_is_missing_is_a_problem_that_lists_similar_names():
-    source = keys("a.d.w", "x.c.w", "w", "c.w", "a.c.v", "b.c.w", "e.c.w")
+    source = keys("a.d.w", "p.q.c.w", "w", "c.w", "a.c.v", "b.c.w", "e.c.w")
     wanted = [Part("a.b.c.w", (4, 12), shape=(4, 6), offset=(0, 6), rank=7)]
     assert the_refusal(solve, wanted, source) == Problem(
         "the source has no such key",
         key="a.b.c.w",
         rank=7,
         expected="float32 [0:4, 6:12] of [4, 12]",
-        got="7 keys, among them ['x.c.w', 'c.w', 'b.c.w']",
+        got="7 keys, among them ['p.q.c.w', 'c.w', 'b.c.w']",
         remedy=LEFT_ALONE,
     )
-    assert the_refusal(solve, keys("p.q"), source).got == "7 keys, among them ['a.d.w', 'x.c.w', 'w']"
+    assert the_refusal(solve, keys("p.q"), source).got == "7 keys, among them ['a.d.w', 'p.q.c.w', 'w']"
     assert the_refusal(solve, keys("p"), keys()).got == "0 keys, among them []"
 
 
@@ -431,6 +436,8 @@ def test_a_fused_parameter_that_may_not_be_mended_is_refused():
     problem = the_refusal(solve, wanted, source, fused="exact")
     assert problem == mismatch(rank=3).problem()
     assert 'fused="convert"' in problem.remedy
+    # What is wrong with it otherwise comes first.
+    assert the_refusal(solve, [part(dtype="int8")], source, fused="exact").what == "dtypes differ"
     # Of what has no statement nothing can be mended.
     bare = order(4, None)
     problem = the_refusal(solve, [part(order=order(2, None))], parts(4, order=bare))
@@ -438,11 +445,10 @@ def test_a_fused_parameter_that_may_not_be_mended_is_refused():
     # Statements know nothing of names that only the search finds.
     problem = the_refusal(solve, [part("model.w")], source)
     assert problem == mismatch("model.w", "w").problem(True)
-    # What is compiled already cannot be added to.
+    # Nothing is added to what the targets follow from.
     mapping = removed(keys("x"), [*source, *keys("a")], "a -> x")
-    here, there = targets(*wanted), by_rank([*source, *keys("a")])
-    options = TransferOptions(aoa_config=mapping)
-    assert the_refusal(resolve, here, there, options, mapping) == mismatch(rank=3).problem()
+    here, there = replace(targets(*wanted), mapping=mapping), by_rank([*source, *keys("a")])
+    assert the_refusal(resolve, here, there, TransferOptions(), mapping) == mismatch(rank=3).problem()
 
 
 def test_sides_that_contradict_each_other_are_refused():
@@ -462,6 +468,11 @@ def test_what_may_be_fused_is_told():
     assert solve(wanted, [*parts(2), *parts(2, "v"), *parts(1, "u"), *parts(1, "known")]).report()["maybe_fused"] == []
     tied = solve([part("x", order=NATURAL, aliases=("w",))], parts(4))
     assert tied.rows[0].maybe_fused == "w"
+    # Only the last axis counts, whatever the tables have room for.
+    block = Part("block", (5, 4, 24))
+    wide = [block, *columns("w", [6] * 4, rows=8)]
+    assert solve([block, Part("w", (8, 24), shape=(4, 6), order=NATURAL)], wide).report()["maybe_fused"] == []
+    assert solve([block, Part("w", (8, 24), shape=(8, 12), order=NATURAL)], wide).report()["maybe_fused"] == ["w"]
     # By its rule, a target that is cut otherwise is put right, and told too.
     (row,) = solve([part()], parts(4)).rows
     assert (row.mismatch, row.maybe_fused) == (mismatch(assumed=True), "w")
@@ -481,14 +492,35 @@ def test_what_statements_rename_is_looked_at_and_what_they_make_is_taken_as_it_i
     assert the_refusal(solve, wanted, source, ["w -> x"], fused="exact") == mismatch("x").problem()
     assert solve([part()], source, ["w -> w"]).mismatches == []
     assert solve(wanted, source, ["w -> x, fused_ffn"]).mismatches == []
-    assert [row.maybe_fused for row in solve([part("x", order=NATURAL)], parts(4), ["w -> x"]).rows] == [""]
-    # What was compiled before says how it is to be taken.
+    # An old source may hold it in another order, whether something else has a rule or not.
+    old, renamed = [*parts(4), *parts(2, "v", order(2))], [part("x", order=NATURAL), part("v")]
+    for count in (1, 2):
+        (row, *_) = solve(renamed[:count], old, ["w -> x"]).rows
+        assert row == Resolved("statement", "x", maybe_fused="w")
+    (row,) = solve(renamed[:1], parts(4), ["w -> x"]).rows
+    assert row.maybe_fused == "w"
+    (row,) = solve([part(order=NATURAL)], parts(4), ["w -> w"]).rows
+    assert row.maybe_fused == ""
+    # Targets that follow from statements are in the order that these give them.
     mapping = removed([Part("x", WHOLE)], source, "w -> x")
-    options = TransferOptions(aoa_config=mapping)
-    assert resolve(targets(*wanted), by_rank(source), options, mapping).mismatches == []
+    here = replace(targets(*wanted), mapping=mapping)
+    assert resolve(here, by_rank(source), TransferOptions(), mapping).mismatches == []
     # One side's rule is enough.
     assert solve([Part("x", WHOLE, order=NATURAL)], source, ["w -> x"]).mismatches == [mismatch("x", here=1)]
     assert solve([part("x")], [Part("w", WHOLE, order=NATURAL)], ["w -> x"]).mismatches == [mismatch("x", there=1)]
+
+
+def test_targets_that_follow_from_statements_may_be_fused_where_these_leave_them_alone():
+    source = [Part("a"), *parts(4, "w"), *parts(4, "v"), *parts(4, "u"), *parts(2, "n", order(2))]
+    program = ["v -> v", "u -> x"]
+    mapping = compile_mapping(program, by_rank(source), None, "exact")
+    here = targets(*(Part(name, info.shape) for name, info in mapping.output_infos().items()))
+    rows = resolve(replace(here, mapping=mapping), by_rank(source), TransferOptions(), mapping).rows
+    assert [row.name for row in rows] == ["a", "n", "v", "w", "x"]
+    assert [row.how for row in rows] == ["statement"] * 5
+    assert [row.maybe_fused for row in rows] == ["", "", "", "w", ""]
+    rows = resolve(here, by_rank(source), TransferOptions(), mapping).rows
+    assert [row.maybe_fused for row in rows] == ["", "", "", "", "u"]
 
 
 # -- completion --------------------------------------------------------------------------------------------------------
@@ -548,8 +580,8 @@ def test_a_state_that_lies_otherwise_than_its_parameter_is_refused():
         )
 
     def both(state, *there, **options):
-        wanted = [replace(each, rank=2) for each in (state, part())]
-        return refusal(completed, wanted, [*parts(4, order=order(4)), *there], **options)
+        wanted = [replace(each, rank=2) for each in (Part("a"), state, part())]
+        return refusal(completed, wanted, [Part("a"), *parts(4, order=order(4)), *there], **options)
 
     moment = "w.moment1_0"
     natural = parts(4, moment, NATURAL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -65,6 +67,18 @@ def test_what_statements_make_is_compared_by_what_it_is_made_of(one, other, shap
     mapping = compile_program(statements, source, catalog(*parts))
     expected = ([1], {}) if alike else ([1, 2], {2: 1})
     assert share_memory(targets(*parts), {1: "x", 2: "y"}, mapping) == expected
+
+
+def test_what_statements_keep_is_alike_whether_moves_speak_of_it_or_not():
+    array = np.zeros((2, 3), np.float32)
+    parts = (Part("m", (2, 3)), Part("x", (2, 3), array=array), Part("y", (2, 3), array=array))
+    mapping = compile_program(["a -> m", "_ -> x"], catalog(Part("a", (2, 3))), catalog(*parts[:2]))
+    more = replace(
+        mapping,
+        tensors={**mapping.tensors, "y": mapping.tensors["x"]},
+        regions={**mapping.regions, "y": mapping.regions["x"]},
+    )
+    assert share_memory(targets(*parts), {0: "m", 1: "x", 2: "y"}, more) == ([0, 1], {})
 
 
 def told(key, rank, other, box="float32 [0:2, 0:3] of [2, 3]"):
@@ -131,6 +145,7 @@ def test_the_nearest_of_several_is_named_and_all_problems_are_listed():
 def test_a_target_may_lie_far_behind_the_one_that_it_shares_memory_with():
     base = memory(3)
     columns = base.reshape(3, 6)
-    here = wanted(columns[:, 1:3], columns[0, 3:5], columns[1, 3:5], columns[2, :2])
-    problems = refusal(share_memory, here, dict(enumerate("stuv")), None)
-    assert [(problem.key, problem.got.split()[3]) for problem in problems] == [("d", "a")]
+    here = wanted(columns[:, 1:3], columns[:, 3:5], columns[2, :2])
+    problems = refusal(share_memory, here, dict(enumerate("stu")), None)
+    assert [(problem.key, problem.got.split()[3]) for problem in problems] == [("c", "a")]
+    assert here.memory.asked == [(0, 1), (1, 2), (0, 2)]
