@@ -33,6 +33,14 @@ def table(*names: int) -> Table:
 
 def test_arrays_are_columns_but_for_those_of_the_whole_table():
     assert Table.COLUMNS == ("name", "shape", "offset")
+
+    class Made(Columns):
+        names: tuple[str, ...]
+        first: np.ndarray
+        sizes: np.ndarray = field(default_factory=lambda: np.zeros(1), metadata=WHOLE)
+        second: np.ndarray = field(default_factory=lambda: np.zeros(1))
+
+    assert Made.COLUMNS == ("first", "second")
     assert (len(table(0, 1, 0)), table(1).width) == (3, 2)
 
 

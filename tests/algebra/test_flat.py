@@ -143,6 +143,14 @@ def test_columns_agree_with_single_ranges(case):
     assert list(got) == expected
 
 
+def test_columns_of_no_ranges_have_no_boxes():
+    for many in ([], [[2, 3]]):
+        none = np.zeros(len(many), dtype=np.int64)
+        found = flat_ranges_to_boxes(np.asarray(many, dtype=np.int64).reshape(-1, 2), none, none)
+        assert [column.shape for column in found] == [(0,), (0, 2), (0, 2), (0,)]
+        assert {column.dtype for column in found} == {np.dtype(np.int64)}
+
+
 def test_columns_may_hold_tensors_without_elements():
     row, _, extent, _ = flat_ranges_to_boxes(np.asarray([[0, 3], [2, 3]]), np.asarray([0, 1]), np.asarray([0, 2]))
     assert row.tolist() == [1]
