@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -58,6 +58,7 @@ def test_tables_are_put_one_after_the_other():
     assert both.name.tolist() == [0, 1, 4]
     assert both.offset.tolist() == [[0, 20], [10, 20], [40, 20]]
     assert both.names == ("a", "b")
+    assert Table.concat([replace(table(1), names=("first",)), table(2)]).names == ("first",)
 
 
 def test_wider_tables_are_padded_on_the_left():
@@ -65,3 +66,4 @@ def test_wider_tables_are_padded_on_the_left():
     assert (wide.shape.tolist(), wide.offset.tolist()) == ([[1, 1, 3, 2]], [[0, 0, 30, 20]])
     same = table(3)
     assert same.widened(2) is same.widened(1) is same
+    assert same.widened(3).shape.tolist() == [[1, 3, 2]]

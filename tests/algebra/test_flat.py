@@ -252,3 +252,11 @@ def test_A05_minimal_nd_slice_contains_the_range_in_three_and_more_dimensions():
                     missed_in_tree += not contains(shape, in_tree_rule(shape, start, stop), start, stop)
     # The ranges above tell the two apart: the in-tree rule loses elements of 42 of the 300 ranges of (2, 3, 4).
     assert missed_in_tree == 42
+
+
+def test_an_empty_range_is_at_the_element_where_it_stands_or_the_last():
+    for shape, at, index in (
+        ((2, 3), 0, (0, 0)), ((2, 3), 4, (1, 1)), ((2, 3), 6, (1, 2)), ((2, 1), 2, (1, 0)), ((2, 0, 3), 0, (0, 0, 0)),
+        ((), 1, ()),
+    ):  # fmt: skip
+        assert minimal_nd_slice(shape, at, at) == ([(i, i) for i in index], index, index)

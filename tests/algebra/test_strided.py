@@ -96,7 +96,9 @@ def test_a_view_that_leaves_its_storage_is_an_index_error(copy):
 
 
 @pytest.mark.parametrize(
-    "storage", [np.zeros(24)[::2], np.zeros((3, 4)), np.zeros(12)[::-1]], ids=["step", "2-d", "reverse"]
+    "storage",
+    [np.zeros(24)[::2], np.zeros((3, 4)), np.zeros(12)[::-1], np.zeros(4)[::2]],
+    ids=["step", "2-d", "reverse", "two"],
 )
 def test_a_storage_that_is_not_one_flat_stretch_is_refused(storage):
     copy = StridedCopy((2, 4), 4, (4, 1), 4, (4, 1))
@@ -106,10 +108,15 @@ def test_a_storage_that_is_not_one_flat_stretch_is_refused(storage):
         copy.scatter_into(storage)
 
 
+def test_a_single_element_has_no_step():
+    assert StridedCopy((1,), 0, (1,), 0, (1,)).gather_from(np.arange(4.0)[2::2]).tolist() == [2]
+
+
 def test_a_copy_without_elements_touches_nothing():
     copy = StridedCopy((3, 0, 2), 99, (5, 5, 1), 99, (5, 5, 1))
     assert copy.size == 0
     assert copy.gather_from(np.zeros(1)).shape == (3, 0, 2)
+    assert copy.gather_from(np.zeros(1, dtype=np.int16)).dtype == np.int16
     copy.scatter_into(np.zeros(1))[...] = 1
     assert copy.simplified().size == 0
     assert list(copy.part(0, 0)) == []
@@ -144,6 +151,12 @@ def test_simplified_moves_the_same_elements_in_the_same_order(copy):
 def test_simplified_makes_one_axis_of_a_contiguous_copy():
     copy = StridedCopy((2, 1, 3, 4), 5, (12, 77, 4, 1), 6, (12, -3, 4, 1))
     assert copy.simplified() == StridedCopy((24,), 5, (1,), 6, (1,))
+
+
+def test_trailing_axes_that_continue_each_other_are_one_stretch():
+    for strides, tail in (((12, 4, 1), 3), ((13, 4, 1), 2), ((12, 5, 1), 1), ((12, 4, 2), 0)):
+        copy = StridedCopy((2, 3, 4), 0, strides, 0, (12, 4, 1))
+        assert (copy.source_tail(), copy.is_contiguous()) == (tail, (tail == 3, True))
 
 
 def test_simplified_keeps_the_axes_of_a_transpose():
@@ -253,6 +266,7 @@ def test_axes_of_an_array_are_told_with_the_steps_along_them():
         (array_axes(4, 2, (3, 4)), [(2, 0, 1)]),
         (array_axes(0, 5, (3, 4)), [(5, -1, 0)]),
         (array_axes(7, 1, (3, 4)), [(1, -1, 0)]),
+        (array_axes(3, 2, (4,)), [(2, 0, 3)]),
     ):
         # Whole numbers: a quotient is no float.
         assert repr(found) == repr(expected)
@@ -287,7 +301,8 @@ def test_a_copy_is_ascending_where_no_element_comes_before_the_one_before_it(cop
 def test_elements_before_a_position_are_counted(copy):
     places = [source for source, _ in stream([copy])]
     for position in range(places[0] - 2, places[-1] + 3):
-        assert copy.count_before(position) == sum(place < position for place in places)
+        count = copy.count_before(position)
+        assert (type(count), count) == (int, sum(place < position for place in places))
 
 
 def test_elements_before_a_position_are_counted_in_a_copy_of_nested_axes():
