@@ -278,7 +278,7 @@ def check_unexpected(
     """
     removed = frozenset() if mapping is None else mapping.removed
     used = np.bitwise_or.reduce([np.frombuffer(b, dtype=np.uint8) for b in bits])
-    flags = np.unpackbits(used, count=len(source.keys)).astype(bool) if len(source.keys) else np.zeros(0, dtype=bool)
+    flags = np.unpackbits(used, count=len(source.keys)).astype(bool)
     unused = [source.keys[i] for i in np.flatnonzero(~flags)]
     unexpected = [key for key in unused if not key.startswith(EXTRA_STATE) and key not in removed]
     loaded = {source.keys[i] for i in np.flatnonzero(flags) if not source.keys[i].startswith(EXTRA_STATE)}

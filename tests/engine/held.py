@@ -12,7 +12,7 @@ from paddle_flexckpt.engine.copies import copy_pieces
 from paddle_flexckpt.engine.files import plan_reads
 from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.targets import Memory, Targets
-from paddle_flexckpt.engine.transfer import Source
+from paddle_flexckpt.engine.transfer import Source, Task
 from paddle_flexckpt.planning import ShardMatcher
 
 # What is in a copy whose values nobody needs.
@@ -41,8 +41,11 @@ class Held(Memory):
         arrays: The targets.
         staged: Rows that are filled in a copy.
         on_devices: Storages on a device, by row.
+        known: Addresses of those that need not be opened, or None.
         events: What was done, in order.
     """
+
+    known: np.ndarray | None = None
 
     def __init__(self, arrays: Iterable[np.ndarray], staged: Iterable[int] = (), on_devices: Mapping[int, Any] = {}):
         self.arrays, self.staged, self.on_devices = list(arrays), frozenset(staged), on_devices
@@ -50,6 +53,12 @@ class Held(Memory):
 
     def open(self, row: int, fresh: bool) -> Open:
         return Open(self, row, fresh)
+
+    def tensor_names(self) -> list[None]:
+        return [None] * len(self.arrays)
+
+    def addresses(self) -> np.ndarray | None:
+        return self.known
 
     def on_device(self, row: int) -> Any:
         self.events.append(("on device", row))
@@ -82,10 +91,7 @@ def targets_of(
         catalog=builder.build(),
         aliases=tuple(aliases.get(key, ()) for key in arrays),
         raw_names=tuple(raw_names.get(key, ()) for key in arrays),
-        tensor_names=(None,) * len(arrays),
-        places=tuple(
-            ((starts[key], starts[key] + array.nbytes), array.dtype.name, "whole") for key, array in arrays.items()
-        ),
+        spans=np.asarray([[starts[key], starts[key] + array.nbytes] for key, array in arrays.items()]).reshape(-1, 2),
         memory=Held(arrays.values(), staged),
     )
 
@@ -95,6 +101,7 @@ class Shelf(Source):
 
     Attributes:
         events: The steps that were taken, in order.
+        tasks: What each of them was given.
     """
 
     def __init__(
@@ -111,6 +118,7 @@ class Shelf(Source):
         self.path, self.unique_id, self.between_ranks = "shelf", 7, between_ranks
         self._values, self._orders, self._says, self._sends, self._also = values, orders, says, sends, also
         self.events: list[Any] = []
+        self.tasks: list[Task] = []
         self.closing.callback(self.events.append, "close")
 
     def open(self) -> dict[str, str]:
@@ -121,15 +129,18 @@ class Shelf(Source):
         self.catalog = builder.build()
         return {"shelf": self._says}
 
-    def prepare(self, task: Any) -> tuple[bytes, ...]:
+    def prepare(self, task: Task) -> tuple[bytes, ...]:
+        self.tasks.append(task)
         self.events.append("prepare")
         self._reads = plan_reads(ShardMatcher(self.catalog), task.plan, task.mapping)
         return self._sends
 
-    def plan(self, task: Any, answers: Any) -> None:
+    def plan(self, task: Task, answers: Any) -> None:
+        self.tasks.append(task)
         self.events.append(("plan", answers))
 
-    def move(self, task: Any) -> dict[str, Any]:
+    def move(self, task: Task) -> dict[str, Any]:
+        self.tasks.append(task)
         self.events.append("move")
         values = [value.ravel() for value in self._values.values()]
         filling = Filling(task.plan, task.memory)

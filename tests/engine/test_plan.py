@@ -146,7 +146,7 @@ def test_scratch_of_a_tile_follows_its_target_and_is_shared_by_neighbours(monkey
     assert [plan.catalog.dtype_name(row) for row in (3, 4, 5)] == ["float64", "float32", "float32"]
     assert plan.catalog.unpadded(3, plan.catalog.global_shape) == (4, 4)
     assert plan.order.tolist() == [0, 1, 3, 4, 5, 6, 7, 2]
-    assert plan.order.dtype == np.int64
+    assert plan.order.dtype == plan.turn.dtype == plan.covered.dtype == np.int64
     assert plan.turn.tolist() == [0, 1, 7, 2, 3, 4, 5, 6]
     first, second = plan.tiles
     assert (first.row, first.box, first.dtype, first.step) == (1, Box((0, 1), (2, 3)), np.dtype(np.float32), Outer())
@@ -205,6 +205,7 @@ def test_a_rank_without_targets_has_nothing_to_fill():
     made = program("t", Weighted((2.0,)), {"w": ("float32", (4,))})
     plan = plan_fill(catalog_of([]), np.zeros(0, np.int64), made.mapping())
     assert (plan.order.tolist(), plan.tiles, len(plan.catalog), plan.covered.tolist()) == ([], (), 0, [])
+    assert plan.order.dtype == plan.covered.dtype == np.int64
 
 
 def test_a_value_cannot_be_computed_from_what_a_target_has():

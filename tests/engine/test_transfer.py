@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from paddle_flexckpt.aoa import TensorMapping
+from paddle_flexckpt.aoa import TensorMapping, compile_program
 from paddle_flexckpt.catalog import NATURAL, CatalogBuilder, CheckpointError, Order, ValidationError
-from paddle_flexckpt.catalog.wire import split
+from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine import transfer
+from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.transfer import Source, Transfer, check_unexpected, quiet_loads
 from paddle_flexckpt.live.communicator import SoloCommunicator
@@ -97,6 +99,8 @@ def test_all_steps_are_taken_in_order_and_the_source_is_closed():
     ]  # fmt: skip
     assert [array.tobytes() for array in targets.memory.arrays] == [value.tobytes() for value in values.values()]
     assert asked == [1]
+    first, second, third = source.tasks
+    assert first is second is third
     assert comm.contexts == [CONTEXT, CONTEXT]
     head, needed, used, names, *sent = split(comm.said[0])
     assert comm.said[1] == b"40"
@@ -116,6 +120,26 @@ def test_statements_cost_one_more_collective_in_which_all_targets_are_gathered()
     assert head == split(comm.said[1])[0]
     assert catalog == transfer.encode_catalog(targets.catalog)
     assert source.events.count("open") == source.events.count("prepare") == 1
+
+
+def test_targets_may_be_what_statements_make():
+    """Compiled by the caller, with no collective for them."""
+    values, comm = {"a": numbers(6), "left": numbers(1)}, Noted()
+    source = Shelf(values)
+    source.open()
+    mapping = compile_program({"aoa_statements": ["a -> t, scale=2.0"]}, source.catalog, None)
+    targets = replace(targets_of({"t": np.zeros(6, np.float32)}), mapping=mapping)
+    report = load(source, targets, comm)
+    assert targets.memory.arrays[0].tolist() == [2, 4, 6, 8, 10, 12]
+    assert (report.computed, report.unexpected, comm.contexts) == (["t"], ["left"], [CONTEXT] * 2)
+    assert source.tasks[0].mapping is mapping
+
+
+def test_all_that_comes_before_the_first_target_is_touched_may_be_done_alone():
+    source, targets = Shelf({"a": numbers(1)}), targets_of({"a": np.zeros(1, np.float32)})
+    task = transfer_of(source, targets).prepare()
+    assert source.events == ["open", "prepare", ("plan", [])]
+    assert (task.memory, targets.memory.events) == (targets.memory, [])
 
 
 def test_the_report_says_what_was_done(monkeypatch):
@@ -252,6 +276,20 @@ def test_ranks_that_differ_are_told_by_their_numbers():
         )
 
 
+def test_a_rank_in_a_later_step_of_another_call_is_told():
+    def work(comm, options):
+        if comm.rank:
+            _, answers = comm.together(lambda: (None, join((b"not JSON",))), "elsewhere")
+            return check_heads(answers, CONTEXT)
+        return load(Shelf({"a": numbers(4)}), targets_of({"a": np.zeros(4, np.float32)}), comm, **options)
+
+    for options in ({}, {"aoa_config": {"aoa_statements": []}}):
+        outcomes = SimulatedWorld(2).run_all(lambda comm, options=options: work(comm, options))
+        assert refused(outcomes).startswith(
+            f"{CONTEXT}: ranks do not make the same call: rank 0: load_state_dict; rank 1: a later step of a call. "
+        )
+
+
 def test_the_coordinator_has_to_be_a_member():
     with pytest.raises(ValidationError, match=rf"^{CONTEXT}: \[rank 0\] coordinator_rank .* 0 to 0; got 1"):
         load(Shelf({}), targets_of({}), coordinator_rank=1)
@@ -279,6 +317,12 @@ def test_what_nobody_asks_for_is_told_with_the_context():
         f"{CONTEXT}: no rank asks for key 'c', which the source has. Remedy: load it too, or allow it with "
         "strict='missing'"
     )
+
+
+def test_what_a_statement_removes_may_be_left():
+    targets = targets_of({"a": np.zeros(1, np.float32)})
+    options = {"aoa_config": {"aoa_statements": ["b -> _"]}, "strict": True}
+    assert load(Shelf({"a": numbers(1), "b": numbers(1)}), targets, **options).unexpected == []
 
 
 # -- fused parameters --------------------------------------------------------------------------------------------------
@@ -309,17 +353,39 @@ def test_fused_parameters_are_put_right(between_ranks, statements):
     assert source.events.count("open") == 1
 
 
+@pytest.mark.parametrize("statements", [None, {"aoa_statements": ["b -> c"]}])
+@pytest.mark.parametrize("between_ranks", [False, True])
+def test_fused_parameters_are_cut_as_the_targets_are(between_ranks, statements):
+    source, other = Shelf({"w": numbers(2, 8), "b": numbers(3)}, between_ranks=between_ranks,
+                          orders={"w": NATURAL}), "b" if statements is None else "c"  # fmt: skip
+    targets = targets_of({"w": np.zeros((2, 8), np.float32), other: np.zeros(3, np.float32)}, orders={"w": FUSED})
+    report = load(source, targets, aoa_config=statements)
+    assert targets.memory.arrays[0].tolist() == numbers(2, 8)[:, TURNED].tolist()
+    assert report.fused == {"w": "1 parts -> 2 parts"}
+
+
 @pytest.mark.parametrize("between_ranks", [False, True])
 def test_the_rank_that_has_no_fused_parameter_takes_part(between_ranks):
     made = {0: {"b": np.zeros(3, np.float32)}, 1: {"w": np.zeros((2, 8), np.float32)}}
+    values, sources = {"w": numbers(2, 8), "b": numbers(3)}, {}
 
     def job(comm):
-        return fused_case(between_ranks)[0], targets_of(made[comm.rank], comm.rank, orders={"w": NATURAL})
+        source = sources[comm.rank] = Shelf(values, between_ranks=between_ranks, orders={"w": NATURAL})
+        return source, targets_of(made[comm.rank], comm.rank, orders={"w": FUSED})
 
     outcomes, comms = on_ranks(job)
-    assert [report.fused for report in outcomes] == [{}, {"w": "2 parts -> 1 parts"}]
+    mappings = [sources[rank].tasks[-1].mapping for rank in (0, 1)]
+    if between_ranks:
+        # Whoever sends knows what is sent.
+        first, second = (mapping.maps for mapping in mappings)
+        assert first.targets == second.targets == ("w",)
+        assert first.target_offset.tolist() == second.target_offset.tolist()
+        assert first.source_offset.tolist() == second.source_offset.tolist()
+    else:
+        assert mappings[0] is None
+    assert [report.fused for report in outcomes] == [{}, {"w": "1 parts -> 2 parts"}]
     assert [report.unexpected for report in outcomes] == [[], []]
-    assert made[1]["w"].tolist() == fused_case(False)[1].tolist()
+    assert made[1]["w"].tolist() == values["w"][:, TURNED].tolist()
     assert [comm.collectives for comm in comms] == [4 if between_ranks else 2] * 2
 
 

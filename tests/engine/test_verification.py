@@ -58,7 +58,7 @@ def test_all_of_a_sound_checkpoint_is_reported(tmp_path):
 
 @pytest.mark.parametrize("unique_id", [None, 0, 3])
 def test_the_highest_id_is_verified_unless_another_is_given(tmp_path, unique_id):
-    stored = {0: checkpoint(tmp_path), 3: checkpoint(tmp_path, unique_id=3)}
+    stored = {each: checkpoint(tmp_path, unique_id=each) for each in (0, 1, 3)}
     chosen = 3 if unique_id is None else unique_id
     assert verify_checkpoint(tmp_path, unique_id) == sound(stored[chosen], chosen)
 
@@ -71,7 +71,7 @@ def test_an_id_that_is_not_there_is_refused(tmp_path):
 
 @pytest.mark.parametrize("unique_id", [None, 0, 3])
 def test_a_damaged_manifest_is_the_one_problem(tmp_path, unique_id):
-    for each in (0, 3):
+    for each in (0, 1, 3):
         checkpoint(tmp_path, unique_id=each)
         flip(tmp_path / f"{each}.manifest", 60)
     chosen = 3 if unique_id is None else unique_id
