@@ -83,11 +83,7 @@ class Files(Source):
         return {**counts, "reads": self.reader.count.reads, **reads_of(self.reader)}
 
     def fill(self, task: Task) -> Iterator[int]:
-        """Do the same, and pause between targets where memory holds one at a time.
-
-        Yields:
-            The row that is filled.
-        """
+        """Fill the targets; where memory holds one at a time, yield the row of each before the next is begun."""
         task.memory.wait()
         self._filling = Filling(task.plan, task.memory, self._plan.pieces.target)
         if task.memory.one_at_a_time:

@@ -111,8 +111,8 @@ class Transfer:
         source: Source,
         describe_targets: Callable[[], Targets],
         options: TransferOptions,
-        call: str,
-        context: str,
+        call: str = "",
+        context: str = "",
         begin: float | None = None,
     ) -> None:
         """Take no step yet.
@@ -122,7 +122,7 @@ class Transfer:
             source: What targets are filled from.
             describe_targets: Gives this rank's targets, or raises.
             options: Of the call.
-            call: Its name.
+            call: Its name, which ranks compare.
             context: What is being done, for errors.
             begin: When the call began; by default now.
         """
