@@ -19,33 +19,51 @@ from paddle_flexckpt.engine.plan import FillPlan
 from paddle_flexckpt.engine.transfer import Source, Task
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location, reading
-from paddle_flexckpt.native.directory import LockedManifest
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning import Pieces, ReadPlan, ShardMatcher, plan_read
 from paddle_flexckpt.planning.matching import uncovered_targets
 
 
 class Files(Source):
-    """Read a checkpoint, of which this rank sees all files; each rank reads just what its targets need."""
+    """Read a checkpoint, of which this rank sees all files; each rank reads just what its targets need.
 
-    def __init__(self, location: Location, options: LoadOptions) -> None:
-        """Open nothing yet."""
+    Attributes:
+        directory: Where it is; known when it is open.
+        manifest: Of the checkpoint; likewise.
+    """
+
+    directory: CheckpointDirectory
+    manifest: Manifest
+
+    def __init__(self, location: Location, options: LoadOptions, reason: str = "") -> None:
+        """Open nothing yet; ``reason``: why every rank reads for itself, for the report."""
         super().__init__()
-        self._location, self._options = location, options
+        self._location, self._options, self._reason = location, options, reason
 
     def open(self) -> dict[str, str]:
         """Take the checkpoint's lock and read its manifest; return which checkpoint it is."""
-        self._directory = SourceDirectory(self._location)
-        self.path = self._directory.path
-        with reading(self.path):
-            manifest = self.closing.enter_context(LockedManifest(self._directory, self._options.unique_id))
-        self._manifest, self.catalog, self.unique_id = manifest, manifest.catalog, manifest.unique_id
-        return {"checkpoint": f"id {manifest.unique_id} ({manifest.save_token})"}
+        directory = SourceDirectory(self._location)
+        with reading(directory.path):
+            manifest = self.closing.enter_context(LockedManifest(directory, self._options.unique_id))
+        self.take(directory, manifest)
+        return {**self.said, "reads": "directly"}
+
+    def take(self, directory: CheckpointDirectory, manifest: Manifest) -> None:
+        """Take a checkpoint that is open."""
+        self.directory, self.manifest = directory, manifest
+        self.path, self.catalog, self.unique_id = directory.path, manifest.catalog, manifest.unique_id
+
+    @property
+    def said(self) -> dict[str, str]:
+        """Return which checkpoint it is."""
+        return {"checkpoint": f"id {self.manifest.unique_id} ({self.manifest.save_token})"}
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Plan the reads, and check that the files look right."""
         self._plan = plan_reads(ShardMatcher(self.catalog), task.plan, task.mapping)
-        reader = FileReader(self._directory.backend, self._manifest, self._options.verify, self._options.use_replicas)
+        reader = FileReader(self.directory.backend, self.manifest, self._options.verify, self._options.use_replicas)
         self._reader = self.closing.enter_context(reader)
         with reading(self.path):
             self._reader.check_files(self._plan.pieces.source)
@@ -59,7 +77,8 @@ class Files(Source):
             read_pieces(self._reader, self._plan.pieces, filling, computes=bool(task.plan.tiles))
         filling.finish()
         counts = {"bytes_needed": self._plan.needed_bytes, "peak_scratch_bytes": filling.peak_scratch_bytes}
-        return {**counts, "reads": self._reader.count.reads, **reads_of(self._reader)}
+        said = {"comm_method": "direct", "comm_reason": self._reason}
+        return {**counts, "reads": self._reader.count.reads, **reads_of(self._reader), **said}
 
 
 def reads_of(reader: FileReader) -> dict[str, Any]:
