@@ -47,7 +47,7 @@ class RowsReadAhead(HeldRows):
     """Read the source rows of each round in a thread, ahead of the thread that sends them and the one that copies."""
 
     def __init__(self, count: int, read: Callable[[int], Storage]) -> None:
-        """Begin with the first round.
+        """Read nothing before somebody asks for the first round: a rank first connects to those that wait for it.
 
         Args:
             count: Number of rounds.
@@ -58,8 +58,7 @@ class RowsReadAhead(HeldRows):
         self._there: dict[int, Storage] = {}
         self._users: dict[int, int] = {}
         self._failure: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
 
     def of(self, number: int) -> Storage:
         """Implement :meth:`HeldRows.of`.
@@ -69,6 +68,9 @@ class RowsReadAhead(HeldRows):
             StoppedExchangeError: The exchange was stopped.
         """
         with self._changed:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, daemon=True)
+                self._thread.start()
             self._changed.wait_for(lambda: number in self._there or self._failure is not None)
             if number not in self._there and self._failure is not None:
                 raise self._failure
@@ -89,7 +91,8 @@ class RowsReadAhead(HeldRows):
     def close(self) -> None:
         """End the thread."""
         self.stop()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

@@ -163,26 +163,25 @@ class SocketTransport(Transport):
     def _send_all(self, receivers: list[int], reach: dict[int, bytes], outgoing: Iterable[Streams]) -> None:
         connections: dict[int, socket.socket] = {}
         with contextlib.ExitStack() as stack:
+            # Before anything is read or sent: whoever waits for a rank that dies then sees its connection end. After a
+            # failure likewise: the others see the end.
+            for rank in receivers:
+                try:
+                    connections[rank] = stack.enter_context(self._connect(reach[rank]))
+                except Exception as error:  # handed to the caller's thread, which raises it
+                    self._fail(error)
             # The error is kept before a connection closes: a peer answers that by closing its own streams, which this
             # rank must not take for the cause.
             try:
-                for streams in outgoing:
-                    for rank in receivers:
-                        if rank in streams and self._failure is None:
-                            if rank not in connections:
-                                connections[rank] = stack.enter_context(self._connect(reach[rank]))
-                            self._send(connections[rank], streams[rank])
-                    if self._failure is not None:
-                        break
-            except Exception as error:  # handed to the caller's thread, which raises it
+                if self._failure is None:
+                    for streams in outgoing:
+                        for rank in receivers:
+                            if rank in streams and self._failure is None:
+                                self._send(connections[rank], streams[rank])
+                        if self._failure is not None:
+                            return
+            except Exception as error:  # likewise
                 self._fail(error)
-            # After a failure the remaining streams are opened and closed at once: their receivers see the end.
-            for rank in receivers:
-                if rank not in connections:
-                    try:
-                        stack.enter_context(self._connect(reach[rank]))
-                    except Exception as error:  # likewise; the first one counts
-                        self._fail(error)
 
     def _send(self, connection: socket.socket, chunks: Iterator[np.ndarray]) -> None:
         for chunk in chunks:

@@ -141,8 +141,9 @@ def _level(stretch: np.ndarray, reader: np.ndarray, nbytes: np.ndarray, ranks: i
     size, order = nbytes[stretch], np.argsort(reader, kind="stable")
     load = np.bincount(reader, size, ranks)
     share = load.sum() / ranks
-    middle = np.cumsum(size[order]) - size[order] / 2 - (np.cumsum(load) - load)[reader[order]]
-    beyond = np.sort(order[middle > share])
+    # What begins beyond the share: for less than a stretch nothing is moved.
+    begin = np.cumsum(size[order]) - size[order] - (np.cumsum(load) - load)[reader[order]]
+    beyond = np.sort(order[begin > share])
     if len(beyond):
         kept = np.ones(len(stretch), dtype=bool)
         kept[beyond] = False
