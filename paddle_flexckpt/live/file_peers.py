@@ -147,9 +147,8 @@ class FilePeers(Peers):
         coverage = validate_coverage(rows, alike)
         pieces = ShardMatcher(rows, alike, coverage).match(targets, maps=task.maps)
         place = _places(comm.ranks)[targets.rank]
-        seen = self._seen(groups)
-        wanted, nbytes = find_wanted(pieces, place, comm.size), rows.byte_length
-        together = choose_readers(wanted, nbytes, seen[:, stretches.group], True)
+        wanted, nbytes, sees = find_wanted(pieces, place, comm.size), rows.byte_length, self._sees(groups, stretches)
+        together = choose_readers(wanted, nbytes, comm.size, sees, True)
         self._choose(lambda: estimate_seconds(pieces, rows, place, together, comm.size, block_bytes))
         if self.comm_method == "direct" and self._found is None:
             self.between_ranks = False
@@ -157,9 +156,9 @@ class FilePeers(Peers):
             return None
         readers = together
         if self.comm_method == "direct":
-            readers = choose_readers(wanted, nbytes, seen[:, stretches.group], False)
+            readers = choose_readers(wanted, nbytes, comm.size, sees, False)
         self._take_rows(stretches, readers, np.append(np.asarray(comm.ranks), nobody), groups)
-        if self.comm_method == "direct":
+        if self.comm_method == "direct":  # a stretch may have several rows
             alike = group_replicas(self.rows)
             coverage = validate_coverage(self.rows, alike)
         plan = plan_rank(ShardMatcher(self.rows, alike, coverage), targets, task, comm.rank)
@@ -182,12 +181,13 @@ class FilePeers(Peers):
         elif asked == "direct":
             self.comm_method = "direct"
 
-    def _seen(self, groups: ReplicaGroups) -> np.ndarray:
-        """Return bool ``[ranks, groups]``, whether a rank can read a shard of a replica group."""
+    def _sees(self, groups: ReplicaGroups, stretches: Stretches) -> np.ndarray | None:
+        """Return bool ``[ranks, stretches]``, whether a rank can read a stretch of a shard or of its replica."""
         if self._found is None:
-            return np.ones((self._comm.size, len(groups)), dtype=bool)
+            return None
         items = self._found.seen[:, self.catalog.file][:, groups.order]
-        return np.logical_or.reduceat(items, groups.start[:-1], axis=1) if len(groups) else items
+        of_group = np.logical_or.reduceat(items, groups.start[:-1], axis=1) if len(groups) else items
+        return of_group[:, stretches.group]
 
     def _take_rows(
         self,

@@ -89,34 +89,37 @@ def find_wanted(pieces: Pieces, place: np.ndarray, ranks: int) -> tuple[np.ndarr
 
 
 def choose_readers(
-    wanted: tuple[np.ndarray, np.ndarray], nbytes: np.ndarray, sees: np.ndarray, together: bool
+    wanted: tuple[np.ndarray, np.ndarray], nbytes: np.ndarray, ranks: int, sees: np.ndarray | None, together: bool
 ) -> tuple[np.ndarray, np.ndarray]:
     """Choose who reads what: ``(stretch, place of its reader)``, sorted, -1 where nobody can.
 
     Args:
         wanted: As of :func:`find_wanted`.
         nbytes: int64 per stretch.
-        sees: bool ``[ranks, stretches]``, whether a rank can read a stretch.
+        ranks: Number of ranks.
+        sees: bool ``[ranks, stretches]``, whether a rank can read a stretch; None: each can read all.
         together: Whether one rank alone reads a stretch. Else every rank reads what it wants and sees, and one rank
             what is seen only by ranks that do not want it.
     """
     stretch, place = wanted
-    able = sees[place, stretch]
-    own = stretch[able], place[able]
-    # What none of those that want it sees, somebody else reads for them.
-    foreign = np.setdiff1d(stretch, own[0])
-    seer, number = np.nonzero(sees[:, foreign])
-    order = np.lexsort((seer, number))
-    others = foreign[number[order]], seer[order]
+    own, others = wanted, (stretch[:0], place[:0])
+    if sees is not None:
+        able = sees[place, stretch]
+        own = stretch[able], place[able]
+        # What none of those that want it sees, somebody else reads for them.
+        foreign = np.setdiff1d(stretch, own[0])
+        seer, number = np.nonzero(sees[:, foreign])
+        order = np.lexsort((seer, number))
+        others = foreign[number[order]], seer[order]
     nobody = np.setdiff1d(np.arange(len(nbytes)), np.concatenate([own[0], others[0]]))
     if together:
         pairs = np.concatenate([own[0], others[0]]), np.concatenate([own[1], others[1]])
         order = np.lexsort(pairs[::-1])
-        found = [_share_out((pairs[0][order], pairs[1][order]), nbytes, len(sees))]
-        if sees.all():
-            found = [_level(*found[0], nbytes, len(sees))]
+        found = [_share_out((pairs[0][order], pairs[1][order]), nbytes, ranks)]
+        if sees is None:
+            found = [_level(*found[0], nbytes, ranks)]
     else:
-        found = [own, _share_out(others, nbytes, len(sees))]
+        found = [own, _share_out(others, nbytes, ranks)]
     found.append((nobody, np.full(len(nobody), -1)))
     stretch, place = (np.concatenate(column) for column in zip(*found))
     order = np.lexsort((place, stretch))

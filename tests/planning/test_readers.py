@@ -95,7 +95,7 @@ def test_one_rank_reads_each_stretch_and_each_rank_its_share(kind, ranks):
         "uneven": [[0] if i % 3 else range(ranks) for i in range(count)],
     }[kind]
     wanted = wants(*sets)
-    readers = choose_readers(wanted, nbytes, np.ones((ranks, count), dtype=bool), True)
+    readers = choose_readers(wanted, nbytes, ranks, None, True)
     assert (readers[0] == np.arange(count)).all()
     load = shares(readers, nbytes, ranks)
     assert load.sum() == nbytes.sum()
@@ -108,7 +108,7 @@ def test_one_rank_reads_each_stretch_and_each_rank_its_share(kind, ranks):
 
 def test_a_rank_reads_what_it_alone_wants():
     wanted, nbytes = wants([0], [1], [1], [0]), np.full(4, MIB)
-    assert choose_readers(wanted, nbytes, np.ones((2, 4), dtype=bool), True)[1].tolist() == [0, 1, 1, 0]
+    assert choose_readers(wanted, nbytes, 2, None, True)[1].tolist() == [0, 1, 1, 0]
 
 
 def test_what_nobody_wants_or_sees_has_no_reader():
@@ -116,16 +116,16 @@ def test_what_nobody_wants_or_sees_has_no_reader():
     sees = np.zeros((3, 4), dtype=bool)
     sees[0, 0] = sees[0, 1] = sees[0, 3] = True
     for together in (True, False):
-        readers = choose_readers(wanted, nbytes, sees, together)
+        readers = choose_readers(wanted, nbytes, 3, sees, together)
         assert [each.tolist() for each in readers] == [[0, 1, 2, 3], [0, -1, -1, 0]]
 
 
 def test_without_shared_storage_each_reads_what_it_wants_and_sees():
     wanted, nbytes = wants([0, 1, 2], [2, 3]), np.full(2, MIB)
     sees = np.asarray([[True, True], [True, True], [False, False], [False, False]])
-    stretch, place = choose_readers(wanted, nbytes, sees, False)
+    stretch, place = choose_readers(wanted, nbytes, 4, sees, False)
     assert list(zip(stretch.tolist(), place.tolist())) in ([(0, 0), (0, 1), (1, 0)], [(0, 0), (0, 1), (1, 1)])
-    assert choose_readers(wanted, nbytes, sees, True)[0].tolist() == [0, 1]
+    assert choose_readers(wanted, nbytes, 4, sees, True)[0].tolist() == [0, 1]
 
 
 def test_rounds_are_numbered_for_each_reader_and_bounded():
@@ -147,9 +147,9 @@ def estimate(targets, ranks, rows=16384):
     stretches = cut_stretches(stored, group_replicas(stored), ranks, MIB)
     wanted = concat([catalog_of(rank, targets(rank)) for rank in range(ranks)])
     pieces = ShardMatcher(stretches.catalog).match(wanted)
-    place, sees = wanted.rank.astype(np.int64), np.ones((ranks, len(stretches.group)), dtype=bool)
+    place = wanted.rank.astype(np.int64)
     pairs = find_wanted(pieces, place, ranks)
-    readers = choose_readers(pairs, stretches.catalog.byte_length, sees, True)
+    readers = choose_readers(pairs, stretches.catalog.byte_length, ranks, None, True)
     return estimate_seconds(pieces, stretches.catalog, place, readers, ranks, MIB)
 
 
@@ -187,6 +187,6 @@ def test_a_hundred_thousand_stretches_of_five_hundred_ranks_are_planned_in_secon
     groups = np.arange(count) % 64
     stretch = np.repeat(np.arange(count), 8)
     place = (groups[:, None] * 8 + np.arange(8)).reshape(-1)
-    readers = choose_readers((stretch, place), np.full(count, 8 * MIB), np.ones((ranks, count), dtype=bool), True)
+    readers = choose_readers((stretch, place), np.full(count, 8 * MIB), ranks, None, True)
     load = shares(readers, np.full(count, 8 * MIB), ranks)
     assert load.max() / load.mean() <= 1.02
