@@ -1,15 +1,17 @@
 """Fill a plan's rows: open targets and put them back, hold scratch, and compute tiles when their operands are there.
 
-Tested in tests/live/test_aoa_tiles.py and tests/engine/test_whole_tensors.py.
+Tested in tests/engine/test_filling.py and tests/live/test_aoa_tiles.py.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 
-from paddle_flexckpt.catalog import CheckpointError, dtype_of
+from paddle_flexckpt.catalog import Catalog, CheckpointError, dtype_of
 from paddle_flexckpt.engine.copies import AnyStorage, write_values
 from paddle_flexckpt.engine.plan import FillPlan, Tile
 from paddle_flexckpt.engine.targets import Memory, OpenTarget
@@ -39,7 +41,7 @@ class Filling:
         self._left: np.ndarray | None = None
         if piece_targets is not None:
             parts = np.concatenate([piece_targets, np.asarray([tile.row for tile in plan.tiles], dtype=np.int64)])
-            self._left = np.bincount(parts, minlength=len(plan.catalog))
+            self._left = np.bincount(parts)
         self._compared_with = frozenset(plan.same_memory.values())
         self._open: dict[int, OpenTarget] = {}
         self._on_device: dict[int, AnyStorage] = {}
@@ -49,6 +51,27 @@ class Filling:
         self._scratch: dict[int, np.ndarray] = {}
         self._next_tile = 0
         self._scratch_bytes = self.peak_scratch_bytes = 0
+
+    @cached_property
+    def addresses(self) -> np.ndarray:
+        """Return int64 per row: the address of a target that is filled where it stands, or -1."""
+        addresses, known = np.full(len(self._plan.catalog), -1, dtype=np.int64), self._memory.addresses()
+        if known is not None:
+            addresses[: self._plan.targets] = known
+            addresses[list(self._plan.same_memory)] = -1
+        return addresses
+
+    @property
+    def catalog(self) -> Catalog:
+        """Return the rows."""
+        return self._plan.catalog
+
+    def portions(self, rows: np.ndarray) -> Iterator[tuple[int, int]]:
+        """Yield ranges of the rows of pieces, in the order in which these are filled, with no tile between."""
+        after = [tile.after for tile in self._plan.tiles]
+        due = np.searchsorted(after, self._plan.turn[rows])
+        edges = np.flatnonzero(np.diff(due)) + 1
+        yield from zip([0, *edges.tolist()], [*edges.tolist(), len(rows)])
 
     def storage(self, row: int) -> AnyStorage:
         """Return the storage of a row, to be written."""
@@ -112,8 +135,7 @@ class Filling:
             )
         write_values(self.storage(tile.row), tile.copy, result)
         for row in tile.freed:
-            memory = self._scratch.pop(row, None)
-            self._scratch_bytes -= 0 if memory is None else memory.nbytes
+            self._scratch_bytes -= self._scratch.pop(row).nbytes
         self.piece_done(tile.row)
 
     def piece_done(self, row: int) -> None:
@@ -124,16 +146,16 @@ class Filling:
         if self._left[row] == 0 and row in self._open:
             self._store(row)
 
+    def pieces_done(self, rows: np.ndarray) -> None:
+        """Note that pieces of rows have arrived, in targets that are filled where they stand: nothing is put back."""
+        if self._left is not None:
+            np.subtract.at(self._left, rows, 1)
+
     def _store(self, row: int) -> None:
         target = self._open.pop(row)
         target.store()
         if target.staged and row in self._compared_with:
             self._stored[row] = target.array
-
-    def release(self, row: int) -> np.ndarray:
-        """Return the memory of a target, which is held here no longer."""
-        self.host_storage(row)
-        return self._open.pop(row).array
 
     def finish(self) -> None:
         """Compute the last tiles, put back what is still staged, and compare tied targets.

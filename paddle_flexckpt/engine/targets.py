@@ -1,17 +1,18 @@
 """Targets: what a transfer fills, as a table that is made once of a rank's state, and how its memory is reached.
 
-Tested in tests/live/test_policies.py.
+Tested in tests/engine/test_targets.py and tests/live/test_policies.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
 import numpy as np
 
+from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.engine.copies import AnyStorage
 from paddle_flexckpt.engine.names import raw_parameter
@@ -36,7 +37,13 @@ class OpenTarget(Protocol):
 
 
 class Memory:
-    """Reach the memory of targets, by their row; on the host, unless a subclass says otherwise."""
+    """Reach the memory of targets, by their row; on the host, unless a subclass says otherwise.
+
+    Attributes:
+        one_at_a_time: Whether files fill one target after the other, and say :meth:`filled` in between.
+    """
+
+    one_at_a_time = False
 
     @property
     def devices(self) -> list[str]:
@@ -46,6 +53,17 @@ class Memory:
     def open(self, row: int, fresh: bool) -> OpenTarget:
         """Open a target; ``fresh``: all of it will be written, so that a copy need not begin with its values."""
         raise NotImplementedError
+
+    def tensor_names(self) -> Sequence[str | None]:
+        """Return Paddle's own name of each tensor, or None; nothing where none has one."""
+        return ()
+
+    def addresses(self) -> np.ndarray | None:
+        """Return int64 per target: the address of a contiguous one on the host, which stays open; else -1.
+
+        None: all have to be opened.
+        """
+        return None
 
     def on_device(self, row: int) -> AnyStorage | None:
         """Return the storage of a target on a device, to be written in place; None for host memory."""
@@ -57,6 +75,9 @@ class Memory:
 
     def wait(self) -> None:
         """Wait until devices have done what was begun on them."""
+
+    def filled(self, row: int) -> None:
+        """Take note that a target is filled, and that the next is not begun; only where one is at a time."""
 
     def finish(self, untouched: Collection[str]) -> None:
         """Take note that the transfer has ended; ``untouched``: keys of targets that were not filled, or in part."""
@@ -70,23 +91,28 @@ class Targets:
         catalog: Names, shapes, dtypes, and orders of elements. No key has two rows, so a row is its key's number too.
         aliases: By row, other names of the same, tied parameter.
         raw_names: By row, raw names of an optimizer's state that has a structured name.
-        tensor_names: By row, Paddle's own name of the tensor, or None.
-        places: By row, where it is: equal for the same part in the same memory; None without elements.
+        spans: int64 ``[n, 2]``, first and last byte address (exclusive); equal where none shares its memory.
         memory: Reaches their memory.
+        mapping: Where the targets are what statements make, and not the other way round: these, compiled.
     """
 
     catalog: Catalog
     aliases: tuple[tuple[str, ...], ...]
     raw_names: tuple[tuple[str, ...], ...]
-    tensor_names: tuple[str | None, ...]
-    places: tuple[Place | None, ...]
+    spans: np.ndarray
     memory: Memory
+    mapping: TensorMapping | None = None
+
+    def place(self, row: int) -> Place | None:
+        """Return where a target is: equal for the same part in the same memory; None without elements."""
+        begin, end = self.spans[row].tolist()
+        return ((begin, end), self.catalog.dtype_name(row), self.catalog.describe(row)) if begin < end else None
 
     @cached_property
     def by_tensor_name(self) -> dict[str, list[str]]:
         """Return keys, sorted, by the name of the tensor behind them, without ``.dist``."""
         names: dict[str, list[str]] = {}
-        for key, name in zip(self.catalog.keys, self.tensor_names):
+        for key, name in zip(self.catalog.keys, self.memory.tensor_names()):
             if name is not None:
                 names.setdefault(raw_parameter(name), []).append(key)
         return {name: sorted(keys) for name, keys in names.items()}

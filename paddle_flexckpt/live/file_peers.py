@@ -1,6 +1,6 @@
 """Files as a source that ranks read for each other: who reads what, and whether all read for themselves instead.
 
-A stored shard is cut into stretches, and a row of the exchange is a stretch that a rank reads. What differs is only who
+A stored shard is cut into sections, and a row of the exchange is a section that a rank reads. What differs is only who
 reads it: where nodes share no storage, every rank that wants it and sees it; else one rank for all, so that storage is
 read once for the job. A rank reads its rows in rounds, each once and verified before anything of it is sent or copied.
 
@@ -40,9 +40,9 @@ from paddle_flexckpt.planning import ExchangePlan, Pieces, ShardMatcher
 from paddle_flexckpt.planning.matching import concat_pieces
 from paddle_flexckpt.planning.readers import (
     WORTH_IT,
-    Stretches,
+    Sections,
     choose_readers,
-    cut_stretches,
+    cut_sections,
     estimate_seconds,
     find_wanted,
     number_rounds,
@@ -120,11 +120,11 @@ class FilePeers(Peers):
         self.closing.callback(files.closing.close)
 
     def open(self) -> dict[str, str]:
-        """Open the checkpoint, if that is not done; return which one it is."""
+        """Open the checkpoint; return which one it is."""
         files = self._files
-        said = files.open() if self._found is None else files.said
+        said = {**files.open(), "reads": "together"}
         self.path, self.catalog, self.unique_id = files.path, files.catalog, files.unique_id
-        return {**said, "reads": "together"}
+        return said
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Return what the other ranks have to know: what Peers say, and whether this rank computes values."""
@@ -140,14 +140,14 @@ class FilePeers(Peers):
         """Plan this rank's part of the exchange; where each reads for itself, its reads, and return None."""
         comm, stored, manifest = self._comm, self.catalog, self._files.manifest
         groups, block_bytes = group_replicas(stored), manifest.checksums.block_bytes
-        stretches = cut_stretches(stored, groups, comm.size, block_bytes)
+        sections = cut_sections(stored, groups, comm.size, block_bytes)
         nobody = max(comm.ranks) + 1
-        rows = replace(stretches.catalog, rank=np.full(len(stretches.group), nobody, dtype=np.int32))
+        rows = replace(sections.catalog, rank=np.full(len(sections.group), nobody, dtype=np.int32))
         alike = group_replicas(rows)
         coverage = validate_coverage(rows, alike)
         pieces = ShardMatcher(rows, alike, coverage).match(targets, maps=task.maps)
         place = _places(comm.ranks)[targets.rank]
-        wanted, nbytes, sees = find_wanted(pieces, place, comm.size), rows.byte_length, self._sees(groups, stretches)
+        wanted, nbytes, sees = find_wanted(pieces, place, comm.size), rows.byte_length, self._sees(groups, sections)
         together = choose_readers(wanted, nbytes, comm.size, sees, True)
         self._choose(lambda: estimate_seconds(pieces, rows, place, together, comm.size, block_bytes))
         if self.comm_method == "direct" and self._found is None:
@@ -157,8 +157,8 @@ class FilePeers(Peers):
         readers = together
         if self.comm_method == "direct":
             readers = choose_readers(wanted, nbytes, comm.size, sees, False)
-        self._take_rows(stretches, readers, np.append(np.asarray(comm.ranks), nobody), groups)
-        if self.comm_method == "direct":  # a stretch may have several rows
+        self._take_rows(sections, readers, np.append(np.asarray(comm.ranks), nobody), groups)
+        if self.comm_method == "direct":  # a section may have several rows
             alike = group_replicas(self.rows)
             coverage = validate_coverage(self.rows, alike)
         plan = plan_rank(ShardMatcher(self.rows, alike, coverage), targets, task, comm.rank)
@@ -181,25 +181,25 @@ class FilePeers(Peers):
         elif asked == "direct":
             self.comm_method = "direct"
 
-    def _sees(self, groups: ReplicaGroups, stretches: Stretches) -> np.ndarray | None:
-        """Return bool ``[ranks, stretches]``, whether a rank can read a stretch of a shard or of its replica."""
+    def _sees(self, groups: ReplicaGroups, sections: Sections) -> np.ndarray | None:
+        """Return bool ``[ranks, sections]``, whether a rank can read a section of a shard or of its replica."""
         if self._found is None:
             return None
         items = self._found.seen[:, self.catalog.file][:, groups.order]
         of_group = np.logical_or.reduceat(items, groups.start[:-1], axis=1) if len(groups) else items
-        return of_group[:, stretches.group]
+        return of_group[:, sections.group]
 
     def _take_rows(
         self,
-        stretches: Stretches,
+        sections: Sections,
         readers: tuple[np.ndarray, np.ndarray],
         ranks: np.ndarray,
         groups: ReplicaGroups,
     ) -> None:
         """Take what ranks read as the rows of the exchange; ``ranks``: by place, and last that of nobody."""
-        stretch, place = readers
-        self.rows = replace(stretches.catalog.take(stretch), rank=ranks[place].astype(np.int32))
-        self._start, group = stretches.start[stretch], stretches.group[stretch]
+        section, place = readers
+        self.rows = replace(sections.catalog.take(section), rank=ranks[place].astype(np.int32))
+        self._start, group = sections.start[section], sections.group[section]
         self._item = groups.first[group]
         for own, sees in enumerate(() if self._found is None else self._found.seen[:, self.catalog.file]):
             # One of each group that the rank sees; where it sees none, it reads none.
@@ -291,18 +291,19 @@ def source_of(comm: Communicator, path: Location, options: LoadOptions, call: st
         CorruptCheckpointError: No rank can read its manifest; likewise.
     """
     if options.storage == "per_node":
-        directory, found, locks = find_nodes(comm, path, options, call, context)
+        found, locks = find_nodes(comm, path, options, call, context)
         if not found.everywhere:
-            files = Files(path, options)
+            files = Files(path, options, found.manifest)
             files.closing.push(locks)
-            files.take(directory, found.manifest)
             return FilePeers(comm, files, options, context, found)
         options = replace(options, unique_id=found.manifest.unique_id)
         locks.close()
     if comm.size == 1:
-        return Files(path, options, "there is one rank")
+        return Files(path, options, reason="there is one rank")
     if options.reads == "direct":
-        return Files(path, options, "asked for")
+        return Files(path, options, reason="asked for")
     if options.reads == "auto" and not is_remote(path):
-        return Files(path, options, "auto: the host keeps what one rank has read of its file systems for the others")
+        return Files(
+            path, options, reason="auto: the host keeps what one rank has read of its file systems for the others"
+        )
     return FilePeers(comm, Files(path, options), options, context)

@@ -145,8 +145,8 @@ def _look(
 
 def find_nodes(
     comm: Communicator, path: Location, options: LoadOptions, call: str, context: str
-) -> tuple[SourceDirectory, Found, contextlib.ExitStack]:
-    """Agree on a checkpoint; return this rank's directory, what was found, and the manifest's lock. Four collectives.
+) -> tuple[Found, contextlib.ExitStack]:
+    """Agree on a checkpoint; return what was found, and the manifest's lock. Four collectives.
 
     Raises:
         ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
@@ -163,4 +163,4 @@ def find_nodes(
 
     with contextlib.ExitStack() as locks:
         found = find_checkpoint(comm, directory, options.unique_id, head, locks, context)
-        return directory(), found, locks.pop_all()
+        return found, locks.pop_all()

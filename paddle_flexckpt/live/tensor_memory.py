@@ -16,9 +16,12 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of
 from paddle_flexckpt.engine.targets import Targets
+from paddle_flexckpt.native.stretches import ADDRESSES, FIRST_ADDRESS
 
 # "Place(gpu:0)" is a device; "Place(cpu)" and "Place(gpu_pinned)" are memory of the host.
 _DEVICE = re.compile(r"Place\((\w+:\d+)\)")
+# A slice of it costs less than an array of its own.
+_MEMORY = np.frombuffer(ADDRESSES, dtype=np.uint8)
 
 
 def dtype_name(tensor: Any) -> str:
@@ -88,6 +91,29 @@ def host_memory(tensor: Any) -> np.ndarray:
     return np.frombuffer(_buffer(tensor, int(tensor.data_ptr()), count * dtype.itemsize), dtype=dtype)
 
 
+def host_bytes(tensors: Sequence[Any]) -> list[np.ndarray | None]:
+    """Return the memory of contiguous host tensors as uint8 arrays; None for each tensor that is none.
+
+    Makes no call for each tensor, and keeps none of them alive: the arrays serve as long as the tensors do.
+    """
+    found: list[np.ndarray | None] = []
+    itemsizes: dict[Any, int] = {}
+    for tensor in tensors:
+        if isinstance(tensor, np.ndarray):
+            found.append(tensor.reshape(-1).view(np.uint8) if tensor.flags.c_contiguous else None)
+            continue
+        if not tensor.is_contiguous() or not (tensor.place.is_cpu_place() or device_of(tensor) is None):
+            found.append(None)
+            continue
+        dtype = tensor.dtype
+        if dtype not in itemsizes:
+            itemsizes[dtype] = dtype_of(dtype_name(tensor)).itemsize
+        nbytes = math.prod(tensor.shape) * itemsizes[dtype]
+        address = tensor.data_ptr() - FIRST_ADDRESS if nbytes else 0
+        found.append(_MEMORY[address : address + nbytes])
+    return found
+
+
 def _buffer(tensor: Any, address: int, nbytes: int) -> Any:
     """Return host memory as a buffer that keeps its tensor alive for as long as an array uses it."""
     buffer: Any = (ctypes.c_uint8 * nbytes).from_address(address)
@@ -132,8 +158,8 @@ def refuse_shared_memory(source: Catalog, held: Mapping[int, Any], targets: Targ
     ]
     spans += [
         _Span(*place[0], f"{names[row]} {place[2]}", row)
-        for row, place in enumerate(targets.places)
-        if place is not None
+        for row in range(len(targets.catalog))
+        if (place := targets.place(row)) is not None
     ]
     spans.sort(key=lambda span: (span.begin, span.end))
     problems = []

@@ -12,7 +12,7 @@ import contextlib
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal, TypeVar, Union
@@ -47,6 +47,24 @@ class InputFile(ABC):
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Fill the beginning of a buffer from byte ``offset``; return how many bytes, 0 at the end of the file."""
 
+    def read_into_each(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill buffers, one after the other, from byte ``offset``, by one request if the medium answers it whole.
+
+        Returns:
+            How many bytes, as of :meth:`read_into`: the last of them may be missing.
+        """
+        if len(buffers) == 1:
+            return self.read_into(buffers[0], offset)
+        data = bytearray(sum(map(len, buffers)))
+        with memoryview(data) as view:
+            count = self.read_into(view, offset)
+            begin = 0
+            for buffer in buffers:
+                part = view[begin : min(begin + len(buffer), count)]
+                buffer[: len(part)] = part
+                begin += len(buffer)
+        return count
+
     def memory_map(self) -> mmap.mmap | None:
         """Return the file as a read-only memory map, which the caller closes; None where the medium has none."""
         return None
@@ -75,6 +93,11 @@ class OutputFile(ABC):
     @abstractmethod
     def write(self, data: Buffer) -> None:
         """Write all of the data after what was written before."""
+
+    def write_many(self, parts: Sequence[Buffer]) -> None:
+        """Write one after the other, in as few requests as the medium can."""
+        for part in parts:
+            self.write(part)
 
     def make_durable(self) -> None:  # noqa: B027
         """Make the bytes durable where that can be done before :meth:`finish`, which then takes little time."""

@@ -1,4 +1,4 @@
-"""S3 and stores that speak like it: conditional writes, and uploads in parts of which each can be sent again."""
+"""S3 and stores that speak like it: conditional writes, and uploads in chunks of which each can be sent again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROTOCOLS = frozenset({"s3", "s3a"})
 # S3's limits.
 LEAST_PART_BYTES = 5 << 20
 MOST_PARTS = 10_000
-# Parts that are under way at a time: one connection does not fill a line. Bounds memory to one part more.
+# Chunks that are under way at a time: one connection does not fill a line. Bounds memory to one chunk more.
 PARTS_UNDER_WAY = 4
 
 
@@ -31,7 +31,7 @@ def s3_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class S3Upload(Upload):
-    """Send an object in parts; it appears when they are put together."""
+    """Send an object in chunks, which S3 calls parts; it appears when they are put together."""
 
     def __init__(self, medium: S3Medium, name: str, exclusive: bool) -> None:
         """Begin an upload."""
@@ -71,8 +71,8 @@ class S3Upload(Upload):
         except OSError as error:
             logger.warning(f"an upload may have been left behind: {error}")
 
-    def part(self, data: bytearray) -> None:
-        """Send a part; wait while enough others are under way."""
+    def send(self, chunk: bytearray) -> None:
+        """Send a chunk; wait while enough others are under way."""
         self._sent += 1
         if self._sent > MOST_PARTS:
             raise OSError(
@@ -83,8 +83,8 @@ class S3Upload(Upload):
             )
         while len(self._under_way) >= PARTS_UNDER_WAY:
             self._collect()
-        self._under_way.append(self._pool.submit(self._send, self._sent, data))
-        self._size += len(data)
+        self._under_way.append(self._pool.submit(self._send, self._sent, chunk))
+        self._size += len(chunk)
 
     def _send(self, number: int, data: bytearray) -> dict[str, Any]:
         answer = self._s3.call("upload_part", self._name, UploadId=self._id, PartNumber=number, Body=data)

@@ -1,6 +1,6 @@
-"""Readers: which rank reads which stretch of a checkpoint for the ranks that want it, and whether that pays.
+"""Readers: which rank reads which section of a checkpoint for the ranks that want it, and whether that pays.
 
-A stored shard is cut into stretches of whole blocks. Where ranks read together, one rank reads a stretch, once, and
+A stored shard is cut into sections of whole blocks. Where ranks read together, one rank reads a section, once, and
 sends it to the others that want it. A rank reads what it wants itself, as far as each rank then reads its share.
 """
 
@@ -14,11 +14,11 @@ from paddle_flexckpt.catalog import Catalog, ReplicaGroups
 from paddle_flexckpt.planning.matching import Pieces
 from paddle_flexckpt.planning.write_plan import holder_sets, water_fill
 
-# A stretch at most. A reader holds up to four of them, so that reading and sending overlap within 64 MiB.
-MOST_STRETCH_BYTES = 8 << 20
-# Stretches for each rank, where blocks allow it: one too many or too few is 1 % of its share.
-STRETCHES_OF_A_RANK = 100
-# What a round reads, and a stretch more at most.
+# A section at most. A reader holds up to four of them, so that reading and sending overlap within 64 MiB.
+MOST_SECTION_BYTES = 8 << 20
+# Sections for each rank, where blocks allow it: one too many or too few is 1 % of its share.
+SECTIONS_OF_A_RANK = 100
+# What a round reads, and a section more at most.
 ROUND_BYTES = 8 << 20
 
 # Declared, not measured: what one process reads from an object store, and sends to and receives from other hosts. Only
@@ -32,12 +32,12 @@ WORTH_IT = 0.7
 
 
 @dataclass(frozen=True, eq=False)
-class Stretches:
-    """Hold stretches of stored shards, in the order in which they stand in the files.
+class Sections:
+    """Hold sections of stored shards, in the order in which they stand in the files.
 
     Attributes:
-        catalog: One row for each; a stretch of a shard is a flattened shard.
-        group: int64, the replica group that it is a stretch of.
+        catalog: One row for each; a section of a shard is a flattened shard.
+        group: int64, the replica group that it is a section of.
         start: int64, its first element in the stored shard.
     """
 
@@ -46,8 +46,8 @@ class Stretches:
     start: np.ndarray
 
 
-def cut_stretches(stored: Catalog, groups: ReplicaGroups, ranks: int, block_bytes: int) -> Stretches:
-    """Cut the stored shards, one of each replica group, into stretches that begin and end where blocks do.
+def cut_sections(stored: Catalog, groups: ReplicaGroups, ranks: int, block_bytes: int) -> Sections:
+    """Cut the stored shards, one of each replica group, into sections that begin and end where blocks do.
 
     Args:
         stored: The stored shards.
@@ -58,8 +58,8 @@ def cut_stretches(stored: Catalog, groups: ReplicaGroups, ranks: int, block_byte
     group = np.lexsort((stored.byte_offset[groups.first], stored.file[groups.first]))
     rows = groups.first[group]
     size, itemsize = stored.size[rows], stored.itemsize[rows]
-    share = int((size * itemsize).sum()) // (ranks * STRETCHES_OF_A_RANK)
-    most = max(min(share, MOST_STRETCH_BYTES) // block_bytes, 1) * block_bytes
+    share = int((size * itemsize).sum()) // (ranks * SECTIONS_OF_A_RANK)
+    most = max(min(share, MOST_SECTION_BYTES) // block_bytes, 1) * block_bytes
     step = np.maximum(most // np.maximum(itemsize, 1), 1)
     count = np.maximum(-(-size // step), 1)
     of = np.repeat(np.arange(len(rows)), count)
@@ -73,14 +73,14 @@ def cut_stretches(stored: Catalog, groups: ReplicaGroups, ranks: int, block_byte
         flat_stop=np.where(is_cut, base + stop, catalog.flat_stop),
         byte_offset=catalog.byte_offset + start * itemsize[of],
     )
-    return Stretches(catalog, group[of], start)
+    return Sections(catalog, group[of], start)
 
 
 def find_wanted(pieces: Pieces, place: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return which stretch is wanted by which rank: ``(stretch, place of the rank)``, sorted, each pair once.
+    """Return which section is wanted by which rank: ``(section, place of the rank)``, sorted, each pair once.
 
     Args:
-        pieces: What fills the targets of all ranks; their sources are stretches.
+        pieces: What fills the targets of all ranks; their sources are sections.
         place: int64 per row of the targets, the place of its rank in the group.
         ranks: Number of ranks.
     """
@@ -91,23 +91,23 @@ def find_wanted(pieces: Pieces, place: np.ndarray, ranks: int) -> tuple[np.ndarr
 def choose_readers(
     wanted: tuple[np.ndarray, np.ndarray], nbytes: np.ndarray, ranks: int, sees: np.ndarray | None, together: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose who reads what: ``(stretch, place of its reader)``, sorted, -1 where nobody can.
+    """Choose who reads what: ``(section, place of its reader)``, sorted, -1 where nobody can.
 
     Args:
         wanted: As of :func:`find_wanted`.
-        nbytes: int64 per stretch.
+        nbytes: int64 per section.
         ranks: Number of ranks.
-        sees: bool ``[ranks, stretches]``, whether a rank can read a stretch; None: each can read all.
-        together: Whether one rank alone reads a stretch. Else every rank reads what it wants and sees, and one rank
+        sees: bool ``[ranks, sections]``, whether a rank can read a section; None: each can read all.
+        together: Whether one rank alone reads a section. Else every rank reads what it wants and sees, and one rank
             what is seen only by ranks that do not want it.
     """
-    stretch, place = wanted
-    own, others = wanted, (stretch[:0], place[:0])
+    section, place = wanted
+    own, others = wanted, (section[:0], place[:0])
     if sees is not None:
-        able = sees[place, stretch]
-        own = stretch[able], place[able]
+        able = sees[place, section]
+        own = section[able], place[able]
         # What none of those that want it sees, somebody else reads for them.
-        foreign = np.setdiff1d(stretch, own[0])
+        foreign = np.setdiff1d(section, own[0])
         seer, number = np.nonzero(sees[:, foreign])
         order = np.lexsort((seer, number))
         others = foreign[number[order]], seer[order]
@@ -121,48 +121,48 @@ def choose_readers(
     else:
         found = [own, _share_out(others, nbytes, ranks)]
     found.append((nobody, np.full(len(nobody), -1)))
-    stretch, place = (np.concatenate(column) for column in zip(*found))
-    order = np.lexsort((place, stretch))
-    return stretch[order], place[order]
+    section, place = (np.concatenate(column) for column in zip(*found))
+    order = np.lexsort((place, section))
+    return section[order], place[order]
 
 
 def _share_out(pairs: tuple[np.ndarray, np.ndarray], nbytes: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Give each stretch to one of the ranks that it is paired with, so that all read about as much."""
-    stretch, start = np.unique(pairs[0], return_index=True)
+    """Give each section to one of the ranks that it is paired with, so that all read about as much."""
+    section, start = np.unique(pairs[0], return_index=True)
     groups = ReplicaGroups(np.arange(len(pairs[0])), np.append(start, len(pairs[0])))
-    load, reader = np.zeros(ranks, dtype=np.int64), np.zeros(len(stretch), dtype=np.int64)
+    load, reader = np.zeros(ranks, dtype=np.int64), np.zeros(len(section), dtype=np.int64)
     for members, places in holder_sets(groups, pairs[1]):
-        size = nbytes[stretch[members]]
+        size = nbytes[section[members]]
         edges = np.cumsum(water_fill(load[places], int(size.sum())))
         reader[members] = places[np.minimum(_nearest(size, edges), len(places) - 1)]
         np.add.at(load, reader[members], size)
-    return stretch, reader
+    return section, reader
 
 
-def _level(stretch: np.ndarray, reader: np.ndarray, nbytes: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+def _level(section: np.ndarray, reader: np.ndarray, nbytes: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
     """Give what is beyond a rank's share to those that have less, though they do not want it."""
-    size, order = nbytes[stretch], np.argsort(reader, kind="stable")
+    size, order = nbytes[section], np.argsort(reader, kind="stable")
     load = np.bincount(reader, size, ranks)
     share = load.sum() / ranks
-    # What begins beyond the share: for less than a stretch nothing is moved.
+    # What begins beyond the share: for less than a section nothing is moved.
     begin = np.cumsum(size[order]) - size[order] - (np.cumsum(load) - load)[reader[order]]
     beyond = np.sort(order[begin > share])
     if len(beyond):
-        kept = np.ones(len(stretch), dtype=bool)
+        kept = np.ones(len(section), dtype=bool)
         kept[beyond] = False
         room = np.maximum(share - np.bincount(reader[kept], size[kept], ranks), 0)
         reader = reader.copy()
         reader[beyond] = np.minimum(_nearest(size[beyond], np.cumsum(room)), ranks - 1)
-    return stretch, reader
+    return section, reader
 
 
 def _nearest(size: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Lay stretches end to end; return between which edges the middle of each lies."""
+    """Lay sections end to end; return between which edges the middle of each lies."""
     return np.searchsorted(edges, np.cumsum(size) - size / 2, side="right")
 
 
 def number_rounds(reader: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
-    """Return int64 per stretch, the round in which its reader reads and sends it."""
+    """Return int64 per section, the round in which its reader reads and sends it."""
     order = np.argsort(reader, kind="stable")
     before = np.cumsum(nbytes[order]) - nbytes[order]
     first = np.flatnonzero(np.append(True, reader[order][1:] != reader[order][:-1])) if len(order) else order
@@ -183,10 +183,10 @@ def estimate_seconds(
     """Return how long it takes the slowest rank to read all that it needs, and to read together, from an object store.
 
     Args:
-        pieces: What fills the targets of all ranks; their sources are stretches.
-        source: The stretches.
+        pieces: What fills the targets of all ranks; their sources are sections.
+        source: The sections.
         place: int64 per row of the targets, the place of its rank in the group.
-        readers: One reader for each stretch, as of :func:`choose_readers`.
+        readers: One reader for each section, as of :func:`choose_readers`.
         ranks: Number of ranks.
         block_bytes: Short scattered runs are copied out of whole blocks of so many bytes.
     """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -76,12 +77,12 @@ class Worker:
             from paddle_flexckpt.testing import device_world
 
             device_world.prepare()
-            return
-        from paddle_flexckpt.testing import cpu_world
+        else:
+            from paddle_flexckpt.testing import cpu_world
 
-        # The controller limits the time, and can show the stacks; a limit of the mesh would only get in its way.
-        cpu_world.install(timeout=None, close_at_exit=False)
-        self._has_mesh = True
+            # The controller limits the time, and can show the stacks; a limit of the mesh would only get in its way.
+            cpu_world.install(timeout=None, close_at_exit=False)
+            self._has_mesh = True
 
     def do_init(self, message: dict[str, Any]) -> None:
         """Join the world group."""
@@ -105,6 +106,9 @@ class Worker:
 
         sys.path.extend(entry for entry in message["path"] if entry not in sys.path)
         cpu_world.reset_fleet(message["job"])
+        # Collections of garbage look at this job's objects alone: Paddle's own would take nearly all of their time.
+        if not gc.get_freeze_count():
+            gc.freeze()
         paddle.set_default_dtype("float32")
         checked = contextlib.nullcontext() if self._has_mesh else device_world.checked()
         # Names are keys of optimizer states; those of one job must not depend on how many layers earlier jobs made.

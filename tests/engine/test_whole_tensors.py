@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 
 import numpy as np
@@ -10,8 +11,8 @@ import pytest
 from paddle_flexckpt.aoa import compile_program
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.engine import plan, whole_tensors
-from paddle_flexckpt.engine.whole_tensors import WholeTensors, iterate_tensors
+from paddle_flexckpt.engine import files, plan
+from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.reader import FileReader
 from tests.engine.samples import SHAPES, save, values_of
@@ -36,9 +37,7 @@ def statements(manifest, *texts):
     return compile_program({"aoa_statements": list(texts)}, manifest.catalog, None)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 256])
-def test_every_tensor_by_default(checkpoint, values, monkeypatch, at_once):
-    monkeypatch.setattr(whole_tensors, "PLANNED_AT_ONCE", at_once)
+def test_every_tensor_by_default(checkpoint, values):
     found = dict(iterate_tensors(*checkpoint))
     assert list(found) == sorted(set(KINDS) - {"extra_state.common"})
     for key, array in found.items():
@@ -52,6 +51,8 @@ def test_names_and_their_order(checkpoint, values):
     assert list(iterate_tensors(*checkpoint, names=[])) == []
     with pytest.raises(ValidationError, match="no such key .key 'of'.; got 19 keys, such as"):
         next(iterate_tensors(*checkpoint, names=["of.int8", "of"]))
+    with pytest.raises(ValidationError, match="a key is asked for twice .key 'of.int8'."):
+        next(iterate_tensors(*checkpoint, names=["of.int8", "of.bool", "of.int8"]))
 
 
 @pytest.mark.parametrize("tile", [1, 5, 1 << 22])
@@ -75,17 +76,20 @@ def test_what_statements_make(tmp_path, monkeypatch, tile):
     assert found["rest"].tobytes() == values["rest"].tobytes()
 
 
-def test_exactly_the_bytes_that_are_needed_are_read(checkpoint, values):
+def test_exactly_the_bytes_that_are_needed_are_read(checkpoint, values, monkeypatch):
     path, manifest = checkpoint
+    readers = []
     names = ["of.float32", "of.complex128", "empty"]
-    tensors = WholeTensors(manifest)
-    with FileReader(path, manifest) as reader:
-        tensors.check(names, reader)
-        assert reader.count.bytes_read == 0
-        for name, array in tensors.iterate(names, reader):
-            assert array.tobytes() == values[name].tobytes()
-        assert reader.count.bytes_read == sum(values[name].nbytes for name in names)
-        assert reader.count.bytes_verified > 0
+    monkeypatch.setattr(files, "FileReader", lambda *args: readers.append(FileReader(*args)) or readers[-1])
+    tensors, needed = iterate_tensors(path, manifest, names=names), 0
+    assert readers == []
+    for name, (key, array) in zip(names, tensors):
+        assert (key, array.tobytes()) == (name, values[name].tobytes())
+        needed += values[name].nbytes
+        assert readers[0].count.bytes_read == needed
+    assert list(tensors) == []
+    assert len(readers) == 1
+    assert readers[0].count.bytes_verified > 0
 
 
 def test_one_tensor_and_a_tile_are_in_memory(tmp_path, monkeypatch):
@@ -105,6 +109,64 @@ def test_one_tensor_and_a_tile_are_in_memory(tmp_path, monkeypatch):
         tracemalloc.stop()
     # The reader's staging block and the plans come on top.
     assert size < peak < 2 * size
+
+
+def test_what_statements_fill_is_not_made_before_its_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", 1 << 14)
+    count = 1 << 20
+    save(tmp_path, {"a": np.ones(1, np.float32), "z": np.ones((0, 2), np.int8)}, world=1)
+    manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
+    mapping = statements(manifest, *(f'a -> t{i}, pad="[[0, {count - 1}]]", fill={i}' for i in range(8)))
+    found = []
+    tracemalloc.start()
+    try:
+        for key, array in iterate_tensors(str(tmp_path), manifest, mapping):
+            found.append((key, array.shape, array[:1].tolist(), array[-1:].tolist()))
+            del array
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == [*((f"t{i}", (count,), [1], [i]) for i in range(8)), ("z", (0, 2), [], [])]
+    assert 4 * count < peak < 8 * count
+
+
+def test_who_stops_leaves_nothing_open(tmp_path, caplog):
+    """And is told what was damaged of what was read."""
+    values = values_of({"a": ("float32", (5,)), "b": ("float32", (3, 3))})
+    save(tmp_path, values, world=1, replicas=2, save_replicas=True)
+    manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
+    (tmp_path / "0_0.safetensors").unlink()
+    before = len(os.listdir("/proc/self/fd"))
+    tensors = iterate_tensors(str(tmp_path), manifest)
+    with caplog.at_level("WARNING", "paddle_flexckpt"):
+        key, array = next(tensors)
+        assert (key, array.tobytes(), caplog.text) == ("a", values["a"].tobytes(), "")
+        tensors.close()
+    assert "tensors were read from replicas" in caplog.text
+    assert str(tmp_path) in caplog.text
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(CorruptCheckpointError, match="is missing"):
+        next(iterate_tensors(str(tmp_path), manifest, use_replicas=False))
+    with pytest.raises(ValidationError, match="verify"):
+        next(iterate_tensors(str(tmp_path), manifest, verify="never"))
+
+
+def test_the_error_of_the_file_system_stays_one(tmp_path):
+    save(tmp_path, values_of({"a": ("float32", (5, 6))}), world=1)
+    manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
+    file = tmp_path / "0_0.safetensors"
+    file.unlink()
+    file.symlink_to(file)
+    with pytest.raises(OSError, match="symbolic links"):
+        next(iterate_tensors(str(tmp_path), manifest))
+
+
+def test_what_keeps_a_targets_values_has_none_here(tmp_path):
+    save(tmp_path, values_of({"a": ("float32", (5,))}), world=1)
+    manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
+    mapping = statements(manifest, 'a -> a, resize="[6]", fill="keep"')
+    with pytest.raises(ValidationError, match="keep what a target has"):
+        next(iterate_tensors(str(tmp_path), manifest, mapping, ["a"]))
 
 
 def test_a_missing_file_is_found_before_anything_is_read(tmp_path):

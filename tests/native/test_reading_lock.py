@@ -21,7 +21,6 @@ from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media.backend import publish
 from paddle_flexckpt.media.opening import open_backend, open_storage
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
-from paddle_flexckpt.native.reader import FileReader
 from tests.native.test_directory import names, save
 
 MANIFEST = "0.manifest"
@@ -99,14 +98,14 @@ def test_a_reader_waits_for_a_claim_and_looks_again(tmp_path, backend, monkeypat
     claim = backend.locks.claim(MANIFEST)
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    assert waiting.wait(30)  # it has opened the file
+    assert waiting.wait(300)  # it has opened the file
     assert outcome == []
     if fate == "removed":
         backend.remove(MANIFEST)
     elif fate == "replaced":
         publish(backend, MANIFEST, b"two")
     claim.release()
-    reader.join(30)
+    reader.join(300)
     assert outcome == [{"removed": FileNotFoundError, "replaced": (b"two", True), "left": (b"one", True)}[fate]]
 
 
@@ -202,9 +201,8 @@ def test_load_export_and_verify_hold_what_they_read(tmp_path, monkeypatch):
     monkeypatch.setattr(verification_module, "verify_files", watched(verification_module.verify_files))
     assert verify_checkpoint(path).ok
     assert seen == [True] * 3
-    monkeypatch.setattr(FileReader, "read", watched(FileReader.read))
     export_safetensors(path, tmp_path / "out")
-    assert seen == [True] * 4
+    assert seen == [True] * 5  # it reads pieces as a load does, and those from one file
     assert not is_held(open_backend(path))
 
 

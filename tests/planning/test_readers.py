@@ -1,4 +1,4 @@
-"""Readers: every stretch is read once, each rank reads its share, and what it wants itself as far as that allows."""
+"""Readers: every section is read once, each rank reads its share, and what it wants itself as far as that allows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paddle_flexckpt.planning import ShardMatcher
 from paddle_flexckpt.planning import readers as module
 from paddle_flexckpt.planning.readers import (
     choose_readers,
-    cut_stretches,
+    cut_sections,
     estimate_seconds,
     find_wanted,
     number_rounds,
@@ -31,7 +31,7 @@ def whole(key, *shape):
     return key, shape, (0,) * len(shape), shape, None
 
 
-def test_stretches_tile_the_stored_shards_in_whole_blocks():
+def test_sections_tile_the_stored_shards_in_whole_blocks():
     stored = concat(
         [
             catalog_of(0, whole("a", 1000, 1024), ("z", (8, MIB), (0, 0), (8, MIB), (0, 5 * MIB))),
@@ -39,42 +39,42 @@ def test_stretches_tile_the_stored_shards_in_whole_blocks():
         ]
     )
     groups = group_replicas(stored)
-    stretches = cut_stretches(stored, groups, 2, MIB)
+    sections = cut_sections(stored, groups, 2, MIB)
     # One of the two replicas of "a", and both parts of "z".
     assert len(groups) == 3
-    catalog, itemsize = stretches.catalog, 4
-    assert (stretches.start * itemsize % MIB == 0).all()
-    assert (catalog.byte_length <= module.MOST_STRETCH_BYTES).all()
+    catalog, itemsize = sections.catalog, 4
+    assert (sections.start * itemsize % MIB == 0).all()
+    assert (catalog.byte_length <= module.MOST_SECTION_BYTES).all()
     for group in range(3):
         row = int(groups.first[group])
-        of = np.flatnonzero(stretches.group == group)
+        of = np.flatnonzero(sections.group == group)
         size = catalog.size[of]
-        assert (stretches.start[of] == np.cumsum(size) - size).all()
+        assert (sections.start[of] == np.cumsum(size) - size).all()
         assert size.sum() == stored.size[row]
         assert (size[:-1] * itemsize % MIB == 0).all()
         base = max(int(stored.flat_start[row]), 0)
-        assert (catalog.flat_start[of] == base + stretches.start[of]).all()
-        assert (catalog.byte_offset[of] == stored.byte_offset[row] + stretches.start[of] * itemsize).all()
+        assert (catalog.flat_start[of] == base + sections.start[of]).all()
+        assert (catalog.byte_offset[of] == stored.byte_offset[row] + sections.start[of] * itemsize).all()
 
 
 def test_what_is_smaller_than_a_block_stays_as_it_is():
     stored = catalog_of(0, whole("a", 3), whole("b"), whole("c", 0, 4))
-    catalog = cut_stretches(stored, group_replicas(stored), 4, MIB).catalog
+    catalog = cut_sections(stored, group_replicas(stored), 4, MIB).catalog
     assert sorted(catalog.size.tolist()) == [0, 1, 3]
     assert not catalog.is_flattened.any()
 
 
-def test_there_are_many_stretches_for_each_rank_as_far_as_blocks_allow():
+def test_there_are_many_sections_for_each_rank_as_far_as_blocks_allow():
     stored = catalog_of(0, whole("a", 1 << 15, 1 << 15))
     for ranks, most in ((1, 8 * MIB), (8, 5 * MIB), (1000, MIB)):
-        assert cut_stretches(stored, group_replicas(stored), ranks, MIB).catalog.byte_length.max() == most
+        assert cut_sections(stored, group_replicas(stored), ranks, MIB).catalog.byte_length.max() == most
 
 
 def wants(*sets):
-    """Pairs for stretches that are wanted by these places."""
-    pairs = [(stretch, place) for stretch, places in enumerate(sets) for place in sorted(places)]
-    stretch, place = zip(*pairs)
-    return np.asarray(stretch), np.asarray(place)
+    """Pairs for sections that are wanted by these places."""
+    pairs = [(section, place) for section, places in enumerate(sets) for place in sorted(places)]
+    section, place = zip(*pairs)
+    return np.asarray(section), np.asarray(place)
 
 
 def shares(readers, nbytes, ranks):
@@ -83,7 +83,7 @@ def shares(readers, nbytes, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3, 8, 64])
 @pytest.mark.parametrize("kind", ["all want all", "each wants its own", "one wants all", "groups", "uneven"])
-def test_one_rank_reads_each_stretch_and_each_rank_its_share(kind, ranks):
+def test_one_rank_reads_each_section_and_each_rank_its_share(kind, ranks):
     rng = np.random.default_rng(ranks)
     nbytes = rng.integers(1, 9, 120 * ranks) * MIB
     count = len(nbytes)
@@ -123,8 +123,8 @@ def test_what_nobody_wants_or_sees_has_no_reader():
 def test_without_shared_storage_each_reads_what_it_wants_and_sees():
     wanted, nbytes = wants([0, 1, 2], [2, 3]), np.full(2, MIB)
     sees = np.asarray([[True, True], [True, True], [False, False], [False, False]])
-    stretch, place = choose_readers(wanted, nbytes, 4, sees, False)
-    assert list(zip(stretch.tolist(), place.tolist())) in ([(0, 0), (0, 1), (1, 0)], [(0, 0), (0, 1), (1, 1)])
+    section, place = choose_readers(wanted, nbytes, 4, sees, False)
+    assert list(zip(section.tolist(), place.tolist())) in ([(0, 0), (0, 1), (1, 0)], [(0, 0), (0, 1), (1, 1)])
     assert choose_readers(wanted, nbytes, 4, sees, True)[0].tolist() == [0, 1]
 
 
@@ -144,13 +144,13 @@ def test_rounds_are_numbered_for_each_reader_and_bounded():
 def estimate(targets, ranks, rows=16384):
     """Seconds directly and together for a tensor of 4096 float32 columns, of which rank r wants ``targets(r)``."""
     stored = catalog_of(0, whole("w", rows, 4096))
-    stretches = cut_stretches(stored, group_replicas(stored), ranks, MIB)
+    sections = cut_sections(stored, group_replicas(stored), ranks, MIB)
     wanted = concat([catalog_of(rank, targets(rank)) for rank in range(ranks)])
-    pieces = ShardMatcher(stretches.catalog).match(wanted)
+    pieces = ShardMatcher(sections.catalog).match(wanted)
     place = wanted.rank.astype(np.int64)
     pairs = find_wanted(pieces, place, ranks)
-    readers = choose_readers(pairs, stretches.catalog.byte_length, ranks, None, True)
-    return estimate_seconds(pieces, stretches.catalog, place, readers, ranks, MIB)
+    readers = choose_readers(pairs, sections.catalog.byte_length, ranks, None, True)
+    return estimate_seconds(pieces, sections.catalog, place, readers, ranks, MIB)
 
 
 def test_the_estimate_counts_what_the_busiest_rank_reads_and_moves():
@@ -182,11 +182,11 @@ def test_what_is_chosen():
     assert not chosen(8, 64)
 
 
-def test_a_hundred_thousand_stretches_of_five_hundred_ranks_are_planned_in_seconds():
+def test_a_hundred_thousand_sections_of_five_hundred_ranks_are_planned_in_seconds():
     ranks, count = 512, 100_000
     groups = np.arange(count) % 64
-    stretch = np.repeat(np.arange(count), 8)
+    section = np.repeat(np.arange(count), 8)
     place = (groups[:, None] * 8 + np.arange(8)).reshape(-1)
-    readers = choose_readers((stretch, place), np.full(count, 8 * MIB), ranks, None, True)
+    readers = choose_readers((section, place), np.full(count, 8 * MIB), ranks, None, True)
     load = shares(readers, np.full(count, 8 * MIB), ranks)
     assert load.max() / load.mean() <= 1.02

@@ -256,7 +256,7 @@ def wanted_once(layout: Layout) -> int:
 
 
 def check_cooperative_load(oracle: Oracle, pick: Pick, source: Layout, layout: Layout, path: Path) -> None:
-    """In stretches of a few bytes, and rounds of few of them."""
+    """In sections of a few bytes, and rounds of few of them."""
     targets = {rank: oracle.hold(pick, shards, blank=True) for rank, shards in layout.items()}
     before, few = surroundings(targets), 16 * pick.integer(1, 9)
 
@@ -265,9 +265,9 @@ def check_cooperative_load(oracle: Oracle, pick: Pick, source: Layout, layout: L
         return report, comm.collectives
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(readers, "MOST_STRETCH_BYTES", few)
+        patch.setattr(readers, "MOST_SECTION_BYTES", few)
         patch.setattr(readers, "ROUND_BYTES", few * pick.integer(1, 4))
-        patch.setattr(file_peers, "cut_stretches", lambda *args: readers.cut_stretches(*args[:3], 16))
+        patch.setattr(file_peers, "cut_sections", lambda *args: readers.cut_sections(*args[:3], 16))
         reports, collectives = zip(*SimulatedWorld(len(layout)).run(job))
     check_targets(oracle, layout, targets, before)
     assert {report.comm_method for report in reports} == {"cooperative" if len(layout) > 1 else "direct"}
