@@ -205,7 +205,7 @@ def test_a_file_system_that_fails_leaves_nothing_behind(checkpoint, tmp_path, mo
 
     def failing(*args):
         calls.append(args)
-        wrong = b"weight_map" in bytes(args[1]) if fails == "index" else len(calls) == 3
+        wrong = b"weight_map" in b"".join(args[1]) if fails == "index" else len(calls) == 3
         if wrong:
             raise OSError(28, "No space left on device")
         return original(*args)
