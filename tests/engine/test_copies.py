@@ -117,6 +117,18 @@ def test_values_are_copied_between_all_kinds_of_storage(of_source, of_target, dt
         assert len(steps) == 5 * sum(isinstance(s, Device) and s.asked != [] for s in (source, target))
 
 
+@pytest.mark.parametrize("of_source", [False, True])
+def test_a_step_on_a_device_is_along_its_axes(of_source):
+    """A step of six elements is two rows of the array: two axes, though they lie one behind the other."""
+    array, flat = numbers((5, 3)), numbers(15, start=20)
+    source, target = (Device(array), flat) if of_source else (flat, Device(array))
+    copy_values(StridedCopy((15,), 0, (1,), 0, (1,)), source, target)
+    assert array.ravel().tolist() == flat.tolist() == list(range(0 if of_source else 20, 15 if of_source else 35))
+    if of_source:
+        device = [part.nbytes for part in pack_copy(StridedCopy((15,), 0, (1,), 0, (1,)), source)]
+        assert device == [24, 24, 12]
+
+
 def test_what_fits_into_one_step_is_not_taken_apart():
     source, target = Device(numbers((2, 3))), np.zeros(6, np.int32)
     whole = StridedCopy((2, 2), 0, (3, 1), 0, (3, 1))
@@ -300,3 +312,27 @@ def test_a_part_of_a_contiguous_target_is_received_straight_into_it():
 def test_nothing_is_copied_of_pieces_without_elements():
     assert copy_pieces(pieces_of((0, 0, StridedCopy((0, 3), 0, (3, 1), 0, (3, 1)))), lambda row: np.zeros(3),
                        lambda row: np.zeros(3)) == 0  # fmt: skip
+
+
+def test_a_step_may_be_of_three_parts_and_each_piece_of_another_row():
+    """A step of 12 elements from the 13th on: the rest of a row of five, a row, and the begin of another."""
+    sources = [numbers((5, 6), np.int16), numbers((5, 6), np.int16, 50)]
+    columns, rows = StridedCopy((5, 5), 0, (1, 6), 0, (5, 1)), StridedCopy((5, 5), 0, (5, 1), 0, (1, 6))
+    stream = b"".join(
+        part.tobytes()
+        for part in pack(pieces_of((1, 0, columns), (0, 0, columns)), [s.reshape(-1) for s in sources].__getitem__)
+    )
+    assert np.frombuffer(stream, np.int16).tolist() == [
+        *sources[1][:, :5].T.ravel().tolist(), *sources[0][:, :5].T.ravel().tolist(),
+    ]  # fmt: skip
+    targets = [np.zeros((5, 6), np.int16), np.zeros((5, 6), np.int32)]
+    dtypes, position = [np.dtype(np.int8), np.dtype(np.int16)], 0
+    received = np.arange(50, dtype=np.int8)
+    data = received[:25].tobytes() + received[25:].astype(np.int16).tobytes()
+    for buffer in unpack(pieces_of((0, 1, rows), (1, 0, rows)), [t.reshape(-1) for t in targets].__getitem__,
+                         dtypes.__getitem__):  # fmt: skip
+        buffer[:] = np.frombuffer(data, np.uint8, buffer.nbytes, position)
+        position += buffer.nbytes
+    assert position == len(data)
+    assert targets[1][:, :5].tolist() == received[:25].reshape(5, 5).T.tolist()
+    assert targets[0][:, :5].tolist() == received[25:].reshape(5, 5).T.tolist()
