@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError, concat, validate_shards
@@ -47,6 +48,11 @@ class Task:
     resolution: Resolution
     mapping: TensorMapping | None
     plan: FillPlan
+
+    @property
+    def maps(self) -> BoxMaps | None:
+        """Return what keys are made of that statements define by moving elements, or None."""
+        return None if self.mapping is None else self.mapping.maps
 
     @property
     def memory(self) -> Memory:
