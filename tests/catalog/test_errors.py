@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paddle_flexckpt.catalog import Problem, ValidationError
-from paddle_flexckpt.catalog.errors import MAX_LISTED
+from paddle_flexckpt.catalog.errors import MAX_LISTED, listed
 
 
 def test_a_problem_names_all_it_knows():
@@ -14,6 +14,7 @@ def test_a_problem_names_all_it_knows():
 def test_a_problem_names_nothing_that_it_does_not_know():
     assert str(Problem("bad")) == "bad"
     assert str(Problem("bad", expected=0, got=0)) == "bad; expected 0; got 0"
+    assert str(Problem("bad", offset=0, end=8)) == "bad (byte 0)"
 
 
 def test_one_problem_is_one_line():
@@ -35,7 +36,18 @@ def test_problems_are_numbered_and_said_once():
 
 
 def test_a_long_list_ends_with_a_count():
+    lines = str(ValidationError([f"p{i}" for i in range(MAX_LISTED)])).splitlines()
+    assert lines == [f"{MAX_LISTED} problems", *(f"  {i + 1}. p{i}" for i in range(MAX_LISTED))]
     lines = str(ValidationError([f"p{i}" for i in range(MAX_LISTED + 5)])).splitlines()
     assert lines[0] == f"{MAX_LISTED + 5} problems"
     assert len(lines) == MAX_LISTED + 2
     assert lines[-1] == "  ... and 5 more"
+
+
+def test_the_first_names_are_listed_and_the_others_counted():
+    names = list("abcdefg")
+    assert listed(names) == "a, b, c, d, e and 2 more"
+    assert listed(names[:5]) == "a, b, c, d, e"
+    assert listed(names[:6]) == "a, b, c, d, e and 1 more"
+    assert listed(names, 2) == "a, b and 5 more"
+    assert listed([]) == ""
