@@ -101,6 +101,7 @@ def read_pieces(reader: FileReader, pieces: Pieces, memory: Filling, computes: b
         while arriving and arriving[0][1] <= reader.hashing_done:
             memory.piece_done(arriving.popleft()[0])
 
+    reader.read_ahead(pieces.source.tolist(), pieces.copies())
     for piece, copy in enumerate(pieces.copies()):
         row = int(pieces.target[piece])
         if computes:

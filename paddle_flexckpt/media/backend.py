@@ -12,13 +12,14 @@ import contextlib
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Literal, TypeVar, Union
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnreadableCheckpointError
 from paddle_flexckpt.media.file_names import check_member, check_not_elsewhere
+from paddle_flexckpt.media.read_ahead import Wanted
 
 Buffer = Union[bytes, memoryview]
 Self = TypeVar("Self", bound="Lock")
@@ -219,6 +220,18 @@ class Backend(ABC):
             if len(data) != file.size:
                 raise CorruptCheckpointError(f"{self.where(name)} became shorter while it was read")
             return data
+
+    def read_ahead(self, files: Sequence[InputFile], wanted: Wanted) -> int:
+        """Begin to bring what will be read of open files of it, where a request takes long.
+
+        Args:
+            files: Those that ``wanted`` counts; all are closed together.
+            wanted: The ranges, in the order in which they will be read.
+
+        Returns:
+            How many bytes come along that nobody wants.
+        """
+        return 0
 
     @abstractmethod
     def create(self, name: str, mode: Mode = "new", size: int | None = None) -> OutputFile:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Sequence
 
 from paddle_flexckpt.media.backend import Buffer, InputFile, OutputFile
 from paddle_flexckpt.media.medium import Commit, Medium, Upload
+from paddle_flexckpt.media.read_ahead import ReadAhead, Wanted, plan_requests
 
 # What opening a file brings of it: the save token, and most headers.
 HEAD_BYTES = 16 << 10
@@ -54,14 +56,15 @@ class Windows:
 class RemoteInputFile(InputFile):
     """Read a file by requests for byte ranges.
 
-    A request asks for what is wanted. Where reads follow each other it asks for twice as much each time, up to a bound,
-    so that no more is read ahead than has been read.
+    What was announced comes from a :class:`ReadAhead`. Else a request asks for what is wanted. Where reads follow each
+    other it asks for twice as much each time, up to a bound, so that no more is read ahead than has been read.
     """
 
     def __init__(self, medium: Medium, name: str, windows: Windows) -> None:
         """Open a file; FileNotFoundError if it is not there."""
         self._medium, self._name, self._windows = medium, name, windows
         self.size, head = medium.head(name, HEAD_BYTES)
+        self._ahead: tuple[ReadAhead, int] | None = None
         self._read_to = 0
         self._last = len(head)
         windows.put(id(self), 0, head)
@@ -71,6 +74,11 @@ class RemoteInputFile(InputFile):
         length = min(len(buffer), self.size - offset)
         if length <= 0:
             return 0
+        if self._ahead is not None:
+            ahead, number = self._ahead
+            count = ahead.read_into(number, buffer[:length], offset)
+            if count:
+                return count
         begin, window = self._windows.get(id(self))
         if not begin <= offset < begin + len(window):
             begin, window = offset, self._request(offset, length)
@@ -91,8 +99,30 @@ class RemoteInputFile(InputFile):
         return self._medium.read(self._name, offset, min(self.size, offset + self._last))
 
     def close(self) -> None:
-        """Implement the base class."""
+        """Implement the base class; what was announced of it and of the files along with it is not brought any more."""
         self._windows.put(id(self), 0, b"")
+        if self._ahead is not None:
+            self._ahead[0].close()
+            self._ahead = None
+
+    @classmethod
+    def read_ahead(cls, files: Sequence[RemoteInputFile], wanted: Wanted) -> int:
+        """Begin to bring ranges; as :meth:`Backend.read_ahead`."""
+        for file in files:
+            if file._ahead is not None:
+                file._ahead[0].close()
+                file._ahead = None
+
+        def read(number: int, begin: int, end: int, stop: threading.Event) -> bytes:
+            file = files[number]
+            return file._medium.read(file._name, begin, end, stop)
+
+        budget = files[0]._medium.budget
+        requests = plan_requests(wanted, budget)
+        ahead = ReadAhead(read, requests, budget)
+        for number, file in enumerate(files):
+            file._ahead = (ahead, number)
+        return requests.extra_bytes
 
 
 class RemoteOutputFile(OutputFile):
