@@ -64,5 +64,12 @@ def test_each_module_has_a_test_file_or_names_it(room):
     assert not missing, "no test file of that name, and no line 'Tested in tests/...' in the docstring"
 
 
+def test_files_that_the_design_page_names_are_there():
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w./]+/\w+\.py)`", text))
+    assert len(named) > 20
+    assert sorted(path for path in named if not any((top / path).is_file() for top in (ROOT, PACKAGE))) == []
+
+
 def test_heavy_files_are_there():
     assert [path for path in HEAVY if not (ROOT / path).is_file()] == []

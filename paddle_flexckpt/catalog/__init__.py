@@ -4,6 +4,7 @@ A catalog is the only description of a state that planning knows. A directory of
 has the memory of a running job.
 """
 
+from paddle_flexckpt.catalog.builder import CatalogBuilder
 from paddle_flexckpt.catalog.dtypes import DType, dtype_of
 from paddle_flexckpt.catalog.errors import (
     AoaError,
@@ -21,7 +22,6 @@ from paddle_flexckpt.catalog.replicas import ReplicaGroups, group_replicas
 from paddle_flexckpt.catalog.table import (
     EXTRA_STATE,
     Catalog,
-    CatalogBuilder,
     check_extra_names,
     concat,
     unordered,

@@ -56,6 +56,8 @@ _TABLE = (
     DType("complex128", np.dtype(np.complex128), "F64", trailing=2),
 )
 DTYPES = MappingProxyType({dtype.name: dtype for dtype in _TABLE})
+_FLOATS = frozenset({"float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"})
+_COMPLEX = frozenset({"complex64", "complex128"})
 
 
 @functools.lru_cache(maxsize=256)
@@ -72,3 +74,17 @@ def dtype_of(name: str) -> DType:
     if dtype is None:
         raise ValidationError([f"dtype {name!r} is not supported; supported are {', '.join(DTYPES)}"])
     return dtype
+
+
+def castable(source: str, target: str) -> bool:
+    """Return whether a load may cast: floats and complex numbers among themselves, integers to wider or floating types.
+
+    Nothing becomes a bool.
+    """
+    if source in _FLOATS:
+        return target in _FLOATS or target in _COMPLEX
+    if source in _COMPLEX:
+        return target in _COMPLEX
+    if target in _FLOATS or target in _COMPLEX:
+        return True
+    return np.can_cast(dtype_of(source).numpy, dtype_of(target).numpy, "safe")

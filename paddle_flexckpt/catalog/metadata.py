@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paddle_flexckpt.catalog.builder import CatalogBuilder
 from paddle_flexckpt.catalog.errors import ValidationError
-from paddle_flexckpt.catalog.table import Catalog, CatalogBuilder, concat
+from paddle_flexckpt.catalog.table import Catalog, concat
 
 
 @dataclass(frozen=True)

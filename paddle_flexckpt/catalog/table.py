@@ -114,7 +114,7 @@ class Catalog(Columns):
         values: dict[str, Any] = {}
         for table in _TABLES:
             names = json.loads(arrays[table].tobytes())
-            if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            if not isinstance(names, list) or not set(map(type, names)) <= {str}:
                 raise ValueError(f"{table} is not a list of names")
             values[table] = tuple(names)
         for name in Catalog.COLUMNS:
@@ -163,119 +163,28 @@ class Catalog(Columns):
             text += f", flattened range [{self.flat_start[row]}, {self.flat_stop[row]})"
         return text
 
+    def descriptions(self) -> list[tuple[int, ...]]:
+        """Return how each shard is described, without its key: equal tuples for shards that are described alike.
+
+        A tuple has the number of the element type and of axes, the three padded shapes, and the flattened range.
+        """
+        single = (self.dtype, self.ndim, self.flat_start, self.flat_stop)
+        dtype, ndim, start, stop = (column.astype(np.int64)[:, None] for column in single)
+        columns = (dtype, ndim, self.global_shape, self.offset, self.shape, start, stop)
+        return list(map(tuple, np.concatenate(columns, axis=1).tolist()))
+
     def with_orders(self, orders: Mapping[str, Order]) -> Catalog:
         """Return the same catalog with these orders, by key, and nothing known of the order of other tensors."""
         by_key = {number: orders[key] for number, key in enumerate(self.keys) if key in orders}
         nothing = {"orders": (), "key_order": np.zeros(0, dtype=np.int16)}
-        return replace(self, **(_order_columns(by_key, len(self.keys)) or nothing))
+        return replace(self, **(order_columns(by_key, len(self.keys)) or nothing))
 
 
 _TABLES = ("keys", "dtypes", "files")
 _COLUMN_TYPES = {"key": np.int32, "dtype": np.int16, "ndim": np.int16, "rank": np.int32, "file": np.int32}
 
 
-class CatalogBuilder:
-    """Collects the shards of one rank, row by row, and makes the columns of them."""
-
-    def __init__(self, rank: int, file: str | None = None) -> None:
-        """Collect the shards of a rank that are in a file, if they are in any."""
-        self._rank = rank
-        self._file = file
-        self._keys: dict[str, int] = {}
-        self._dtypes: dict[str, int] = {}
-        self._orders: dict[int, Order] = {}
-        self._rows: list[tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...], int, int, int]] = []
-
-    def add(
-        self,
-        key: str,
-        dtype: str,
-        global_shape: Sequence[int],
-        offset: Sequence[int],
-        shape: Sequence[int],
-        flat_range: tuple[int, int] | None = None,
-        byte_offset: int = 0,
-        order: Order | None = None,
-    ) -> int:
-        """Add a shard and return its row.
-
-        Args:
-            key: The tensor's name.
-            dtype: Name of its element type.
-            global_shape: In elements, as is all that follows but for ``byte_offset``.
-            offset: The first element of the shard's box.
-            shape: The box.
-            flat_range: The flattened range in the box; None: all of it.
-            byte_offset: Where the shard begins in its file.
-            order: The order of the whole tensor's elements, as far as it is known.
-
-        Raises:
-            ValidationError: The columns could not hold the shard as it is: its shapes differ in their number of axes,
-                or its flattened range is negative.
-        """
-        if not len(global_shape) == len(offset) == len(shape):
-            what = "global shape, offset and shape of a shard differ in their number of axes"
-            axes = f"{len(global_shape)}, {len(offset)} and {len(shape)}"
-            raise ValidationError([Problem(what, key, self._rank, self._file, "the same number of axes", axes)])
-        if flat_range is not None and min(flat_range) < 0:
-            raise ValidationError(
-                [Problem("negative flattened range", key, self._rank, self._file, ">= 0", flat_range)]
-            )
-        start, stop = (NOT_FLATTENED, NOT_FLATTENED) if flat_range is None else flat_range
-        number = self._keys.setdefault(key, len(self._keys))
-        if order is not None:
-            self._orders.setdefault(number, order)
-        self._rows.append(
-            (
-                number,
-                self._dtypes.setdefault(dtype_of(dtype).name, len(self._dtypes)),
-                tuple(map(int, global_shape)),
-                tuple(map(int, offset)),
-                tuple(map(int, shape)),
-                int(start),
-                int(stop),
-                int(byte_offset),
-            )
-        )
-        return len(self._rows) - 1
-
-    def build(self) -> Catalog:
-        """Return the catalog of all shards added so far."""
-        n = len(self._rows)
-        width = max([1, *(len(row[2]) for row in self._rows)])
-        rows: list[tuple[Any, ...]] = list(self._rows)
-
-        def padded(column: int, fill: int) -> np.ndarray:
-            out = np.full((n, width), fill, dtype=np.int64)
-            for i, row in enumerate(rows):
-                values = row[column]
-                if values:
-                    out[i, width - len(values) :] = values
-            return out
-
-        def flat(column: int, dtype: type) -> np.ndarray:
-            return np.asarray([row[column] for row in self._rows], dtype=dtype)
-
-        return Catalog(
-            keys=tuple(self._keys),
-            dtypes=tuple(self._dtypes),
-            files=(self._file,) if self._file is not None else (),
-            key=flat(0, np.int32),
-            dtype=flat(1, np.int16),
-            ndim=np.asarray([len(row[2]) for row in self._rows], dtype=np.int16),
-            global_shape=padded(2, 1),
-            offset=padded(3, 0),
-            shape=padded(4, 1),
-            flat_start=flat(5, np.int64),
-            flat_stop=flat(6, np.int64),
-            rank=np.full(n, self._rank, dtype=np.int32),
-            file=np.full(n, 0 if self._file is not None else -1, dtype=np.int32),
-            byte_offset=flat(7, np.int64),
-            **_order_columns(self._orders, len(self._keys)),
-        )
-
-
-def _order_columns(by_key: Mapping[int, Order], count: int) -> dict[str, Any]:
+def order_columns(by_key: Mapping[int, Order], count: int) -> dict[str, Any]:
     """Return the columns of orders from the orders by the number of their key; none where no order is known."""
     if not by_key:
         return {}
@@ -292,7 +201,11 @@ def concat(catalogs: Sequence[Catalog]) -> Catalog:
         ValidationError: They contradict each other about the order of a tensor's elements.
     """
     if not catalogs:
-        return CatalogBuilder(rank=0).build()
+        shapes = {name: (0, 1) if name in Catalog.PADDED else (0,) for name in Catalog.COLUMNS}
+        nothing: dict[str, Any] = {
+            name: np.zeros(shape, _COLUMN_TYPES.get(name, np.int64)) for name, shape in shapes.items()
+        }
+        return Catalog((), (), (), **nothing)
     if len(catalogs) == 1:
         return catalogs[0]
     width = max(catalog.width for catalog in catalogs)

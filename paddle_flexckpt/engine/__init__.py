@@ -1,6 +1,6 @@
 """Plans at work on numpy arrays: what a load fills and computes, piece by piece, and whole tensors without Paddle.
 
-Knows neither Paddle nor ranks that talk to each other: ``runtime`` puts live tensors and collectives around it.
+Knows neither Paddle nor how ranks talk to each other: ``live`` puts live tensors and collectives around it.
 """
 
 from paddle_flexckpt.engine.export import export_safetensors

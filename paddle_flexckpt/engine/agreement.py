@@ -1,6 +1,6 @@
 """Agree across ranks: make one rank's error everybody's, and refuse calls in which ranks differ.
 
-Tested in tests/live/test_communicator.py and tests/live/test_options.py.
+Tested in tests/engine/test_agreement.py, tests/live/test_communicator.py and tests/live/test_options.py.
 """
 
 from __future__ import annotations
@@ -31,6 +31,19 @@ class Ranks(Protocol):
 
     def together(self, work: Callable[[], tuple[Result, bytes]], context: str = "") -> tuple[Result, list[bytes]]:
         """Take a step on every member, and go on only if it went well on all of them."""
+
+
+class Solo:
+    """Stand for a process that works for itself: its errors stay what they are. It is a :class:`Ranks`."""
+
+    ranks: tuple[int, ...] = (0,)
+    position = rank = 0
+    size = 1
+
+    def together(self, work: Callable[[], tuple[Result, bytes]], context: str = "") -> tuple[Result, list[bytes]]:
+        """Take a step."""
+        result, payload = work()
+        return result, [payload]
 
 
 def check_coordinator(comm: Ranks, coordinator_rank: int) -> None:

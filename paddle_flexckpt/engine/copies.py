@@ -3,7 +3,7 @@
 A storage holds the elements of one tensor, counted in row-major order. It is a 1-D array where the host can reach the
 memory, and a :class:`DeviceStorage` where it cannot.
 
-Tested in tests/live/test_tensors.py and tests/device/test_device_memory.py.
+Tested in tests/engine/test_copies.py, tests/live/test_tensors.py and tests/device/test_device_memory.py.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -15,50 +15,40 @@ import numpy as np
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype_of
-from paddle_flexckpt.engine.files import reads_of
-from paddle_flexckpt.engine.mapping import maybe_fused, whole_mapping
-from paddle_flexckpt.engine.whole_tensors import WholeTensors
-from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination
+from paddle_flexckpt.engine.agreement import Solo
+from paddle_flexckpt.engine.files import Files
+from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
+from paddle_flexckpt.engine.options import ALONE, ExportOptions, takes
+from paddle_flexckpt.engine.targets import Targets
+from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
+from paddle_flexckpt.engine.whole_tensors import CHOSEN, WholeTensors
+from paddle_flexckpt.foreign.formats import open_destination
 from paddle_flexckpt.media.backend import Backend, Location, exists, publish
-from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
-from paddle_flexckpt.native.directory import LockedManifest
-from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
-from paddle_flexckpt.report import ExportReport, order_warning, replica_warning
-
-logger = logging.getLogger("paddle_flexckpt")
+from paddle_flexckpt.report import ExportReport, LoadReport
 
 INDEX_FILE = "model.safetensors.index.json"
+# What the report has of that of the load.
+_OF_LOAD = (
+    *("source", "unique_id", "keys", "bytes_read", "bytes_verified", "bytes_extra"),
+    *("peak_scratch_bytes", "maybe_fused", "replicas_used"),
+)
 
 
+@takes(ExportOptions, path=ALONE, output=ALONE)
 def export_safetensors(
-    path: Location,
-    output: Location,
-    aoa_config: AoaConfig | None = None,
-    *,
-    prefix: str | None = None,
-    max_file_bytes: int = 5 << 30,
-    unique_id: int | None = None,
-    verify: bool | VerifyMode = "read",
-    states: bool = False,
-    use_replicas: bool = True,
+    path: Location, output: Location, aoa_config: AoaConfig | None = None, **options: Any
 ) -> ExportReport:
     """Write a checkpoint as ``model.safetensors``, or as numbered files and ``model.safetensors.index.json``.
 
     One process does it; Paddle is not needed. At most one tensor, and the operands of one tile of a computed one, are
-    in memory.
+    in memory. With AOA statements, what they make and do not touch is written; fused parameters that they do not touch
+    in natural order.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
         output: Where the files go, likewise: a directory that is empty or is not there yet.
-        aoa_config: AOA statements, as in :func:`load_state_dict`. What they make and do not touch is written; fused
-            parameters that they do not touch in natural order.
-        prefix: Only keys that start with this and a dot, which are taken off; after the statements.
-        max_file_bytes: Bytes of tensors in one file; a larger tensor has a file for itself.
-        unique_id: The checkpoint's id; None takes the highest.
-        verify: As in :class:`~paddle_flexckpt.engine.options.LoadOptions`.
-        states: Whether optimizer states and a run's extra state are written too.
-        use_replicas: As in :class:`~paddle_flexckpt.engine.options.LoadOptions`.
+        **options: Like ``aoa_config``, of :class:`~paddle_flexckpt.engine.options.ExportOptions`.
 
     Returns:
         What was done.
@@ -70,54 +60,98 @@ def export_safetensors(
         OSError: The file system refused; likewise.
     """
     begin = time.perf_counter()
-    sink = open_destination(output)
-    if not isinstance(max_file_bytes, int) or isinstance(max_file_bytes, bool) or max_file_bytes < 1:
-        raise ValidationError([f"max_file_bytes has to be a positive integer; got {max_file_bytes!r}"])
-    verify_mode(verify)
-    directory = SourceDirectory(path)
-    with contextlib.ExitStack() as stack:
-        manifest = stack.enter_context(LockedManifest(directory, unique_id))
-        _check_output(sink)
-        mapping = whole_mapping(aoa_config, manifest.catalog)
-        tensors = WholeTensors(manifest, mapping)
-        keys, left_out = _choose(tensors.infos, prefix, states)
-        files = _plan_files({name: tensors.infos[key] for name, key in keys.items()}, max_file_bytes)
-        unordered = maybe_fused(manifest.catalog, set(keys.values()), mapping)
-        order = [name for file in files for name in file.names]
-        reader = stack.enter_context(FileReader(directory.backend, manifest, verify, use_replicas))
-        tensors.check([keys[name] for name in order], reader)
-        planned = time.perf_counter()
-        arrays = tensors.iterate([keys[name] for name in order], reader)
-        _write_files(sink, files, (array for _, array in arrays))
-    end = time.perf_counter()
-    if unordered:
-        logger.warning(order_warning(directory.path, unordered))
-    if reader.replicas_used:
-        logger.warning(replica_warning(directory.path, reader.replicas_used))
-    return ExportReport(
-        source=directory.path,
-        unique_id=manifest.unique_id,
-        output=sink.path,
-        files=[file.name for file in files],
-        keys=len(order),
-        left_out=left_out,
-        unfed=sorted(mapping.unfed) if mapping is not None and states else [],
-        total_bytes=sum(file.data_bytes for file in files),
-        peak_scratch_bytes=tensors.peak_scratch_bytes,
-        maybe_fused=unordered,
-        **reads_of(reader),
-        seconds={"plan": planned - begin, "write": end - planned, "total": end - begin},
-    )
+    asked = ExportOptions(aoa_config=aoa_config, **options)
+    source = Files(path, asked, plain_errors=True)
+    with quiet_loads(), _Export(open_destination(output), source, asked) as export:
+        transfer = Transfer(Solo(), source, export.describe, CHOSEN, "export_safetensors", "", begin)
+        return export.report(transfer.run())
 
 
-def _check_output(sink: Backend) -> None:
-    if sink.names() or sink.names("directories"):
-        raise ValidationError([f"{sink.path} is not empty. Remedy: give another output, or empty it"])
+class _Export(WholeTensors):
+    """Write whole tensors to files, none of which shows before it is whole; the index comes last.
+
+    Leaving the context by an error leaves nothing behind.
+    """
+
+    def __init__(self, sink: Backend, source: Files, options: ExportOptions) -> None:
+        super().__init__()
+        self._sink, self._source, self._options = sink, source, options
+        self._made = False
+        self._written: list[str] = []
+        self._open = contextlib.ExitStack()
+        self._left = 0
+
+    def __enter__(self) -> _Export:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open.__exit__(kind, error, traceback)
+        if kind is not None:
+            with contextlib.suppress(OSError):
+                for name in self._written:
+                    self._sink.remove(name)
+                if self._made:
+                    self._sink.remove_directory()
+
+    def describe(self) -> Targets:
+        """Check the output, choose tensors, and divide them among files; return them as targets."""
+        if self._sink.names() or self._sink.names("directories"):
+            raise ValidationError([f"{self._sink.path} is not empty. Remedy: give another output, or empty it"])
+        self._mapping = whole_mapping(self._options.aoa_config, self._source.catalog)
+        infos = tensor_infos(self._source.catalog, self._mapping, extra_state=True)
+        keys, self._left_out = _choose(infos, self._options.start, self._options.states)
+        self._files = _plan_files({name: infos[key] for name, key in keys.items()}, self._options.max_file_bytes)
+        self._next = iter(self._files)
+        order = [keys[name] for file in self._files for name in file.names]
+        return self.targets({key: infos[key] for key in order}, self._mapping)
+
+    def filled(self, row: int) -> None:
+        """Write a tensor behind the one before."""
+        if not self._left:
+            self._begin(next(self._next))
+        # No name for the array: it is gone before the next one is read.
+        self._stream.write(memoryview(self.take(row)[1].reshape(-1).view(np.uint8)))
+        self._left -= 1
+        if not self._left:
+            self._open.close()
+
+    def _begin(self, file: _File) -> None:
+        if not self._written:
+            self._made = not exists(self._sink)
+            self._sink.make_directory()
+        stream = self._sink.create(file.name, "replace", size=len(file.header) + file.data_bytes)
+        self._written.append(file.name)
+        self._stream, self._left = self._open.enter_context(stream), len(file.names)
+        self._stream.write(file.header)
+
+    def finish(self, untouched: Collection[str]) -> None:
+        """Write the index."""
+        if len(self._files) > 1:
+            index = {
+                "metadata": {"total_size": sum(file.data_bytes for file in self._files)},
+                "weight_map": dict(sorted((name, file.name) for file in self._files for name in file.names)),
+            }
+            self._written.append(INDEX_FILE)
+            publish(self._sink, INDEX_FILE, (json.dumps(index, ensure_ascii=False, indent=2) + "\n").encode())
+        self._sink.sync()
+
+    def report(self, done: LoadReport) -> ExportReport:
+        """Return what was done."""
+        return ExportReport(
+            **{name: getattr(done, name) for name in _OF_LOAD},
+            output=self._sink.path,
+            files=[file.name for file in self._files],
+            left_out=self._left_out,
+            unfed=sorted(self._mapping.unfed) if self._mapping is not None and self._options.states else [],
+            total_bytes=sum(file.data_bytes for file in self._files),
+            seconds={"write" if name == "read" else name: value for name, value in done.seconds.items()},
+        )
 
 
-def _choose(infos: Mapping[str, TensorInfo], prefix: str | None, states: bool) -> tuple[dict[str, str], int]:
+def _choose(infos: Mapping[str, TensorInfo], start: str, states: bool) -> tuple[dict[str, str], int]:
     """Return the keys to write by the names that they get, and how many states are left out."""
-    start = f"{prefix}." if prefix else ""
     inside = [key for key in sorted(infos) if key.startswith(start)]
     everything = set(infos)
     chosen = [k for k in inside if states or not (k.startswith(EXTRA_STATE) or split_state(k, everything)[1])]
@@ -192,38 +226,3 @@ def _plan_files(infos: Mapping[str, TensorInfo], max_file_bytes: int) -> list[_F
             )
         files.append(_File(file, tuple(part), len(text).to_bytes(8, "little") + text, end))
     return files
-
-
-def _write_files(sink: Backend, files: list[_File], arrays: Iterator[np.ndarray]) -> None:
-    """Write all files, none of which shows before it is whole; the index comes last.
-
-    Args:
-        sink: The directory.
-        files: What to write.
-        arrays: The tensors of all files, in order.
-    """
-    made = not exists(sink)
-    sink.make_directory()
-    written: list[str] = []
-    try:
-        for file in files:
-            with sink.create(file.name, "replace", size=len(file.header) + file.data_bytes) as stream:
-                written.append(file.name)
-                stream.write(file.header)
-                for _ in file.names:
-                    # No name for the array: it is gone before the next one is read.
-                    stream.write(memoryview(next(arrays).reshape(-1).view(np.uint8)))
-        if len(files) > 1:
-            index = {
-                "metadata": {"total_size": sum(file.data_bytes for file in files)},
-                "weight_map": dict(sorted((name, file.name) for file in files for name in file.names)),
-            }
-            publish(sink, INDEX_FILE, (json.dumps(index, ensure_ascii=False, indent=2) + "\n").encode())
-        sink.sync()
-    except BaseException:
-        with contextlib.suppress(OSError):
-            for name in written:
-                sink.remove(name)
-            if made:
-                sink.remove_directory()
-        raise

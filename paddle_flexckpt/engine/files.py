@@ -1,11 +1,13 @@
 """Files as a source: plan the reads of what a rank fills, and carry them out row by row.
 
-Tested in tests/engine/test_whole_tensors.py and tests/live/test_policies.py.
+Tested in tests/engine/test_files.py and tests/live/test_policies.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,52 +16,99 @@ import numpy as np
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.filling import Filling
-from paddle_flexckpt.engine.options import LoadOptions
+from paddle_flexckpt.engine.options import FileOptions
 from paddle_flexckpt.engine.plan import FillPlan
 from paddle_flexckpt.engine.transfer import Source, Task
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.directory import LockedManifest
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning import Pieces, ReadPlan, ShardMatcher, plan_read
 from paddle_flexckpt.planning.matching import uncovered_targets
 
 
 class Files(Source):
-    """Read a checkpoint, of which this rank sees all files; each rank reads just what its targets need."""
+    """Read a checkpoint, of which this rank sees all files; each rank reads just what its targets need.
 
-    def __init__(self, location: Location, options: LoadOptions) -> None:
-        """Open nothing yet."""
+    Attributes:
+        reader: Of the files; known when the task is prepared.
+    """
+
+    reader: FileReader
+
+    def __init__(
+        self, location: Location, options: FileOptions, manifest: Manifest | None = None, plain_errors: bool = False
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            location: The checkpoint's directory.
+            options: Which checkpoint it is, and how it is read.
+            manifest: Of a checkpoint that the caller keeps; by default it is read, and the checkpoint kept meanwhile.
+            plain_errors: Whether an OSError of the medium stays one.
+        """
         super().__init__()
-        self._location, self._options = location, options
+        self._location, self._options, self._kept, self._plain_errors = location, options, manifest, plain_errors
 
     def open(self) -> dict[str, str]:
         """Take the checkpoint's lock and read its manifest; return which checkpoint it is."""
+        self._options.check()
         self._directory = SourceDirectory(self._location)
-        self.path = self._directory.path
-        with reading(self.path):
-            manifest = self.closing.enter_context(LockedManifest(self._directory, self._options.unique_id))
+        self.path, manifest = self._directory.path, self._kept
+        if manifest is None:
+            with self._reading():
+                manifest = self.closing.enter_context(LockedManifest(self._directory, self._options.unique_id))
         self._manifest, self.catalog, self.unique_id = manifest, manifest.catalog, manifest.unique_id
         return {"checkpoint": f"id {manifest.unique_id} ({manifest.save_token})"}
+
+    def _reading(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._plain_errors else reading(self.path)
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Plan the reads, and check that the files look right."""
         self._plan = plan_reads(ShardMatcher(self.catalog), task.plan, task.mapping)
         reader = FileReader(self._directory.backend, self._manifest, self._options.verify, self._options.use_replicas)
-        self._reader = self.closing.enter_context(reader)
-        with reading(self.path):
-            self._reader.check_files(self._plan.pieces.source)
+        self.reader = self.closing.enter_context(reader)
+        with self._reading():
+            self.reader.check_files(self._plan.pieces.source)
         return ()
 
     def move(self, task: Task) -> dict[str, Any]:
         """Read every piece into its target, and compute what is computed."""
+        for row in self.fill(task):
+            task.memory.filled(row)
+        counts = {"bytes_needed": self._plan.needed_bytes, "peak_scratch_bytes": self._filling.peak_scratch_bytes}
+        return {**counts, "reads": self.reader.count.reads, **reads_of(self.reader)}
+
+    def fill(self, task: Task) -> Iterator[int]:
+        """Do the same, and pause between targets where memory holds one at a time.
+
+        Yields:
+            The row that is filled.
+        """
         task.memory.wait()
-        filling = Filling(task.plan, task.memory, self._plan.pieces.target)
-        with reading(self.path):
-            read_pieces(self._reader, self._plan.pieces, filling, computes=bool(task.plan.tiles))
-        filling.finish()
-        counts = {"bytes_needed": self._plan.needed_bytes, "peak_scratch_bytes": filling.peak_scratch_bytes}
-        return {**counts, "reads": self._reader.count.reads, **reads_of(self._reader)}
+        self._filling = Filling(task.plan, task.memory, self._plan.pieces.target)
+        if task.memory.one_at_a_time:
+            yield from self._fill_one_by_one(task.plan)
+        else:
+            self._read(self._plan.pieces, task.plan)
+        self._filling.finish()
+
+    def _fill_one_by_one(self, plan: FillPlan) -> Iterator[int]:
+        pieces = self._plan.pieces
+        # A target's scratch is filled after it, and before the next target.
+        starts = np.flatnonzero(plan.order < plan.targets)
+        turns = np.append(starts, len(plan.order))
+        edges = np.searchsorted(plan.turn[pieces.target], turns).tolist()
+        for row, end, first, stop in zip(plan.order[starts].tolist(), turns[1:].tolist(), edges, edges[1:]):
+            self._read(pieces.take(np.arange(first, stop)), plan)
+            self._filling.advance_to(end)
+            yield row
+
+    def _read(self, pieces: Pieces, plan: FillPlan) -> None:
+        with self._reading():
+            read_pieces(self.reader, pieces, self._filling, computes=bool(plan.tiles))
 
 
 def reads_of(reader: FileReader) -> dict[str, Any]:

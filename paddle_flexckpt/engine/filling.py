@@ -1,6 +1,6 @@
 """Fill a plan's rows: open targets and put them back, hold scratch, and compute tiles when their operands are there.
 
-Tested in tests/live/test_aoa_tiles.py and tests/engine/test_whole_tensors.py.
+Tested in tests/engine/test_filling.py and tests/live/test_aoa_tiles.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Filling:
         self._left: np.ndarray | None = None
         if piece_targets is not None:
             parts = np.concatenate([piece_targets, np.asarray([tile.row for tile in plan.tiles], dtype=np.int64)])
-            self._left = np.bincount(parts, minlength=len(plan.catalog))
+            self._left = np.bincount(parts)
         self._compared_with = frozenset(plan.same_memory.values())
         self._open: dict[int, OpenTarget] = {}
         self._on_device: dict[int, AnyStorage] = {}
@@ -112,8 +112,7 @@ class Filling:
             )
         write_values(self.storage(tile.row), tile.copy, result)
         for row in tile.freed:
-            memory = self._scratch.pop(row, None)
-            self._scratch_bytes -= 0 if memory is None else memory.nbytes
+            self._scratch_bytes -= self._scratch.pop(row).nbytes
         self.piece_done(tile.row)
 
     def piece_done(self, row: int) -> None:
@@ -129,11 +128,6 @@ class Filling:
         target.store()
         if target.staged and row in self._compared_with:
             self._stored[row] = target.array
-
-    def release(self, row: int) -> np.ndarray:
-        """Return the memory of a target, which is held here no longer."""
-        self.host_storage(row)
-        return self._open.pop(row).array
 
     def finish(self) -> None:
         """Compute the last tiles, put back what is still staged, and compare tied targets.

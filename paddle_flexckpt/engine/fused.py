@@ -7,7 +7,7 @@ ranks is another permutation for every degree. Both sides say in which order the
 differ and of which no statement of the user's speaks. :mod:`paddle_flexckpt.aoa.macros` carries ``fused_qkv`` and
 ``fused_ffn`` out.
 
-Tested in tests/live/test_orders.py and tests/live/test_fused_degrees.py.
+Tested in tests/engine/test_fused.py, tests/live/test_orders.py and tests/live/test_fused_degrees.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Compile AOA statements for a load, and tell what the source says of fused parameters.
 
-Tested in tests/live/test_aoa_policies.py and tests/live/test_merged.py.
+Tested in tests/engine/test_mapping.py, tests/live/test_aoa_policies.py and tests/live/test_merged.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from paddle_flexckpt import aoa
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping, fused_statement
 from paddle_flexckpt.aoa.config import read_config
-from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Order, Problem, ValidationError, unordered
+from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Order, Problem, ValidationError
 
 
 def compile_mapping(
@@ -25,8 +25,7 @@ def compile_mapping(
     """Compile statements to a mapping.
 
     Args:
-        aoa_config: A dict, a JSON text or the path of a JSON or YAML file; or what is compiled already; None for no
-            statements.
+        aoa_config: A dict, a JSON text or the path of a JSON or YAML file; None for no statements.
         source: The shards of all sources.
         target: The targets of all ranks; None: they follow from the statements, and what these leave as it is is put
             into natural order.
@@ -36,8 +35,6 @@ def compile_mapping(
     Raises:
         ValidationError: The statements do not fit, or ranks want one key in different dtypes.
     """
-    if isinstance(aoa_config, TensorMapping):
-        return aoa_config
     statements = [] if aoa_config is None else aoa_config
     mapping = aoa.compile_program(statements, source, target, master_weights=master_weights, completion=completion)
     if target is not None:
@@ -104,13 +101,6 @@ def _to_natural_order(mapping: TensorMapping, source: Catalog) -> tuple[str, ...
     return tuple(sorted({fused_statement(key, key, order.tags or "", keys) for key, order in left.items()}))
 
 
-def maybe_fused(source: Catalog, names: Collection[str], mapping: TensorMapping | None) -> list[str]:
-    """Return those of some keys that are the source's as they are, and may be fused, for all that the source says."""
-    keys = (source.keys[number] for number in np.flatnonzero(unordered(source)).tolist())
-    made = () if mapping is None else mapping.provenance
-    return sorted(key for key in keys if key in names and key not in made)
-
-
 def _check_dtypes(mapping: TensorMapping, target: Catalog) -> None:
     """Check that a key has one dtype on all ranks: it is to this that statements cast."""
     kinds = np.unique(np.stack([target.key.astype(np.int64), target.dtype.astype(np.int64)], axis=1), axis=0)
@@ -135,19 +125,25 @@ def config_digest(aoa_config: Any) -> str | None:
     """Return what tells one program from another, however it is given; None where there is none."""
     if aoa_config is None:
         return None
-    if isinstance(aoa_config, TensorMapping):
-        return "compiled"
     text = json.dumps(asdict(read_config(aoa_config)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def stored(source: Catalog, extra_state: bool = False) -> dict[str, TensorInfo]:
+def tensor_infos(
+    source: Catalog, mapping: TensorMapping | None = None, extra_state: bool = False
+) -> dict[str, TensorInfo]:
     """Return global shape and dtype of every key.
 
     Args:
-        source: The shards.
+        source: The shards of all sources.
+        mapping: What makes the keys, compiled without a target; None: they are the source's.
         extra_state: Whether a run's extra state is wanted too.
+
+    Raises:
+        ValidationError: Statements keep what targets have, and there are none.
     """
+    if mapping is not None:
+        return mapping.output_infos(extra_state)
     keys, rows = np.unique(source.key, return_index=True)
     return {
         source.keys[key]: TensorInfo(source.unpadded(row, source.global_shape), source.dtype_name(row))

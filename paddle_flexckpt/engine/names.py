@@ -19,7 +19,7 @@ counts by layer, in one of several ways. With ``linear_0.w_0`` for the parameter
    mean one parameter on all ranks. Raw names of structured targets are used only if they lead to *every* state that
    was not found otherwise.
 
-Tested in tests/live/test_name_compatibility.py.
+Tested in tests/engine/test_names.py and tests/live/test_name_compatibility.py.
 """
 
 from __future__ import annotations

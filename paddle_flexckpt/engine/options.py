@@ -13,20 +13,19 @@ Ranks have to agree on every option but those whose field says why they need not
         asked = SaveOptions(step=step, **options)
         head = asked.encode("save")  # in a step that all ranks take together: an error is an error everywhere
 
-Tested in tests/live/test_options.py.
+Tested in tests/engine/test_options.py and tests/live/test_options.py.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, Literal, TypeVar, Union
 
-from paddle_flexckpt.aoa import TensorMapping
+from paddle_flexckpt.aoa import AoaConfig
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.mapping import config_digest
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
@@ -41,6 +40,7 @@ PATH = (
 )
 GROUP = "ranks of different groups cannot meet to compare them"
 SHARDS = "every rank has its own shards"
+ALONE = "no other rank takes part"
 UNUSED = "accepted for compatibility, without effect"
 CHECKPOINT = "what is compared is the checkpoint that it stands for"
 
@@ -70,8 +70,8 @@ class Options:
         for each in fields(self):
             choices, value = each.metadata.get("choices", ()), getattr(self, each.name)
             if choices and not any(type(value) is type(choice) and value == choice for choice in choices):
-                texts = [choice if choice in (True, False) else repr(choice) for choice in choices]
-                listed = f"{', '.join(map(str, texts[:-1]))} or {texts[-1]}"
+                *texts, last = map(repr, choices)
+                listed = f"{', '.join(texts)} or {last}"
                 raise ValidationError([f"{each.name} is {listed}; got {value!r}"])
 
     def agreed(self) -> dict[str, Any]:
@@ -98,7 +98,19 @@ class Options:
 
 
 @dataclass(frozen=True)
-class TransferOptions(Options):
+class StatementOptions(Options):
+    """Hold the options of every call that takes AOA statements.
+
+    Attributes:
+        aoa_config: AOA statements that say what the targets are made of (docs/aoa.md): a dict with the key
+            ``aoa_statements``, the same as a JSON text, or the path of a JSON or YAML file.
+    """
+
+    aoa_config: AoaConfig | None = field(default=None, metadata=rule(compared=config_digest))
+
+
+@dataclass(frozen=True)
+class TransferOptions(StatementOptions):
     """Hold the options that a load and a reshard have in common.
 
     Attributes:
@@ -107,8 +119,6 @@ class TransferOptions(Options):
             gives the same tensor in dynamic and static graph, in semi-automatic and hybrid parallel, in plain and
             sharded state dicts (docs/semi_auto.md, Names); the report lists those among the aliases. False: keys are
             found under their own names alone.
-        aoa_config: AOA statements that say what the targets are made of (docs/aoa.md): a dict with the key
-            ``aoa_statements``, the same as a JSON text, or the path of a JSON or YAML file.
         strict: Which keys without a counterpart are errors: ``"missing"`` (targets that the source lacks),
             ``"unexpected"`` (keys that no rank asks for), True (both) or False (neither).
         dtype: ``"raise"`` makes a dtype that differs an error; ``"cast"`` converts the values.
@@ -131,9 +141,6 @@ class TransferOptions(Options):
 
     coordinator_rank: int = 0
     mw_name_compatibility: bool = field(default=True, metadata=rule(choices=(True, False)))
-    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | TensorMapping | None = field(
-        default=None, metadata=rule(compared=config_digest)
-    )
     strict: Strict = field(default="missing", metadata=rule(choices=(True, False, "missing", "unexpected")))
     dtype: Literal["raise", "cast"] = field(default="raise", metadata=rule(choices=("raise", "cast")))
     tied_names: bool = True
@@ -153,8 +160,8 @@ class TransferOptions(Options):
 
 
 @dataclass(frozen=True)
-class LoadOptions(TransferOptions):
-    """Hold the options of a load.
+class FileOptions(Options):
+    """Hold the options of every call that reads a checkpoint's files.
 
     Attributes:
         unique_id: The checkpoint's id; None takes the highest.
@@ -163,20 +170,64 @@ class LoadOptions(TransferOptions):
             how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
         use_replicas: Whether a replica (of a save with ``save_replicas=True``) is read where a file or a block turns
             out to be damaged; the report and a warning say so. What is not verified is not noticed.
-        storage: ``"shared"``: every rank sees all files. ``"per_node"``: ranks may see some of them only, or none (see
-            :func:`save_state_dict`); what a rank does not see it receives from one that does. The highest id that any
-            rank sees is taken.
     """
 
     unique_id: int | None = field(default=None, metadata=rule(own=CHECKPOINT))
     verify: bool | VerifyMode = "read"
     use_replicas: bool = True
-    storage: Storage = field(default="shared", metadata=rule(choices=("shared", "per_node")))
 
     def check(self) -> None:
         """Raise ValidationError if an option has a value that it cannot have."""
         super().check()
         verify_mode(self.verify)
+
+
+@dataclass(frozen=True)
+class LoadOptions(FileOptions, TransferOptions):
+    """Hold the options of a load.
+
+    Attributes:
+        storage: ``"shared"``: every rank sees all files. ``"per_node"``: ranks may see some of them only, or none (see
+            :func:`save_state_dict`); what a rank does not see it receives from one that does. The highest id that any
+            rank sees is taken.
+    """
+
+    storage: Storage = field(default="shared", metadata=rule(choices=("shared", "per_node")))
+
+
+@dataclass(frozen=True)
+class WholeOptions(FileOptions, StatementOptions):
+    """Hold the options of a call that reads whole tensors in one process.
+
+    Attributes:
+        prefix: Only keys that start with this and a dot, which are taken off; after the statements.
+    """
+
+    prefix: str | None = None
+
+    @property
+    def start(self) -> str:
+        """Return what the chosen keys start with."""
+        return f"{self.prefix}." if self.prefix else ""
+
+
+@dataclass(frozen=True)
+class ExportOptions(WholeOptions):
+    """Hold the options of an export.
+
+    Attributes:
+        max_file_bytes: Bytes of tensors in one file; a larger tensor has a file for itself.
+        states: Whether optimizer states and a run's extra state are written too.
+    """
+
+    max_file_bytes: int = 5 << 30
+    states: bool = False
+
+    def check(self) -> None:
+        """Raise ValidationError if an option has a value that it cannot have."""
+        super().check()
+        if type(self.max_file_bytes) is not int or self.max_file_bytes < 1:
+            raise ValidationError([f"max_file_bytes has to be a positive integer; got {self.max_file_bytes!r}"])
 
 
 _OPTIONS = "options_of_the_call"
@@ -188,7 +239,7 @@ def takes(options: type[Options], **own: str) -> Callable[[Call], Call]:
 
     Args:
         options: They.
-        **own: By argument that is none of them, the reason why ranks may differ in it.
+        **own: By argument that is none of them, the reason why ranks may differ in it; or that there are none (ALONE).
     """
 
     def declare(call: Call) -> Call:
@@ -207,7 +258,7 @@ def takes(options: type[Options], **own: str) -> Callable[[Call], Call]:
         setattr(call, _OPTIONS, options)
         names = ", ".join(f"``{name}``" for name in options.compared()) or "what they stand for"
         doc = _with_options(inspect.getdoc(call) or "", options, known)
-        call.__doc__ = f"{doc}\n\nThe same on every rank, and compared: {names}."
+        call.__doc__ = doc if ALONE in own.values() else f"{doc}\n\nThe same on every rank, and compared: {names}."
         return call
 
     return declare

@@ -4,6 +4,8 @@ A computed box of a target is split into tiles. What a tile needs of each operan
 received like a target of the rank. A plan numbers the rows of its catalog: first the rank's targets, by their own
 numbers, then scratch. They are filled in another order: a target, then the scratch of its first tile, then that of the
 next, so that few tiles are open at a time.
+
+Tested in tests/engine/test_plan.py and tests/live/test_aoa_tiles.py.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from paddle_flexckpt.algebra import Box, StridedCopy, row_major_strides
+from paddle_flexckpt.algebra import Box, StridedCopy, strides_of_shape
 from paddle_flexckpt.aoa import Region, Step, TensorMapping
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Problem, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.validate import row_boxes
@@ -198,14 +200,13 @@ class _Builder:
         self._scratches += 1
         self._order.append(row)
         if box.size and self._mapping.regions.get(name):
-            strides = tuple(row_major_strides(np.asarray([box.shape], dtype=np.int64))[0].tolist())
-            self._visit(_Place(row, name, box.offset, 0, strides), box)
+            self._visit(_Place(row, name, box.offset, 0, strides_of_shape(box.shape)), box)
         return row
 
     def _regions(self, name: str) -> _Regions:
         known = self._known.get(name)
         if known is None:
-            ndim, regions = len(self._mapping.tensors[name].shape), self._mapping.regions.get(name, ())
+            ndim, regions = len(self._mapping.tensors[name].shape), self._mapping.regions[name]
             offset = np.asarray([r.offset for r in regions], dtype=np.int64).reshape(len(regions), ndim)
             shape = np.asarray([r.shape for r in regions], dtype=np.int64).reshape(len(regions), ndim)
             known = self._known[name] = _Regions(regions, offset, offset + shape)
@@ -253,7 +254,7 @@ class _Builder:
             for need in wanted:
                 if need not in open_rows:
                     open_rows[need] = self._add_scratch(*need)
-            inner = tuple(row_major_strides(np.asarray([box.shape], dtype=np.int64))[0].tolist()) if shape else ()
+            inner = strides_of_shape(box.shape)
             target = base + sum((o - first) * s for o, first, s in zip(box.offset, offset, strides))
             self._tiles.append(
                 Tile(

@@ -1,6 +1,6 @@
 """Remedies that name the AOA statement for a target that does not fit the source.
 
-Tested in tests/live/test_masters_and_fused.py.
+Tested in tests/engine/test_remedies.py and tests/live/test_masters_and_fused.py.
 """
 
 from __future__ import annotations

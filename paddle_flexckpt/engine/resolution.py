@@ -1,6 +1,6 @@
 """Resolve targets: tell how each is filled, and check that it fits, before anything is touched.
 
-Tested in tests/live/test_policies.py.
+Tested in tests/engine/test_resolution.py and tests/live/test_policies.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.sides import split_state
-from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of, unordered, validate_shards
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, unordered, validate_shards
+from paddle_flexckpt.catalog.dtypes import castable
 from paddle_flexckpt.engine.fused import FusedMismatch, find_mismatch, mending_statements
 from paddle_flexckpt.engine.mapping import compile_mapping
 from paddle_flexckpt.engine.names import CompatibleNames, Unresolved, find_compatible, raw_meanings
@@ -23,8 +24,6 @@ from paddle_flexckpt.engine.remedies import resized, untied
 from paddle_flexckpt.engine.shared_targets import share_memory
 from paddle_flexckpt.engine.targets import Targets
 
-_FLOATS = frozenset({"float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"})
-_COMPLEX = frozenset({"complex64", "complex128"})
 _HALVES = frozenset({"float16", "bfloat16"})
 _MASTER = ".w_0"
 
@@ -226,11 +225,13 @@ class _Resolver:
         # Written back to front: the first row of each key stays.
         self._first_row[source.key[::-1]] = np.arange(len(source))[::-1]
         self._unordered = unordered(source)
-        # Nothing can be added to statements that are compiled already: what they rename is in the order that it has.
-        self._mends = options.fused == "convert" and not isinstance(options.aoa_config, TensorMapping)
-        ruled = any(order.axis is not None for order in (*self._catalog.orders, *source.orders))
-        checks = mapping is not None and ruled and not isinstance(options.aoa_config, TensorMapping)
-        self._copied = mapping.copied_keys(mapping.tensors) if mapping is not None and checks else {}
+        # Targets that statements make are in the order that these give them.
+        self._mends = options.fused == "convert" and targets.mapping is None
+        self._copied: dict[str, str] = {}
+        if mapping is not None and targets.mapping is None:
+            ruled = any(order.axis is not None for order in (*self._catalog.orders, *source.orders))
+            # Where no order is told and none may be missing, nobody asks what is renamed.
+            self._copied = mapping.copied_keys(mapping.tensors) if ruled or self._unordered.any() else {}
         self._names = [self._own_name(row) for row in range(len(self._catalog))]
         self.compatible = CompatibleNames()
         if options.mw_name_compatibility and None in self._names:
@@ -291,6 +292,8 @@ class _Resolver:
         given = _Given(info.shape, info.dtype, f"AOA gives {{}}{origin}", remedy="correct the statement, or the target")
         cast, problem = _fit(self._catalog, row, given, bool(master) or self._casts)
         resolved = Resolved(STATEMENT, found, found if found != key else "", cast, master, problem=problem)
+        if self._targets.mapping is not None and found in self._numbers and found not in mapping.provenance:
+            resolved = resolved._replace(maybe_fused=found if self._unordered[self._numbers[found]] else "")
         own = self._copied.get(found, found)
         # A new name changes no order; a statement that makes a key of itself takes it as it is.
         return resolved if problem or own == found else self._in_order(resolved, row, self._numbers[own])
@@ -387,28 +390,14 @@ def _fit(target: Catalog, row: int, given: _Given, casts: bool) -> tuple[str, Pr
     where: dict[str, Any] = {"key": target.key_name(row), "rank": int(target.rank[row]), "file": given.file}
     shape, dtype = target.unpadded(row, target.global_shape), target.dtype_name(row)
     if shape != given.shape:
-        got = given.text.format(list(given.shape))
-        problem = Problem(
-            "global shapes differ", **where, expected=f"{list(shape)} (target)", got=got, remedy=given.remedy
-        )
-        return "", problem
+        where.update(expected=f"{list(shape)} (target)", got=given.text.format(list(given.shape)))
+        return "", Problem("global shapes differ", **where, remedy=given.remedy)
     if dtype == given.dtype:
         return "", None
     where.update(expected=f"{dtype} (target)", got=given.text.format(given.dtype))
     if not casts:
         return "", Problem("dtypes differ", **where, remedy='load with dtype="cast" to convert the values')
-    if not _castable(given.dtype, dtype):
+    if not castable(given.dtype, dtype):
         remedy = "load into a target of the saved dtype"
         return "", Problem("a cast would lose what the values mean", **where, remedy=remedy)
     return f"{given.dtype} -> {dtype}", None
-
-
-def _castable(source: str, target: str) -> bool:
-    """Floats and complex numbers among themselves, integers to anything wider or floating; nothing to bool."""
-    if source in _FLOATS:
-        return target in _FLOATS or target in _COMPLEX
-    if source in _COMPLEX:
-        return target in _COMPLEX
-    if target in _FLOATS or target in _COMPLEX:
-        return True
-    return np.can_cast(dtype_of(source).numpy, dtype_of(target).numpy, "safe")

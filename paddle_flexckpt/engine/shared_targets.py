@@ -1,6 +1,6 @@
 """Memory that several targets of a rank share: tied ones are filled once, others would overwrite each other.
 
-Tested in tests/live/test_shared_memory.py.
+Tested in tests/engine/test_shared_targets.py and tests/live/test_shared_memory.py.
 """
 
 from __future__ import annotations

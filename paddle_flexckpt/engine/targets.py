@@ -1,6 +1,6 @@
 """Targets: what a transfer fills, as a table that is made once of a rank's state, and how its memory is reached.
 
-Tested in tests/live/test_policies.py.
+Tested in tests/engine/test_targets.py and tests/live/test_policies.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
+from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.engine.copies import AnyStorage
 from paddle_flexckpt.engine.names import raw_parameter
@@ -36,7 +37,13 @@ class OpenTarget(Protocol):
 
 
 class Memory:
-    """Reach the memory of targets, by their row; on the host, unless a subclass says otherwise."""
+    """Reach the memory of targets, by their row; on the host, unless a subclass says otherwise.
+
+    Attributes:
+        one_at_a_time: Whether files fill one target after the other, and say :meth:`filled` in between.
+    """
+
+    one_at_a_time = False
 
     @property
     def devices(self) -> list[str]:
@@ -58,6 +65,9 @@ class Memory:
     def wait(self) -> None:
         """Wait until devices have done what was begun on them."""
 
+    def filled(self, row: int) -> None:
+        """Take note that a target is filled, and that the next is not begun; only where one is at a time."""
+
     def finish(self, untouched: Collection[str]) -> None:
         """Take note that the transfer has ended; ``untouched``: keys of targets that were not filled, or in part."""
 
@@ -71,8 +81,9 @@ class Targets:
         aliases: By row, other names of the same, tied parameter.
         raw_names: By row, raw names of an optimizer's state that has a structured name.
         tensor_names: By row, Paddle's own name of the tensor, or None.
-        places: By row, where it is: equal for the same part in the same memory; None without elements.
+        places: By row, where it is: equal for the same part in the same memory; None where none shares it.
         memory: Reaches their memory.
+        mapping: Where the targets are what statements make, and not the other way round: these, compiled.
     """
 
     catalog: Catalog
@@ -81,6 +92,7 @@ class Targets:
     tensor_names: tuple[str | None, ...]
     places: tuple[Place | None, ...]
     memory: Memory
+    mapping: TensorMapping | None = None
 
     @cached_property
     def by_tensor_name(self) -> dict[str, list[str]]:

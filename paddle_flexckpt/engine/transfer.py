@@ -1,6 +1,6 @@
 """Transfer: fill the targets of all ranks from a source, files or the ranks' own memory, in steps that all take.
 
-Tested in tests/live/test_policies.py and tests/live/test_options.py.
+Tested in tests/engine/test_transfer.py, tests/live/test_policies.py and tests/live/test_options.py.
 """
 
 from __future__ import annotations
@@ -139,11 +139,16 @@ class Transfer:
             CheckpointError: Something failed (likewise); from step 4 on targets may be partly overwritten.
         """
         with self._source.closing:
-            self.describe()
-            self.agree()
-            self.plan()
+            self.prepare()
             self.move()
             return self.report()
+
+    def prepare(self) -> Task:
+        """Take the steps before the first target is touched; return what this rank fills."""
+        self.describe()
+        self.agree()
+        self.plan()
+        return self._task
 
     @functools.cached_property
     def _described(self) -> tuple[Targets, bytes]:
@@ -188,7 +193,7 @@ class Transfer:
 
     def _resolve(self, statements: Sequence[str]) -> tuple[Task, bytes]:
         targets, head = self._described
-        source, options, mapping = self._source.catalog, self._options, None
+        source, options, mapping = self._source.catalog, self._options, targets.mapping
         if options.aoa_config is not None:
             mapping = compile_mapping(options.aoa_config, source, self._all_targets, options.master_weights)
         resolution = resolve(targets, source, options, mapping)
@@ -273,7 +278,7 @@ def check_unexpected(
     """
     removed = frozenset() if mapping is None else mapping.removed
     used = np.bitwise_or.reduce([np.frombuffer(b, dtype=np.uint8) for b in bits])
-    flags = np.unpackbits(used, count=len(source.keys)).astype(bool) if len(source.keys) else np.zeros(0, dtype=bool)
+    flags = np.unpackbits(used, count=len(source.keys)).astype(bool)
     unused = [source.keys[i] for i in np.flatnonzero(~flags)]
     unexpected = [key for key in unused if not key.startswith(EXTRA_STATE) and key not in removed]
     loaded = {source.keys[i] for i in np.flatnonzero(flags) if not source.keys[i].startswith(EXTRA_STATE)}

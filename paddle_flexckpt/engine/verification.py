@@ -1,6 +1,6 @@
 """Verification and repair of a checkpoint, by one process and without Paddle.
 
-Tested in tests/native/test_verify.py and tests/native/test_repair.py.
+Tested in tests/engine/test_verification.py, tests/native/test_verify.py and tests/native/test_repair.py.
 """
 
 from __future__ import annotations

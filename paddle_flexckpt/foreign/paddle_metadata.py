@@ -10,7 +10,7 @@ Tested in tests/live/test_paddle_reads.py.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +29,8 @@ _DTYPES = frozenset(
 )
 # Protocol 4 and a string. Python's own pickler puts a frame between them: that tells whose file it is.
 _BEGIN = b"\x80\x04\x8c"
+# An instance of the class on the stack, whose fields follow.
+_NEW = b")\x81}("
 
 
 class PaddleMetadata(Companion):
@@ -50,7 +52,7 @@ class PaddleMetadata(Companion):
         reason = _why_not(catalog)
         if reason:
             catalog = replace(catalog, files=(_sentence(reason),) * len(catalog.files))
-        return _Pickle().metadata(catalog)
+        return _pickle(catalog)
 
     def is_ours(self, data: bytes) -> bool:
         """Return whether a file of that name has been written here, if only in part."""
@@ -122,71 +124,73 @@ def _tuple(values: Sequence[int]) -> bytes:
     return items + ends[len(values)] if len(values) < len(ends) else b"(" + items + b"t"
 
 
-class _Pickle:
-    """Build a pickle, in which what is said again is called up from the reader's memo."""
+class _Memo(dict[bytes, bytes]):
+    """Give the opcodes that put a value on the stack: its own the first time, later its number in the reader's memo."""
 
-    def __init__(self) -> None:
-        self._codes = [_BEGIN[:2]]
-        self._memo: dict[bytes, bytes] = {}
+    def __missing__(self, code: bytes) -> bytes:
+        self[code] = b"j" + struct.pack("<I", len(self))
+        return code + b"\x94"
 
-    def _put(self, code: bytes) -> None:
-        """Put a value on the stack: by its opcodes the first time, later by its number."""
-        known = self._memo.get(code)
-        if known is None:
-            self._memo[code] = b"j" + struct.pack("<I", len(self._memo))
-            known = code + b"\x94"
-        self._codes.append(known)
 
-    def _begin(self, name: str) -> None:
-        """Begin an instance of one of Paddle's classes; a field that is left out has the class's default."""
-        self._put(_text(_CLASSES) + _text(name) + b"\x93")
-        self._codes.append(b")\x81}(")
+class _Said(dict[tuple[int, ...], bytes]):
+    """Give the opcodes of an instance's fields by what they say; most instances say what others have said before."""
 
-    def _instance(self, name: str, fields: Iterable[tuple[str, bytes]]) -> None:
-        self._begin(name)
-        for field, value in fields:
-            self._put(_text(field))
-            self._put(value)
-        self._codes.append(b"ub")
+    def __init__(self, memo: _Memo, fields: Callable[[tuple[int, ...]], dict[str, bytes]]) -> None:
+        super().__init__()
+        self._memo, self._fields = memo, fields
 
-    def metadata(self, catalog: Catalog) -> bytes:
-        """Return all of it."""
-        first_axis = (catalog.width - catalog.ndim).tolist()
-        whole, offset, shape = (
-            [_tuple(row[axis:]) for row, axis in zip(column.tolist(), first_axis)]
-            for column in (catalog.global_shape, catalog.offset, catalog.shape)
-        )
-        keys, dtypes, files = (list(map(_text, names)) for names in (catalog.keys, catalog.dtypes, catalog.files))
-        key, dtype, file = catalog.key.tolist(), catalog.dtype.tolist(), catalog.file.tolist()
-        flat = [
-            [("is_flattened", b"\x88"), ("flattened_range", _tuple(ends))] if ends[0] >= 0 else []
-            for ends in zip(catalog.flat_start.tolist(), catalog.flat_stop.tolist())
-        ]
-        groups = group_replicas(catalog)
-        of_key: dict[int, list[np.ndarray]] = {}
-        for rows in np.split(groups.order, groups.start[1:-1]) if len(groups) else []:
-            of_key.setdefault(key[rows[0]], []).append(rows)
-        self._begin("Metadata")
-        self._put(_text("state_dict_metadata"))
-        self._codes.append(b"}(")
-        for number, replicas in of_key.items():
-            self._put(keys[number])
-            self._codes.append(b"](")
-            for row in (rows[0] for rows in replicas):
-                fields = [("global_offset", offset[row]), ("local_shape", shape[row]), ("dtype", dtypes[dtype[row]])]
-                self._instance("LocalTensorMetadata", [*fields, ("global_shape", whole[row]), *flat[row]])
-            self._codes.append(b"e")
-        self._codes.append(b"u")
-        self._put(_text("storage_metadata"))
-        self._codes.append(b"}(")
-        for number, replicas in of_key.items():
-            for rows in replicas:
-                for replica, row in enumerate(rows.tolist()):
-                    fields = [("tensor_key", keys[number]), ("global_offset", offset[row]), ("local_shape", shape[row])]
-                    numbered = [("replica_id", _integer(replica))] if len(rows) > 1 else []
-                    self._instance("LocalTensorIndex", [*fields, *flat[row], *numbered])
-                    self._put(files[file[row]])
-        self._codes.append(b"u")
-        self._put(_text("flat_mapping"))
-        self._codes.append(b"}ub.")
-        return b"".join(self._codes)
+    def __missing__(self, each: tuple[int, ...]) -> bytes:
+        first, self[each] = self._encode(each), self._encode(each)  # in the second all is known to the memo
+        return first
+
+    def _encode(self, each: tuple[int, ...]) -> bytes:
+        memo = self._memo
+        codes = [code for name, value in self._fields(each).items() for code in (memo[_text(name)], memo[value])]
+        return b"".join([*codes, b"ub"])
+
+
+def _class(name: str) -> bytes:
+    return _text(_CLASSES) + _text(name) + b"\x93"
+
+
+def _pickle(catalog: Catalog) -> bytes:
+    """Return the pickle, in which what is said again is called up from the reader's memo."""
+    groups, width = group_replicas(catalog), catalog.width
+
+    def index_of(each: tuple[int, ...]) -> dict[str, bytes]:
+        """Return the fields of an index but for the key: of a description, and the replica's number or -1."""
+        (_, ndim, *boxes), (start, stop, replica) = each[:-3], each[-3:]
+        offset, shape = (_tuple(boxes[i * width + width - ndim : (i + 1) * width]) for i in (1, 2))
+        flat = {} if start < 0 else {"is_flattened": b"\x88", "flattened_range": _tuple((start, stop))}
+        number = {} if replica < 0 else {"replica_id": _integer(replica)}
+        return {"global_offset": offset, "local_shape": shape, **flat, **number}
+
+    def shard_of(each: tuple[int, ...]) -> dict[str, bytes]:
+        place = index_of((*each, -1))
+        box = {"global_offset": place.pop("global_offset"), "local_shape": place.pop("local_shape")}
+        whole = _tuple(each[2 + width - each[1] : 2 + width])
+        return {**box, "dtype": _text(catalog.dtypes[each[0]]), "global_shape": whole, **place}
+
+    memo = _Memo()
+    shards, indices = _Said(memo, shard_of), _Said(memo, index_of)
+    order, start = groups.order.tolist(), groups.start.tolist()
+    keys, files = (list(map(_text, names)) for names in (catalog.keys, catalog.files))
+    key, file, descriptions = catalog.key.tolist(), catalog.file.tolist(), catalog.descriptions()
+    of_key: dict[int, list[list[int]]] = {}
+    for low, high in zip(start, start[1:]):
+        of_key.setdefault(key[order[low]], []).append(order[low:high])
+    codes = [_BEGIN[:2], memo[_class("Metadata")], _NEW, memo[_text("state_dict_metadata")], b"}("]
+    begin = _class("LocalTensorMetadata")
+    for number, replicas in of_key.items():
+        codes += (memo[keys[number]], b"](")
+        for rows in replicas:
+            codes += (memo[begin], _NEW, shards[descriptions[rows[0]]])
+        codes.append(b"e")
+    codes += (b"u", memo[_text("storage_metadata")], b"}(")
+    begin, name = _class("LocalTensorIndex"), _text("tensor_key")
+    for number, replicas in of_key.items():
+        for rows in replicas:
+            for replica, row in enumerate(rows):
+                index = indices[(*descriptions[row], replica if len(rows) > 1 else -1)]
+                codes += (memo[begin], _NEW, memo[name], memo[keys[number]], index, memo[files[file[row]]])
+    return b"".join([*codes, b"u", memo[_text("flat_mapping")], b"}ub."])

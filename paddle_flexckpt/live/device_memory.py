@@ -39,7 +39,9 @@ def has_views(dtypes: Iterable[str]) -> bool:
 
 def devices_of(tensors: Iterable[Any]) -> list[str]:
     """Return the names of the devices that hold some tensors, each once, sorted."""
-    return sorted({device for tensor in tensors if (device := device_of(tensor)) is not None})
+    # Nearly all are on the host, and asked for that here: a call for each would take longer.
+    others = [each for each in tensors if not isinstance(each, np.ndarray) and not each.place.is_cpu_place()]
+    return sorted({device for tensor in others if (device := device_of(tensor)) is not None})
 
 
 def wait_for_devices(devices: Iterable[str]) -> None:

@@ -31,7 +31,7 @@ def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> i
     tensors = [state.tensor(row) for row in rows]
     loaded: dict[str, Any] = {}
     for row, tensor in zip(rows, tensors):
-        name = tensor_name(state.weights[row])
+        name = tensor_name(state.weights[row] or tensor)
         if name is not None and hasattr(tensor, "_copy_to") and dtype_name(tensor) in _HALF:
             dist = getattr(state.weights[row], "dist_tensor", None)
             loaded[_name_of(name)] = tensor if dist is None else dist

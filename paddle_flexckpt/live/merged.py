@@ -5,29 +5,31 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 from paddle_flexckpt.engine.files import Files
-from paddle_flexckpt.engine.mapping import maybe_fused, stored, whole_mapping
-from paddle_flexckpt.engine.options import LoadOptions
+from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
+from paddle_flexckpt.engine.options import ALONE, UNUSED, WholeOptions, takes
+from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.transfer import Transfer
-from paddle_flexckpt.foreign.formats import SourceDirectory, shown
+from paddle_flexckpt.engine.whole_tensors import CHOSEN
+from paddle_flexckpt.foreign.formats import shown
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.tensor_memory import empty_on_host
-from paddle_flexckpt.media.backend import Location, reading
-from paddle_flexckpt.native.checksums import VerifyMode
-from paddle_flexckpt.native.directory import LockedManifest
-from paddle_flexckpt.report import order_warning
+from paddle_flexckpt.media.backend import Location
 
 logger = logging.getLogger("paddle_flexckpt")
 
 _MAX_AXES = 9
 
 
+@takes(WholeOptions, path=ALONE, offload=UNUSED, safetensors=UNUSED)
 def load_merged_state_dict(
     path: Location,
     prefix: str | None = None,
@@ -35,22 +37,18 @@ def load_merged_state_dict(
     offload: bool = False,
     aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     safetensors: bool = True,
-    *,
-    verify: bool | VerifyMode = "read",
-    use_replicas: bool = True,
+    **options: Any,
 ) -> dict[str, Any]:
     """Read a checkpoint into whole, fresh tensors on the CPU; no other rank takes part.
 
+    All keys are read but a run's extra state, which has to be asked for by its prefix. With AOA statements, what they
+    define and do not touch is read.
+
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
-        prefix: Only keys that start with this and a dot, which are taken off; by default all keys but a run's extra
-            state. With ``aoa_config``, keys are those after the transformation.
-        unique_id: The checkpoint's id; None takes the highest.
         offload: Accepted for compatibility: the tensors are on the CPU always.
-        aoa_config: AOA statements, as in :func:`load_state_dict`. What they define and do not touch is what is read.
         safetensors: Accepted for compatibility.
-        verify: Which bytes are compared with their checksums, as in :func:`load_state_dict`.
-        use_replicas: Whether replicas are read where something is damaged, likewise.
+        **options: Like all other arguments, of :class:`~paddle_flexckpt.engine.options.WholeOptions`.
 
     Returns:
         Names to Paddle tensors, sorted by name; fused parameters in natural order (all of q, then of k, then of v).
@@ -60,43 +58,36 @@ def load_merged_state_dict(
         CorruptCheckpointError: It is damaged.
         UnreadableCheckpointError: The storage does not let it be read.
     """
-    directory = SourceDirectory(path)
-    start = f"{prefix}." if prefix else ""
-    with reading(directory.path), LockedManifest(directory, unique_id) as manifest:
-        mapping = None if aoa_config is None else whole_mapping(aoa_config, manifest.catalog)
-        # Extra state has to be asked for, by its prefix.
-        there = stored(manifest.catalog, bool(start)) if mapping is None else mapping.output_infos()
-        names = [key for key in sorted(there) if key.startswith(start)]
-        _check_held(manifest.catalog, names if mapping is None else mapping.source_names(names))
-        _check_axes({key: len(there[key].shape) for key in names})
-        tensors = {key: empty_on_host(there[key].shape, there[key].dtype) for key in names}
-        if mapping is not None and mapping.unfed:
-            first = sorted(mapping.unfed)[0]
-            logger.warning(
-                f"nothing feeds {len(mapping.unfed)} keys such as {first!r} ({mapping.provenance.get(first)})"
-            )
-        unordered = maybe_fused(manifest.catalog, set(names), mapping) if mapping is not None else []
-        if unordered:  # what no statement makes is told by the load below
-            logger.warning(order_warning(str(path), unordered))
-        options = LoadOptions(
-            unique_id=manifest.unique_id,
-            aoa_config=mapping,  # compiled already; the tensors are what it makes
-            verify=verify,
-            use_replicas=use_replicas,
-            optimizer_states="ignore",  # the prefix, or the statements, have chosen
-        )
-        context = f"cannot load from {shown(path)}"
-        Transfer(
-            SoloCommunicator(), Files(path, options), lambda: describe_targets(tensors, 0), options, "merged", context
-        ).run()
-    return {name[len(start) :]: tensor for name, tensor in tensors.items()}
+    asked = WholeOptions(prefix=prefix, unique_id=unique_id, aoa_config=aoa_config, **options)
+    source, tensors = Files(path, asked), dict[str, Any]()
+
+    def describe() -> Targets:
+        mapping = None if aoa_config is None else whole_mapping(aoa_config, source.catalog)
+        tensors.update(_choose(source.catalog, mapping, asked.start))
+        return replace(describe_targets(tensors, 0), mapping=mapping)
+
+    context = f"cannot load from {shown(path)}"
+    Transfer(SoloCommunicator(), source, describe, CHOSEN, "load_merged_state_dict", context).run()
+    return {name[len(asked.start) :]: tensor for name, tensor in tensors.items()}
+
+
+def _choose(source: Catalog, mapping: TensorMapping | None, start: str) -> dict[str, Any]:
+    """Return a fresh tensor for each key that starts so, sorted by name."""
+    there = tensor_infos(source, mapping, extra_state=mapping is None and bool(start))
+    names = [key for key in sorted(there) if key.startswith(start)]
+    _check_complete(source, names if mapping is None else mapping.source_names(names))
+    _check_axes({key: len(there[key].shape) for key in names})
+    if mapping is not None and mapping.unfed:
+        first = sorted(mapping.unfed)[0]
+        logger.warning(f"nothing feeds {len(mapping.unfed)} keys such as {first!r} ({mapping.provenance.get(first)})")
+    return {key: empty_on_host(there[key].shape, there[key].dtype) for key in names}
 
 
 def empty_tensors(catalog: Catalog, names: Iterable[str]) -> dict[str, Any]:
     """Return a fresh tensor on the CPU for each of some keys of a checkpoint, of its whole shape."""
-    there = stored(catalog, extra_state=True)
+    there = tensor_infos(catalog, extra_state=True)
     names = list(names)
-    _check_held(catalog, names)
+    _check_complete(catalog, names)
     return {name: empty_on_host(there[name].shape, there[name].dtype) for name in names if name in there}
 
 
@@ -117,10 +108,10 @@ def _check_axes(axes: Mapping[str, int]) -> None:
         raise ValidationError(problems)
 
 
-def _check_held(catalog: Catalog, names: Iterable[str]) -> None:
+def _check_complete(catalog: Catalog, names: Iterable[str]) -> None:
     """Refuse tensors of which too little is there, before memory is taken for a shape that is only declared."""
-    held, declared = np.zeros(len(catalog.keys)), np.zeros(len(catalog.keys))
-    np.add.at(held, catalog.key, catalog.size)
+    there, declared = np.zeros(len(catalog.keys)), np.zeros(len(catalog.keys))
+    np.add.at(there, catalog.key, catalog.size)
     # In floating point: a product of extents that are no tensor's must not wrap around.
     declared[catalog.key] = catalog.global_shape.astype(np.float64).prod(axis=1)
     wanted = set(names)
@@ -129,10 +120,10 @@ def _check_held(catalog: Catalog, names: Iterable[str]) -> None:
             "the checkpoint does not hold all of a tensor",
             key=catalog.keys[key],
             expected=f"{declared[key]:.0f} elements",
-            got=f"{held[key]:.0f}",
+            got=f"{there[key]:.0f}",
             remedy="load another checkpoint, or leave this key out",
         )
-        for key in np.flatnonzero(held < declared).tolist()
+        for key in np.flatnonzero(there < declared).tolist()
         if catalog.keys[key] in wanted
     ]
     if problems:

@@ -79,13 +79,13 @@ class Peers(Source):
         return transport
 
     @property
-    def held(self) -> Mapping[int, Any]:
+    def owned(self) -> Mapping[int, Any]:
         """Return this rank's tensors by row; none where they are in files."""
         return {}
 
     def storage(self, row: int) -> AnyStorage:
         """Return the storage of a row that this rank holds."""
-        return open_storage(self.held[row])
+        return open_storage(self.owned[row])
 
     def check_plan(self, plan: ExchangePlan) -> None:
         """Raise where this rank's part of the exchange cannot be carried out."""
@@ -100,9 +100,9 @@ class Peers(Source):
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Check that no target overwrites a source, and return what the other ranks have to know."""
-        self._devices = sorted({*devices_of(self.held.values()), *task.memory.devices})
+        self._devices = sorted({*devices_of(self.owned.values()), *task.memory.devices})
         wait_for_devices(self._devices)
-        refuse_shared_memory(self.catalog, self.held, task.resolution.targets, _names_in_place(task))
+        refuse_shared_memory(self.catalog, self.owned, task.resolution.targets, _names_in_place(task))
         dtypes = [*self.catalog.dtypes, *task.resolution.targets.catalog.dtypes]
         # Whether this rank can exchange between devices, and whether it has a tensor on one.
         usable = self._comm.device_group is not None and not self._offload and has_views(dtypes)
@@ -226,7 +226,7 @@ class MemoryPeers(Peers):
         self._described, self._options = described, options
 
     @functools.cached_property
-    def held(self) -> Mapping[int, Any]:
+    def owned(self) -> Mapping[int, Any]:
         """Return this rank's tensors by row."""
         return {row: getattr(value, "local_tensor", value) for row, value in self._described.items()}
 
@@ -240,8 +240,8 @@ class MemoryPeers(Peers):
 
     @functools.cached_property
     def _replicas(self) -> tuple[bytes, bytes]:
-        keys = [self.catalog.key_name(row) for row in self.held]
-        digests = replica_digests(self.held, self.checked.groups) if self._rules.compares else b""
+        keys = [self.catalog.key_name(row) for row in self.owned]
+        digests = replica_digests(self.owned, self.checked.groups) if self._rules.compares else b""
         return digests, self._rules.of(keys, list(self._described.values())).tobytes()
 
     def compare_replicas(self, digests: Sequence[bytes], policies: Sequence[bytes]) -> CheckedSources:
@@ -250,7 +250,7 @@ class MemoryPeers(Peers):
         for rank, said in zip(comm.ranks, policies):
             asked[self.catalog.rank == rank] = np.frombuffer(said, dtype=np.uint8)
         compares, groups = self._rules.compares, self.checked.groups
-        replicas = Replicas(comm, self.held, self.catalog, groups, asked, compares, self._context)
+        replicas = Replicas(comm, self.owned, self.catalog, groups, asked, compares, self._context)
         differing = replicas.compare(digests)
         self.replicas = replicas.report(differing, comm.position == self._options.coordinator_rank)
         return replace(self.checked, groups=replicas.narrowed(differing if replicas.compares else None))

@@ -19,7 +19,7 @@ from paddle_flexckpt.live.peers import MemoryPeers, ReshardOptions
 from paddle_flexckpt.live.sources import check_sources
 from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.live.targets import describe_targets
-from paddle_flexckpt.live.virtual_files import gather_virtual_files, held_tensors
+from paddle_flexckpt.live.virtual_files import gather_virtual_files, owned_tensors
 from paddle_flexckpt.report import LoadReport
 
 _CONTEXT = "cannot reshard"
@@ -71,7 +71,10 @@ def reshard_sharded_state_dict(
 
     state, answers = comm.together(describe, _CONTEXT)
     source = concat([decode_catalog(catalog) for catalog in check_heads(answers, _CONTEXT, comm.ranks)[0]])
-    tensors = {state.catalog.key_name(row): weight for row, weight in enumerate(state.weights)}
+    tensors = {
+        key: tensor if weight is None else weight
+        for key, weight, tensor in zip(state.catalog.keys, state.weights, state.tensors)
+    }
     return _reshard(comm, dst_sharded_state_dict, source, {mine: tensors}, asked)
 
 
@@ -132,9 +135,9 @@ def _reshard(
     options: ReshardOptions,
 ) -> LoadReport:
     """Fill targets from what all ranks hold together; arguments as of :func:`_load_state_dict`."""
-    described = held_tensors(source, source_state_dict, comm.rank, _CONTEXT)
-    held = {row: getattr(value, "local_tensor", value) for row, value in described.items()}
-    peers = MemoryPeers(comm, source, check_sources(comm, held, source, _CONTEXT), described, options, _CONTEXT)
+    described = owned_tensors(source, source_state_dict, comm.rank, _CONTEXT)
+    owned = {row: getattr(value, "local_tensor", value) for row, value in described.items()}
+    peers = MemoryPeers(comm, source, check_sources(comm, owned, source, _CONTEXT), described, options, _CONTEXT)
     return Transfer(
         comm, peers, lambda: describe_targets(targets, comm.rank), options, "_load_state_dict", _CONTEXT
     ).run()

@@ -70,17 +70,16 @@ class ReplicaPolicies:
         self.agreed = [self.compares, self._default, patterns]
 
     def of(self, keys: Sequence[str], weights: Sequence[Any]) -> np.ndarray:
-        """Return the policy of each shard by its key, uint8 ``[n]``."""
-        return np.asarray([self._of(key, weight) for key, weight in zip(keys, weights)], dtype=np.uint8)
-
-    def _of(self, key: str, weight: Any) -> int:
-        for pattern, code in self._patterns:
-            if pattern.fullmatch(key):
-                return code
-        own = getattr(weight, "replicas", None)
-        if own is not None:
-            return max(_CODES[own], self._default)
-        return EQUAL if self._default == CLOSE and key.startswith(EXTRA_STATE) else self._default
+        """Return the policy of each shard by its key, uint8 ``[n]``; of what is no ShardedWeight, None does."""
+        policies = np.full(len(keys), self._default, dtype=np.uint8)
+        if self._default == CLOSE:
+            policies[[row for row, key in enumerate(keys) if key.startswith(EXTRA_STATE)]] = EQUAL
+        said = [getattr(weight, "replicas", None) for weight in weights]
+        own = [row for row, policy in enumerate(said) if policy is not None]
+        policies[own] = [max(_CODES[said[row]], self._default) for row in own]
+        for pattern, code in reversed(self._patterns):
+            policies[[row for row, key in enumerate(keys) if pattern.fullmatch(key)]] = code
+        return policies
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """save_state_dict: live shards into a checkpoint directory.
 
-Tested in tests/distributed/test_save_load.py and tests/live/test_policies.py.
+Tested in tests/live/test_saver.py, tests/distributed/test_save_load.py and tests/live/test_policies.py.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from paddle_flexckpt.foreign.formats import open_to_save, shown
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.live.node_saves import NodeSave, meet_nodes
+from paddle_flexckpt.live.orders import indivisible_rows
 from paddle_flexckpt.live.replicas import Replicas, replica_digests
 from paddle_flexckpt.live.save_options import ReplicaPolicies, SaveOptions
 from paddle_flexckpt.live.shared_saves import BackgroundSave, Share, SharedSave
 from paddle_flexckpt.live.sources import check_sources
-from paddle_flexckpt.live.state import LocalState, indivisible_rows, open_state
+from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.media.backend import Location, place_of
 from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory
@@ -172,11 +173,11 @@ class Save:
         check_coordinator(comm, options.coordinator_rank)
         state = open_state(self._state_dict, comm.rank)
         check_extra_names(state.catalog.keys)
-        wait_for_devices(devices_of(weight.local_tensor for weight in state.weights))
+        wait_for_devices(devices_of(state.tensors))
         self._undo.callback(self.destination.discard)
         self._stack.callback(self.destination.release)
         names, message = self.destination.begin()
-        whole = indivisible_rows(state.catalog, (getattr(weight, "fused", None) for weight in state.weights))
+        whole = indivisible_rows(state.catalog, [getattr(weight, "fused", None) for weight in state.weights])
         policies = ReplicaPolicies(options.check_replicas).of(state.catalog.keys, state.weights)
         described = _Described(
             json.dumps(names and asdict(names)).encode(),
@@ -218,8 +219,8 @@ class Save:
         decoded = [decode_catalog(encoded) for encoded in agreed.catalog]
         self._catalog = catalog = concat(decoded)
         # Ranks' rows follow each other in the common catalog.
-        first_row = int(np.argmax(catalog.rank == comm.rank)) if len(state.weights) else 0
-        held = {first_row + row: weight.local_tensor for row, weight in enumerate(state.weights)}
+        first_row = int(np.argmax(catalog.rank == comm.rank)) if len(state.tensors) else 0
+        held = dict(enumerate(state.tensors, first_row))
         groups = check_sources(comm, held, catalog, context).groups
         policies, compares = np.frombuffer(b"".join(agreed.policies), np.uint8), options.check_replicas is not False
         self._digests = lambda: replica_digests(held, groups)

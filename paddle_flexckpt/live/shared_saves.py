@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,16 @@ from paddle_flexckpt.catalog import Catalog, LostRankError, ValidationError
 from paddle_flexckpt.engine.copies import DEVICE_CHUNK_BYTES
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.lost_ranks import own_presence
+from paddle_flexckpt.live.tensor_memory import host_bytes
 from paddle_flexckpt.live.tensors import open_storage
 from paddle_flexckpt.media.backend import SaveLock
 from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory, remove_dead_saves
 from paddle_flexckpt.planning import WritePlan
 from paddle_flexckpt.report import SaveReport
+
+# Host tensors whose memory is looked up in one call.
+_TENSORS_AT_ONCE = 1024
 
 
 class Share:
@@ -37,22 +42,45 @@ class Share:
         mine = np.flatnonzero(plan.catalog.rank == rank)
         self.items: Catalog = plan.catalog.take(mine)
         self.step = step
-        self._held, self._rows, self._starts = held, plan.source[mine].tolist(), plan.source_start[mine].tolist()
+        self._held, self._rows, self._starts = held, plan.source[mine], plan.source_start[mine]
 
     def data(self) -> Iterator[np.ndarray]:
-        """Yield the items' bytes: uint8 arrays, each to be used before the next is asked for.
+        """Return the items' bytes: uint8 arrays, which the caller lets go as soon as it has used them.
 
         What is written of a device tensor, and no more, crosses to the host in steps of whole blocks; a strided host
-        view is copied one at a time.
+        view is copied when it is asked for.
         """
-        for row, start, size in zip(self._rows, self._starts, self.items.size.tolist()):
-            storage = open_storage(self._held[row])
-            if isinstance(storage, np.ndarray):
-                yield storage[start : start + size].view(np.uint8)
-                continue
-            step = DEVICE_CHUNK_BYTES // storage.dtype.itemsize
-            for begin in range(start, start + size, step) if size else (start,):
-                yield storage.read_range(begin, min(begin + step, start + size)).view(np.uint8)
+        return chain.from_iterable(self._data())
+
+    def _data(self) -> Iterator[Sequence[np.ndarray]]:
+        itemsize = self.items.itemsize
+        starts, stops = self._starts * itemsize, self._starts * itemsize + self.items.byte_length
+        for first in range(0, len(starts), _TENSORS_AT_ONCE):
+            some = slice(first, first + _TENSORS_AT_ONCE)
+            tensors = [self._held[row] for row in self._rows[some].tolist()]
+            ready: list[np.ndarray] = []
+            for tensor, memory, start, stop in zip(
+                tensors, host_bytes(tensors), starts[some].tolist(), stops[some].tolist()
+            ):
+                if memory is not None:
+                    ready.append(memory[start:stop])
+                    continue
+                yield ready
+                yield from _staged(tensor, start, stop)
+                ready = []
+            yield ready
+
+
+def _staged(tensor: Any, start: int, stop: int) -> Iterator[Sequence[np.ndarray]]:
+    """Yield bytes of a tensor that the host cannot use in its place, copied step by step."""
+    storage = open_storage(tensor)
+    if isinstance(storage, np.ndarray):
+        yield [storage.view(np.uint8)[start:stop]]
+        return
+    width = storage.dtype.itemsize
+    step = DEVICE_CHUNK_BYTES // width * width
+    for begin in range(start, stop, step) if stop > start else (start,):
+        yield [storage.read_range(begin // width, min(begin + step, stop) // width).view(np.uint8)]
 
 
 class SharedSave:

@@ -77,7 +77,7 @@ def check_state(describe: Callable[[], Mapping[str, Any]], comm: Communicator, c
     check_layout(concat([decode_catalog(catalog) for catalog in check_heads(answers, context)[0]]), context)
 
 
-def check_sources(comm: Communicator, held: Mapping[int, Any], catalog: Catalog, context: str) -> CheckedSources:
+def check_sources(comm: Communicator, owned: Mapping[int, Any], catalog: Catalog, context: str) -> CheckedSources:
     """Check that all ranks' shards make whole tensors.
 
     Every rank computes the same from the same catalog. Only where shards overlap without being replicas of each other
@@ -88,19 +88,19 @@ def check_sources(comm: Communicator, held: Mapping[int, Any], catalog: Catalog,
     """
     checked = check_layout(catalog, context)
     if checked.coverage.overlaps:
-        _check_overlaps(comm, held, catalog, checked.coverage, context)
+        _check_overlaps(comm, owned, catalog, checked.coverage, context)
     return checked
 
 
 def _check_overlaps(
-    comm: Communicator, held: Mapping[int, Any], catalog: Catalog, coverage: Coverage, context: str
+    comm: Communicator, owned: Mapping[int, Any], catalog: Catalog, coverage: Coverage, context: str
 ) -> None:
     def digests() -> tuple[None, bytes]:
         mine = {}
         for number, pair in enumerate(coverage.overlaps):
             for side in (0, 1):
-                if pair[side] in held:
-                    mine[f"{number}.{side}"] = _common_digest(catalog, pair, side, held[pair[side]])
+                if pair[side] in owned:
+                    mine[f"{number}.{side}"] = _common_digest(catalog, pair, side, owned[pair[side]])
         return None, json.dumps(mine).encode()
 
     _, answers = comm.together(digests, context)

@@ -4,94 +4,56 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import CUT, NATURAL, Catalog, CatalogBuilder, Order, Problem, ValidationError
-from paddle_flexckpt.dist_tensor import is_dist_tensor
+from paddle_flexckpt.live.orders import order_of, with_orders_of_states
 from paddle_flexckpt.live.tensor_memory import dtype_name, element_count, is_contiguous, is_initialized
-from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight, is_sharded_weight, make_replicated_sharded_weight
+from paddle_flexckpt.sharded_weight import ShardedWeight, is_sharded_weight, make_replicated_sharded_weight
 
 _SCHEDULER = "LR_Scheduler"  # where Paddle's optimizer.state_dict() has the state of its scheduler
 # Paddle's name of a rank's range of a parameter in a buffer, and of the states of it.
 _SLICE = re.compile(r"(?:^|\.)slice@")
-
-
-def order_of(key: str, weight: Any, rank: int) -> Order | Problem | None:
-    """Return the order of a tensor's elements, as one of its shards says; None where it says nothing."""
-    fused = getattr(weight, "fused", None)
-    shape, whole = tuple(weight.local_shape), tuple(weight.global_shape)
-    natural = getattr(weight, "dist_tensor", None) is not None or is_dist_tensor(weight.local_tensor)
-    if fused is None:
-        return NATURAL if natural or shape == whole else CUT
-    if not -len(whole) <= fused.axis < len(whole):
-        return Problem("a FusedAxis has an axis that the tensor has not", key, rank, None, f"{len(whole)} axes", fused)
-    axis = fused.axis % len(whole)
-    parts = fused.parts
-    if parts is None and not natural and shape[axis] == 0:
-        return None
-    if parts is None:
-        parts = 1 if natural else whole[axis] // shape[axis]
-        fits = natural or parts * shape[axis] == whole[axis]
-    else:
-        fits = parts >= 1 and whole[axis] % parts == 0
-    if not fits:
-        return Problem(
-            "the parts of a fused parameter have to be equal",
-            key,
-            rank,
-            expected=f"equal parts of {whole[axis]} along axis {axis}",
-            got=f"{fused.parts} parts" if fused.parts is not None else f"a shard of {shape[axis]}",
-            remedy="correct the FusedAxis, or the shard's shape",
-        )
-    return Order(parts, axis, fused.statement)
-
-
-def with_orders_of_states(described: Mapping[str, tuple[Any, Order | None]]) -> dict[str, Order | None]:
-    """Return the order by key: a state that has no rule of its own, and is cut, lies like its parameter."""
-    keys, orders = set(described), {key: order for key, (_, order) in described.items()}
-    for key in [key for key, order in orders.items() if order is CUT]:
-        base, state = split_state(key, keys)
-        if not state or base not in described:
-            continue
-        (weight, _), (parameter, order) = described[key], described[base]
-        if order is None or tuple(weight.global_shape) != tuple(parameter.global_shape):
-            continue
-        if order.axis is None or weight.local_shape[order.axis] == parameter.local_shape[order.axis]:
-            orders[key] = order
-    return orders
-
-
-def indivisible_rows(catalog: Catalog, rules: Iterable[FusedAxis | None]) -> np.ndarray:
-    """Return bool per row: whether a save has to write this shard whole, not split among its replicas.
-
-    A shard is split along its first axis of more than one element. Where that is the axis of a fused parameter, the
-    pieces would look like parts of a higher degree of tensor parallelism to versions that know no orders.
-    """
-    whole, flattened = np.zeros(len(catalog), dtype=bool), catalog.is_flattened
-    for row, fused in enumerate(rules):
-        if fused is None or flattened[row]:
-            continue
-        ndim = int(catalog.ndim[row])
-        shape = catalog.shape[row, catalog.width - ndim :]
-        whole[row] = ndim > 0 and fused.axis % ndim == int(np.argmax(shape > 1))
-    return whole
+_ODD = re.compile("slice@|[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, eq=False)
 class LocalState:
-    """Hold one rank's shards, and the catalog that has a row for each."""
+    """Hold one rank's shards, and the catalog that has a row for each.
+
+    Attributes:
+        weights: The ShardedWeight of each row; None where a tensor was given, of which every rank holds all.
+        tensors: The live tensor of each row.
+        catalog: The catalog.
+    """
 
     weights: list[Any]
+    tensors: list[Any]
     catalog: Catalog
 
     def tensor(self, row: int) -> Any:
         """Return the live tensor of a row."""
-        return self.weights[row].local_tensor
+        return self.tensors[row]
+
+
+class _Row(NamedTuple):
+    """Describe one shard of a state.
+
+    ``weight`` is None of a tensor that every rank holds all of, ``flat`` where the shard is the whole box.
+    """
+
+    key: str
+    weight: Any
+    tensor: Any
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    flat: tuple[int, int] | None
+    order: Order | None
 
 
 def tensor_name(value: Any) -> str | None:
@@ -119,15 +81,20 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], d
     mapping: dict[str, tuple[str, ...]] = {}
     problems: list[Problem] = []
 
+    is_nested: dict[type, bool] = {}  # isinstance() of an abstract class is slow
+
     def visit(values: Mapping[str, Any], path: tuple[str, ...]) -> None:
         for name, value in values.items():
+            kind = type(value)
+            if kind not in is_nested:
+                is_nested[kind] = isinstance(value, Mapping)
             if not isinstance(name, str):
                 where = "".join(f"{outer}." for outer in path)
                 problems.append(Problem("a state dict needs names that are strings", key=where, got=repr(name)))
                 continue
             names = (*path, name)
             key = ".".join(names)
-            if isinstance(value, Mapping):
+            if is_nested[kind]:
                 visit(value, names)
             elif key in flat:
                 problems.append(Problem("two entries of the nested state dict have the same name", key=key))
@@ -191,41 +158,108 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
         ValidationError: Some value is not a usable shard; all of them are listed.
     """
     flat_state, paths = flatten_state_dict(state_dict)
-    described: dict[str, tuple[Any, Order | None]] = {}
+    rows: list[_Row] = []
     problems: list[Problem] = []
-    for key, value in flat_state.items():
-        problem = _unusable(key, value, rank, paths[key])
-        if problem is not None:
-            if problem not in problems:  # a scheduler's state has several values
-                problems.append(problem)
-            continue
-        try:
-            weight = value if is_sharded_weight(value) else make_replicated_sharded_weight(key, value)
-        except ValueError as error:  # the placements of a DistTensor
-            problems.append(Problem(str(error).removeprefix(f"key {key!r}: "), key=key, rank=rank))
-            continue
-        problem = _malformed(key, weight, rank)
-        said = problem or order_of(key, weight, rank)
-        if isinstance(said, Problem):
-            problems.append(said)
-            continue
-        described[key] = weight, said
+    for key, row in zip(flat_state, _usual_rows(flat_state, rank)):
+        described = row or _described(key, flat_state[key], rank, paths[key])
+        if isinstance(described, _Row):
+            rows.append(described)
+        elif described not in problems:  # a scheduler's state has several values
+            problems.append(described)
     if problems:
         raise ValidationError(problems)
     builder = CatalogBuilder(rank, file)
-    orders = with_orders_of_states(described)
-    for key, (weight, _) in described.items():
-        flat: Any = weight.flattened_range
-        builder.add(
-            key,
-            dtype_name(weight.local_tensor),
-            weight.global_shape,
-            weight.global_offset,
-            weight.local_shape,
-            (int(flat.start), int(flat.stop)) if weight.is_flattened else None,
-            order=orders[key],
-        )
-    return LocalState([weight for weight, _ in described.values()], builder.build())
+    if not rows:
+        return LocalState([], [], builder.build())
+    keys, weights, tensors, global_shapes, offsets, shapes, flats, said = map(list, zip(*rows))
+    dtypes = [tensor.dtype for tensor in tensors]
+    names = {dtype: dtype_name(tensor) for dtype, tensor in dict(zip(dtypes, tensors)).items()}
+    orders = with_orders_of_states(keys, said, global_shapes, shapes)
+    builder.add_many(keys, [names[dtype] for dtype in dtypes], global_shapes, offsets, shapes, flats, orders)
+    return LocalState(weights, tensors, builder.build())
+
+
+def _usual_rows(flat_state: Mapping[str, Any], rank: int) -> list[_Row | None]:
+    """Describe, without a call for each, values that are as nearly all are; None for those that need a closer look."""
+    kinds, odd, new = _kinds(flat_state.values()), _odd_names(flat_state), tuple.__new__
+    found: list[_Row | None] = [None] * len(flat_state)
+    for number, (key, value) in enumerate(flat_state.items()):
+        weight, tensor = (value, value.local_tensor) if kinds[type(value)] == _SHARD else (None, value)
+        kind = kinds[type(tensor)]
+        if key in odd or kind not in (_ARRAY, _TENSOR):
+            continue
+        extents = tuple(tensor.shape)
+        if kind == _TENSOR and (tensor.is_dist() or not (0 in extents or tensor._is_initialized())):
+            continue
+        if weight is None:
+            if not getattr(value, "is_distributed", False):
+                offset = (0,) * len(extents)
+                found[number] = new(_Row, (key, None, tensor, extents, offset, extents, None, NATURAL))
+            continue
+        whole, offset, shape = tuple(weight.global_shape), tuple(weight.global_offset), tuple(weight.local_shape)
+        flat = None
+        if not len(whole) == len(offset) == len(shape):
+            continue
+        if weight.is_flattened:
+            span = weight.flattened_range
+            if not (type(span) is slice and type(span.start) is type(span.stop) is int and span.step is None):
+                continue
+            flat = (span.start, span.stop)
+            contiguous = tensor.flags.c_contiguous if kind == _ARRAY else tensor.is_contiguous()
+            if extents != (span.stop - span.start,) or not contiguous:
+                continue
+        elif extents != shape:
+            continue
+        order: Order | Problem | None = CUT
+        if getattr(weight, "fused", None) is not None:
+            order = order_of(key, weight, rank)
+        elif shape == whole or getattr(weight, "dist_tensor", None) is not None:
+            order = NATURAL
+        if not isinstance(order, Problem):
+            found[number] = new(_Row, (key, weight, tensor, whole, offset, shape, flat, order))
+    return found
+
+
+def _described(key: str, value: Any, rank: int, path: tuple[str, ...]) -> _Row | Problem:
+    """Describe any value, or return why it cannot be a shard."""
+    problem = _unusable(key, value, rank, path)
+    if problem is not None:
+        return problem
+    try:
+        weight = value if is_sharded_weight(value) else make_replicated_sharded_weight(key, value)
+    except ValueError as error:  # the placements of a DistTensor
+        return Problem(str(error).removeprefix(f"key {key!r}: "), key=key, rank=rank)
+    order = _malformed(key, weight, rank) or order_of(key, weight, rank)
+    if isinstance(order, Problem):
+        return order
+    span: Any = weight.flattened_range
+    flat = (int(span.start), int(span.stop)) if weight.is_flattened else None
+    whole, offset, shape = map(tuple, (weight.global_shape, weight.global_offset, weight.local_shape))
+    return _Row(key, weight, weight.local_tensor, whole, offset, shape, flat, order)
+
+
+# What the values of a type are; of none of the first three, or not of Paddle: what needs a closer look.
+_SHARD, _ARRAY, _TENSOR, _OTHER = range(4)
+
+
+def _kinds(values: Collection[Any]) -> dict[type, int]:
+    """Return what each type of the values is, and of the tensors of those that are shards."""
+    examples = {type(value): value for value in values}
+    kinds = {kind: _SHARD for kind, example in examples.items() if is_sharded_weight(example)}
+    if kinds:
+        held = [value.local_tensor for value in values if type(value) in kinds]
+        examples.update({type(tensor): tensor for tensor in held})
+    for kind, example in examples.items():
+        tensor = _TENSOR if is_tensor(example) and hasattr(example, "is_dist") else _OTHER
+        kinds.setdefault(kind, _ARRAY if isinstance(example, np.ndarray) else tensor)
+    return kinds
+
+
+def _odd_names(names: Collection[str]) -> set[str]:
+    """Return the names that :func:`_unusable` may have something against."""
+    if "" not in names and not _ODD.search("\n".join(names)):
+        return set()
+    return {name for name in names if not name or _ODD.search(name)}
 
 
 def is_tensor(value: Any) -> bool:

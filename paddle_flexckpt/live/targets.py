@@ -35,7 +35,7 @@ def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
         state.catalog,
         tuple(tuple(getattr(weight, "aliases", ())) for weight in state.weights),
         tuple(tuple(getattr(weight, "raw_names", ())) for weight in state.weights),
-        tuple(map(tensor_name, state.weights)),
+        tuple(tensor_name(weight or tensor) for weight, tensor in zip(state.weights, state.tensors)),
         tuple(map(place, range(len(state.weights)))),
         TargetTensors(state, rank),
     )
@@ -51,7 +51,7 @@ class TargetTensors(Memory):
     @property
     def devices(self) -> list[str]:
         """Return the names of the devices on which targets are."""
-        return devices_of(weight.local_tensor for weight in self._state.weights)
+        return devices_of(self._state.tensors)
 
     def open(self, row: int, fresh: bool) -> HostTensor:
         """Open a target as host memory; ``fresh``: all of it will be written."""

@@ -19,6 +19,10 @@ from paddle_flexckpt.engine.targets import Targets
 
 # "Place(gpu:0)" is a device; "Place(cpu)" and "Place(gpu_pinned)" are memory of the host.
 _DEVICE = re.compile(r"Place\((\w+:\d+)\)")
+# All of this process's memory as one array, of which a slice costs less than an array of its own. It begins behind the
+# page at 0, of which numpy would make an array with memory of its own.
+_FIRST_ADDRESS = 1 << 12
+_ADDRESSES = np.frombuffer((ctypes.c_uint8 * ((1 << 56) - _FIRST_ADDRESS)).from_address(_FIRST_ADDRESS), dtype=np.uint8)
 
 
 def dtype_name(tensor: Any) -> str:
@@ -86,6 +90,29 @@ def host_memory(tensor: Any) -> np.ndarray:
     if count == 0:
         return np.zeros(0, dtype=dtype)
     return np.frombuffer(_buffer(tensor, int(tensor.data_ptr()), count * dtype.itemsize), dtype=dtype)
+
+
+def host_bytes(tensors: Sequence[Any]) -> list[np.ndarray | None]:
+    """Return the memory of contiguous host tensors as uint8 arrays; None for each tensor that is none.
+
+    Makes no call for each tensor, and keeps none of them alive: the arrays serve as long as the tensors do.
+    """
+    found: list[np.ndarray | None] = []
+    itemsizes: dict[Any, int] = {}
+    for tensor in tensors:
+        if isinstance(tensor, np.ndarray):
+            found.append(tensor.reshape(-1).view(np.uint8) if tensor.flags.c_contiguous else None)
+            continue
+        if not tensor.is_contiguous() or not (tensor.place.is_cpu_place() or device_of(tensor) is None):
+            found.append(None)
+            continue
+        dtype = tensor.dtype
+        if dtype not in itemsizes:
+            itemsizes[dtype] = dtype_of(dtype_name(tensor)).itemsize
+        nbytes = math.prod(tensor.shape) * itemsizes[dtype]
+        address = tensor.data_ptr() - _FIRST_ADDRESS if nbytes else 0
+        found.append(_ADDRESSES[address : address + nbytes])
+    return found
 
 
 def _buffer(tensor: Any, address: int, nbytes: int) -> Any:

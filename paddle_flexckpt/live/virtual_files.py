@@ -14,7 +14,7 @@ import numpy as np
 from paddle_flexckpt.catalog import Catalog, Order, Problem, ValidationError, concat
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata, lacks_global_shapes
 from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.state import order_of
+from paddle_flexckpt.live.orders import order_of
 from paddle_flexckpt.live.tensor_memory import dtype_name, element_count
 from paddle_flexckpt.sharded_weight import is_sharded_weight
 
@@ -61,7 +61,7 @@ def gather_virtual_files(
         said = ({key: Order.decode(order) for key, order in orders} for *_, orders in told)
         nothing = np.zeros(0, dtype=np.int64)
         source = concat([source, *(source.with_orders(orders).take(nothing) for orders in said)])
-        held_tensors(source, source_state_dict, comm.rank, context)  # what is wrong here has to be every rank's error
+        owned_tensors(source, source_state_dict, comm.rank, context)  # what is wrong here has to be every rank's error
         return source, b""
 
     return comm.together(build, context)[0]
@@ -73,19 +73,19 @@ def _orders(source_state_dict: Mapping[str, Mapping[str, Any]], rank: int) -> li
     Raises:
         ValidationError: A FusedAxis does not fit its tensor.
     """
-    held = ((key, value) for tensors in source_state_dict.values() for key, value in tensors.items())
-    orders = [(key, order_of(key, value, rank)) for key, value in held if is_sharded_weight(value)]
+    owned = ((key, value) for tensors in source_state_dict.values() for key, value in tensors.items())
+    orders = [(key, order_of(key, value, rank)) for key, value in owned if is_sharded_weight(value)]
     problems = [order for _, order in orders if isinstance(order, Problem)]
     if problems:
         raise ValidationError(problems)
     return [(key, order.encode()) for key, order in orders if isinstance(order, Order)]
 
 
-def held_tensors(
+def owned_tensors(
     source: Catalog, source_state_dict: Mapping[str, Mapping[str, Any]], rank: int, context: str
 ) -> dict[int, Any]:
     """Return this rank's source tensors or ShardedWeights by row of the source catalog."""
-    held = {}
+    owned = {}
     size = source.size
     for row in np.flatnonzero(source.rank == rank).tolist():
         file, key = source.file_name(row), source.key_name(row)
@@ -105,5 +105,5 @@ def held_tensors(
             )
         if problem is not None:
             raise ValidationError([problem], context)
-        held[row] = value
-    return held
+        owned[row] = value
+    return owned

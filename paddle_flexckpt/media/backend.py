@@ -77,6 +77,11 @@ class OutputFile(ABC):
     def write(self, data: Buffer) -> None:
         """Write all of the data after what was written before."""
 
+    def write_many(self, parts: Sequence[Buffer]) -> None:
+        """Write one after the other, in as few requests as the medium can."""
+        for part in parts:
+            self.write(part)
+
     def make_durable(self) -> None:  # noqa: B027
         """Make the bytes durable where that can be done before :meth:`finish`, which then takes little time."""
 

@@ -64,21 +64,21 @@ class Listing(NamedTuple):
 
 
 class Upload:
-    """Write a file in parts through fsspec's own stream. Where that fails, so does the file."""
+    """Write a file in chunks through fsspec's own stream. Where that fails, so does the file."""
 
     def __init__(self, medium: Medium, name: str, part_bytes: int) -> None:
         """Open the stream."""
         self._medium, self._name, self._written = medium, name, 0
         self._stream: Any = medium.ask(name, medium.file_system.open, medium.path(name), "wb", block_size=part_bytes)
 
-    def part(self, data: bytearray) -> None:
-        """Write what follows; all parts but the last have the same size."""
-        view = memoryview(data)
+    def send(self, chunk: bytearray) -> None:
+        """Write what follows; all chunks but the last have the same size."""
+        view = memoryview(chunk)
         while len(view):
             count = self._medium.ask_once(self._name, self._stream.write, view)
             # Some streams do not tell; a short write is not an error but a beginning.
             view = view[count if isinstance(count, int) else len(view) :]
-        self._written += len(data)
+        self._written += len(chunk)
 
     def finish(self) -> None:
         """Close the file; it is there, whole, when this returns."""
@@ -219,7 +219,7 @@ class Medium:
             raise FileExistsError(errno.EEXIST, text, self.where(name))
 
     def upload(self, name: str, part_bytes: int, exclusive: bool) -> Upload | None:
-        """Begin to write a file in parts; None where only whole files can be written."""
+        """Begin to write a file in chunks; None where only whole files can be written."""
         if self._protocol == "memory":
             return None
         if exclusive:

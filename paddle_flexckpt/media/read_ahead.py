@@ -105,7 +105,7 @@ def _most_at_a_time(need: np.ndarray, done: np.ndarray, length: np.ndarray) -> i
     return int(np.cumsum(change[np.argsort(times, kind="stable")]).max())
 
 
-class _Part:
+class _Request:
     """Hold the bytes of one request, from when it is made until they have been read."""
 
     __slots__ = ("arrived", "begin", "end", "file", "future")
@@ -136,11 +136,11 @@ class ReadAhead:
         self._read, self._budget = read, budget
         columns = (column.tolist() for column in requests[:3])
         # In the order of need; those that have been read or passed over go.
-        self._waiting = dict.fromkeys(_Part(*each) for each in zip(*columns))
-        self._of_file: dict[int, dict[_Part, None]] = {}
-        for part in self._waiting:
-            self._of_file.setdefault(part.file, {})[part] = None
-        self._held: dict[_Part, None] = {}
+        self._waiting = dict.fromkeys(_Request(*each) for each in zip(*columns))
+        self._of_file: dict[int, dict[_Request, None]] = {}
+        for request in self._waiting:
+            self._of_file.setdefault(request.file, {})[request] = None
+        self._held: dict[_Request, None] = {}
         self._held_bytes = self._running = 0
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -154,91 +154,91 @@ class ReadAhead:
         Raises:
             OSError: The request failed for good.
         """
-        part = self._find(file, offset)
-        if part is None or part.future is None:
+        request = self._find(file, offset)
+        if request is None or request.future is None:
             return 0
         try:
-            data = part.future.result()
+            data = request.future.result()
         except BaseException:
-            self._drop(part)
+            self._drop(request)
             raise
-        start = offset - part.begin
+        start = offset - request.begin
         count = max(0, min(len(buffer), len(data) - start))
         buffer[:count] = memoryview(data)[start : start + count]
         # A file that has become shorter is for others to find out.
-        if start + count == part.length or not count:
-            self._drop(part)
+        if start + count == request.length or not count:
+            self._drop(request)
         return count
 
-    def _find(self, file: int, offset: int) -> _Part | None:
-        """Return the part that has a byte, on its way; drop those of the file that were to be read before."""
+    def _find(self, file: int, offset: int) -> _Request | None:
+        """Return the request that has a byte, on its way; drop those of the file that were to be read before."""
         with self._lock:
             passed = []
-            for part in self._of_file.get(file, ()):
-                if part.begin <= offset < part.end:
+            for request in self._of_file.get(file, ()):
+                if request.begin <= offset < request.end:
                     break
-                passed.append(part)
+                passed.append(request)
             else:
                 return None
             for each in passed:
                 self._forget(each)
-            if part.future is None:
+            if request.future is None:
                 for each in list(self._held):
-                    if self._held_bytes + part.length <= self._budget.bytes:
+                    if self._held_bytes + request.length <= self._budget.bytes:
                         break
                     if each.arrived:
                         self._forget(each)
-                self._start(part)
+                self._start(request)
             self._start_more()
-            return part
+            return request
 
-    def _drop(self, part: _Part) -> None:
+    def _drop(self, request: _Request) -> None:
         with self._lock:
-            self._forget(part)
+            self._forget(request)
             self._start_more()
 
-    def _forget(self, part: _Part) -> None:
-        self._waiting.pop(part, None)
-        self._of_file[part.file].pop(part, None)
-        if part not in self._held or part.future is None:
+    def _forget(self, request: _Request) -> None:
+        self._waiting.pop(request, None)
+        self._of_file[request.file].pop(request, None)
+        if request not in self._held or request.future is None:
             return
-        del self._held[part]
-        if part.future.cancel():
+        del self._held[request]
+        if request.future.cancel():
             self._running -= 1
-        elif not part.arrived:
+        elif not request.arrived:
             # It is on its way, and counts until it is here.
             return
-        self._held_bytes -= part.length
+        self._held_bytes -= request.length
 
     def _start_more(self) -> None:
         while self._waiting and self._running < self._budget.requests and not self._stop.is_set():
-            part = next(iter(self._waiting))
-            if self._held and self._held_bytes + part.length > self._budget.bytes:
+            request = next(iter(self._waiting))
+            if self._held and self._held_bytes + request.length > self._budget.bytes:
                 return
-            self._start(part)
+            self._start(request)
 
-    def _start(self, part: _Part) -> None:
-        del self._waiting[part]
-        self._held[part] = None
-        self._held_bytes += part.length
+    def _start(self, request: _Request) -> None:
+        del self._waiting[request]
+        self._held[request] = None
+        self._held_bytes += request.length
         self._running += 1
-        part.future = self._pool.submit(self._bring, part)
+        request.future = self._pool.submit(self._bring, request)
 
-    def _bring(self, part: _Part) -> bytes:
+    def _bring(self, request: _Request) -> bytes:
         try:
-            return self._read(part.file, part.begin, part.end, self._stop)
+            return self._read(request.file, request.begin, request.end, self._stop)
         finally:
             with self._lock:
-                part.arrived = True
+                request.arrived = True
                 self._running -= 1
-                if part not in self._held:
-                    self._held_bytes -= part.length
+                if request not in self._held:
+                    self._held_bytes -= request.length
                 self._start_more()
 
     def close(self) -> None:
         """Ask for nothing more, and wait for the requests that are under way."""
         self._stop.set()
         with self._lock:
-            for part in [*self._waiting, *self._held]:
-                self._forget(part)
+            for request in [*self._waiting, *self._held]:
+                self._forget(request)
         self._pool.shutdown(wait=True)

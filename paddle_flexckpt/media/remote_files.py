@@ -1,4 +1,4 @@
-"""Files of a remote medium: reading ahead within bounds, writing in parts.
+"""Files of a remote medium: reading ahead within bounds, writing in chunks.
 
 Tested in tests/media/test_remote.py.
 """
@@ -126,7 +126,7 @@ class RemoteInputFile(InputFile):
 
 
 class RemoteOutputFile(OutputFile):
-    """Send a file in parts; as a whole if it is not longer than one, or is written in one piece.
+    """Send a file in chunks; as a whole if it is not longer than one, or is written in one piece.
 
     Where files can be seen to grow, one that replaces another grows under a name of its own, and is renamed.
     """
@@ -164,9 +164,9 @@ class RemoteOutputFile(OutputFile):
             self._whole = self._upload is None
             self._is_there = self._upload is not None
         if self._upload is not None:
-            # Given away, not copied: a part is large.
-            data, self._buffer = self._buffer, bytearray()
-            self._upload.part(data)
+            # Given away, not copied: a chunk is large.
+            chunk, self._buffer = self._buffer, bytearray()
+            self._upload.send(chunk)
 
     def finish(self) -> None:
         """Send the rest, and give the file its name.

@@ -1,4 +1,4 @@
-"""S3 and stores that speak like it: conditional writes, and uploads in parts of which each can be sent again."""
+"""S3 and stores that speak like it: conditional writes, and uploads in chunks of which each can be sent again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def s3_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class S3Upload(Upload):
-    """Send an object in parts; it appears when they are put together."""
+    """Send an object in chunks, which S3 calls parts; it appears when they are put together."""
 
     def __init__(self, medium: S3Medium, name: str, exclusive: bool) -> None:
         """Begin an upload."""
@@ -76,8 +76,8 @@ class S3Upload(Upload):
         except OSError as error:
             logger.warning(f"an upload may have been left behind: {error}")
 
-    def part(self, data: bytearray) -> None:
-        """Send a part; wait while enough others are under way."""
+    def send(self, chunk: bytearray) -> None:
+        """Send a chunk; wait while enough others are under way."""
         self._sent += 1
         if self._sent > MOST_PARTS:
             raise OSError(
@@ -88,12 +88,12 @@ class S3Upload(Upload):
             )
         budget = self._s3.budget
         while self._under_way and (
-            len(self._under_way) >= budget.requests or sum(self._lengths) + len(data) > budget.bytes
+            len(self._under_way) >= budget.requests or sum(self._lengths) + len(chunk) > budget.bytes
         ):
             self._collect()
-        self._under_way.append(self._pool.submit(self._send, self._sent, data))
-        self._lengths.append(len(data))
-        self._size += len(data)
+        self._under_way.append(self._pool.submit(self._send, self._sent, chunk))
+        self._lengths.append(len(chunk))
+        self._size += len(chunk)
 
     def _send(self, number: int, data: bytearray) -> dict[str, Any]:
         parameters = {"UploadId": self._id, "PartNumber": number, "Body": data}

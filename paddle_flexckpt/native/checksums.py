@@ -6,7 +6,7 @@ its 8 bytes of checksum cost nothing: 1 TiB of data has 8 MiB of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -41,9 +41,8 @@ def verify_mode(value: bool | str) -> VerifyMode:
     raise ValidationError(f"verify has to be 'read', 'full' or 'off' (True and False: 'read' and 'off'); got {value!r}")
 
 
-def hash_block(block: np.ndarray | memoryview | bytes) -> int:
-    """Return the checksum of one block, which has to be contiguous."""
-    return xxhash.xxh3_64_intdigest(block)
+# Returns the checksum of one block, which has to be contiguous. No function around it: a block may be small.
+hash_block: Callable[[np.ndarray | memoryview | bytes], int] = xxhash.xxh3_64_intdigest
 
 
 class HashThread:
@@ -57,7 +56,7 @@ class HashThread:
         """Hash blocks, which have to stay as they are until that is done."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="flexckpt-hash")
-        return self._executor.submit(lambda: [hash_block(block) for block in blocks])
+        return self._executor.submit(lambda: list(map(hash_block, blocks)))
 
     def close(self) -> None:
         """Wait for what is being hashed."""

@@ -1,14 +1,14 @@
 """Write and open data files: one safetensors file per rank, streamed.
 
 The header is complete before the first byte of data is written, because the write plan knows all sizes; the data then
-goes from the tensors' own memory to the file. Large items are hashed by a thread while they are written, small ones
-block by block right after it, while they are in cache.
+goes from the tensors' own memory to the file, many neighbours in one call. A thread hashes them meanwhile; where it is
+little, it is hashed right after, while it is in cache.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -17,12 +17,16 @@ from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError
 from paddle_flexckpt.media.backend import Backend, InputFile, Location, open_member
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, HashThread, hash_block
-from paddle_flexckpt.native.header import DataFileHeader
+from paddle_flexckpt.native.header import encode_header
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 
-# Items of at most so many blocks are hashed by the thread that writes them: asking another costs about one block.
-HASHED_INLINE = 4
+# So many bytes go to the file in one call, as blocks of large items and of many small ones: several calls cost more,
+# and a device waits for no more than this. So many blocks at most.
+BATCH_BYTES = 8 << 20
+BATCH_BLOCKS = 1024
+# Up to so many bytes are hashed by the thread that writes them: asking another costs about one block.
+HASHED_INLINE = 4 << 20
 # The save token stands within the first bytes of the file, so that a reader can check it with one small read.
 TOKEN_WINDOW = 256
 
@@ -34,8 +38,8 @@ def write_data_file(directory: Location, items: Catalog, data: Iterable[np.ndarr
         directory: Where the file goes.
         items: This rank's rows of the write plan, in the order of their byte offsets (which count from the start of
             the data here). All are in one file.
-        data: The items' bytes in order: contiguous uint8 arrays, each used before the next is asked for. An item may
-            come in several arrays; all but its last are of whole blocks.
+        data: The items' bytes in order: contiguous uint8 arrays, of which up to ``BATCH_BYTES`` are kept until they are
+            written. An item may come in several arrays; all but its last are of whole blocks.
         save: The save that it is of.
 
     Raises:
@@ -46,38 +50,53 @@ def write_data_file(directory: Location, items: Catalog, data: Iterable[np.ndarr
         return Manifest.of_save(save, replace(items, files=()), (), {})
     backend, name = open_backend(directory), items.file_name(0) or ""
     path = backend.where(name)
-    header = DataFileHeader.of_items(items, save).encode()
+    header = encode_header(items, save)
     if len(header) - 8 > MAX_HEADER_BYTES:
         raise ValueError(
             f"the header of {path} would have {len(header) - 8} bytes; safetensors allows {MAX_HEADER_BYTES}. "
             "Remedy: save fewer tensors per rank"
         )
-    lengths = items.byte_length
+    lengths = items.byte_length.tolist()
     checksums: list[int] = []
-    file_bytes = len(header) + int(lengths.sum())
+    file_bytes = len(header) + sum(lengths)
     with contextlib.closing(HashThread()) as hashing, backend.create(name, size=file_bytes) as file:
         file.write(header)
-        count = done = 0
-        for part in data:
-            planned = int(lengths[count]) if count < len(lengths) else -1
-            done += part.nbytes
-            if done > planned or (done < planned and part.nbytes % BLOCK_BYTES):
-                raise ValueError(f"item {count} of {path} has {done} bytes, which were not planned")
-            blocks = [part[start : start + BLOCK_BYTES] for start in range(0, part.nbytes, BLOCK_BYTES)]
-            beside = hashing.hash(blocks) if len(blocks) > HASHED_INLINE else None
-            for block in blocks:
-                file.write(memoryview(block))
-                if beside is None:
-                    checksums.append(hash_block(block))
-            checksums += [] if beside is None else beside.result()
-            if done == planned:
-                count, done = count + 1, 0
-        if count != len(lengths):
-            raise ValueError(f"{path} got {count} items of the {len(lengths)} that were planned")
+        for blocks in _batches(path, lengths, data):
+            beside = hashing.hash(blocks) if sum([block.nbytes for block in blocks]) > HASHED_INLINE else None
+            file.write_many([memoryview(block) for block in blocks])
+            checksums += map(hash_block, blocks) if beside is None else beside.result()
     stored = replace(
         items, files=(name,), file=np.zeros(len(items), dtype=np.int32), byte_offset=items.byte_offset + len(header)
     )
     return Manifest.of_save(save, stored, checksums, {name: file_bytes})
+
+
+def _batches(path: str, lengths: Sequence[int], data: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    """Yield the blocks of the items, neighbours together; every array is let go before the next list is asked for.
+
+    Raises:
+        ValueError: The data is not of the planned lengths.
+    """
+    blocks: list[np.ndarray] = []
+    count = done = held = 0
+    for part in data:
+        nbytes, planned = part.nbytes, lengths[count] if count < len(lengths) else -1
+        done += nbytes
+        if done > planned or (done < planned and nbytes % BLOCK_BYTES):
+            raise ValueError(f"item {count} of {path} has {done} bytes, which were not planned")
+        if done == planned:
+            count, done = count + 1, 0
+        for start in range(0, nbytes, BLOCK_BYTES):
+            block = part[start : start + BLOCK_BYTES]
+            blocks.append(block)
+            held += block.nbytes
+            if held >= BATCH_BYTES or len(blocks) >= BATCH_BLOCKS:
+                yield blocks
+                blocks, held = [], 0
+    if count != len(lengths):
+        raise ValueError(f"{path} got {count} items of the {len(lengths)} that were planned")
+    if blocks:
+        yield blocks
 
 
 def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) -> InputFile:

@@ -6,13 +6,14 @@ Tested in tests/native/test_data_file.py and tests/native/test_repair.py.
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, dtype_of
+from paddle_flexckpt.catalog.table import NOT_FLATTENED
 from paddle_flexckpt.media.backend import InputFile
 from paddle_flexckpt.native.json_cursor import JsonCursor
 from paddle_flexckpt.native.manifest import SaveInfo, format_version
@@ -35,49 +36,8 @@ class DataFileHeader:
 
     @classmethod
     def of_items(cls, items: Catalog, save: SaveInfo) -> DataFileHeader:
-        """Make the header of one file of a save; byte offsets of items rise, and count from the start of the data."""
-        shards, entries = {}, {}
-        flattened = items.is_flattened
-        for row, name in enumerate(item_names(items)):
-            dtype = dtype_of(items.dtype_name(row))
-            flat = [int(items.flat_start[row]), int(items.flat_stop[row])] if flattened[row] else None
-            shape = [flat[1] - flat[0]] if flat else list(items.unpadded(row, items.shape))
-            begin = int(items.byte_offset[row])
-            length = math.prod(shape) * dtype.itemsize
-            entries[name] = {
-                "dtype": dtype.safetensors,
-                "shape": [*shape, dtype.trailing] if dtype.trailing > 1 else shape,
-                "data_offsets": [begin, begin + length],
-            }
-            shards[name] = {
-                "key": items.key_name(row),
-                "dtype": dtype.name,
-                "global_shape": list(items.unpadded(row, items.global_shape)),
-                "global_offset": list(items.unpadded(row, items.offset)),
-                "local_shape": list(items.unpadded(row, items.shape)),
-                "flattened_range": flat,
-            }
-            order = items.order(int(items.key[row]))
-            # Where it is natural, headers are those of format version 1, byte by byte.
-            if order is not None and order.is_permuted:
-                shards[name]["order"] = order.encode()
-        info = {
-            # First, so that it stands within the first bytes of the file.
-            "save_token": save.save_token,
-            "format": "flexckpt",
-            "format_version": format_version(items),
-            "unique_id": str(save.unique_id),
-            "world_size": str(save.world_size),
-            "step": "" if save.step is None else str(save.step),
-        }
-        return cls(info, shards, entries)
-
-    def encode(self) -> bytes:
-        """Return the first bytes of the file: the length and the padded text."""
-        info = {**self.info, "shards": json.dumps(self.shards, ensure_ascii=False)}
-        text = json.dumps({"__metadata__": info, **self.entries}, ensure_ascii=False, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        """Return what :func:`encode_header` makes of the same arguments."""
+        return cls.decode(encode_header(items, save))
 
     @classmethod
     def decode(cls, data: bytes) -> DataFileHeader:
@@ -107,6 +67,65 @@ class DataFileHeader:
         return cls(info, shards, entries)
 
 
+def encode_header(items: Catalog, save: SaveInfo) -> bytes:
+    """Return the first bytes of one file of a save: the length and the padded text.
+
+    Byte offsets of items rise, and count from the start of the data.
+    """
+    names = map(encode_basestring, item_names(items))
+    keys = map(encode_basestring, [items.keys[key] for key in items.key.tolist()])
+    begins, ends = items.byte_offset.tolist(), (items.byte_offset + items.byte_length).tolist()
+    entries, shards = [], []
+    for name, key, (entry, shard), begin, end in zip(names, keys, _descriptions(items), begins, ends):
+        entries.append(f',{name}:{entry},"data_offsets":[{begin},{end}]}}')
+        shards.append(f'{name}: {{"key": {key}, {shard}}}')
+    info = {
+        # First, so that it stands within the first bytes of the file.
+        "save_token": save.save_token,
+        "format": "flexckpt",
+        "format_version": format_version(items),
+        "unique_id": str(save.unique_id),
+        "world_size": str(save.world_size),
+        "step": "" if save.step is None else str(save.step),
+        "shards": f"{{{', '.join(shards)}}}",
+    }
+    start = json.dumps({"__metadata__": info}, ensure_ascii=False, separators=(",", ":"))
+    text = "".join([start[:-1], *entries, "}"]).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _descriptions(items: Catalog) -> list[tuple[str, str]]:
+    """Return the texts of each item but for names, key and place: in safetensors' own entry, and in ours.
+
+    Most are those of another item again: of the same dtype, shape and place in the whole.
+    """
+    width, made = items.width, {}
+    numbers = items.key_order[items.key].tolist() if len(items.key_order) else [-1] * len(items)
+    described = list(zip(items.descriptions(), numbers))
+    for description, number in dict.fromkeys(described):
+        (code, ndim, *boxes), (start, stop) = description[:-2], description[-2:]
+        dtype, pad = dtype_of(items.dtypes[code]), width - ndim
+        global_shape, offset, shape = (boxes[i * width + pad : (i + 1) * width] for i in range(3))
+        flat = None if start == NOT_FLATTENED else [start, stop]
+        extents = shape if flat is None else [stop - start]
+        stored = json.dumps([*extents, dtype.trailing] if dtype.trailing > 1 else extents, separators=(",", ":"))
+        shard = {
+            "dtype": dtype.name,
+            "global_shape": global_shape,
+            "global_offset": offset,
+            "local_shape": shape,
+            "flattened_range": flat,
+        }
+        order = items.orders[number] if number >= 0 else None
+        # Where it is natural, headers are those of format version 1, byte by byte.
+        if order is not None and order.is_permuted:
+            shard["order"] = order.encode()
+        ours = json.dumps(shard, ensure_ascii=False)[1:-1]
+        made[description, number] = f'{{"dtype":"{dtype.safetensors}","shape":{stored}', ours
+    return [made[each] for each in described]
+
+
 def _table(name: str, cursor: JsonCursor) -> dict[str, Any]:
     value = cursor.value()
     if not isinstance(value, dict):
@@ -133,16 +152,17 @@ def read_header(file: InputFile) -> bytes:
 
 def item_names(items: Catalog) -> list[str]:
     """Name the items in a data file: by the key, numbered where a file holds several shards of one key."""
-    count = np.bincount(items.key, minlength=len(items.keys))
+    names = [items.keys[key] for key in items.key.tolist()]
+    taken = set(names)
+    if len(taken) == len(names) and "__metadata__" not in taken:
+        return names
+    count = np.bincount(items.key, minlength=len(items.keys))[items.key].tolist()
     seen: dict[str, int] = {}
-    names = []
-    taken = {items.keys[k] for k in np.unique(items.key)} if len(items) else set()
-    for row in range(len(items)):
-        key = items.key_name(row)
-        name = key
-        if count[items.key[row]] > 1 or key == "__metadata__":
+    for row, key in enumerate(names):
+        if count[row] > 1 or key == "__metadata__":
+            name = key
             while name in taken:  # as the key itself is
                 name = f"{key}#{seen.setdefault(key, 0)}"
                 seen[key] += 1
-        names.append(name)
+            names[row] = name
     return names

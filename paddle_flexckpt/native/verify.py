@@ -18,7 +18,7 @@ from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.media.read_ahead import Wanted
 from paddle_flexckpt.native.checksums import hash_block
 from paddle_flexckpt.native.data_file import TOKEN_WINDOW
-from paddle_flexckpt.native.header import DataFileHeader, read_header
+from paddle_flexckpt.native.header import DataFileHeader, encode_header, read_header
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.replicas import StoredReplicas
 
@@ -239,8 +239,7 @@ class _FileVerifier:
         manifest = self._manifest
         items = manifest.catalog.take(self._rows)
         begin = int(items.byte_offset.min(initial=manifest.file_bytes[self._file]))
-        wanted = DataFileHeader.of_items(replace(items, byte_offset=items.byte_offset - begin), manifest.info)
-        expected = wanted.encode()
+        expected = encode_header(replace(items, byte_offset=items.byte_offset - begin), manifest.info)
         try:
             # The header's length may be what is damaged: compare where it should stand.
             start = file.read(0, len(expected))
@@ -248,7 +247,7 @@ class _FileVerifier:
             if start == expected and len(start) == begin:
                 return None
             data = read_header(file)
-            header = DataFileHeader.decode(data)
+            wanted, header = DataFileHeader.decode(expected), DataFileHeader.decode(data)
         except ValueError as error:
             self._problem("the header is damaged", None, (_first_difference(start, expected), begin), None, str(error))
             return None

@@ -1,4 +1,7 @@
-"""Say in advance which bytes of an item a strided copy will read, where a request takes long."""
+"""Say in advance which bytes of an item a strided copy will read, where a request takes long.
+
+Tested in tests/media/test_object_store.py.
+"""
 
 from __future__ import annotations
 

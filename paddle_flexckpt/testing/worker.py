@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import json
 import os
@@ -76,12 +77,15 @@ class Worker:
             from paddle_flexckpt.testing import device_world
 
             device_world.prepare()
-            return
-        from paddle_flexckpt.testing import cpu_world
+        else:
+            from paddle_flexckpt.testing import cpu_world
 
-        # The controller limits the time, and can show the stacks; a limit of the mesh would only get in its way.
-        cpu_world.install(timeout=None, close_at_exit=False)
-        self._has_mesh = True
+            # The controller limits the time, and can show the stacks; a limit of the mesh would only get in its way.
+            cpu_world.install(timeout=None, close_at_exit=False)
+            self._has_mesh = True
+        # Each job begins with a collection of garbage. Paddle's own objects would take nearly all of its time.
+        gc.collect()
+        gc.freeze()
 
     def do_init(self, message: dict[str, Any]) -> None:
         """Join the world group."""

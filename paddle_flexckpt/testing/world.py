@@ -70,9 +70,9 @@ class World:
         *,
         device: bool = False,
         env: Mapping[str, str] | None = None,
-        timeout: float = 120.0,
-        grace: float = 10.0,
-        start_timeout: float = 180.0,
+        timeout: float = 300.0,
+        grace: float = 30.0,
+        start_timeout: float = 600.0,
         log_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if size < 1:

@@ -98,9 +98,10 @@ def collect_shards(trainer: Any, with_optimizer: bool) -> dict[str, Any]:
 
 
 def write_small_files(trainer: Any, directory: Path) -> None:
-    """Write what is not a tensor: configurations, tokenizer, training arguments."""
-    import paddle
+    """Write what is not a tensor: configurations and tokenizer.
 
+    The trainer's own checkpoints also have ``training_args.bin``, a pickle that no trainer reads.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     model = trainer.model
     for name, wanted in (("tokenizer", getattr(trainer.args, "save_tokenizer", True)), ("processing_class", True)):
@@ -115,8 +116,6 @@ def write_small_files(trainer: Any, directory: Path) -> None:
     inner = getattr(model, "model", model) if is_peft(model) else model
     if callable(getattr(getattr(inner, "config", None), "save_pretrained", None)):
         _write_config(inner, directory)
-    # The library's own file for who wants to look at it; nothing here reads it.
-    paddle.save(trainer.args, str(directory / "training_args.bin"))
 
 
 def _write_config(model: Any, directory: Path) -> None:

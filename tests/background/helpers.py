@@ -23,7 +23,7 @@ from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.sharded_weight import ShardedWeight
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 300.0
 ELEMENTS = 1000
 SOLO = SoloCommunicator()
 

@@ -46,7 +46,7 @@ class Trainer:
         self._process.stdin.flush()
 
     def await_death(self):
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=300)
         assert self._process.returncode == -signal.SIGKILL
 
     def let_the_writer_go_on(self):

@@ -13,7 +13,7 @@ import safetensors
 import safetensors.numpy
 
 from paddle_flexckpt.catalog import CheckpointError, DType, ValidationError, dtype_of
-from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.catalog.dtypes import DTYPES, castable
 
 # What paddle.dtype has names for and tensors can be made of.
 PADDLE_NAMES = (
@@ -105,3 +105,24 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones():
 def test_the_table_cannot_be_changed():
     with pytest.raises(TypeError):
         DTYPES["float7"] = DTYPES["float32"]
+
+
+CASTS = {
+    "floats": (("float32", "bfloat16"), ("float8_e4m3fn", "float64"), ("float16", "complex64")),
+    "complex numbers": (("complex64", "complex128"), ("complex128", "complex64")),
+    "integers": (("int32", "int64"), ("uint8", "int16"), ("int64", "bfloat16"), ("bool", "float32"), ("bool", "int8")),
+}
+NO_CASTS = (
+    *(("complex64", "float32"), ("float32", "int64"), ("float32", "bool")),
+    *(("int64", "int32"), ("uint8", "int8"), ("int8", "uint8"), ("int8", "bool"), ("complex64", "bool")),
+)
+
+
+@pytest.mark.parametrize(("source", "target"), [pair for pairs in CASTS.values() for pair in pairs])
+def test_what_a_load_may_cast(source, target):
+    assert castable(source, target)
+
+
+@pytest.mark.parametrize(("source", "target"), NO_CASTS)
+def test_what_would_lose_its_meaning_is_not_cast(source, target):
+    assert not castable(source, target)

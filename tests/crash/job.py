@@ -16,7 +16,7 @@ from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.transport import Transport
 
 # A rank that waits for so long waits for one that is stuck in something else than this job.
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 300.0
 
 
 class Stopped(BaseException):

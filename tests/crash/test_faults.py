@@ -56,7 +56,7 @@ def _no_abort(monkeypatch):
 
 
 def _quick_write(monkeypatch):
-    monkeypatch.setattr(local, "write_all", lambda descriptor, data: os.write(descriptor, data))
+    monkeypatch.setattr(local, "write_all", lambda descriptor, parts: os.writev(descriptor, parts))
 
 
 def _no_fsync_errors(monkeypatch):

@@ -41,7 +41,7 @@ def victim(root: str, scenario: str, *more: str, tracer: Sequence[str] = ()) -> 
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

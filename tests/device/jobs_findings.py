@@ -55,8 +55,10 @@ def measured(work):
 
 def values(rows, first=0):
     """Rows of a global tensor, told apart by their numbers."""
-    numbers = np.arange(first * COLUMNS, (first + rows) * COLUMNS, dtype=np.int64)
-    return (numbers * 2654435761 % 16777213).astype(np.float32).reshape(rows, COLUMNS)
+    numbers = np.arange(first * COLUMNS, (first + rows) * COLUMNS, dtype=np.uint32)
+    numbers *= np.uint32(2654435761)
+    numbers >>= np.uint32(8)  # float32 has 24 bits
+    return numbers.astype(np.float32).reshape(rows, COLUMNS)
 
 
 def rows_shard(mib, fill=True):

@@ -232,7 +232,7 @@ def test_a_device_that_is_not_the_current_one():
         env={**os.environ, **rehearsal_device.environment(2)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -87,7 +87,7 @@ def alone() -> Mapping[str, str]:
         env=variables(2, memory_gib=0.25),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     answers: dict[str, str] = json.loads(ended.stdout.strip().splitlines()[-1])
@@ -134,7 +134,7 @@ def test_a_host_touch_fails_the_test_that_makes_it(tmp_path):
         str(tmp_path),
         str(tmp_path),
     ]
-    ended = subprocess.run(command, env=variables(1), capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    ended = subprocess.run(command, env=variables(1), capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "1 failed, 2 passed" in ended.stdout
     assert "FAILED test_touch.py::test_reads_the_device" in ended.stdout

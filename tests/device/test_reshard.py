@@ -103,7 +103,7 @@ def test_a_live_model_and_its_optimizer(device_world4):
 @pytest.mark.parametrize("where", ["_pack", "_unpack"])
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_rank_that_fails_in_a_round_takes_part_until_all_know(device_world4, where, number):
-    reports = device_world4.run(failing_round, where=where, number=number, rank=1, time_limit=60)
+    reports = device_world4.run(failing_round, where=where, number=number, rank=1)
     for report in reports:
         assert report["error"] == reports[0]["error"]
         assert f"[rank 1] MemoryError: no room in {where}" in report["error"][1]
@@ -112,7 +112,7 @@ def test_a_rank_that_fails_in_a_round_takes_part_until_all_know(device_world4, w
 
 
 def test_a_device_without_room_for_the_buffers_is_every_ranks_error(device_world2):
-    reports = device_world2.run(no_room, rank=1, time_limit=60)
+    reports = device_world2.run(no_room, rank=1)
     for report in reports:
         assert report["error"] == reports[0]["error"]
         assert "[rank 1] MemoryError" in report["error"][1]

@@ -145,7 +145,7 @@ def _moved(ranges_have, ranges_want):
 def test_any_traffic_between_two_devices_is_right(device_world2, case):
     extents, sources, targets = CASES[case]
     times = 1 if LARGE in extents else 3
-    answers = device_world2.run(reshard, extents=extents, sources=sources, targets=targets, times=times, time_limit=60)
+    answers = device_world2.run(reshard, extents=extents, sources=sources, targets=targets, times=times)
     for rank, answer in enumerate(answers):
         assert answer["wrong"] == []
         assert answer["touched"] == []
@@ -157,7 +157,7 @@ def test_any_traffic_between_two_devices_is_right(device_world2, case):
 def test_four_devices_of_which_one_sends_all_and_one_nothing(device_world4):
     everything, parts = [[0, SMALL]], [[[0, 1]], [[1, 500]], [[500, 999]], [[999, SMALL]]]
     answers = device_world4.run(
-        reshard, extents=[SMALL], sources=[NOTHING, everything, NOTHING, NOTHING], targets=parts, time_limit=60
+        reshard, extents=[SMALL], sources=[NOTHING, everything, NOTHING, NOTHING], targets=parts
     )
     assert [answer["wrong"] for answer in answers] == [[]] * 4
     assert [answer["received"] for answer in answers] == [[4], [0], [499 * 4], [14 * 4]]

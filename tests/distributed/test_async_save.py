@@ -68,7 +68,7 @@ def fail_on(directory, rank):
     if dist.get_rank() == rank:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (1 << 20, hard))
     handle = fc.save_state_dict(shards, directory, async_save=True)
-    handle.wait(60)
+    handle.wait(300)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
     return {
         "unseen": common.outcome(lambda: fc.save_state_dict(shards, directory, async_save=True)),

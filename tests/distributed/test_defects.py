@@ -304,7 +304,7 @@ def test_A15_without_stride_kernels_from_the_start(tmp_path):
     )
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     env = {**os.environ, "FLAGS_use_stride_kernel": "0", "PYTHONPATH": root}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], check=True, env=env, timeout=120)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script, str(tmp_path)], check=True, env=env, timeout=300)
 
 
 @pytest.fixture

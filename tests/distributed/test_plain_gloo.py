@@ -21,7 +21,7 @@ def test_two_ranks(tmp_path):
     script = str(Path(__file__).with_name("plain_gloo_script.py"))
     command = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--host", "127.0.0.1"]
     command += ["--log_dir", str(tmp_path / "log"), script, str(tmp_path / "checkpoint")]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     logs = [(tmp_path / "log" / f"workerlog.{rank}").read_text() for rank in (0, 1)]
     assert done.returncode == 0, "\n".join([done.stdout, done.stderr, *logs])
     for rank, log in enumerate(logs):

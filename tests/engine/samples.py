@@ -1,13 +1,17 @@
-"""Checkpoints on disk, as several ranks write them. Neither ranks nor Paddle are needed."""
+"""Checkpoints on disk, as several ranks write them; shards and targets. Neither ranks nor Paddle are needed."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import pytest
 
-from paddle_flexckpt.catalog import dtype_of
+from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Order, Problem, ValidationError, concat, dtype_of
+from paddle_flexckpt.engine.targets import Memory, Place, Targets
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.planning import plan_write
 from paddle_flexckpt.sharded_weight import ShardedWeight
@@ -85,3 +89,102 @@ def save(
             bytes_of = (part.view(np.uint8) for part in data)
             directory.write_share(names, rank, items, bytes_of, world_size=len(ranks), step=step)
         directory.commit(names, ranks)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part of a tensor; all of it unless ``shape`` says less.
+
+    Attributes:
+        key: The tensor's name.
+        whole: Its global shape.
+        dtype: Its element type.
+        shape: The part's.
+        offset: Where the part begins; at the first element by default.
+        order: The order of the tensor's elements.
+        rank: Who holds it.
+        aliases: Other names of a tied parameter.
+        raw_names: Raw names of a state.
+        tensor_name: Paddle's own name.
+        array: The memory, of a target that may share it.
+    """
+
+    key: str
+    whole: tuple[int, ...] = (4, 12)
+    dtype: str = "float32"
+    shape: tuple[int, ...] | None = None
+    offset: tuple[int, ...] | None = None
+    order: Order | None = None
+    rank: int = 0
+    aliases: tuple[str, ...] = ()
+    raw_names: tuple[str, ...] = ()
+    tensor_name: str | None = None
+    array: np.ndarray | None = None
+
+
+def catalog(*parts: Part, file: str | None = None) -> Catalog:
+    """The table of parts, which are sorted by rank; a rank's file has its number in the place of ``{}``."""
+    tables = []
+    for rank, members in itertools.groupby(parts, key=lambda part: part.rank):
+        builder = CatalogBuilder(rank, None if file is None else file.format(rank))
+        for part in members:
+            offset = part.offset or (0,) * len(part.whole)
+            shape = part.whole if part.shape is None else part.shape
+            builder.add(part.key, part.dtype, part.whole, offset, shape, order=part.order)
+        tables.append(builder.build())
+    return concat(tables)
+
+
+def columns(key: str, extents: Sequence[int], rows: int = 4, **more) -> list[Part]:
+    """The parts of a tensor of two axes that is cut along the second one, a rank each."""
+    ends = list(itertools.accumulate(extents, initial=0))
+    whole = (rows, ends[-1])
+    pairs = enumerate(zip(extents, ends))
+    return [Part(key, whole, shape=(rows, n), offset=(0, end), rank=rank, **more) for rank, (n, end) in pairs]
+
+
+class Arrays(Memory):
+    """The memory of targets that are numpy arrays, or nowhere; ``asked`` are the rows whose overlap was looked for."""
+
+    def __init__(self, arrays: Sequence[np.ndarray | None]) -> None:
+        self.arrays, self.asked = arrays, []
+
+    def overlap(self, one: int, other: int) -> bool:
+        self.asked.append((one, other))
+        return np.shares_memory(self.arrays[one], self.arrays[other])
+
+
+def place_of(array: np.ndarray | None, part: str) -> Place | None:
+    """Where an array is, as a target says it."""
+    if array is None or not array.size:
+        return None
+    begin = array.__array_interface__["data"][0]
+    last = sum((extent - 1) * stride for extent, stride in zip(array.shape, array.strides))
+    return (begin, begin + last + array.itemsize), array.dtype.name, part
+
+
+def targets(*parts: Part) -> Targets:
+    """One rank's targets."""
+    table = catalog(*parts)
+    return Targets(
+        table,
+        tuple(part.aliases for part in parts),
+        tuple(part.raw_names for part in parts),
+        tuple(part.tensor_name for part in parts),
+        tuple(place_of(part.array, table.describe(row)) for row, part in enumerate(parts)),
+        Arrays([part.array for part in parts]),
+    )
+
+
+def refusal(call: Callable[..., object], *arguments: object, **options: object) -> list[Problem]:
+    """The problems for which a call is refused; a Problem each."""
+    with pytest.raises(ValidationError) as caught:
+        call(*arguments, **options)
+    assert all(isinstance(problem, Problem) for problem in caught.value.problems)
+    return caught.value.problems
+
+
+def the_refusal(call: Callable[..., object], *arguments: object, **options: object) -> Problem:
+    """The only problem for which a call is refused."""
+    (problem,) = refusal(call, *arguments, **options)
+    return problem

@@ -9,7 +9,7 @@ import pytest
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.wire import join
-from paddle_flexckpt.engine.agreement import check_coordinator, check_heads, check_same
+from paddle_flexckpt.engine.agreement import Solo, check_coordinator, check_heads, check_same
 
 
 def heads(*objects):
@@ -35,6 +35,14 @@ def test_a_coordinator_is_a_member(coordinator, good):
     assert f"0 to 2; got {coordinator!r}" in str(caught.value)
 
 
+def test_a_process_that_works_for_itself_is_all_ranks():
+    solo = Solo()
+    assert (solo.rank, solo.position, solo.size, solo.ranks) == (0, 0, 1, (0,))
+    assert solo.together(lambda: ("result", b"said"), "what") == ("result", [b"said"])
+    with pytest.raises(ZeroDivisionError):
+        solo.together(lambda: (1 // 0, b""))
+
+
 def test_ranks_that_say_the_same_go_on():
     check_same([b"anything"] * 3, "")
     check_same(heads({"call": "load", "step": 1}, {"step": 1, "call": "load"}), "")
@@ -50,6 +58,11 @@ def test_what_differs_is_told_once_and_sorted():
     said = heads({"call": "load", "context": "loading here", "a": 1}, {"call": "load", "context": "there"})
     text = refusal(said, "cannot load")
     assert text.startswith('loading here: ranks disagree: {"context": "loading here", "a": 1}; {"context": "there"}.')
+
+
+def test_what_a_rank_does_not_say_differs_from_null():
+    for said in (({"call": "load", "a": None}, {"call": "load"}), ({"call": "load"}, {"call": "load", "a": None})):
+        assert refusal(heads(*said)).startswith('ranks disagree: {"a": null}; {}. ')
 
 
 def test_what_is_no_json_object_is_told_as_it_is():
@@ -75,5 +88,7 @@ def test_the_first_fields_are_compared_and_the_others_returned_by_field():
     differing = [join([each, b"x"]) for each in heads({"call": "load", "a": 1}, {"call": "save"})]
     with pytest.raises(ValidationError, match="cannot: ranks do not make the same call: rank 3: load; rank 8: save"):
         check_heads(differing, "cannot", [3, 8])
+    with pytest.raises(ValidationError, match=r"cannot: ranks disagree: ; \[1\]\. "):
+        check_heads([join([b"[1]", b"x"]), b""], "cannot")
     with pytest.raises(ValidationError, match="same call: rank 0: load; rank 1: a later step"):
         check_heads([differing[0], b""], "cannot")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.algebra import StridedCopy
+from paddle_flexckpt.algebra import StridedCopy, array_axes
 from paddle_flexckpt.engine import copies
 from paddle_flexckpt.engine.copies import copy_pieces, copy_values, pack, pack_copy, read_values, unpack, write_values
 from paddle_flexckpt.planning import Pieces
@@ -35,17 +35,27 @@ class Device:
     def along_axes(self, copy, side):
         return copy.along_axes(side, self.array.shape)
 
+    def reach(self, copy, side):
+        """Each axis of a copy has to run along one of the array: so it is on devices."""
+        strides = (copy.source_strides, copy.target_strides)[side]
+        for stride, extent in zip(strides, copy.extents):
+            assert len(array_axes(stride, extent, self.array.shape)) == 1
+
     def read(self, copy):
+        self.reach(copy, 0)
         self.asked.append(("read", copy.size * self.dtype.itemsize))
         return copy.gather_from(self.flat).copy()
 
     def write(self, copy, values):
         assert values.dtype == self.dtype
+        self.reach(copy, 1)
         self.asked.append(("write", copy.size * self.dtype.itemsize))
         copy.scatter_into(self.flat)[...] = values.reshape(copy.extents)
 
     def copy_from(self, source, copy):
         assert source.dtype == self.dtype
+        source.reach(copy, 0)
+        self.reach(copy, 1)
         self.asked.append(("copy", copy.size * self.dtype.itemsize))
         copy.scatter_into(self.flat)[...] = copy.gather_from(source.flat)
 
@@ -229,3 +239,64 @@ def test_one_buffer_serves_all_pieces():
     buffer = np.zeros(CHUNK, np.uint8)
     parts = pack_copy(StridedCopy((5, 5), 0, (1, 6), 0, (5, 1)), matrix.reshape(-1), buffer)
     assert all(np.shares_memory(part, buffer) for part in parts)
+
+
+def test_a_device_gets_values_of_its_dtype_as_they_are():
+    given = []
+
+    class Noted(Device):
+        def write(self, copy, values):
+            given.append(values)
+
+    values = numbers(30)
+    write_values(Noted(np.zeros((5, 6), np.int32)), PLAIN, values)
+    assert given[0] is values
+
+
+def test_steps_on_the_host_and_on_a_device_differ(monkeypatch):
+    monkeypatch.setattr(copies, "CHUNK_BYTES", 8)
+    matrix, turned = numbers((5, 6)), pieces_of((0, 0, TURNED))
+    for storage, size in ((matrix.reshape(-1), 8), (Device(matrix), 24)):
+        parts = [part.nbytes for part in pack(turned, lambda row, storage=storage: storage)]
+        assert sum(parts) == 80
+        assert max(parts) <= size
+        buffers = unpack(turned, lambda row, storage=storage: storage, lambda row: matrix.dtype)
+        assert [buffer.nbytes for buffer in buffers] == [size] * (80 // size) + [80 % size] * (80 % size > 0)
+
+
+def test_one_buffer_serves_all_pieces_of_a_stream():
+    matrix = numbers((5, 6))
+    twice = pieces_of((0, 0, TURNED), (0, 0, TURNED))
+    packed = pack(twice, lambda row: matrix.reshape(-1))
+    first = next(packed)
+    assert all(np.shares_memory(part, first) for part in packed)
+    received = unpack(twice, lambda row: matrix.reshape(-1), lambda row: matrix.dtype)
+    first = next(received)
+    assert all(np.shares_memory(buffer, first) for buffer in received)
+
+
+def test_a_longer_buffer_is_made_when_a_device_needs_it(monkeypatch):
+    monkeypatch.setattr(copies, "CHUNK_BYTES", 8)
+    arrays = [numbers((5, 6)), numbers((5, 6))]
+    storages = [arrays[0].reshape(-1), Device(arrays[1])]
+    both = pieces_of((0, 0, TURNED), (0, 1, TURNED), (0, 0, TURNED))
+    sizes = []
+    for buffer in unpack(both, storages.__getitem__, lambda row: np.dtype(np.int32)):
+        buffer[:] = 0
+        sizes.append(buffer.nbytes)
+    assert sizes == [8] * 10 + [24] * 3 + [8] * 11
+    for array in arrays:
+        assert array.tolist() == carried_out(TURNED, np.zeros_like(array), numbers((5, 6))).tolist()
+
+
+def test_a_part_of_a_contiguous_target_is_received_straight_into_it():
+    target = np.zeros(10, np.int32)
+    (buffer,) = unpack(pieces_of((0, 0, StridedCopy((4,), 0, (1,), 3, (1,)))), lambda row: target,
+                       lambda row: target.dtype)  # fmt: skip
+    buffer.view(np.int32)[:] = [1, 2, 3, 4]
+    assert target.tolist() == [0, 0, 0, 1, 2, 3, 4, 0, 0, 0]
+
+
+def test_nothing_is_copied_of_pieces_without_elements():
+    assert copy_pieces(pieces_of((0, 0, StridedCopy((0, 3), 0, (3, 1), 0, (3, 1)))), lambda row: np.zeros(3),
+                       lambda row: np.zeros(3)) == 0  # fmt: skip

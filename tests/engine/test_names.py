@@ -54,6 +54,7 @@ def test_other_names_stay_as_they_are(name):
 def test_a_name_that_the_user_gave_has_to_be_known():
     assert canonical("mine_moment1_1") == "mine_moment1_1"
     assert canonical("mine_moment1_1", {"mine"}) == "mine_moment1_0"
+    assert canonical("master_weights.mine") == "mine_fp32_master_0"
     assert split_raw("mine_moment1_1", {"mine"}) == ("mine", "moment1_0")
 
 
@@ -142,6 +143,7 @@ def test_several_keys_for_one_target_are_a_problem():
     assert f"({source[0]} -> linear_0.w_0.dist_moment1_0)" in problem.remedy
     assert "mw_name_compatibility=False" in problem.remedy
     assert found.names == {}
+    assert len(find(["linear_0.w_0.dist_moment1_0"], source[:2]).problems) == 1
 
 
 def test_a_key_that_another_target_has_by_its_own_name_is_taken():
@@ -190,10 +192,11 @@ def test_a_raw_name_is_found_under_the_structured_one(source, here, known):
 
 
 def test_a_raw_name_that_a_user_gave_is_known_by_the_state():
-    assert find(["mine_moment1_1"], ["mine_moment1_0"]).names == {}
-    assert find(["mine_moment1_1"], ["mine_moment1_0"], structured={"mine": []}).names == {
-        "mine_moment1_1": "mine_moment1_0"
-    }
+    for source in ("mine_moment1_0", "mine_moment1_2"):
+        assert find(["mine_moment1_1"], [source]).names == {}
+        assert find(["mine_moment1_1"], [source], structured={"mine": []}).names == {"mine_moment1_1": source}
+    found = find(["mine_moment1_1"], ["a.weight.moment1_0"], structured={"mine": ["a.weight"]})
+    assert found.names == {"mine_moment1_1": "a.weight.moment1_0"}
 
 
 def test_what_only_a_raw_name_could_find_is_told():
@@ -216,6 +219,9 @@ def test_raw_names_that_lead_to_some_states_alone_are_not_believed():
     assert (problem.key, problem.rank, problem.got) == ("b.moment1_0", 4, "2 states without a key")
     assert problem.expected == f"'linear_1.w_0_moment1_0', as target 'a.moment1_0' is there as {source[0]!r}"
     assert "AOA statements" in problem.remedy
+    assert "raw names count layers" in problem.what
+    (problem,) = find(targets[:2], source).problems
+    assert (problem.rank, problem.got) == (4, "1 states without a key")
     all_there = [f"linear_{number}.w_0_moment1_0" for number in range(3)]
     assert find(targets, all_there).problems == []
     assert find([targets[0], "linear_9.w_0_moment1_0"], source).problems == []
@@ -241,6 +247,9 @@ def test_what_raw_names_mean_on_a_rank():
     assert raw_meanings([("a.weight", "model.a.weight", ()), ("x.moment1_0", "y.moment1_0", ())], structured) == {}
     assert asked == []
     found = [
+        ("a.weight", "model.a.weight", ()),
+        ("b.w_0", "mine_fp32_master_0", ()),
+        ("linear_3.w_0_moment1_1", "linear_3.w_0_moment1_0", ()),
         ("optimizer.linear_0.w_0.dist_moment1_0", "optimizer.linear_0.w_0_moment1_0", ()),
         ("c.weight.moment1_0", "linear_1.w_0_moment1_0", ("d.weight.moment1_0",)),
         ("model.c.weight.w_0", "master_weights.linear_1.w_0", ()),
@@ -251,6 +260,8 @@ def test_what_raw_names_mean_on_a_rank():
         "linear_1.w_0": ["c.weight", "d.weight"],
     }
     assert asked == [1]
+    # A name that a user gave counts no layers.
+    assert raw_meanings([("b.w_0", "mine_fp32_master_0", ())], dict) == {}
 
 
 def test_a_raw_name_means_one_parameter_on_all_ranks():

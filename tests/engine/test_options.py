@@ -11,9 +11,12 @@ import pytest
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.options import (
+    ALONE,
+    ExportOptions,
     LoadOptions,
     Options,
     TransferOptions,
+    WholeOptions,
     encode_options,
     options_of,
     rule,
@@ -56,6 +59,16 @@ def test_fields_say_what_is_compared():
         "call": "save", "step": None, "kind": "one", "text": 2, "world": 2,
     }  # fmt: skip
     assert json.loads(More(step={1}).encode("save"))["step"] == "{1}"
+
+
+def test_a_rule_says_what_a_field_may_hold_and_whose_business_it_is():
+    assert rule() == {"choices": (), "own": "", "compared": None}
+    assert rule((1, 2), "why", len) == {"choices": (1, 2), "own": "why", "compared": len}
+
+
+def test_options_that_another_call_has_too_are_passed_on():
+    assert More(step=3, kind="two", place="here", text="abc").keywords(Base) == {"step": 3, "kind": "two"}
+    assert Base().keywords(Options) == {}
 
 
 @pytest.mark.parametrize("kind", ["three", 1, None, False])
@@ -117,6 +130,40 @@ def test_options_stand_before_what_is_raised_where_nothing_is_returned():
     assert list(inspect.signature(call).parameters) == ["step", "kind"]
 
 
+def test_the_texts_of_options_are_those_of_their_attributes():
+    @dataclass(frozen=True)
+    class Most(Base):
+        """Hold most.
+
+        Attributes:
+            first: One.
+            made: What no caller gives.
+            last: Three.
+        """
+
+        first: int = 1
+        made: int = field(default=2, init=False)
+        last: int = 3
+
+    @dataclass(frozen=True)
+    class Bare(Most):
+        """Hold the same.
+
+        For example:
+
+            kind: No option.
+        """
+
+    @takes(Bare)
+    def call(**options: Any) -> None:
+        pass
+
+    assert inspect.getdoc(call) == (
+        "    step: Which step, and\n        where it is.\n    kind: What kind.\n    first: One.\n    last: Three.\n\n"
+        "The same on every rank, and compared: ``step``, ``kind``, ``first``, ``last``."
+    )
+
+
 def test_an_argument_that_is_no_option_needs_a_reason():
     with pytest.raises(TypeError, match=r"call: \['path', 'other'\] are neither options nor declared a rank's own"):
 
@@ -129,6 +176,7 @@ def test_an_argument_that_is_no_option_needs_a_reason():
         """Do it."""
 
     assert list(inspect.signature(method).parameters) == ["self", "kind", "step", "place", "text"]
+    assert inspect.getdoc(method).startswith("Do it.\n    step: Which step, and\n")
 
 
 def test_a_calls_own_arguments_can_be_its_options():
@@ -165,3 +213,26 @@ def test_options_of_a_load_are_checked(wrong):
         LoadOptions(**wrong).check()
     assert "unique_id" not in LoadOptions.compared()
     assert LoadOptions(aoa_config={"aoa_statements": []}).agreed()["aoa_config"] != LoadOptions().agreed()["aoa_config"]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.0, True, "5", None])
+def test_a_file_of_an_export_has_a_positive_number_of_bytes(wrong):
+    for good in (1, 5 << 30):
+        ExportOptions(max_file_bytes=good).check()
+    with pytest.raises(ValidationError) as caught:
+        ExportOptions(max_file_bytes=wrong).check()
+    assert str(caught.value) == f"max_file_bytes has to be a positive integer; got {wrong!r}"
+    with pytest.raises(ValidationError, match="verify"):
+        ExportOptions(verify="never").check()
+
+
+def test_a_prefix_ends_with_a_dot():
+    assert [WholeOptions(prefix=prefix).start for prefix in (None, "", "model", "a.b")] == ["", "", "model.", "a.b."]
+
+
+def test_a_call_without_other_ranks_compares_nothing():
+    @takes(Base, path=ALONE)
+    def call(path: str, **options: Any) -> None:
+        """Do it."""
+
+    assert inspect.getdoc(call) == "Do it.\nstep: Which step, and\n    where it is.\nkind: What kind."

@@ -10,8 +10,8 @@ import pytest
 from paddle_flexckpt.aoa import compile_program
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.engine import plan, whole_tensors
-from paddle_flexckpt.engine.whole_tensors import WholeTensors, iterate_tensors
+from paddle_flexckpt.engine import files, plan
+from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.reader import FileReader
 from tests.engine.samples import SHAPES, save, values_of
@@ -36,9 +36,7 @@ def statements(manifest, *texts):
     return compile_program({"aoa_statements": list(texts)}, manifest.catalog, None)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 256])
-def test_every_tensor_by_default(checkpoint, values, monkeypatch, at_once):
-    monkeypatch.setattr(whole_tensors, "PLANNED_AT_ONCE", at_once)
+def test_every_tensor_by_default(checkpoint, values):
     found = dict(iterate_tensors(*checkpoint))
     assert list(found) == sorted(set(KINDS) - {"extra_state.common"})
     for key, array in found.items():
@@ -52,6 +50,8 @@ def test_names_and_their_order(checkpoint, values):
     assert list(iterate_tensors(*checkpoint, names=[])) == []
     with pytest.raises(ValidationError, match="no such key .key 'of'.; got 19 keys, such as"):
         next(iterate_tensors(*checkpoint, names=["of.int8", "of"]))
+    with pytest.raises(ValidationError, match="a key is asked for twice .key 'of.int8'."):
+        next(iterate_tensors(*checkpoint, names=["of.int8", "of.bool", "of.int8"]))
 
 
 @pytest.mark.parametrize("tile", [1, 5, 1 << 22])
@@ -75,17 +75,20 @@ def test_what_statements_make(tmp_path, monkeypatch, tile):
     assert found["rest"].tobytes() == values["rest"].tobytes()
 
 
-def test_exactly_the_bytes_that_are_needed_are_read(checkpoint, values):
+def test_exactly_the_bytes_that_are_needed_are_read(checkpoint, values, monkeypatch):
     path, manifest = checkpoint
+    readers = []
     names = ["of.float32", "of.complex128", "empty"]
-    tensors = WholeTensors(manifest)
-    with FileReader(path, manifest) as reader:
-        tensors.check(names, reader)
-        assert reader.count.bytes_read == 0
-        for name, array in tensors.iterate(names, reader):
-            assert array.tobytes() == values[name].tobytes()
-        assert reader.count.bytes_read == sum(values[name].nbytes for name in names)
-        assert reader.count.bytes_verified > 0
+    monkeypatch.setattr(files, "FileReader", lambda *args: readers.append(FileReader(*args)) or readers[-1])
+    tensors, needed = iterate_tensors(path, manifest, names=names), 0
+    assert readers == []
+    for name, (key, array) in zip(names, tensors):
+        assert (key, array.tobytes()) == (name, values[name].tobytes())
+        needed += values[name].nbytes
+        assert readers[0].count.bytes_read == needed
+    assert list(tensors) == []
+    assert len(readers) == 1
+    assert readers[0].count.bytes_verified > 0
 
 
 def test_one_tensor_and_a_tile_are_in_memory(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from safetensors import numpy as safetensors_numpy
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import verify_checkpoint
-from paddle_flexckpt.engine.whole_tensors import WholeTensors
+from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.native.reader import FileReader
 from tests.foreign.writers import metadata_pickle
@@ -63,10 +63,7 @@ def write(path, names=tuple(HELD), unique_id=0):
 def contents(path, unique_id=None):
     directory = SourceDirectory(path)
     manifest = directory.read_manifest(unique_id)
-    with FileReader(directory.backend, manifest) as reader:
-        tensors = WholeTensors(manifest, None)
-        tensors.check(list(tensors.infos), reader)
-        return {name: array.copy() for name, array in tensors.iterate(list(tensors.infos), reader)}
+    return dict(iterate_tensors(directory.backend, manifest, names=manifest.catalog.keys))
 
 
 def assert_holds(path, expected, unique_id=None):

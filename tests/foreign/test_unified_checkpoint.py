@@ -10,10 +10,9 @@ from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.engine.verification import verify_checkpoint
-from paddle_flexckpt.engine.whole_tensors import WholeTensors
+from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
-from paddle_flexckpt.native.reader import FileReader
 
 MODEL = {
     "embed.weight": np.arange(24, dtype=np.float32).reshape(6, 4),
@@ -77,10 +76,7 @@ def contents(path):
     directory = SourceDirectory(path)
     manifest = directory.read_manifest()
     assert manifest.origin == "unified_checkpoint"
-    with FileReader(directory.backend, manifest) as reader:
-        tensors = WholeTensors(manifest, None)
-        tensors.check(list(tensors.infos), reader)
-        return {name: array.copy() for name, array in tensors.iterate(list(tensors.infos), reader)}
+    return dict(iterate_tensors(directory.backend, manifest, names=manifest.catalog.keys))
 
 
 def assert_holds(path, expected):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 
@@ -19,7 +20,7 @@ from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.live.tensors import HostTensor
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from tests.property.mappings import Move, Program, Weighted
+from tests.property.mappings import Move, Program, Weighted, statements_of
 from tests.ramdisk import memory_directory
 
 
@@ -30,12 +31,14 @@ def move(request):
     def through(mapping, source, target, **options):
         def job(comm):
             if request.param == "memory":
-                return reshard_sharded_state_dict(source, target, comm, aoa_config=mapping, **options)
+                return reshard_sharded_state_dict(source, target, comm, aoa_config=config, **options)
             with memory_directory() as path:
                 save_state_dict(source, path, comm)
-                return load_state_dict(target, path, comm, aoa_config=mapping, **options)
+                return load_state_dict(target, path, comm, aoa_config=config, **options)
 
-        (report,) = SimulatedWorld(1).run(job)
+        means = contextlib.nullcontext(mapping) if isinstance(mapping, dict) else statements_of(mapping)
+        with means as config:
+            (report,) = SimulatedWorld(1).run(job)
         return report
 
     return through
@@ -110,11 +113,12 @@ def test_what_statements_use_or_remove_is_not_unexpected(move):
 
 
 def test_a_fused_parameter_that_statements_make_is_not_refused(move):
-    mapping = renames(w="a").mapping()
+    made = renames(w="a")
+    made.moves["w"] = [Move((i,), (1,), "a", (i,), (0,)) for i in range(2)]
     target = np.zeros(1, dtype=np.float32)
     part = ShardedWeight("w", target, (1,), (2,), (1,))
     part.fused = FusedAxis(0, "fused_ffn")
-    move(mapping, state(a=[1, 2]), {"w": part})
+    move(made.mapping(), state(a=[1, 2]), {"w": part})
     assert target.tolist() == [2]
 
 
@@ -229,10 +233,10 @@ def test_tied_targets_of_which_one_keeps_what_the_other_computes_are_not_alike(m
 
 def test_a_swap_in_place_is_refused():
     """Each target is the very source shard of its name, but its values come from the other."""
-    tensors = state(a=[1, 2], b=[3, 4], c=[5, 6])
+    tensors, config = state(a=[1, 2], b=[3, 4], c=[5, 6]), {"aoa_statements": ["a, b -> b, a"]}
 
     def job(target, comm):
-        return reshard_sharded_state_dict(tensors, target, comm, aoa_config=renames(a="b", b="a").mapping())
+        return reshard_sharded_state_dict(tensors, target, comm, aoa_config=config)
 
     with pytest.raises(ValidationError, match="'a as AOA makes it'.*memory of source a.*clone"):
         SimulatedWorld(1).run(lambda comm: job(tensors, comm))
@@ -279,7 +283,8 @@ def test_a_tied_target_in_the_memory_of_a_source_that_it_does_not_come_from_is_r
         target = {"head": weight("head", memory, ("embed",)), **state(x=[0, 0])}
 
         def job(comm, target=target):
-            return reshard_sharded_state_dict(tensors, target, comm, aoa_config=mapping)
+            with statements_of(mapping) as config:
+                return reshard_sharded_state_dict(tensors, target, comm, aoa_config=config)
 
         if memory is fresh:
             SimulatedWorld(1).run(job)

@@ -17,7 +17,7 @@ from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from tests.property.mappings import Move, Program, Weighted, random_values, run_whole
+from tests.property.mappings import Move, Program, Weighted, random_values, run_whole, statements_of
 from tests.ramdisk import memory_directory
 
 
@@ -77,18 +77,17 @@ def values_of(made):
 
 def load(made, targets, values=None, **options):
     values = values_of(made) if values is None else values
-    with memory_directory() as path:
+    with memory_directory() as path, statements_of(made.mapping()) as config:
         SimulatedWorld(1).run(lambda comm: save_state_dict(values, path, comm))
-        return SimulatedWorld(1).run(
-            lambda comm: load_state_dict(targets, path, comm, aoa_config=made.mapping(), **options)
-        )[0]
+        return SimulatedWorld(1).run(lambda comm: load_state_dict(targets, path, comm, aoa_config=config, **options))[0]
 
 
 def reshard(made, targets, values=None, **options):
     values = values_of(made) if values is None else values
-    return SimulatedWorld(1).run(
-        lambda comm: reshard_sharded_state_dict(values, targets, comm, aoa_config=made.mapping(), **options)
-    )[0]
+    with statements_of(made.mapping()) as config:
+        return SimulatedWorld(1).run(
+            lambda comm: reshard_sharded_state_dict(values, targets, comm, aoa_config=config, **options)
+        )[0]
 
 
 both = pytest.mark.parametrize("move", [load, reshard])

@@ -91,7 +91,7 @@ class Ranks:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
         assert not any(thread.is_alive() for thread in threads)
         return outcomes
 
@@ -232,13 +232,13 @@ def test_strangers_are_let_go(ranks, store, hello):
 
         def work(channel):
             if channel.rank == 1:
-                calling.wait(60)
+                calling.wait(300)
             return channel.all_gather(b"%d" % channel.rank)
 
         thread = threading.Thread(target=stranger, daemon=True)
         thread.start()
         assert group.run(work) == {0: [b"0", b"1"], 1: [b"0", b"1"]}
-        thread.join(60)
+        thread.join(300)
     assert calling.is_set()
 
 
@@ -246,7 +246,7 @@ def test_a_stranger_that_says_nothing_is_not_kept(store, monkeypatch):
     monkeypatch.setattr(meeting, "GREETING_SECONDS", 0.0)
     with meeting.Meeting(store, "g", 0, set(), {1}) as open_meeting:
         host, _, port = store.get("flexckpt/meeting/g/0").decode().partition(" ")[2].rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=30) as stranger:
+        with socket.create_connection((host, int(port)), timeout=300) as stranger:
             with pytest.raises(TimeoutError, match="rank 1 has not come for 1 s"):
                 open_meeting.hold(1.0)
             assert stranger.recv(1) == b""
@@ -287,9 +287,9 @@ def test_a_rank_that_dies_is_named_on_all_others_soon(store, size, point):
     for process in processes:
         process.start()
     # Far below the patience.
-    outcomes = [results.get(timeout=60) for _ in range(size - 1)]
+    outcomes = [results.get(timeout=300) for _ in range(size - 1)]
     for process in processes:
-        process.join(60)
+        process.join(300)
     assert processes[victim].exitcode == -signal.SIGKILL
     lost = (
         f"rank {victim} is lost: it has gone, or does not answer. Remedy: look into its log (killed? out of memory? "
@@ -409,7 +409,7 @@ def test_control_c_while_a_rank_waits(store):
             channel.all_gather(b"y")
         except LostRankError as error:
             said.put(str(error))
-        go_on.wait(60)
+        go_on.wait(300)
 
     announce(store, 0)
     process = context.Process(target=interrupted)
@@ -417,15 +417,15 @@ def test_control_c_while_a_rank_waits(store):
     try:
         channel = HostChannel(store, "g", (0, 1), 0)
         channel.all_gather(b"")
-        assert said.get(timeout=60) == "begins to wait"
+        assert said.get(timeout=300) == "begins to wait"
         os.kill(process.pid, signal.SIGINT)
-        assert said.get(timeout=60) == "interrupted"
-        assert "is closed since an exchange failed: it was interrupted" in said.get(timeout=60)
+        assert said.get(timeout=300) == "interrupted"
+        assert "is closed since an exchange failed: it was interrupted" in said.get(timeout=300)
         with pytest.raises(LostRankError, match="rank 1 takes no part .* rank 1 has closed its connection"):
             channel.all_gather(b"x")
     finally:
         go_on.set()
-        process.join(60)
+        process.join(300)
 
 
 def test_ranks_out_of_step_are_told(ranks):
@@ -460,12 +460,12 @@ def test_a_fork_neither_uses_nor_keeps_the_connections(ranks):
             group.channels[0].all_gather(b"from the fork")
         except LostRankError as error:
             said.put(str(error))
-        go_on.wait(60)
+        go_on.wait(300)
 
     process = context.Process(target=child)
     process.start()
     try:
-        assert "this process is a fork of the one that made it" in said.get(timeout=60)
+        assert "this process is a fork of the one that made it" in said.get(timeout=300)
         assert group.run(lambda channel: channel.all_gather(b"%d" % channel.rank)) == {0: [b"0", b"1"], 1: [b"0", b"1"]}
         # The fork lives on, and yet the connection ends with its owner's.
         group.channels[0].close()
@@ -473,7 +473,7 @@ def test_a_fork_neither_uses_nor_keeps_the_connections(ranks):
         assert "rank 0 has closed its connection" in str(outcomes[1])
     finally:
         go_on.set()
-        process.join(60)
+        process.join(300)
 
 
 def test_a_fork_is_not_taken_for_a_rank_that_has_gone(store):
@@ -483,12 +483,12 @@ def test_a_fork_is_not_taken_for_a_rank_that_has_gone(store):
 
     def work() -> None:
         works.set()
-        go_on.wait(60)
+        go_on.wait(300)
 
     def rank() -> None:
         announce(store, 7)
         context.Process(target=work).start()
-        works.wait(60)
+        works.wait(300)
         os.kill(os.getpid(), signal.SIGKILL)
 
     announce(store, 1)

@@ -94,7 +94,7 @@ def test_the_rank_with_the_store_stays_until_the_others_know(gone, monkeypatch):
         pass
     assert first.is_alive()
     assert find_lost_ranks(store, "g", (0, 1, 2), 1) == [2]
-    first.join(10)
+    first.join(300)
     assert found == {0: [2]}
     monkeypatch.setattr(lost_ranks, "FAREWELL_SECONDS", 0.2)
     assert find_lost_ranks(store, "g", (0, 1, 2), 0) == [2]  # rank 1 is alive and says nothing: not for ever
@@ -141,7 +141,7 @@ def test_the_error_of_the_rank_with_the_store_does_not_wait_for_a_rank_that_is_b
     (farewell,) = [thread for thread in threading.enumerate() if thread.name == "flexckpt-lost-ranks"]
     assert not farewell.daemon
     assert find_missing_ranks(store, "g", (0, 1), 1) == ([], [], [])
-    farewell.join(30)
+    farewell.join(300)
     assert not farewell.is_alive()
 
 
@@ -165,7 +165,7 @@ def test_those_that_live_are_waited_for_until_they_have_failed_too(monkeypatch):
     while store.add("flexckpt/g/1", 0) == 0:
         pass
     assert find_missing_ranks(store, "g", (1, 2), 2) == ([], [], [])
-    first.join(30)
+    first.join(300)
     assert found == {1: ([], [], [])}
 
 

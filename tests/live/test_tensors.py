@@ -223,7 +223,7 @@ def test_without_strided_kernels(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.stdout.strip().endswith("right"), done.stderr

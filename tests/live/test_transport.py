@@ -15,7 +15,7 @@ import pytest
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.live.transport import SocketTransport
 
-STALL = 5.0
+STALL = 20.0
 # More than the sockets on both ends of a connection hold: a sender has to wait for its receiver.
 LARGE = 32 << 20
 
@@ -55,7 +55,7 @@ class Members:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
         self.seconds = time.monotonic() - begin
         alive = [thread for thread in threading.enumerate() if thread not in threads_before]
         for transport in self.transports:
@@ -158,7 +158,7 @@ def test_strangers_are_ignored(hello):
         arrived = all_to_all(members, lambda source, target: 5000)
     assert set(members.outcomes.values()) == {None}, members.outcomes
     assert all((data == stream_data(*pair, 5000)).all() for pair, data in arrived.items())
-    assert members.seconds < STALL * 2
+    assert members.seconds < STALL
 
 
 def test_a_member_that_is_not_expected_is_turned_away():
@@ -200,9 +200,9 @@ def test_a_member_that_fails_in_mid_stream_fails_all(size, count, side):
     # A receiver of small streams may have sent all it had before it failed: then only it knows, and agree() tells.
     if side == "receiving" and size < LARGE:
         assert isinstance(members.outcomes[1], CheckpointError)
-        assert members.seconds < 30
+        assert members.seconds < 60
     else:
-        members.assert_all_failed(within=30)
+        members.assert_all_failed(within=60)
     assert "the disk is on fire" in str(members.outcomes[1])
 
 
@@ -224,7 +224,7 @@ def test_the_cause_is_kept_before_the_connection_closes(monkeypatch):
         transport.exchange(members.addresses, {1 - rank: outgoing}, {1 - rank: chunks(data.copy(), 100)})
 
     members.run(work)
-    members.assert_all_failed(within=30)
+    members.assert_all_failed(within=60)
     assert kept and "the disk is on fire" in kept[0]
 
 
@@ -259,7 +259,7 @@ def test_a_member_that_never_comes_fails_all_after_the_patience(size):
         )
 
     members.run(work, absent=(2,))
-    members.assert_all_failed(within=10)
+    members.assert_all_failed(within=60)
 
 
 def test_a_member_that_is_gone_fails_all_at_once():
@@ -275,7 +275,7 @@ def test_a_member_that_is_gone_fails_all_at_once():
         )
 
     members.run(work, absent=(2,))
-    members.assert_all_failed(within=30)
+    members.assert_all_failed(within=60)
 
 
 def test_exchange_before_address_is_an_error():

@@ -51,7 +51,7 @@ def fail(root, stopped, manager, step: int) -> fc.SaveHandle:
     with stopped():
         handle = save(manager, step)
         shutil.rmtree(directory_of(root, step))
-    assert handle.wait(60)
+    assert handle.wait(300)
     return handle
 
 
@@ -74,7 +74,7 @@ def test_a_checkpoint_is_there_when_its_save_is_complete(tmp_path, writer, stopp
 def test_what_was_kept_for_a_save_goes_at_the_next_save(tmp_path, writer):
     manager = manager_of(tmp_path, async_save=writer, keep=KeepLatest(1))
     for step in (1, 2, 3):
-        save(manager, step).wait(60)
+        save(manager, step).wait(300)
     assert manager.all_steps()[-2:] == [2, 3]
     save(manager, 4, blocking=True)
     assert tree(tmp_path) == files_of(4)

@@ -35,7 +35,7 @@ class Save:
         return self._over.wait(timeout)
 
     def result(self, timeout: float | None = None) -> None:
-        assert self._over.wait(30)
+        assert self._over.wait(300)
         self.seen = True
         if self.error is not None:
             raise self.error

@@ -105,7 +105,7 @@ second.close()
 signal.raise_signal(signal.SIGTERM)
 print("never")
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.returncode) == ("alive True False\n", -signal.SIGTERM), done.stderr
 
 

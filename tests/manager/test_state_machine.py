@@ -152,7 +152,7 @@ class Managed(RuleBasedStateMachine):
         if self.pending is not None:
             step, stored, handle = self.pending
             os.kill(self.writer.pid, signal.SIGCONT)
-            assert handle.wait(60)
+            assert handle.wait(300)
             assert handle.error is None
             self.pending = None
             self.stored[step] = stored

@@ -23,7 +23,7 @@ from paddle_flexckpt.native.listing import is_complete
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from tests.native.two_ranks import load, save
 
-PATIENCE = 30
+PATIENCE = 300
 
 
 class Clock:

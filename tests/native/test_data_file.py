@@ -16,7 +16,7 @@ from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.media.local import write_all
 from paddle_flexckpt.native import checksums, data_file
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
-from paddle_flexckpt.native.data_file import TOKEN_WINDOW, write_data_file
+from paddle_flexckpt.native.data_file import BATCH_BYTES, TOKEN_WINDOW, write_data_file
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from tests.native.samples import TOKEN, items_of, store, values_of, whole, write_file
 from tests.property.layouts import Shard
@@ -132,11 +132,11 @@ def test_block_checksums_are_those_of_the_bytes_written(tmp_path):
 
 
 def record_writes(monkeypatch):
-    """Events of the writer, in order: ("hash" | "write" | "fsync" | "close", address, bytes)."""
+    """Events of the writer, in order: ("hash" | "write" | "fsync" | "close", [(address, bytes), ...])."""
     events = []
 
-    def address(data) -> int:
-        return np.frombuffer(data, dtype=np.uint8).ctypes.data
+    def place(data) -> tuple[int, int]:
+        return np.frombuffer(data, dtype=np.uint8).ctypes.data, len(data)
 
     def spy(module, name, describe):
         original = getattr(module, name)
@@ -147,27 +147,38 @@ def record_writes(monkeypatch):
 
         monkeypatch.setattr(module, name, call)
 
-    spy(data_file, "hash_block", lambda block: ("hash", address(block), len(block)))
-    spy(os, "write", lambda fd, data: ("write", address(data), len(data)))
-    spy(os, "fsync", lambda fd: ("fsync", 0, 0))
-    spy(os, "close", lambda fd: ("close", 0, 0))
+    spy(data_file, "hash_block", lambda block: ("hash", [place(block)]))
+    spy(os, "writev", lambda fd, parts: ("write", list(map(place, parts))))
+    spy(os, "fsync", lambda fd: ("fsync", []))
+    spy(os, "close", lambda fd: ("close", []))
     return events
 
 
-def test_each_block_is_written_once_from_its_own_memory_and_hashed_once_right_after(tmp_path, monkeypatch):
-    shards = [whole("a", "float32", (BLOCK_BYTES,)), whole("b", "uint8", (17,))]  # 4 blocks, and less than one
+def test_neighbours_are_written_in_one_call_from_their_own_memory_and_each_block_is_hashed_once(tmp_path, monkeypatch):
+    shards = [whole("a", "uint8", (3 * BLOCK_BYTES,)), whole("b", "uint8", (17,)), whole("c", "float32", (5,))]
     values = [values_of(shard, seed) for seed, shard in enumerate(shards)]
     events = record_writes(monkeypatch)
     write_file(tmp_path, shards, values)
     monkeypatch.undo()
-    (kind, _, header_bytes), blocks, end = events[0], events[1:-2], [kind for kind, _, _ in events[-2:]]
-    assert kind == "write"
-    assert header_bytes == (tmp_path / "0_0.safetensors").stat().st_size - 4 * BLOCK_BYTES - 17
-    expected = [(values[0].ctypes.data + i * BLOCK_BYTES, BLOCK_BYTES) for i in range(4)] + [
-        (values[1].ctypes.data, 17)
-    ]
-    assert blocks == [event for place in expected for event in (("write", *place), ("hash", *place))]
-    assert end == ["fsync", "close"]
+    (kind, header), (other_kind, blocks) = events[:2]
+    assert kind == other_kind == "write"
+    # The float32 shard comes first: the widest elements do.
+    at = [value.ctypes.data for value in values]
+    expected = sorted([(at[0] + i * BLOCK_BYTES, BLOCK_BYTES) for i in range(3)] + [(at[1], 17), (at[2], 20)])
+    assert sorted(blocks) == expected
+    assert [size for _, size in header] == [(tmp_path / "0_0.safetensors").stat().st_size - 3 * BLOCK_BYTES - 37]
+    assert events[2:-2] == [("hash", [place]) for place in blocks], "while they are in cache"
+    assert [kind for kind, _ in events[-2:]] == ["fsync", "close"]
+
+
+def test_one_call_writes_a_bounded_number_of_bytes_and_of_blocks(tmp_path, monkeypatch):
+    shards = [whole("a", "uint8", (BATCH_BYTES + BLOCK_BYTES,)), *(whole(f"k{i}", "uint8", (3,)) for i in range(2000))]
+    events = record_writes(monkeypatch)
+    write_file(tmp_path, shards, [values_of(shard, 0) for shard in shards])
+    monkeypatch.undo()
+    calls = [places for kind, places in events if kind == "write"][1:]
+    assert [len(places) for places in calls] == [8, 1024, 977]
+    assert [sum(size for _, size in places) for places in calls] == [BATCH_BYTES, BLOCK_BYTES + 3 * 1023, 3 * 977]
 
 
 def test_a_large_item_is_hashed_by_another_thread_while_it_is_written(tmp_path, monkeypatch):
@@ -188,18 +199,26 @@ def test_a_large_item_is_hashed_by_another_thread_while_it_is_written(tmp_path, 
 
 
 def test_short_writes_lose_nothing(tmp_path, monkeypatch):
-    original = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: original(fd, data[: max(1, len(data) // 3)]))
-    stored = store(tmp_path, [whole("a", "uint8", (1000,)), whole("b", "uint8", (7,))])
+    original, counts = os.writev, []
+
+    def write_a_third(fd, parts):
+        data = b"".join(parts)
+        counts.append(original(fd, [data[: max(1, len(data) // 3)]]))
+        return counts[-1]
+
+    monkeypatch.setattr(os, "writev", write_a_third)
+    stored = store(tmp_path, [whole("a", "uint8", (1000,)), whole("b", "uint8", (7,)), whole("c", "uint8", (0,))])
     monkeypatch.undo()
+    assert len(counts) > 10
     found, _ = open_with_safetensors(stored.file())
     assert bytes(found["a"]["data"]) == stored.values[0].tobytes()
     assert stored.file().stat().st_size == stored.manifest.file_bytes[0]
 
 
 def test_write_all_of_nothing_calls_nothing(monkeypatch):
-    monkeypatch.setattr(os, "write", lambda *_: pytest.fail("nothing was to be written"))
-    write_all(-1, memoryview(b""))
+    monkeypatch.setattr(os, "writev", lambda *_: pytest.fail("nothing was to be written"))
+    write_all(-1, [])
+    write_all(-1, [b"", memoryview(b"")])
 
 
 def write(tmp_path, shards, data=()) -> Manifest:

@@ -99,14 +99,14 @@ def test_a_reader_waits_for_a_claim_and_looks_again(tmp_path, backend, monkeypat
     claim = backend.locks.claim(MANIFEST)
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
-    assert waiting.wait(30)  # it has opened the file
+    assert waiting.wait(300)  # it has opened the file
     assert outcome == []
     if fate == "removed":
         backend.remove(MANIFEST)
     elif fate == "replaced":
         publish(backend, MANIFEST, b"two")
     claim.release()
-    reader.join(30)
+    reader.join(300)
     assert outcome == [{"removed": FileNotFoundError, "replaced": (b"two", True), "left": (b"one", True)}[fate]]
 
 

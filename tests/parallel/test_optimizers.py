@@ -17,6 +17,8 @@ def raw(tensor):
 
 
 class Model(nn.Layer):
+    """Parameters of two and one axes, and of one element."""
+
     def __init__(self):
         super().__init__()
         self.first = nn.Linear(3, 4)

@@ -10,7 +10,7 @@ from paddle import nn
 import paddle_flexckpt as fc
 from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 
-from .test_optimizers import raw, states_of, step
+from .test_optimizers import Model, raw, states_of, step
 
 pytestmark = pytest.mark.compat
 
@@ -41,18 +41,6 @@ VARIANTS = [
     *((name, {"name": "tuner"}) for name in OPTIMIZERS),
 ]
 LEADING = {"y": 3}  # ASGD's history: one copy per batch
-
-
-class Model(nn.Layer):
-    """Parameters of two and one axes, and of one element."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(3, 4)
-        self.second = nn.Linear(4, 1)
-
-    def forward(self, x):
-        return self.second(nn.functional.gelu(self.first(x)))
 
 
 def build(kind, parameters, **kwargs):

@@ -6,12 +6,15 @@ flattened ranges or tiles.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from unittest import mock
 
 import numpy as np
 
+from paddle_flexckpt import aoa
 from paddle_flexckpt.algebra import Box, BoxMaps
 from paddle_flexckpt.aoa import Node, Region, TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import dtype_of
@@ -45,6 +48,13 @@ class Weighted:
             assert operand.shape == box.shape
             result = result + np.float32(weight) * operand.astype(np.float32)
         return result.astype(dtype_of(self.dtype).numpy)
+
+
+@contextlib.contextmanager
+def statements_of(mapping: TensorMapping) -> Iterator[dict]:
+    """Gives an ``aoa_config`` that means this mapping."""
+    with mock.patch.object(aoa, "compile_program", lambda *_args, **_options: mapping):
+        yield {"aoa_statements": []}
 
 
 @dataclass

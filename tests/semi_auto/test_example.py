@@ -27,7 +27,7 @@ def run(directory, ranks, *options):
     environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run(
-        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return {int(step): float(loss) for step, loss in _STEP.findall(done.stdout)}

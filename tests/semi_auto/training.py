@@ -384,7 +384,7 @@ def main(names):
         chosen = [s for s in STRATEGIES if s.ranks == ranks and (not names or s.name in names)]
         if not chosen:
             continue
-        with World(ranks, timeout=60) as world:
+        with World(ranks, timeout=300) as world:
             for strategy in chosen:
                 for sizes in SIZES if strategy.ragged else ("even", "uneven"):
                     try:

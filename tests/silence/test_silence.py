@@ -109,8 +109,8 @@ def test_a_mistake_of_the_library_is_found(mutant, monkeypatch):
 
             def change(reader, pieces, memory, computes, original=original):
                 original(reader, pieces, memory, computes=computes)
-                for weight in memory._memory._state.weights:
-                    flat = np.asarray(weight.local_tensor).reshape(-1)
+                for tensor in memory._memory._state.tensors:
+                    flat = np.asarray(tensor).reshape(-1)
                     flat[...] = flat[::-1].copy()
 
         elif change == "raising":

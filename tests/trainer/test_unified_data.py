@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.engine.whole_tensors import WholeTensors
+from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
-from paddle_flexckpt.native.reader import FileReader
 from tests.trainer.make_unified import CASES
 
 DATA = Path(__file__).parent / "data"
@@ -21,12 +20,10 @@ DATA = Path(__file__).parent / "data"
 def contents(path):
     directory = SourceDirectory(path)
     manifest = directory.read_manifest()
-    tensors = WholeTensors(manifest, None)
-    with FileReader(directory.backend, manifest) as reader:
-        return {
-            name: [tensors.infos[name].dtype, list(tensors.infos[name].shape), hashlib.sha256(array).hexdigest()[:16]]
-            for name, array in tensors.iterate(list(tensors.infos), reader)
-        }
+    return {
+        name: [array.dtype.name, list(array.shape), hashlib.sha256(array).hexdigest()[:16]]
+        for name, array in iterate_tensors(directory.backend, manifest, names=manifest.catalog.keys)
+    }
 
 
 def expected(case):

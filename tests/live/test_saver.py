@@ -1,0 +1,70 @@
+"""Saves: how many calls of Python functions a tensor takes, which is what a save of many small ones lasts."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.sharded_weight import ShardedWeight
+from tests.ramdisk import memory_directory
+
+MOST_CALLS = 5
+
+
+def tensor_of(kind: str, number: int) -> Any:
+    values = np.full((8, 4), number, dtype=np.float32)
+    if "paddle" in kind:
+        paddle = pytest.importorskip("paddle")
+        return paddle.to_tensor(values, place=paddle.CPUPlace())
+    return values.astype(ml_dtypes.bfloat16) if "bfloat16" in kind else values
+
+
+def state_of(kind: str, count: int) -> dict[str, Any]:
+    state = {}
+    for number in range(count):
+        name, tensor = f"layers.{number}.weight", tensor_of(kind, number)
+        if "flattened" in kind:
+            tensor = tensor.reshape([-1])
+            state[name] = ShardedWeight(name, tensor, (8, 4), (8, 4), (0, 0), True, slice(0, 32))
+        elif "sharded" in kind:
+            state[name] = ShardedWeight(name, tensor, (8, 4), (8, 4), (0, 0))
+        else:
+            state[name] = tensor
+    return {"model": state}
+
+
+def calls_of_a_save(state: dict[str, Any], path: Path) -> Counter[str]:
+    """How often a save calls each Python function; generators count each time that they go on."""
+    calls: Counter[str] = Counter()
+
+    def count(frame: Any, event: str, _value: Any) -> None:
+        if event == "call":
+            calls[f"{frame.f_code.co_filename}:{frame.f_code.co_name}"] += 1
+
+    sys.setprofile(count)
+    try:
+        fc.save_state_dict(state, path, SoloCommunicator())
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["plain", "sharded", "bfloat16", "flattened sharded", "plain paddle", "sharded paddle", "flattened sharded paddle"],
+)
+def test_a_tensor_more_costs_a_few_calls(kind):
+    with memory_directory() as path:
+        fc.save_state_dict(state_of(kind, 2), path / "first", SoloCommunicator())  # what is imported late is by now
+        few = calls_of_a_save(state_of(kind, 512), path / "few")
+        many = calls_of_a_save(state_of(kind, 1024), path / "many")
+    more = {name: count / 512 for name, count in (many - few).items()}
+    assert sum(more.values()) <= MOST_CALLS, sorted(more.items(), key=lambda item: -item[1])[:10]
