@@ -18,7 +18,7 @@ from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media import remote, retrying
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.media.read_ahead import LONGEST_REQUEST
-from paddle_flexckpt.native import data_file, reader
+from paddle_flexckpt.media.remote_files import RemoteInputFile, RemoteOutputFile
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from tests.object_store import running_store
 
@@ -234,39 +234,34 @@ def test_a_part_that_cannot_be_sent_is_an_error_and_leaves_nothing(store, monkey
     assert store.log.open_requests == 0
 
 
+def interrupted_at(real, number: int):
+    """A method that an interrupt ends at a certain call."""
+    calls = []
+
+    def call(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return real(self, *arguments)
+
+    return call
+
+
 def test_an_interrupt_leaves_nothing_running(store, monkeypatch):
     monkeypatch.setattr(remote, "LEAST_PART_BYTES", MIB)
     storage = open_run(store, "interrupt", part_bytes=MIB)
     store.set()
     save(storage, LARGE)
-    real, calls = reader.FileReader.read, []
-
-    def interrupt(self, *arguments):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return real(self, *arguments)
-
     store.set(latency=0.05)
-    with monkeypatch.context() as patch:
-        patch.setattr(reader.FileReader, "read", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            load(storage, LARGE)
-    assert threads() == []
-    assert store.log.open_requests == 0
-
-    hashed, calls = data_file.hash_block, []
-
-    def interrupted(block):
-        calls.append(block)
-        if len(calls) == 9:
-            raise KeyboardInterrupt
-        return hashed(block)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(data_file, "hash_block", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            save(storage, LARGE)
-    assert threads() == []
-    assert storage._medium.unfinished() == []
-    assert store.log.open_requests == 0
+    for kind, method, call in (
+        (RemoteInputFile, "read_into", lambda: load(storage, LARGE)),
+        (RemoteOutputFile, "write", lambda: save(storage, LARGE)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, method, interrupted_at(getattr(kind, method), 5))
+            with pytest.raises(KeyboardInterrupt):
+                call()
+        assert threads() == []
+        assert storage._medium.unfinished() == []
+        assert store.log.open_requests == 0
+    assert len(store.log.of("GET", "safetensors")) < 8
