@@ -41,8 +41,8 @@ class Columns:
         """Return number of padded axes."""
         return int(getattr(self, next(iter(self.PADDED))).shape[1])
 
-    def take(self: Table, rows: np.ndarray) -> Table:
-        """Return the table of the given rows (indices or a mask); what belongs to the whole table stays as it is."""
+    def take(self: Table, rows: np.ndarray | slice) -> Table:
+        """Return the table of some rows (indices, a mask or a slice); what belongs to the whole table stays."""
         return replace(self, **{name: getattr(self, name)[rows] for name in self.COLUMNS})
 
     def widened(self: Table, width: int) -> Table:

@@ -15,8 +15,10 @@ import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.engine.announcing import announce
 from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.options import FileOptions
+from paddle_flexckpt.engine.piece_columns import PieceColumns
 from paddle_flexckpt.engine.plan import FillPlan
 from paddle_flexckpt.engine.transfer import Source, Task
 from paddle_flexckpt.foreign.formats import SourceDirectory
@@ -89,6 +91,8 @@ class Files(Source):
         """
         task.memory.wait()
         self._filling = Filling(task.plan, task.memory, self._plan.pieces.target)
+        with self._reading():
+            announce(self.reader, self._plan.pieces, self._filling)
         if task.memory.one_at_a_time:
             yield from self._fill_one_by_one(task.plan)
         else:
@@ -150,15 +154,19 @@ def read_pieces(reader: FileReader, pieces: Pieces, memory: Filling, computes: b
         while arriving and arriving[0][1] <= reader.hashing_done:
             memory.piece_done(arriving.popleft()[0])
 
-    reader.read_ahead(pieces.source.tolist(), pieces.copies())
-    for piece, copy in enumerate(pieces.copies()):
-        row = int(pieces.target[piece])
-        if computes:
+    for first, last in memory.portions(pieces.target):
+        if computes and first < last:
             reader.wait_for_hashes()
             arrive()
-            memory.advance(row)
-        reader.read(int(pieces.source[piece]), copy, memory.host_storage(row))
-        arriving.append((row, reader.hashing_begun))
-        arrive()
+            memory.advance(int(pieces.target[first]))
+        part = pieces.take(slice(first, last))
+        columns = PieceColumns.of(part, reader.catalog, memory.catalog, memory.addresses)
+        columns.read(reader)
+        memory.pieces_done(part.target[columns.direct])
+        for piece in np.flatnonzero(~columns.direct).tolist():
+            row = int(part.target[piece])
+            reader.read(int(part.source[piece]), part.copy(piece), memory.host_storage(row))
+            arriving.append((row, reader.hashing_begun))
+            arrive()
     reader.wait_for_hashes()
     arrive()

@@ -6,10 +6,12 @@ Tested in tests/engine/test_filling.py and tests/live/test_aoa_tiles.py.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 
-from paddle_flexckpt.catalog import CheckpointError, dtype_of
+from paddle_flexckpt.catalog import Catalog, CheckpointError, dtype_of
 from paddle_flexckpt.engine.copies import AnyStorage, write_values
 from paddle_flexckpt.engine.plan import FillPlan, Tile
 from paddle_flexckpt.engine.targets import Memory, OpenTarget
@@ -49,6 +51,27 @@ class Filling:
         self._scratch: dict[int, np.ndarray] = {}
         self._next_tile = 0
         self._scratch_bytes = self.peak_scratch_bytes = 0
+
+    @cached_property
+    def addresses(self) -> np.ndarray:
+        """Return int64 per row: the address of a target that is filled where it stands, or -1."""
+        addresses, known = np.full(len(self._plan.catalog), -1, dtype=np.int64), self._memory.addresses()
+        if known is not None:
+            addresses[: self._plan.targets] = known
+            addresses[list(self._plan.same_memory)] = -1
+        return addresses
+
+    @property
+    def catalog(self) -> Catalog:
+        """Return the rows."""
+        return self._plan.catalog
+
+    def portions(self, rows: np.ndarray) -> Iterator[tuple[int, int]]:
+        """Yield ranges of the rows of pieces, in the order in which these are filled, with no tile between."""
+        after = [tile.after for tile in self._plan.tiles]
+        due = np.searchsorted(after, self._plan.turn[rows])
+        edges = np.flatnonzero(np.diff(due)) + 1
+        yield from zip([0, *edges.tolist()], [*edges.tolist(), len(rows)])
 
     def storage(self, row: int) -> AnyStorage:
         """Return the storage of a row, to be written."""
@@ -122,6 +145,11 @@ class Filling:
         self._left[row] -= 1
         if self._left[row] == 0 and row in self._open:
             self._store(row)
+
+    def pieces_done(self, rows: np.ndarray) -> None:
+        """Note that pieces of rows have arrived, in targets that are filled where they stand: nothing is put back."""
+        if self._left is not None:
+            np.subtract.at(self._left, rows, 1)
 
     def _store(self, row: int) -> None:
         target = self._open.pop(row)

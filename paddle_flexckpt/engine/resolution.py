@@ -15,7 +15,7 @@ import numpy as np
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, unordered, validate_shards
-from paddle_flexckpt.catalog.dtypes import castable
+from paddle_flexckpt.engine.fitting import Given, are_alike, are_ruled, fit
 from paddle_flexckpt.engine.fused import FusedMismatch, find_mismatch, mending_statements
 from paddle_flexckpt.engine.mapping import compile_mapping
 from paddle_flexckpt.engine.names import CompatibleNames, Unresolved, find_compatible, raw_meanings
@@ -62,36 +62,45 @@ class Resolution:
 
     Attributes:
         targets: The targets.
-        rows: How each of them is filled.
+        others: How they are filled, by row in rising order, but for those that the source's tensor of their name fills.
         filled: int64, the rows to fill.
         same_memory: For rows that share their memory with an earlier row but are made of something else: that earlier
             row. They are compared, not written.
     """
 
     targets: Targets
-    rows: tuple[Resolved, ...]
+    others: dict[int, Resolved]
     filled: np.ndarray
     same_memory: dict[int, int]
 
     @cached_property
+    def rows(self) -> tuple[Resolved, ...]:
+        """Return how each target is filled."""
+        return tuple(self.others.get(row) or Resolved(OWN, key) for row, key in enumerate(self.targets.catalog.keys))
+
+    @cached_property
     def catalog(self) -> Catalog:
         """Return the targets, with every key under the name that the mapping or the source has for it."""
-        return replace(self.targets.catalog, keys=tuple(row.name for row in self.rows))
+        names = list(self.targets.catalog.keys)
+        for row, other in self.others.items():
+            names[row] = other.name
+        return replace(self.targets.catalog, keys=tuple(names))
 
     def by_key(self, column: str) -> dict[str, Any]:
         """Return a column by the targets' keys, without the rows in which it is empty."""
         number = Resolved._fields.index(column)
-        return {key: row[number] for key, row in zip(self.targets.catalog.keys, self.rows) if row[number]}
+        keys = self.targets.catalog.keys
+        return {keys[row]: other[number] for row, other in self.others.items() if other[number]}
 
     @property
     def missing(self) -> list[str]:
         """Return the keys that nothing fills."""
-        return [key for key, row in zip(self.targets.catalog.keys, self.rows) if row.how == MISSING]
+        return [self.targets.catalog.keys[row] for row, other in self.others.items() if other.how == MISSING]
 
     @property
     def mismatches(self) -> list[FusedMismatch]:
         """Return what statements have to put right first."""
-        return [row.mismatch for row in self.rows if row.mismatch is not None]
+        return [other.mismatch for other in self.others.values() if other.mismatch is not None]
 
     def statements(self, source: Catalog) -> tuple[str, ...]:
         """Return the statements that put the parts of fused targets right."""
@@ -102,8 +111,9 @@ class Resolution:
 
     def raw_meanings(self) -> dict[str, list[str]]:
         """Return the parameters by the raw names of them that lead to keys of the source."""
-        columns = zip(self.targets.catalog.keys, self.rows, self.targets.aliases)
-        found = [(key, row.name, aliases) for key, row, aliases in columns if row.how not in (STATEMENT, MISSING)]
+        columns = zip(self.targets.catalog.keys, self.catalog.keys, self.targets.aliases)
+        nothing = {row for row, other in self.others.items() if other.how in (STATEMENT, MISSING)}
+        found = [names for row, names in enumerate(columns) if row not in nothing]
         return raw_meanings(found, lambda: self.targets.by_tensor_name)
 
     def used(self, source: Catalog, mapping: TensorMapping | None) -> np.ndarray:
@@ -129,7 +139,7 @@ class Resolution:
             "cast": self.by_key("cast"),
             "masters": self.by_key("master"),
             "fused": {one.key: one.summary() for one in self.mismatches},
-            "maybe_fused": sorted({row.maybe_fused for row in self.rows if row.maybe_fused}),
+            "maybe_fused": sorted({*self.by_key("maybe_fused").values()}),
         }
 
 
@@ -149,13 +159,18 @@ def resolve(
     """
     resolver = _Resolver(targets, source, options, mapping)
     problems = [*validate_shards(targets.catalog), *resolver.compatible.problems]
-    rows = tuple(map(resolver.resolve, range(len(targets.catalog))))
-    problems += [row.problem for row in rows if row.problem is not None]
+    others = {row: resolver.resolve(row) for row in np.flatnonzero(~resolver.are_plain()).tolist()}
+    problems += [other.problem for other in others.values() if other.problem is not None]
     if problems:
         raise ValidationError(problems)
-    names = {i: row.name for i, row in enumerate(rows) if row.how != MISSING and row.mismatch is None}
+    names = dict(enumerate(targets.catalog.keys))
+    for row, other in others.items():
+        if other.how == MISSING or other.mismatch is not None:
+            del names[row]
+        else:
+            names[row] = other.name
     filled, same_memory = share_memory(targets, names, mapping)
-    return Resolution(targets, rows, np.asarray(filled, dtype=np.int64), same_memory)
+    return Resolution(targets, others, np.asarray(filled, dtype=np.int64), same_memory)
 
 
 def complete(
@@ -177,11 +192,11 @@ def complete(
     if again.mismatches:
         raise ValidationError([one.problem() for one in again.mismatches])
     # What was found before is what the report tells.
-    rows = tuple(
-        new._replace(mismatch=old.mismatch, alias=new.alias or old.alias, maybe_fused=old.maybe_fused)
-        for old, new in zip(first.rows, again.rows)
-    )
-    return mapping, replace(again, rows=rows)
+    others = {
+        row: new._replace(mismatch=old.mismatch, alias=new.alias or old.alias, maybe_fused=old.maybe_fused)
+        for row, (old, new) in enumerate(zip(first.rows, again.rows))
+    }
+    return mapping, replace(again, others=others)
 
 
 def _mixed(first: Resolution, source: Catalog) -> list[Problem]:
@@ -232,7 +247,8 @@ class _Resolver:
             ruled = any(order.axis is not None for order in (*self._catalog.orders, *source.orders))
             # Where no order is told and none may be missing, nobody asks what is renamed.
             self._copied = mapping.copied_keys(mapping.tensors) if ruled or self._unordered.any() else {}
-        self._names = [self._own_name(row) for row in range(len(self._catalog))]
+        index = self._index
+        self._names = [key if key in index else self._own_name(row) for row, key in enumerate(self._catalog.keys)]
         self.compatible = CompatibleNames()
         if options.mw_name_compatibility and None in self._names:
             self.compatible = self._find_compatible()
@@ -257,13 +273,23 @@ class _Resolver:
         unresolved: list[Unresolved] = []
         claimed: dict[str, list[tuple[str, object]]] = {}
         for row, name in enumerate(self._names):
-            key, place = catalog.keys[row], targets.places[row]
+            key, place = catalog.keys[row], targets.place(row)
             if name is not None:
                 claimed.setdefault(name, []).append((key, place))
             elif key not in self._gone:
                 rank = int(catalog.rank[row])
                 unresolved.append(Unresolved(key, rank, self._aliases(row), targets.raw_names[row], place))
         return find_compatible(unresolved, self._index, claimed, targets.by_tensor_name)
+
+    def are_plain(self) -> np.ndarray:
+        """Return bool per target: whether the source's tensor of its name fills it as it is; nothing is to be told."""
+        target, source = self._catalog, self._source
+        number = np.asarray([self._index.get(key, -1) for key in target.keys], dtype=np.int64)
+        plain = number >= 0
+        rows, number = np.flatnonzero(plain), number[plain]
+        ruled = are_ruled(target)[rows] | are_ruled(source)[number] | self._unordered[number]
+        plain[rows] = are_alike(target, rows, source, self._first_row[number]) & ~ruled
+        return plain
 
     def resolve(self, row: int) -> Resolved:
         """Return how a target is filled."""
@@ -279,7 +305,7 @@ class _Resolver:
         how = OWN if name == key else MASTER if master else RAW_NAME if key in self.compatible.names else ALIAS
         alias = name if name != key and not master else ""
         number = self._index[name]
-        cast, problem = _fit(self._catalog, row, self._stored(row, number), bool(master) or self._casts)
+        cast, problem = fit(self._catalog, row, self._stored(row, number), bool(master) or self._casts)
         resolved = Resolved(how, name, alias, cast, master or "", problem=problem)
         return resolved if problem else self._in_order(resolved, row, number)
 
@@ -289,8 +315,8 @@ class _Resolver:
         info = mapping.tensors[found]
         # Braces of the statement are its own.
         origin = mapping.made_by(found).replace("{", "{{").replace("}", "}}")
-        given = _Given(info.shape, info.dtype, f"AOA gives {{}}{origin}", remedy="correct the statement, or the target")
-        cast, problem = _fit(self._catalog, row, given, bool(master) or self._casts)
+        given = Given(info.shape, info.dtype, f"AOA gives {{}}{origin}", remedy="correct the statement, or the target")
+        cast, problem = fit(self._catalog, row, given, bool(master) or self._casts)
         resolved = Resolved(STATEMENT, found, found if found != key else "", cast, master, problem=problem)
         if self._targets.mapping is not None and found in self._numbers and found not in mapping.provenance:
             resolved = resolved._replace(maybe_fused=found if self._unordered[self._numbers[found]] else "")
@@ -364,40 +390,11 @@ class _Resolver:
             remedy = untied(catalog, row, self._source) + remedy
         return Problem("the source has no such key", **where, got=got, remedy=remedy)
 
-    def _stored(self, row: int, number: int) -> _Given:
+    def _stored(self, row: int, number: int) -> Given:
         """Return what the source has under the number of a key."""
         source, source_row = self._source, int(self._first_row[number])
         shape = source.unpadded(source_row, source.global_shape)
-        given = _Given(shape, source.dtype_name(source_row), "{} (source)", source.file_name(source_row))
+        given = Given(shape, source.dtype_name(source_row), "{} (source)", source.file_name(source_row))
         if shape == self._catalog.unpadded(row, self._catalog.global_shape):
             return given
         return replace(given, remedy=given.remedy + resized(self._catalog, row, source, source_row))
-
-
-@dataclass(frozen=True)
-class _Given:
-    """What a target would be filled from: its shape and dtype, where it is, how to name it, and what to change."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    text: str
-    file: str | None = None
-    remedy: str = "load into a model of the saved size, or leave this key out"
-
-
-def _fit(target: Catalog, row: int, given: _Given, casts: bool) -> tuple[str, Problem | None]:
-    """Return how values are cast on the way from what is given to a target, and why they cannot get there."""
-    where: dict[str, Any] = {"key": target.key_name(row), "rank": int(target.rank[row]), "file": given.file}
-    shape, dtype = target.unpadded(row, target.global_shape), target.dtype_name(row)
-    if shape != given.shape:
-        where.update(expected=f"{list(shape)} (target)", got=given.text.format(list(given.shape)))
-        return "", Problem("global shapes differ", **where, remedy=given.remedy)
-    if dtype == given.dtype:
-        return "", None
-    where.update(expected=f"{dtype} (target)", got=given.text.format(given.dtype))
-    if not casts:
-        return "", Problem("dtypes differ", **where, remedy='load with dtype="cast" to convert the values')
-    if not castable(given.dtype, dtype):
-        remedy = "load into a target of the saved dtype"
-        return "", Problem("a cast would lose what the values mean", **where, remedy=remedy)
-    return f"{given.dtype} -> {dtype}", None

@@ -37,34 +37,37 @@ def share_memory(
         moved = tuple(column.tobytes() for column in columns)
         return mapping.tensors[name], moved, tuple(mapping.regions.get(name, ()))
 
+    rows = np.fromiter(names, dtype=np.int64, count=len(names))
     seen: dict[object, list[int]] = {}
-    spans: dict[int, tuple[int, int]] = {}
-    keep, same_memory = [], {}
-    for row in names:
-        place = targets.places[row]
-        if place is None:
-            keep.append(row)
-            continue
-        earlier = seen.setdefault(place, [])
+    left_out, same_memory = set(), {}
+    # Most targets have their memory for themselves, and are not looked at.
+    for row in rows[_begin_together(targets.spans[rows])].tolist():
+        earlier = seen.setdefault(targets.place(row), [])
         if any(made_of(row) == made_of(other) for other in earlier):
-            continue  # the same memory from the same source: filled already
+            left_out.add(row)  # the same memory from the same source: filled already
+            continue
         if earlier:
             same_memory[row] = earlier[0]
-        else:
-            spans[row] = place[0]
         earlier.append(row)
-        keep.append(row)
-    _refuse_overlaps(targets, spans)
+    keep = [row for row in names if row not in left_out]
+    _refuse_overlaps(targets, [row for row in keep if row not in same_memory])
     return keep, same_memory
 
 
-def _refuse_overlaps(targets: Targets, spans: Mapping[int, tuple[int, int]]) -> None:
+def _begin_together(spans: np.ndarray) -> np.ndarray:
+    """Return bool per span: whether it has elements, and another begins at the same address."""
+    _, number, count = np.unique(spans[:, 0], return_inverse=True, return_counts=True)
+    return (count[number] > 1) & (spans[:, 0] < spans[:, 1])
+
+
+def _refuse_overlaps(targets: Targets, chosen: list[int]) -> None:
     """Raise ValidationError if a target shares memory with another that is not the very same part of a tensor.
 
-    ``spans`` has first and last address (exclusive) by row, of one of the targets that are the same part of one memory.
+    ``chosen`` has one of the targets that are the same part of one memory.
     """
-    rows = np.fromiter(spans, dtype=np.int64, count=len(spans))
-    begin, end = np.asarray(list(spans.values()), dtype=np.int64).reshape(-1, 2).T
+    rows = np.asarray(chosen, dtype=np.int64)
+    rows = rows[targets.spans[rows, 0] < targets.spans[rows, 1]]
+    begin, end = targets.spans[rows].T
     order = np.lexsort((end, begin))
     rows, begin, end = rows[order], begin[order], end[order]
     problems, catalog, overlap = [], targets.catalog, targets.memory.overlap

@@ -5,7 +5,7 @@ Tested in tests/engine/test_targets.py and tests/live/test_policies.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -54,6 +54,17 @@ class Memory:
         """Open a target; ``fresh``: all of it will be written, so that a copy need not begin with its values."""
         raise NotImplementedError
 
+    def tensor_names(self) -> Sequence[str | None]:
+        """Return Paddle's own name of each tensor, or None; nothing where none has one."""
+        return ()
+
+    def addresses(self) -> np.ndarray | None:
+        """Return int64 per target: the address of a contiguous one on the host, which stays open; else -1.
+
+        None: all have to be opened.
+        """
+        return None
+
     def on_device(self, row: int) -> AnyStorage | None:
         """Return the storage of a target on a device, to be written in place; None for host memory."""
         return None
@@ -80,8 +91,7 @@ class Targets:
         catalog: Names, shapes, dtypes, and orders of elements. No key has two rows, so a row is its key's number too.
         aliases: By row, other names of the same, tied parameter.
         raw_names: By row, raw names of an optimizer's state that has a structured name.
-        tensor_names: By row, Paddle's own name of the tensor, or None.
-        places: By row, where it is: equal for the same part in the same memory; None where none shares it.
+        spans: int64 ``[n, 2]``, first and last byte address (exclusive); equal where none shares its memory.
         memory: Reaches their memory.
         mapping: Where the targets are what statements make, and not the other way round: these, compiled.
     """
@@ -89,16 +99,20 @@ class Targets:
     catalog: Catalog
     aliases: tuple[tuple[str, ...], ...]
     raw_names: tuple[tuple[str, ...], ...]
-    tensor_names: tuple[str | None, ...]
-    places: tuple[Place | None, ...]
+    spans: np.ndarray
     memory: Memory
     mapping: TensorMapping | None = None
+
+    def place(self, row: int) -> Place | None:
+        """Return where a target is: equal for the same part in the same memory; None without elements."""
+        begin, end = self.spans[row].tolist()
+        return ((begin, end), self.catalog.dtype_name(row), self.catalog.describe(row)) if begin < end else None
 
     @cached_property
     def by_tensor_name(self) -> dict[str, list[str]]:
         """Return keys, sorted, by the name of the tensor behind them, without ``.dist``."""
         names: dict[str, list[str]] = {}
-        for key, name in zip(self.catalog.keys, self.tensor_names):
+        for key, name in zip(self.catalog.keys, self.memory.tensor_names()):
             if name is not None:
                 names.setdefault(raw_parameter(name), []).append(key)
         return {name: sorted(keys) for name, keys in names.items()}

@@ -61,8 +61,8 @@ class WholeTensors(Memory):
         builder = CatalogBuilder(0)
         for key, info in self._infos:
             builder.add(key, info.dtype, info.shape, (0,) * len(info.shape), info.shape)
-        no_names, none = ((),) * len(infos), (None,) * len(infos)
-        return Targets(builder.build(), no_names, no_names, none, none, self, mapping)
+        no_names, nowhere = ((),) * len(infos), np.zeros((len(infos), 2), dtype=np.int64)
+        return Targets(builder.build(), no_names, no_names, nowhere, self, mapping)
 
     def open(self, row: int, fresh: bool) -> _Array:
         """Return a fresh array, and keep it."""

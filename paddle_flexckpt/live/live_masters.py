@@ -11,9 +11,11 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from paddle_flexckpt.engine.names import raw_parameter
 from paddle_flexckpt.live.state import LocalState, tensor_name
-from paddle_flexckpt.live.tensor_memory import address_range, dtype_name
+from paddle_flexckpt.live.tensor_memory import address_range
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +29,15 @@ def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> i
     not laid out as their parameters. Returns the number of those that were renewed. ``untouched`` are the keys of the
     state that were not loaded.
     """
+    half = np.asarray([name in _HALF for name in state.catalog.dtypes], dtype=bool)
+    if not half.any():
+        return 0
     rows = [row for row, key in enumerate(state.catalog.keys) if key not in untouched]
     tensors = [state.tensor(row) for row in rows]
     loaded: dict[str, Any] = {}
-    for row, tensor in zip(rows, tensors):
-        name = tensor_name(state.weights[row] or tensor)
-        if name is not None and hasattr(tensor, "_copy_to") and dtype_name(tensor) in _HALF:
+    for row, tensor, is_half in zip(rows, tensors, half[state.catalog.dtype[rows]].tolist()):
+        name = tensor_name(state.weights[row] or tensor) if is_half else None
+        if name is not None and hasattr(tensor, "_copy_to"):
             dist = getattr(state.weights[row], "dist_tensor", None)
             loaded[_name_of(name)] = tensor if dist is None else dist
     if not loaded:

@@ -12,7 +12,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import dtype_of
 from paddle_flexckpt.engine.copies import AnyStorage
-from paddle_flexckpt.engine.targets import Memory, Place, Targets
+from paddle_flexckpt.engine.targets import Memory, Targets
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.live.live_masters import renew_masters
 from paddle_flexckpt.live.state import LocalState, open_state, tensor_name
@@ -26,36 +26,59 @@ _MAX_WORK = 100_000
 def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
     """Return the table of a rank's targets; arguments and errors as of :func:`.open_state`."""
     state = open_state(state_dict, rank)
-
-    def place(row: int) -> Place | None:
-        span = address_range(state.tensor(row))
-        return None if span is None else (span, state.catalog.dtype_name(row), state.catalog.describe(row))
-
+    spans, addresses, devices = _locate(state)
     return Targets(
         state.catalog,
-        tuple(tuple(getattr(weight, "aliases", ())) for weight in state.weights),
-        tuple(tuple(getattr(weight, "raw_names", ())) for weight in state.weights),
-        tuple(tensor_name(weight or tensor) for weight, tensor in zip(state.weights, state.tensors)),
-        tuple(map(place, range(len(state.weights)))),
-        TargetTensors(state, rank),
+        tuple([tuple(getattr(weight, "aliases", ())) for weight in state.weights]),
+        tuple([tuple(getattr(weight, "raw_names", ())) for weight in state.weights]),
+        spans,
+        TargetTensors(state, rank, addresses, devices),
     )
+
+
+def _locate(state: LocalState) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Return the spans of a state's tensors, their addresses where they can be filled as they stand, and devices."""
+    tensors, sizes = state.tensors, state.catalog.byte_length
+    begins, direct, elsewhere = np.zeros_like(sizes), np.zeros(len(sizes), dtype=bool), []
+    for row, (tensor, size) in enumerate(zip(tensors, sizes.tolist())):
+        if not size:
+            continue
+        if isinstance(tensor, np.ndarray):
+            begins[row], flags = tensor.__array_interface__["data"][0], tensor.flags
+            direct[row] = flags.c_contiguous and flags.writeable
+        elif tensor.place.is_cpu_place():
+            begins[row], direct[row] = tensor.data_ptr(), tensor.is_contiguous()
+        else:
+            elsewhere.append(tensor)
+    spans = np.stack([begins, begins + sizes], axis=1)
+    for row in np.flatnonzero(~direct & (sizes > 0)).tolist():
+        spans[row] = address_range(tensors[row])
+    return spans, np.where(direct, begins, -1), devices_of(elsewhere)
 
 
 class TargetTensors(Memory):
     """Reach the tensors of a rank's targets."""
 
-    def __init__(self, state: LocalState, rank: int) -> None:
-        """Take the targets of a rank."""
-        self._state, self._rank = state, rank
+    def __init__(self, state: LocalState, rank: int, addresses: np.ndarray, devices: list[str]) -> None:
+        """Take the targets of a rank, the addresses of those that are filled as they stand, and their devices."""
+        self._state, self._rank, self._addresses, self._devices = state, rank, addresses, devices
 
     @property
     def devices(self) -> list[str]:
         """Return the names of the devices on which targets are."""
-        return devices_of(self._state.tensors)
+        return self._devices
+
+    def tensor_names(self) -> list[str | None]:
+        """Return Paddle's own name of each tensor, or None."""
+        return [tensor_name(weight or tensor) for weight, tensor in zip(self._state.weights, self._state.tensors)]
 
     def open(self, row: int, fresh: bool) -> HostTensor:
         """Open a target as host memory; ``fresh``: all of it will be written."""
         return HostTensor(self._state.tensor(row), fresh=fresh)
+
+    def addresses(self) -> np.ndarray:
+        """Return int64 per target: the address of a contiguous one on the host, else -1."""
+        return self._addresses
 
     def on_device(self, row: int) -> AnyStorage | None:
         """Return the storage of a target on a device; None for host memory."""

@@ -16,13 +16,12 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of
 from paddle_flexckpt.engine.targets import Targets
+from paddle_flexckpt.native.stretches import ADDRESSES, FIRST_ADDRESS
 
 # "Place(gpu:0)" is a device; "Place(cpu)" and "Place(gpu_pinned)" are memory of the host.
 _DEVICE = re.compile(r"Place\((\w+:\d+)\)")
-# All of this process's memory as one array, of which a slice costs less than an array of its own. It begins behind the
-# page at 0, of which numpy would make an array with memory of its own.
-_FIRST_ADDRESS = 1 << 12
-_ADDRESSES = np.frombuffer((ctypes.c_uint8 * ((1 << 56) - _FIRST_ADDRESS)).from_address(_FIRST_ADDRESS), dtype=np.uint8)
+# A slice of it costs less than an array of its own.
+_MEMORY = np.frombuffer(ADDRESSES, dtype=np.uint8)
 
 
 def dtype_name(tensor: Any) -> str:
@@ -110,8 +109,8 @@ def host_bytes(tensors: Sequence[Any]) -> list[np.ndarray | None]:
         if dtype not in itemsizes:
             itemsizes[dtype] = dtype_of(dtype_name(tensor)).itemsize
         nbytes = math.prod(tensor.shape) * itemsizes[dtype]
-        address = tensor.data_ptr() - _FIRST_ADDRESS if nbytes else 0
-        found.append(_ADDRESSES[address : address + nbytes])
+        address = tensor.data_ptr() - FIRST_ADDRESS if nbytes else 0
+        found.append(_MEMORY[address : address + nbytes])
     return found
 
 
@@ -159,8 +158,8 @@ def refuse_shared_memory(source: Catalog, held: Mapping[int, Any], targets: Targ
     ]
     spans += [
         _Span(*place[0], f"{names[row]} {place[2]}", row)
-        for row, place in enumerate(targets.places)
-        if place is not None
+        for row in range(len(targets.catalog))
+        if (place := targets.place(row)) is not None
     ]
     spans.sort(key=lambda span: (span.begin, span.end))
     problems = []

@@ -48,6 +48,24 @@ class InputFile(ABC):
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Fill the beginning of a buffer from byte ``offset``; return how many bytes, 0 at the end of the file."""
 
+    def read_into_each(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Fill buffers, one after the other, from byte ``offset``, by one request if the medium answers it whole.
+
+        Returns:
+            How many bytes, as of :meth:`read_into`: the last of them may be missing.
+        """
+        if len(buffers) == 1:
+            return self.read_into(buffers[0], offset)
+        data = bytearray(sum(map(len, buffers)))
+        with memoryview(data) as view:
+            count = self.read_into(view, offset)
+            begin = 0
+            for buffer in buffers:
+                part = view[begin : min(begin + len(buffer), count)]
+                buffer[: len(part)] = part
+                begin += len(buffer)
+        return count
+
     def memory_map(self) -> mmap.mmap | None:
         """Return the file as a read-only memory map, which the caller closes; None where the medium has none."""
         return None

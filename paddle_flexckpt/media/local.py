@@ -20,7 +20,7 @@ from paddle_flexckpt.media.file_names import naming, open_inside
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS
 from paddle_flexckpt.media.local_locks import LocalLocks
 
-# What one writev takes (IOV_MAX of Linux; no system has less than 16).
+# What one readv or writev takes (IOV_MAX of Linux; no system has less than 16).
 _MOST_PARTS = min(1024, os.sysconf("SC_IOV_MAX"))
 
 
@@ -37,6 +37,11 @@ class LocalInputFile(InputFile):
         """Implement the base class."""
         with naming(self._path):
             return os.preadv(self._descriptor, [buffer], offset)
+
+    def read_into_each(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Implement the base class, without a copy of the bytes."""
+        with naming(self._path):
+            return os.preadv(self._descriptor, buffers[:_MOST_PARTS], offset)
 
     def read(self, offset: int, length: int) -> bytes:
         """Return bytes as the base class does, without a copy of them."""

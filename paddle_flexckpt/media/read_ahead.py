@@ -141,6 +141,8 @@ class ReadAhead:
         for request in self._waiting:
             self._of_file.setdefault(request.file, {})[request] = None
         self._held: dict[_Request, None] = {}
+        # What is held although something later of its file is being read: it goes when its room is needed.
+        self._passed: dict[_Request, None] = {}
         self._held_bytes = self._running = 0
         self._stop = threading.Event()
         self._lock = threading.Lock()
@@ -171,7 +173,7 @@ class ReadAhead:
         return count
 
     def _find(self, file: int, offset: int) -> _Request | None:
-        """Return the request that has a byte, on its way; drop those of the file that were to be read before."""
+        """Return the request that has a byte, on its way; those of the file that were to be read before may go."""
         with self._lock:
             passed = []
             for request in self._of_file.get(file, ()):
@@ -180,14 +182,10 @@ class ReadAhead:
                 passed.append(request)
             else:
                 return None
-            for each in passed:
-                self._forget(each)
+            self._passed.update(dict.fromkeys(each for each in passed if each in self._held))
+            self._passed.pop(request, None)
             if request.future is None:
-                for each in list(self._held):
-                    if self._held_bytes + request.length <= self._budget.bytes:
-                        break
-                    if each.arrived:
-                        self._forget(each)
+                self._make_room(request, [*self._passed, *self._held])
                 self._start(request)
             self._start_more()
             return request
@@ -200,6 +198,7 @@ class ReadAhead:
     def _forget(self, request: _Request) -> None:
         self._waiting.pop(request, None)
         self._of_file[request.file].pop(request, None)
+        self._passed.pop(request, None)
         if request not in self._held or request.future is None:
             return
         del self._held[request]
@@ -213,9 +212,18 @@ class ReadAhead:
     def _start_more(self) -> None:
         while self._waiting and self._running < self._budget.requests and not self._stop.is_set():
             request = next(iter(self._waiting))
+            self._make_room(request, list(self._passed))
             if self._held and self._held_bytes + request.length > self._budget.bytes:
                 return
             self._start(request)
+
+    def _make_room(self, request: _Request, others: list[_Request]) -> None:
+        """Forget what has arrived of others, one by one, until a request fits into the budget."""
+        for each in others:
+            if self._held_bytes + request.length <= self._budget.bytes:
+                return
+            if each.arrived:
+                self._forget(each)
 
     def _start(self, request: _Request) -> None:
         del self._waiting[request]

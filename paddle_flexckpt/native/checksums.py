@@ -6,7 +6,7 @@ its 8 bytes of checksum cost nothing: 1 TiB of data has 8 MiB of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -45,6 +45,11 @@ def verify_mode(value: bool | str) -> VerifyMode:
 hash_block: Callable[[np.ndarray | memoryview | bytes], int] = xxhash.xxh3_64_intdigest
 
 
+def hash_blocks(blocks: Iterable[np.ndarray | memoryview | bytes]) -> list[int]:
+    """Return the checksums of blocks, each of which has to be contiguous."""
+    return list(map(hash_block, blocks))
+
+
 class HashThread:
     """Hash in one thread, so that reading and writing need not wait for it; all three let other threads run."""
 
@@ -52,11 +57,11 @@ class HashThread:
         """Start nothing yet."""
         self._executor: ThreadPoolExecutor | None = None
 
-    def hash(self, blocks: Sequence[np.ndarray]) -> Future[list[int]]:
+    def hash(self, blocks: Sequence[np.ndarray | memoryview]) -> Future[list[int]]:
         """Hash blocks, which have to stay as they are until that is done."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="flexckpt-hash")
-        return self._executor.submit(lambda: list(map(hash_block, blocks)))
+        return self._executor.submit(hash_blocks, blocks)
 
     def close(self) -> None:
         """Wait for what is being hashed."""
@@ -103,3 +108,7 @@ class Checksums:
     def of_block(self, item: int, block: int) -> int:
         """Return the checksum of one block of one item."""
         return int(self.values[self.first[item] + block])
+
+    def of_blocks(self, items: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """Return the checksum of one block of each of some items, uint64."""
+        return self.values[self.first[items] + blocks]

@@ -69,6 +69,18 @@ class ReplicaChoice:
         """Return the row that an item is read from."""
         return self._serving.get(item, item)
 
+    def rows_serving(self, items: np.ndarray) -> np.ndarray:
+        """Return the row that each of some items is read from."""
+        if not self._serving:
+            return items
+        return np.asarray([self._serving.get(item, item) for item in items.tolist()], dtype=np.int64)
+
+    def are_damaged(self, rows: np.ndarray) -> np.ndarray:
+        """Return bool per row: whether something of it is known to be damaged."""
+        if not self.damaged:
+            return np.zeros(len(rows), dtype=bool)
+        return np.isin(rows, list(self.damaged))
+
     def candidates(self, item: int) -> Iterator[int]:
         """Yield the rows to read an item from, best first."""
         first = self.serving(item)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,7 @@ from paddle_flexckpt.media.backend import Backend, InputFile
 from paddle_flexckpt.media.read_ahead import Wanted
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.stretches import AlikeCopies, reach
 
 # Pages of a memory map count as resident until they are given back; this bounds them.
 MAP_SPAN_BYTES = 16 << 20
@@ -119,7 +121,7 @@ class RowFiles:
         self.count.bytes_read += extra
         self.count.bytes_extra += extra
 
-    def read(self, row: int, position: int, buffer: np.ndarray) -> None:
+    def read(self, row: int, position: int, buffer: memoryview | np.ndarray) -> None:
         """Fill a buffer from byte ``position`` of a row.
 
         Raises:
@@ -138,6 +140,48 @@ class RowFiles:
             self.count.bytes_read += got
             offset += got
             view = view[got:]
+
+    def read_neighbours(self, rows: np.ndarray, position: np.ndarray, buffers: Sequence[memoryview]) -> None:
+        """Fill each buffer from a byte of a row; what follows each other in a file is one request.
+
+        Raises:
+            CorruptCheckpointError: A file is not as it was.
+            DamagedCopy: A file ends before.
+            OSError: The file system failed.
+        """
+        catalog = self._manifest.catalog
+        file, offset = catalog.file[rows], catalog.byte_offset[rows] + position
+        end = offset + np.fromiter(map(len, buffers), dtype=np.int64, count=len(buffers))
+        edges = np.flatnonzero((file[1:] != file[:-1]) | (offset[1:] != end[:-1])) + 1
+        for first, last in zip([0, *edges.tolist()], [*edges.tolist(), len(buffers)]):
+            self._read_run(int(file[first]), int(offset[first]), int(end[last - 1]), buffers[first:last])
+
+    def _read_run(self, file: int, offset: int, end: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers with the bytes of a file from one offset to another."""
+        opened = self.open(file)
+        while offset < end:
+            got = opened.read_into_each(buffers, offset)
+            self.count.reads += 1
+            if got == 0:
+                raise DamagedCopy(f"the file ends at byte {offset}")
+            self.count.bytes_read += got
+            offset += got
+            if offset < end:
+                buffers = _behind(buffers, got)
+
+    def copy_alike(self, mapped: mmap.mmap, offset: np.ndarray, copies: AlikeCopies) -> None:
+        """Carry out strided copies of one form from a mapped file, at rising offsets, a bounded span at a time."""
+        copy, itemsize = copies.copy, copies.dtype.itemsize
+        low, high = (each * itemsize for each in reach(copy.extents, copy.source_strides))
+        first, end = offset + low, offset + high + itemsize
+        while len(offset):
+            # Portions keep the mapped span bounded.
+            count = max(1, int(np.searchsorted(end, first[0] + MAP_SPAN_BYTES, side="right")))
+            copies.take(slice(0, count)).carry_out(mapped, offset[:count])
+            _give_back(mapped, int(first[0]), int(end[count - 1]))
+            self.count.reads += count
+            self.count.bytes_read += copy.size * itemsize * count
+            copies, offset, first, end = copies.take(slice(count, None)), offset[count:], first[count:], end[count:]
 
     def copy_mapped(self, mapped: mmap.mmap, row: int, copy: StridedCopy, target: np.ndarray, dtype: np.dtype) -> None:
         """Carry out a strided copy of short scattered runs from a mapped file, a bounded span of it at a time.
@@ -160,6 +204,15 @@ class RowFiles:
             self.count.reads += 1
             _give_back(mapped, begin + first * stride, begin + last * stride)
         self.count.bytes_read += copy.size * dtype.itemsize
+
+
+def _behind(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
+    """Return what is left of buffers behind so many bytes."""
+    for number, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[number + 1 :]]
+        count -= len(buffer)
+    return []
 
 
 def _give_back(mapped: mmap.mmap, begin: int, end: int) -> None:

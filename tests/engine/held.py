@@ -51,6 +51,9 @@ class Held(Memory):
     def open(self, row: int, fresh: bool) -> Open:
         return Open(self, row, fresh)
 
+    def tensor_names(self) -> list[None]:
+        return [None] * len(self.arrays)
+
     def on_device(self, row: int) -> Any:
         self.events.append(("on device", row))
         return self.on_devices.get(row)
@@ -82,10 +85,7 @@ def targets_of(
         catalog=builder.build(),
         aliases=tuple(aliases.get(key, ()) for key in arrays),
         raw_names=tuple(raw_names.get(key, ()) for key in arrays),
-        tensor_names=(None,) * len(arrays),
-        places=tuple(
-            ((starts[key], starts[key] + array.nbytes), array.dtype.name, "whole") for key, array in arrays.items()
-        ),
+        spans=np.asarray([[starts[key], starts[key] + array.nbytes] for key, array in arrays.items()]).reshape(-1, 2),
         memory=Held(arrays.values(), staged),
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Order, Problem, ValidationError, concat, dtype_of
-from paddle_flexckpt.engine.targets import Memory, Place, Targets
+from paddle_flexckpt.engine.targets import Memory, Targets
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.planning import plan_write
 from paddle_flexckpt.sharded_weight import ShardedWeight
@@ -146,21 +146,24 @@ def columns(key: str, extents: Sequence[int], rows: int = 4, **more) -> list[Par
 class Arrays(Memory):
     """The memory of targets that are numpy arrays, or nowhere; ``asked`` are the rows whose overlap was looked for."""
 
-    def __init__(self, arrays: Sequence[np.ndarray | None]) -> None:
-        self.arrays, self.asked = arrays, []
+    def __init__(self, arrays: Sequence[np.ndarray | None], names: Sequence[str | None]) -> None:
+        self.arrays, self.names, self.asked = arrays, names, []
+
+    def tensor_names(self) -> Sequence[str | None]:
+        return self.names
 
     def overlap(self, one: int, other: int) -> bool:
         self.asked.append((one, other))
         return np.shares_memory(self.arrays[one], self.arrays[other])
 
 
-def place_of(array: np.ndarray | None, part: str) -> Place | None:
+def span_of(array: np.ndarray | None) -> tuple[int, int]:
     """Where an array is, as a target says it."""
     if array is None or not array.size:
-        return None
+        return 0, 0
     begin = array.__array_interface__["data"][0]
     last = sum((extent - 1) * stride for extent, stride in zip(array.shape, array.strides))
-    return (begin, begin + last + array.itemsize), array.dtype.name, part
+    return begin, begin + last + array.itemsize
 
 
 def targets(*parts: Part) -> Targets:
@@ -170,9 +173,8 @@ def targets(*parts: Part) -> Targets:
         table,
         tuple(part.aliases for part in parts),
         tuple(part.raw_names for part in parts),
-        tuple(part.tensor_name for part in parts),
-        tuple(place_of(part.array, table.describe(row)) for row, part in enumerate(parts)),
-        Arrays([part.array for part in parts]),
+        np.asarray([span_of(part.array) for part in parts], dtype=np.int64).reshape(-1, 2),
+        Arrays([part.array for part in parts], [part.tensor_name for part in parts]),
     )
 
 

@@ -300,3 +300,27 @@ def test_a_part_of_a_contiguous_target_is_received_straight_into_it():
 def test_nothing_is_copied_of_pieces_without_elements():
     assert copy_pieces(pieces_of((0, 0, StridedCopy((0, 3), 0, (3, 1), 0, (3, 1)))), lambda row: np.zeros(3),
                        lambda row: np.zeros(3)) == 0  # fmt: skip
+
+
+def test_a_step_may_be_of_three_parts_and_each_piece_of_another_row():
+    """A step of 12 elements from the 13th on: the rest of a row of five, a row, and the begin of another."""
+    sources = [numbers((5, 6), np.int16), numbers((5, 6), np.int16, 50)]
+    columns, rows = StridedCopy((5, 5), 0, (1, 6), 0, (5, 1)), StridedCopy((5, 5), 0, (5, 1), 0, (1, 6))
+    stream = b"".join(
+        part.tobytes()
+        for part in pack(pieces_of((1, 0, columns), (0, 0, columns)), [s.reshape(-1) for s in sources].__getitem__)
+    )
+    assert np.frombuffer(stream, np.int16).tolist() == [
+        *sources[1][:, :5].T.ravel().tolist(), *sources[0][:, :5].T.ravel().tolist(),
+    ]  # fmt: skip
+    targets = [np.zeros((5, 6), np.int16), np.zeros((5, 6), np.int32)]
+    dtypes, position = [np.dtype(np.int8), np.dtype(np.int16)], 0
+    received = np.arange(50, dtype=np.int8)
+    data = received[:25].tobytes() + received[25:].astype(np.int16).tobytes()
+    for buffer in unpack(pieces_of((0, 1, rows), (1, 0, rows)), [t.reshape(-1) for t in targets].__getitem__,
+                         dtypes.__getitem__):  # fmt: skip
+        buffer[:] = np.frombuffer(data, np.uint8, buffer.nbytes, position)
+        position += buffer.nbytes
+    assert position == len(data)
+    assert targets[1][:, :5].tolist() == received[:25].reshape(5, 5).T.tolist()
+    assert targets[0][:, :5].tolist() == received[25:].reshape(5, 5).T.tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -11,11 +12,15 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from paddle_flexckpt import export_safetensors
+from paddle_flexckpt.aoa import compile_program
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.engine import export, plan
 from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media import local
+from paddle_flexckpt.media.local import LocalBackend, LocalOutputFile
+from paddle_flexckpt.native.reader import FileReader
 from tests.engine.samples import SHAPES, save, values_of
 from tests.native.samples import flip
 
@@ -23,6 +28,7 @@ from tests.native.samples import flip
 KINDS = {f"m.{name}": (name, SHAPES[i % 4]) for i, name in enumerate(DTYPES) if name != "complex128"}
 KINDS.update({"m.empty": ("float32", (0, 3)), "other": ("bfloat16", (3, 3)), "m.bfloat16.moment1_0": ("float32", (6,))})
 KINDS["extra_state.rng.rank0"] = ("uint8", (16,))
+TINY_HEADER = 200
 MODEL = sorted(set(KINDS) - {"m.bfloat16.moment1_0", "extra_state.rng.rank0"})
 
 
@@ -80,6 +86,134 @@ def test_the_safetensors_library_loads_the_values(tmp_path):
     for key, array in loaded.items():
         assert (array.dtype, array.shape) == (values[key].dtype, values[key].shape)
         assert array.tobytes() == values[key].tobytes()
+
+
+TINY = {"b": np.asarray([1, 2, 3], np.int8), "ä": np.asarray([1, 2], np.float32), "c": np.asarray(0.5, np.float64)}
+
+
+def test_every_byte_of_a_file(tmp_path):
+    """Wide elements come first, data begins at a multiple of eight, and names are written as they are."""
+    save(tmp_path / "in", TINY)
+    export_safetensors(tmp_path / "in", tmp_path / "out")
+    header = (
+        '{"__metadata__":{"format":"pt"},"c":{"dtype":"F64","shape":[],"data_offsets":[0,8]},'
+        '"ä":{"dtype":"F32","shape":[2],"data_offsets":[8,16]},"b":{"dtype":"I8","shape":[3],"data_offsets":[16,19]}}'
+    ).encode()
+    header += b" " * (-len(header) % 8)
+    data = b"".join(TINY[key].tobytes() for key in "cäb")
+    expected = len(header).to_bytes(8, "little") + header + data
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == expected
+
+
+def test_every_byte_of_an_index(tmp_path):
+    """In the order of names, as many in a file as fit: of 3 and 8 bytes two in 11, and not three in 18."""
+    save(tmp_path / "in", TINY)
+    assert len(export_safetensors(tmp_path / "in", tmp_path / "one", max_file_bytes=19).files) == 1
+    report = export_safetensors(tmp_path / "in", tmp_path / "out", max_file_bytes=18)
+    assert report.files == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert (tmp_path / "out" / "model.safetensors.index.json").read_text() == (
+        '{\n  "metadata": {\n    "total_size": 19\n  },\n  "weight_map": {\n'
+        '    "b": "model-00001-of-00002.safetensors",\n    "c": "model-00001-of-00002.safetensors",\n'
+        '    "ä": "model-00002-of-00002.safetensors"\n  }\n}\n'
+    )
+    files = export_safetensors(tmp_path / "in", tmp_path / "three", max_file_bytes=10).files
+    assert len(files) == 3
+
+
+def test_what_is_reported(tmp_path, caplog):
+    save(tmp_path / "in", {**TINY, "c.moment1_0": np.ones(2, np.float32)}, unique_id=3)
+    with caplog.at_level("DEBUG", "paddle_flexckpt"):
+        report = export_safetensors(tmp_path / "in", tmp_path / "out")
+    assert (report.source, report.unique_id, report.output) == (str(tmp_path / "in"), 3, str(tmp_path / "out"))
+    assert (report.keys, report.left_out, report.total_bytes, report.unfed) == (3, 1, 19, [])
+    assert (report.bytes_extra, report.peak_scratch_bytes, report.maybe_fused, report.replicas_used) == (0, 0, [], {})
+    assert sorted(report.seconds) == ["plan", "total", "write"]
+    assert 0 < report.seconds["plan"] + report.seconds["write"] <= report.seconds["total"] * 1.001
+    # Who exports reports it; the transfer beneath does not.
+    assert [record.levelname for record in caplog.records if "loaded" in record.message] == ["DEBUG"]
+    assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
+
+
+def test_states_that_nothing_feeds_are_told_with_the_states(tmp_path):
+    save(tmp_path / "in", {key: np.ones((2, 2), np.float32) for key in ("a", "b", "a.moment1_0")})
+    program = {"aoa_statements": ["a, b -> t, axis=0"]}
+    assert export_safetensors(tmp_path / "in", tmp_path / "out", program).unfed == []
+    report = export_safetensors(tmp_path / "in", tmp_path / "all", program, states=True)
+    assert report.unfed == ["t.moment1_0"]
+
+
+def test_what_may_be_fused_is_told_once(tmp_path, caplog):
+    """These are cut along their last axis, and nothing is recorded of their order."""
+    kinds = {"a": ("float32", (4, 6)), "b": ("float32", (4, 6)), "c": ("float32", (6,)), "d": ("int8", (4, 6))}
+    save(tmp_path / "in", values_of(kinds))
+    report = export_safetensors(tmp_path / "in", tmp_path / "out")
+    assert report.maybe_fused == ["a", "b", "d"]
+    assert len([record for record in caplog.records if "in which order" in record.message]) == 1
+    statements = {"aoa_statements": ["b -> b", "d -> e"]}
+    assert export_safetensors(tmp_path / "in", tmp_path / "few", statements).maybe_fused == ["a"]
+
+
+def test_one_tensor_is_written_before_the_next_is_read(tmp_path, monkeypatch):
+    save(tmp_path / "in", TINY, world=1)
+    events = []
+    original = FileReader.read, LocalOutputFile.write
+    monkeypatch.setattr(FileReader, "read", lambda *args: events.append("read") or original[0](*args))
+    monkeypatch.setattr(
+        LocalOutputFile, "write", lambda self, data: events.append(len(data)) or original[1](self, data)
+    )
+    monkeypatch.setattr(LocalOutputFile, "finish", finishing(events, LocalOutputFile.finish))
+    export_safetensors(tmp_path / "in", tmp_path / "out", max_file_bytes=18)
+    first, second = (
+        (tmp_path / "out" / f"model-0000{number}-of-00002.safetensors").stat().st_size - data
+        for number, data in ((1, 11), (2, 8))
+    )
+    assert events[:8] == ["read", first, 8, "read", 3, "finish", "read", second]
+    assert events[8:10] == [8, "finish"]
+
+
+def finishing(events, original):
+    def finish(self):
+        events.append("finish")
+        return original(self)
+
+    return finish
+
+
+def test_one_tensor_and_a_tile_are_in_memory(tmp_path, monkeypatch):
+    """Each tensor is 4 MB; there are 16 of them, every other one computed."""
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", 1 << 14)
+    size = 4 << 20
+    save(tmp_path / "in", {f"t{i}": np.full(size // 4, i, np.float32) for i in range(16)}, world=1)
+    statements = [f"t{i} -> u{i}, scale=2.0" for i in range(0, 16, 2)]
+    for number, (config, limit) in enumerate([({"aoa_statements": statements}, 3 * size), (None, 1 << 30)]):
+        tracemalloc.start()
+        try:
+            export_safetensors(tmp_path / "in", tmp_path / f"out{number}", config, max_file_bytes=limit)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        # The reader's staging block and the plans come on top.
+        assert size < peak < 2 * size
+    found = load_file(tmp_path / "out0" / "model-00006-of-00006.safetensors")
+    assert {key: float(array[-1]) for key, array in found.items()} == {"u8": 16.0}
+
+
+def test_tensors_without_elements_and_filled_ones_have_their_place(tmp_path):
+    values = {"a": np.zeros((0, 3), np.float32), "b": np.ones(2, np.float32), "z": np.zeros((2, 0), np.int64)}
+    save(tmp_path / "in", values)
+    made = ['b -> c, pad="[[0, 3]]", fill=2', 'b -> c2, pad="[[1, 0]]", fill=3, dtype="float16"', "b -> y", "b -> b"]
+    program = {"aoa_statements": made}
+    for limit, count in ((1, 6), (1 << 20, 1)):
+        out = tmp_path / str(limit)
+        report = export_safetensors(tmp_path / "in", out, program, max_file_bytes=limit)
+        assert (len(report.files), report.keys) == (count, 6)
+        found = {}
+        for file in report.files:
+            found.update(load_file(out / file))
+        assert {key: (array.shape, array.ravel().tolist()) for key, array in found.items()} == {
+            "a": ((0, 3), []), "b": ((2,), [1, 1]), "z": ((2, 0), []),
+            "c": ((5,), [1, 1, 2, 2, 2]), "c2": ((3,), [3, 1, 1]), "y": ((2,), [1, 1]),
+        }  # fmt: skip
 
 
 def test_states_where_they_are_wanted(checkpoint, values, tmp_path):
@@ -144,6 +278,14 @@ def test_an_id_is_chosen(tmp_path):
         assert load_file(out / "model.safetensors")["x"].tolist() == [value] * 2
 
 
+def test_how_much_is_verified_is_chosen(tmp_path):
+    save(tmp_path / "in", {"w": np.arange(12, dtype=np.float32).reshape(3, 4)}, world=1)
+    program = {"aoa_statements": ['w -> w, slice="[0:1]"']}
+    for verify, verified in (("read", 0), ("full", 48), ("off", 0), (False, 0)):
+        report = export_safetensors(tmp_path / "in", tmp_path / f"out {verify}", program, verify=verify)
+        assert (report.bytes_verified, report.bytes_extra) == (verified, max(verified - 16, 0))
+
+
 # --- what is wrong ------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +307,14 @@ def test_what_cannot_be_written_is_an_error_before_anything_is(checkpoint, tmp_p
     refused("nothing to export; got no key that starts with 'x.' among", checkpoint, out, prefix="x")
     refused("nothing to export; got optimizer states.*states=True", checkpoint, out, prefix="extra_state")
     refused("positive integer; got 0", checkpoint, out, max_file_bytes=0)
+    refused("verify has to be .*'never'", checkpoint, out, verify="never")
+    refused("unexpected keyword argument 'verified'", checkpoint, out, kind=TypeError, verified="read")
+    compiled = compile_program(["other -> x"], SourceDirectory(checkpoint).read_manifest().catalog, None)
+    refused("has to be a dict with 'aoa_statements'; got a TensorMapping", checkpoint, out, compiled)
+    (used / "mine").unlink()
+    (used / "directory").mkdir()
+    with pytest.raises(ValidationError, match="is not empty"):
+        export_safetensors(checkpoint, used)
     refused("AOA statement 1", checkpoint, out, {"aoa_statements": ["nowhere -> x"]})
     refused("no checkpoint with id 7", checkpoint, out, unique_id=7)
 
@@ -197,6 +347,51 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path):
     refused("is missing", tmp_path / "in", tmp_path / "more", kind=CorruptCheckpointError)
 
 
+def test_a_header_that_no_reader_would_take(checkpoint, tmp_path, monkeypatch):
+    for size, fits in ((TINY_HEADER, True), (TINY_HEADER - 1, False)):
+        monkeypatch.setattr(export, "MAX_HEADER_BYTES", size)
+        save(tmp_path / f"in {size}", TINY)
+        if fits:
+            export_safetensors(tmp_path / f"in {size}", tmp_path / f"out {size}")
+            continue
+        text = f"the header of model.safetensors would have {TINY_HEADER} bytes; safetensors allows {size}. Remedy"
+        refused(text, tmp_path / f"in {size}", tmp_path / f"out {size}")
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("fails", ["make_directory", "create", "finish", "sync", "remove"])
+def test_whatever_fails_the_output_is_as_it_was(tmp_path, monkeypatch, there, fails):
+    save(tmp_path / "in", TINY)
+    out, calls = tmp_path / "out", []
+    if there:
+        out.mkdir()
+    name = "sync" if fails == "remove" else fails
+    owner = LocalOutputFile if fails == "finish" else LocalBackend
+    original = getattr(owner, name)
+
+    def failing(self, *args, **options):
+        calls.append(args)
+        # The index is synchronised too.
+        if len(calls) == {"create": 2, "finish": 2}.get(name, 1) and (name != "sync" or os.listdir(out)):
+            raise OSError(28, "No space left on device")
+        return original(self, *args, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+    if fails == "remove":
+        monkeypatch.setattr(LocalBackend, "remove", lambda *_: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+        with pytest.raises(OSError, match="No space left"):
+            export_safetensors(tmp_path / "in", out)
+        return
+    refused("No space left", tmp_path / "in", out, kind=OSError, max_file_bytes=18)
+
+
+def test_a_checkpoint_that_cannot_be_read_is_the_error_of_the_file_system(tmp_path, monkeypatch):
+    save(tmp_path / "in", TINY)
+    (tmp_path / "in" / "0_0.safetensors").unlink()
+    (tmp_path / "in" / "0_0.safetensors").symlink_to(tmp_path / "in" / "0_0.safetensors")
+    refused("symbolic links", tmp_path / "in", tmp_path / "out", kind=OSError)
+
+
 @pytest.mark.parametrize("fails", ["write_all", "rename", "index"])
 def test_a_file_system_that_fails_leaves_nothing_behind(checkpoint, tmp_path, monkeypatch, fails):
     calls = []
@@ -205,7 +400,7 @@ def test_a_file_system_that_fails_leaves_nothing_behind(checkpoint, tmp_path, mo
 
     def failing(*args):
         calls.append(args)
-        wrong = b"weight_map" in bytes(args[1]) if fails == "index" else len(calls) == 3
+        wrong = b"weight_map" in b"".join(args[1]) if fails == "index" else len(calls) == 3
         if wrong:
             raise OSError(28, "No space left on device")
         return original(*args)

@@ -33,9 +33,9 @@ def values_of(start=0):
             in KINDS.items()}  # fmt: skip
 
 
-def load(path, targets, unique_id=None, **options):
-    asked = LoadOptions(unique_id=unique_id, **options)
-    source = Files(str(path), asked)
+def load(path, targets, manifest=None, **options):
+    asked = LoadOptions(**options)
+    source = Files(str(path), asked, manifest)
     return Transfer(SoloCommunicator(), source, lambda: targets, asked, "load_state_dict", "cannot load").run()
 
 
@@ -94,7 +94,7 @@ def test_the_id_that_is_asked_for_is_read(tmp_path):
         save(tmp_path, values_of(100 * unique_id), unique_id=unique_id)
     for unique_id, first in ((None, 100), (1, 100), (0, 0)):
         targets = zeros("v")
-        assert load(tmp_path, targets, unique_id).unique_id == (1 if unique_id is None else unique_id)
+        assert load(tmp_path, targets, unique_id=unique_id).unique_id == (1 if unique_id is None else unique_id)
         assert targets.memory.arrays[0][0] == first
 
 
@@ -207,6 +207,20 @@ def test_what_the_medium_refuses_is_told_with_the_path(tmp_path, monkeypatch, wh
     assert targets.memory.events == ([] if what != "bytes" else ["wait", ("open", 0, True)])
 
 
+def test_of_a_checkpoint_that_the_caller_keeps_nothing_is_looked_up(tmp_path):
+    save(tmp_path, values_of())
+    manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
+    (tmp_path / "0.manifest").unlink()
+    targets = zeros("v")
+    report = load(tmp_path, targets, manifest=manifest)
+    assert (report.unique_id, targets.memory.arrays[0].tolist()) == (0, values_of()["v"].tolist())
+
+
+def test_options_are_checked_before_anything_is_looked_for(tmp_path):
+    with pytest.raises(ValidationError, match="verify"):
+        load(tmp_path / "nowhere", zeros("v"), verify="never")
+
+
 @pytest.mark.parametrize("what", ["manifest", "file"])
 def test_what_the_medium_refuses_stays_what_it_is_where_that_is_asked_for(tmp_path, what):
     save(tmp_path, values_of(), world=1)
@@ -271,6 +285,15 @@ def test_targets_that_are_filled_together_are_not_told_one_by_one(tmp_path):
     assert told == []
 
 
+def test_a_target_without_elements_is_filled_in_its_turn(tmp_path):
+    save(tmp_path, {"a": np.ones(2, np.float32), "b": np.ones((0, 3), np.float32), "c": np.ones(1, np.float32)})
+    targets = targets_of({key: np.zeros(shape, np.float32) for key, shape in (("b", (0, 3)), ("c", 1), ("a", 2))})
+    targets.memory.one_at_a_time, found = True, []
+    targets.memory.filled = lambda row: found.append((row, targets.memory.arrays[row].tolist()))
+    load(tmp_path, targets)
+    assert found == [(0, []), (1, [1]), (2, [1, 1])]
+
+
 # -- computed values ---------------------------------------------------------------------------------------------------
 
 
@@ -326,8 +349,8 @@ def test_what_statements_move_or_compute_is_filled():
 class Reader:
     """A reader that begins to hash with every piece, and is ``behind`` by so many."""
 
-    def __init__(self, behind, log):
-        self.behind, self.log = behind, log
+    def __init__(self, behind, log, catalog):
+        self.behind, self.log, self.catalog = behind, log, catalog
         self.hashing_begun = self.hashing_done = 0
 
     def read(self, item, copy, target):
@@ -341,8 +364,13 @@ class Reader:
 
 
 class Rows:
-    def __init__(self, log):
-        self.log = log
+    """Each has to be opened, and tiles may be due before each."""
+
+    def __init__(self, log, catalog):
+        self.log, self.catalog, self.addresses = log, catalog, np.full(len(catalog), -1)
+
+    def portions(self, rows):
+        return [(piece, piece + 1) for piece in range(len(rows))]
 
     def host_storage(self, row):
         return f"memory of {row}"
@@ -353,12 +381,16 @@ class Rows:
     def piece_done(self, row):
         self.log.append(("done", row))
 
+    def pieces_done(self, rows):
+        assert not len(rows)
+
 
 def read(behind, computes):
     source = catalog_of([whole(key, "int8", (count,)) for key, count in (("a", 1), ("b", 2), ("c", 3))])
     plan = plan_fill(source, np.asarray([1, 2, 0]), None)
     log = []
-    read_pieces(Reader(behind, log), plan_reads(ShardMatcher(source), plan, None).pieces, Rows(log), computes)
+    pieces = plan_reads(ShardMatcher(source), plan, None).pieces
+    read_pieces(Reader(behind, log, source), pieces, Rows(log, source), computes)
     return log
 
 

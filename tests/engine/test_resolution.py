@@ -11,7 +11,7 @@ from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import CUT, NATURAL, Order, Problem
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.engine.fused import FusedMismatch
-from paddle_flexckpt.engine.mapping import compile_mapping, whole_mapping
+from paddle_flexckpt.engine.mapping import compile_mapping
 from paddle_flexckpt.engine.options import TransferOptions
 from paddle_flexckpt.engine.resolution import Resolved, complete, resolve
 from tests.engine.samples import Part, catalog, columns, refusal, targets, the_refusal
@@ -483,16 +483,6 @@ def test_what_may_be_fused_is_told():
     assert (row.mismatch, row.maybe_fused) == (None, "")
     (row,) = solve([Part("w", WHOLE, shape=(4, 0), order=FFN)], parts(4)).rows
     assert (row.mismatch, row.maybe_fused) == (None, "")
-
-
-def test_what_may_be_fused_is_told_of_targets_that_follow_from_statements():
-    source = [*parts(4), *parts(4, "v"), *parts(4, "known", CUT), *parts(4, "renamed")]
-    mapping = whole_mapping(["renamed -> new", "v -> v"], by_rank(source))
-    here = replace(targets(*(Part(key, WHOLE) for key in ("w", "v", "known", "new"))), mapping=mapping)
-    found = resolve(here, by_rank(source), TransferOptions(), mapping)
-    # Statements say of what they make that it is taken as it lies.
-    assert [row.how for row in found.rows] == ["statement"] * 4
-    assert found.report()["maybe_fused"] == ["w"]
 
 
 def test_what_statements_rename_is_looked_at_and_what_they_make_is_taken_as_it_is():

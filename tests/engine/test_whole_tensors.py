@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 
 import numpy as np
@@ -108,6 +109,64 @@ def test_one_tensor_and_a_tile_are_in_memory(tmp_path, monkeypatch):
         tracemalloc.stop()
     # The reader's staging block and the plans come on top.
     assert size < peak < 2 * size
+
+
+def test_what_statements_fill_is_not_made_before_its_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", 1 << 14)
+    count = 1 << 20
+    save(tmp_path, {"a": np.ones(1, np.float32), "z": np.ones((0, 2), np.int8)}, world=1)
+    manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
+    mapping = statements(manifest, *(f'a -> t{i}, pad="[[0, {count - 1}]]", fill={i}' for i in range(8)))
+    found = []
+    tracemalloc.start()
+    try:
+        for key, array in iterate_tensors(str(tmp_path), manifest, mapping):
+            found.append((key, array.shape, array[:1].tolist(), array[-1:].tolist()))
+            del array
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found == [*((f"t{i}", (count,), [1], [i]) for i in range(8)), ("z", (0, 2), [], [])]
+    assert 4 * count < peak < 8 * count
+
+
+def test_who_stops_leaves_nothing_open(tmp_path, caplog):
+    """And is told what was damaged of what was read."""
+    values = values_of({"a": ("float32", (5,)), "b": ("float32", (3, 3))})
+    save(tmp_path, values, world=1, replicas=2, save_replicas=True)
+    manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
+    (tmp_path / "0_0.safetensors").unlink()
+    before = len(os.listdir("/proc/self/fd"))
+    tensors = iterate_tensors(str(tmp_path), manifest)
+    with caplog.at_level("WARNING", "paddle_flexckpt"):
+        key, array = next(tensors)
+        assert (key, array.tobytes(), caplog.text) == ("a", values["a"].tobytes(), "")
+        tensors.close()
+    assert "tensors were read from replicas" in caplog.text
+    assert str(tmp_path) in caplog.text
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(CorruptCheckpointError, match="is missing"):
+        next(iterate_tensors(str(tmp_path), manifest, use_replicas=False))
+    with pytest.raises(ValidationError, match="verify"):
+        next(iterate_tensors(str(tmp_path), manifest, verify="never"))
+
+
+def test_the_error_of_the_file_system_stays_one(tmp_path):
+    save(tmp_path, values_of({"a": ("float32", (5, 6))}), world=1)
+    manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
+    file = tmp_path / "0_0.safetensors"
+    file.unlink()
+    file.symlink_to(file)
+    with pytest.raises(OSError, match="symbolic links"):
+        next(iterate_tensors(str(tmp_path), manifest))
+
+
+def test_what_keeps_a_targets_values_has_none_here(tmp_path):
+    save(tmp_path, values_of({"a": ("float32", (5,))}), world=1)
+    manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
+    mapping = statements(manifest, 'a -> a, resize="[6]", fill="keep"')
+    with pytest.raises(ValidationError, match="keep what a target has"):
+        next(iterate_tensors(str(tmp_path), manifest, mapping, ["a"]))
 
 
 def test_a_missing_file_is_found_before_anything_is_read(tmp_path):

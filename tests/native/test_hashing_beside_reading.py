@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.engine.files import read_pieces
 from paddle_flexckpt.native import checksums
-from paddle_flexckpt.native.reader import HASHED_AT_ONCE, FileReader
+from paddle_flexckpt.native.block_reader import HASHED_AT_ONCE
+from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.planning import Pieces
 from tests.native.samples import flip, store, whole
 
 BLOCK = 256
@@ -99,7 +102,8 @@ def test_an_error_while_the_thread_is_hashing(stored, monkeypatch):
     preadv = os.preadv
 
     def ends(descriptor, buffers, offset):
-        return 0 if offset >= begin_of(stored, 0) + 20 * BLOCK else preadv(descriptor, buffers, offset)
+        left = max(0, begin_of(stored, 0) + 20 * BLOCK - offset)
+        return min(left, preadv(descriptor, buffers, offset))
 
     monkeypatch.setattr(os, "preadv", ends)
     with pytest.raises(CorruptCheckpointError, match=f"the file ends at byte {begin_of(stored, 0) + 20 * BLOCK}"):
@@ -107,21 +111,23 @@ def test_an_error_while_the_thread_is_hashing(stored, monkeypatch):
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("flexckpt-hash")]
 
 
-class Pieces:
+def pieces() -> Pieces:
     """Three large copies of one item, into rows of their own."""
-
-    source = np.zeros(3, dtype=np.int64)
-    target = np.arange(3)
-
-    def copies(self):
-        return [ALL] * 3
+    none, one = np.zeros(3, dtype=np.int64), np.ones((3, 1), dtype=np.int64)
+    return Pieces(none, np.arange(3), one * SIZE, none, one, none, one)
 
 
 class Memory:
-    """Counts the rows that have begun and those that have arrived."""
+    """Counts the rows that have begun and those that have arrived; each has to be opened."""
+
+    addresses = np.full(3, -1)
 
     def __init__(self, reader):
+        self.catalog = replace(reader.catalog.take(np.zeros(3, dtype=np.int64)), keys=("w",))
         self.reader, self.events, self.rows = reader, [], [np.zeros(SIZE, dtype=np.uint8) for _ in range(3)]
+
+    def portions(self, rows):
+        return [(row, row + 1) for row in rows.tolist()]
 
     def advance(self, row):
         self.events.append(("advance", row, self.reader.hashing_begun - self.reader.hashing_done))
@@ -132,11 +138,14 @@ class Memory:
     def piece_done(self, row):
         self.events.append(("done", row))
 
+    def pieces_done(self, rows):
+        assert not len(rows)
+
 
 def test_a_piece_has_arrived_when_its_last_block_is_verified(stored, monkeypatch):
     with FileReader(stored.directory, stored.manifest) as reader:
         memory = Memory(reader)
-        read_pieces(reader, Pieces(), memory, computes=False)
+        read_pieces(reader, pieces(), memory, computes=False)
         assert memory.events == [("done", 0), ("done", 1), ("done", 2)]
         assert reader.hashing_begun == reader.hashing_done == 3 * 5
     assert all(row.tobytes() == stored.values[0].tobytes() for row in memory.rows)
@@ -144,14 +153,14 @@ def test_a_piece_has_arrived_when_its_last_block_is_verified(stored, monkeypatch
     with FileReader(stored.directory, stored.manifest, use_replicas=False) as reader:
         memory = Memory(reader)
         with pytest.raises(CorruptCheckpointError):
-            read_pieces(reader, Pieces(), memory, computes=False)
+            read_pieces(reader, pieces(), memory, computes=False)
         assert memory.events == []
 
 
 def test_nothing_is_computed_from_what_is_not_verified(stored):
     with FileReader(stored.directory, stored.manifest) as reader:
         memory = Memory(reader)
-        read_pieces(reader, Pieces(), memory, computes=True)
+        read_pieces(reader, pieces(), memory, computes=True)
     assert memory.events == [
         event for row in range(3) for event in ((("done", row - 1),) if row else ()) + (("advance", row, 0),)
     ] + [("done", 2)]

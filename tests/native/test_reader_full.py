@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, dtype_of
+from paddle_flexckpt.native import block_reader
 from paddle_flexckpt.native import reader as reader_module
 from paddle_flexckpt.native.checksums import verify_mode
 from paddle_flexckpt.native.reader import FileReader
@@ -125,7 +126,7 @@ def test_targets_that_share_blocks_read_them_once(tmp_path):
 
 
 def test_kept_blocks_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader_module, "KEPT_BLOCKS", 2)
+    monkeypatch.setattr(block_reader, "KEPT_BLOCKS", 2)
     stored = store(tmp_path, [whole("w", "uint8", (64, 40))], block_bytes=256)
     with FileReader(str(tmp_path), stored.manifest, "full") as reader:
         for expected in (10, 20):

@@ -82,7 +82,7 @@ MUTANTS = {
         "the optimizer is missing from the save", "accepted without an error|listed as missing",
     ),
     "shapes are not compared": (
-        [(resolution, "_fit", lambda *_: ("", None))],
+        [(resolution, "fit", lambda *_: ("", None))],
         "another size of the model", "accepted|filled, though|raw|targets were touched|different things",
     ),
     "nothing is read": (

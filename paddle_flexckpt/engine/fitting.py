@@ -1,0 +1,61 @@
+"""Fitting: whether what a target would be filled from has its shape and dtype, or can be cast, before anything is read.
+
+Tested in tests/live/test_policies.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, Problem
+from paddle_flexckpt.catalog.dtypes import castable
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a target would be filled from: its shape and dtype, where it is, how to name it, and what to change."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    text: str
+    file: str | None = None
+    remedy: str = "load into a model of the saved size, or leave this key out"
+
+
+def fit(target: Catalog, row: int, given: Given, casts: bool) -> tuple[str, Problem | None]:
+    """Return how values are cast on the way from what is given to a target, and why they cannot get there."""
+    where: dict[str, Any] = {"key": target.key_name(row), "rank": int(target.rank[row]), "file": given.file}
+    shape, dtype = target.unpadded(row, target.global_shape), target.dtype_name(row)
+    if shape != given.shape:
+        where.update(expected=f"{list(shape)} (target)", got=given.text.format(list(given.shape)))
+        return "", Problem("global shapes differ", **where, remedy=given.remedy)
+    if dtype == given.dtype:
+        return "", None
+    where.update(expected=f"{dtype} (target)", got=given.text.format(given.dtype))
+    if not casts:
+        return "", Problem("dtypes differ", **where, remedy='load with dtype="cast" to convert the values')
+    if not castable(given.dtype, dtype):
+        remedy = "load into a target of the saved dtype"
+        return "", Problem("a cast would lose what the values mean", **where, remedy=remedy)
+    return f"{given.dtype} -> {dtype}", None
+
+
+def are_alike(target: Catalog, rows: np.ndarray, source: Catalog, stored: np.ndarray) -> np.ndarray:
+    """Return bool per pair of a target and a stored row: whether global shape and dtype are the same."""
+    if not len(rows):
+        return np.zeros(0, dtype=bool)
+    width = max(target.width, source.width)
+    shape, whole = source.widened(width).global_shape[stored], target.widened(width).global_shape[rows]
+    names = {name: i for i, name in enumerate(source.dtypes)}
+    dtype = np.asarray([names.get(name, -1) for name in target.dtypes], dtype=np.int64)[target.dtype[rows]]
+    same = (shape == whole).all(axis=1) & (source.ndim[stored] == target.ndim[rows])
+    return same & (source.dtype[stored] == dtype)
+
+
+def are_ruled(catalog: Catalog) -> np.ndarray:
+    """Return bool per key: whether a rule says that the tensor is fused."""
+    ruled = np.asarray([*(order.axis is not None for order in catalog.orders), False])
+    return ruled[catalog.key_order] if len(catalog.key_order) else np.zeros(len(catalog.keys), dtype=bool)

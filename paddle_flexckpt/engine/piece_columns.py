@@ -1,0 +1,119 @@
+"""PieceColumns: pieces of which a reader is told in columns, because their targets are filled where they stand.
+
+Tested in tests/engine/test_piece_columns.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_flexckpt.algebra import StridedCopy, row_major_strides
+from paddle_flexckpt.catalog import Catalog, dtype_of
+from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.native.stretches import AlikeCopies, Stretches
+from paddle_flexckpt.planning import Pieces
+
+
+@dataclass(frozen=True, eq=False)
+class PieceColumns:
+    """Divide pieces into those that are read in columns and the rest.
+
+    Attributes:
+        direct: bool per piece: whether it is in a column.
+        stretches: Those that are contiguous on both sides.
+        alike: The others, by their form.
+    """
+
+    direct: np.ndarray
+    stretches: Stretches
+    alike: Sequence[AlikeCopies]
+    # The pieces of the stretches, and of each form.
+    _rows: Sequence[np.ndarray]
+
+    @classmethod
+    def of(cls, pieces: Pieces, source: Catalog, target: Catalog, addresses: np.ndarray) -> PieceColumns:
+        """Divide pieces.
+
+        Args:
+            pieces: What is to be read.
+            source: What the files hold.
+            target: The rows that are filled.
+            addresses: int64 per row of these: where its memory is, or -1 where it has to be opened first.
+
+        Raises:
+            IndexError: A piece leaves its item or its target.
+        """
+        address, names = addresses[pieces.target], {name: i for i, name in enumerate(source.dtypes)}
+        kind = source.dtype[pieces.source]
+        same = kind == np.asarray([names.get(name, -1) for name in target.dtypes])[target.dtype[pieces.target]]
+        direct = (address >= 0) & same & (pieces.size > 0)
+        itemsize = source.itemsize[pieces.source]
+        _check_inside(pieces.take(direct), source, target)
+        position = pieces.source_base * itemsize
+        address = address + pieces.target_base * itemsize
+        plain = direct & are_contiguous(pieces.extents, pieces.source_strides)
+        plain &= are_contiguous(pieces.extents, pieces.target_strides)
+        columns = (pieces.source, position, pieces.size * itemsize, address)
+        stretches = Stretches(*(column[plain] for column in columns))
+        strided = np.flatnonzero(direct & ~plain)
+        forms = np.hstack([kind[:, None], pieces.extents, pieces.source_strides, pieces.target_strides])[strided]
+        alike, all_rows = [], [np.flatnonzero(plain)]
+        for form, members in _groups(forms):
+            rows, axes = strided[members], pieces.extents.shape[1]
+            extents, from_strides, to_strides = (
+                tuple(form[1 + part * axes : 1 + (part + 1) * axes].tolist()) for part in range(3)
+            )
+            copy = StridedCopy(extents, 0, from_strides, 0, to_strides).simplified()
+            dtype = dtype_of(source.dtypes[form[0]]).numpy
+            all_rows.append(rows)
+            alike.append(AlikeCopies(copy, dtype, pieces.source[rows], position[rows], address[rows]))
+        return cls(direct, stretches, alike, all_rows)
+
+    def turns(self, pieces: Pieces, source: Catalog) -> Iterator[np.ndarray]:
+        """Yield the numbers of the pieces in the order in which they are read: column by column, then the rest."""
+        place = source.byte_offset[pieces.source] + pieces.source_base * source.itemsize[pieces.source]
+        for rows in self._rows:
+            yield rows[np.lexsort((place[rows], source.file[pieces.source[rows]]))]
+        yield np.flatnonzero(~self.direct)
+
+    def read(self, reader: FileReader) -> None:
+        """Read what is in columns.
+
+        Raises:
+            CorruptCheckpointError: The files are damaged.
+            OSError: The file system failed.
+        """
+        if len(self.stretches):
+            reader.read_stretches(self.stretches)
+        for copies in self.alike:
+            reader.read_alike(copies)
+
+
+def are_contiguous(extents: np.ndarray, strides: np.ndarray) -> np.ndarray:
+    """Return bool per row: whether all axes together are one contiguous stretch."""
+    return ((extents == 1) | (strides == row_major_strides(extents))).all(axis=1)
+
+
+def _groups(forms: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return each distinct row with the numbers of the rows that are equal to it."""
+    if not len(forms):
+        return []
+    order = np.lexsort(forms.T)
+    edges = np.flatnonzero((np.diff(forms[order], axis=0) != 0).any(axis=1)) + 1
+    return [(forms[members[0]], members) for members in np.split(order, edges)]
+
+
+def _check_inside(pieces: Pieces, source: Catalog, target: Catalog) -> None:
+    """Raise IndexError if a piece leaves its item or its target: memory is written by its address."""
+    sides = (
+        ("item", pieces.source_base, pieces.source_strides, source.size[pieces.source]),
+        ("target", pieces.target_base, pieces.target_strides, target.size[pieces.target]),
+    )
+    for what, base, strides, size in sides:
+        steps = (pieces.extents - 1) * strides
+        first, last = base + np.minimum(steps, 0).sum(axis=1), base + np.maximum(steps, 0).sum(axis=1)
+        if ((first < 0) | (last >= size)).any():
+            raise IndexError(f"a piece leaves its {what}")
