@@ -17,8 +17,8 @@ from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media import remote, retrying
 from paddle_flexckpt.media.opening import open_storage
-from paddle_flexckpt.media.read_ahead import LONGEST_REQUEST
-from paddle_flexckpt.media.remote_files import RemoteInputFile, RemoteOutputFile
+from paddle_flexckpt.media.read_ahead import LONGEST_REQUEST, ReadAhead
+from paddle_flexckpt.media.remote_files import RemoteOutputFile
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from tests.object_store import running_store
 
@@ -254,7 +254,7 @@ def test_an_interrupt_leaves_nothing_running(store, monkeypatch):
     save(storage, LARGE)
     store.set(latency=0.05)
     for kind, method, call in (
-        (RemoteInputFile, "read_into", lambda: load(storage, LARGE)),
+        (ReadAhead, "read_into", lambda: load(storage, LARGE)),
         (RemoteOutputFile, "write", lambda: save(storage, LARGE)),
     ):
         with monkeypatch.context() as patch:
