@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         LostRankError,
         Metadata,
         UnreadableCheckpointError,
-        UnsafePickleError,
         ValidationError,
     )
     from paddle_flexckpt.dist_tensor import compute_local_shape_and_global_offset
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
     from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
     from paddle_flexckpt.live.loader import load_state_dict
     from paddle_flexckpt.live.merged import load_merged_state_dict
-    from paddle_flexckpt.live.resharder import _load_state_dict, reshard_sharded_state_dict
+    from paddle_flexckpt.live.resharder import _load_state_dict, plan_reshard, reshard_sharded_state_dict
     from paddle_flexckpt.live.saver import save_state_dict
     from paddle_flexckpt.live.state import flatten_state_dict, unflatten_state_dict
     from paddle_flexckpt.live.statements import explain, plain_state_statements
@@ -91,7 +90,6 @@ _MODULES = {
         "LostRankError",
         "Metadata",
         "UnreadableCheckpointError",
-        "UnsafePickleError",
         "ValidationError",
     ),
     "dist_tensor": ("compute_local_shape_and_global_offset",),
@@ -109,7 +107,7 @@ _MODULES = {
     "aoa.invert": ("invert",),
     "live.loader": ("load_state_dict",),
     "live.merged": ("load_merged_state_dict",),
-    "live.resharder": ("_load_state_dict", "reshard_sharded_state_dict"),
+    "live.resharder": ("_load_state_dict", "plan_reshard", "reshard_sharded_state_dict"),
     "live.statements": ("explain", "plain_state_statements"),
     "live.saver": ("save_state_dict",),
     "live.state": ("flatten_state_dict", "unflatten_state_dict"),
@@ -139,6 +137,7 @@ _HOME = {name: module for module, names in _MODULES.items() for name in names}
 _MOVED = {
     "aoa": ("AoaError",),
     "aoa.model_rules": ("rule_names",),
+    "catalog": ("UnsafePickleError",),
     "manager": ("KeepBest", "KeepEvery", "KeepInterval", "KeepLatest", "RestoreReport", "SaveEvery", "SaveInterval"),
     "native.listing": ("CheckpointInfo", "is_complete"),
     "parallel": ("is_installed",),

@@ -1,4 +1,4 @@
-"""Messages to other ranks: catalogs and fields as bytes, no pickle. Tested in tests/catalog/test_table.py."""
+"""Messages to other ranks: catalogs and fields as bytes, no pickle. Tested in tests/catalog/test_wire.py."""
 
 from __future__ import annotations
 

@@ -150,6 +150,12 @@ class Transfer:
         self.plan()
         return self._task
 
+    def again(self, begin: float) -> LoadReport:
+        """Move what was planned, now or long ago, and report; ``begin``: when that was asked for."""
+        self._begin, self._planned = begin, time.perf_counter()
+        self.move()
+        return self.report()
+
     @functools.cached_property
     def _described(self) -> tuple[Targets, bytes]:
         """Return this rank's targets, and what has to be the same on every rank."""

@@ -77,6 +77,7 @@ def _optimizers() -> Iterator[Any]:
     """Yield every live optimizer of Paddle that has masters."""
     from paddle.optimizer import Optimizer
 
+    gc.unfreeze()  # what gc.freeze() has set aside is not among the objects
     for each in gc.get_objects():
         # Of the type itself: isinstance() asks proxies, which may do anything.
         if issubclass(type(each), Optimizer) and getattr(each, "_master_weights", None):

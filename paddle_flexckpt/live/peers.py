@@ -126,6 +126,18 @@ class Peers(Source):
         self._addresses = list(addresses)
         self._on_device, self._sent = self._comm.together(plan, self._context)
 
+    def renew(self) -> bytes:
+        """Make ready to carry out the same plan once more; return what the others need to reach this rank."""
+        self.closing.close()
+        del self._transport
+        wait_for_devices(self._devices)
+        return self._transport.address()
+
+    def meet(self, addresses: list[bytes]) -> bool:
+        """Take note of where the other ranks are; return whether the plan still holds."""
+        self._addresses = addresses
+        return True
+
     def move(self, task: Task) -> dict[str, Any]:
         """Copy, send and receive."""
         plan, filling = self._plan, Filling(task.plan, task.memory)
@@ -252,5 +264,19 @@ class MemoryPeers(Peers):
         compares, groups = self._rules.compares, self.checked.groups
         replicas = Replicas(comm, self.owned, self.catalog, groups, asked, compares, self._context)
         differing = replicas.compare(digests)
+        self._compares_again = replicas if compares and (groups.count > 1).any() else None
+        self._differed = bool(differing.any())
         self.replicas = replicas.report(differing, comm.position == self._options.coordinator_rank)
         return replace(self.checked, groups=replicas.narrowed(differing if replicas.compares else None))
+
+    def meet(self, addresses: list[bytes]) -> bool:
+        """Take note of where the other ranks are; return whether the plan still holds: no replicas differ.
+
+        One collective where there are replicas to be compared. Raises as :meth:`Replicas.compare`.
+        """
+        super().meet(addresses)
+        again, groups = self._compares_again, self.checked.groups
+        if again is None:
+            return True
+        _, digests = self._comm.together(lambda: (None, replica_digests(self.owned, groups)), self._context)
+        return not again.compare(digests).any() and not self._differed

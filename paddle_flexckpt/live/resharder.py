@@ -1,11 +1,12 @@
 """reshard_sharded_state_dict: live shards into another layout, through the same steps as a load, without a file.
 
-Tested in tests/live/test_reshard_files.py.
+Tested in tests/live/test_reshard_files.py and tests/live/test_reshard_plan.py.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,11 +14,12 @@ from paddle_flexckpt.catalog import Catalog, concat
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
 from paddle_flexckpt.engine.options import GROUP, SHARDS, UNUSED, takes
+from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.transfer import Transfer
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.peers import MemoryPeers, ReshardOptions
 from paddle_flexckpt.live.sources import check_sources
-from paddle_flexckpt.live.state import LocalState, open_state
+from paddle_flexckpt.live.state import LocalState, layout_of, open_state
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.virtual_files import gather_virtual_files, owned_tensors
 from paddle_flexckpt.report import LoadReport
@@ -61,13 +63,109 @@ def reshard_sharded_state_dict(
         CheckpointError: A rank failed during the exchange (likewise); targets are partly overwritten.
     """
     asked = ReshardOptions(coordinator_rank=coordinator_rank, offload=offload, aoa_config=aoa_config, **options)
-    comm = communicator_for(process_group)
+    source, target = src_sharded_state_dict, dst_sharded_state_dict
+    return _gather(communicator_for(process_group), source, target, asked, "reshard_sharded_state_dict")[0].run()
+
+
+@takes(ReshardOptions, src_sharded_state_dict=SHARDS, dst_sharded_state_dict=SHARDS, process_group=GROUP)
+def plan_reshard(
+    src_sharded_state_dict: Mapping[str, Any],
+    dst_sharded_state_dict: Mapping[str, Any],
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    offload: bool = False,
+    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    **options: Any,
+) -> ReshardPlan:
+    """Plan a reshard that is to be run many times, such as from training to rollout layout in reinforcement learning.
+
+    Every rank of the group calls this. Arguments, and the errors of a layout that does not fit, are those of
+    :func:`reshard_sharded_state_dict`; no target is touched yet.
+
+    Returns:
+        The plan. It keeps both state dicts, and what was planned for them, until it is deleted.
+    """
+    asked = ReshardOptions(coordinator_rank=coordinator_rank, offload=offload, aoa_config=aoa_config, **options)
+    return ReshardPlan(src_sharded_state_dict, dst_sharded_state_dict, communicator_for(process_group), asked)
+
+
+class ReshardPlan:
+    """Move live state between two layouts as often as one likes; made by :func:`plan_reshard`.
+
+    While nothing has changed but values, a run plans, gathers and checks nothing: ranks tell each other in 64 bytes
+    that this is so, and move the data. Replicas are compared as ever, which is one more collective.
+    """
+
+    def __init__(
+        self, source: Mapping[str, Any], target: Mapping[str, Any], comm: Communicator, options: ReshardOptions
+    ) -> None:
+        """Plan; arguments as of :func:`plan_reshard`."""
+        self._source, self._target, self._comm, self._options = source, target, comm, options
+        self._plan()
+        self._peers.closing.close()
+
+    def run(self) -> LoadReport:
+        """Fill the targets with what the sources hold now. Every rank calls this.
+
+        Where a tensor, a shard's place, a key or a rule has changed on any rank, all ranks plan anew first.
+
+        Returns:
+            What was done.
+
+        Raises:
+            ValidationError: What has changed does not fit, or replicas differ; no target was changed.
+            CheckpointError: A rank failed during the exchange; targets are partly overwritten.
+        """
+        begin, peers = time.perf_counter(), self._peers
+
+        def look() -> tuple[None, bytes]:
+            unchanged = self._planned and self._layout == self._layout_now()
+            return None, bytes([unchanged]) + (peers.renew() if self._planned else b"")
+
+        with peers.closing:
+            _, answers = self._comm.together(look, _CONTEXT)
+            if all(answer[0] for answer in answers) and peers.meet([answer[1:] for answer in answers]):
+                return self._move(begin)
+        self._plan()
+        with self._peers.closing:
+            return self._move(begin)
+
+    def _plan(self) -> None:
+        self._planned = False
+        self._layout = self._layout_now()
+        self._transfer, self._peers = _gather(self._comm, self._source, self._target, self._options, "plan_reshard")
+        try:
+            self._transfer.prepare()
+        except BaseException:
+            self._peers.closing.close()
+            raise
+        self._planned = True
+
+    def _layout_now(self) -> Any:
+        return layout_of(self._source), layout_of(self._target)
+
+    def _move(self, begin: float) -> LoadReport:
+        # Whatever fails while data moves, the next run begins with nothing that it left behind.
+        self._planned = False
+        report = self._transfer.again(begin)
+        self._planned = True
+        return report
+
+
+def _gather(
+    comm: Communicator,
+    source_state_dict: Mapping[str, Any],
+    target_state_dict: Mapping[str, Any],
+    options: ReshardOptions,
+    call: str,
+) -> tuple[Transfer, MemoryPeers]:
+    """Describe the sources of all ranks; return what fills the targets from them."""
     mine = virtual_file(comm.rank)
 
     def describe() -> tuple[LocalState, bytes]:
-        check_coordinator(comm, coordinator_rank)
-        state = open_state(src_sharded_state_dict, comm.rank, mine)
-        return state, join((asked.encode("reshard_sharded_state_dict"), encode_catalog(state.catalog)))
+        check_coordinator(comm, options.coordinator_rank)
+        state = open_state(source_state_dict, comm.rank, mine)
+        return state, join((options.encode(call), encode_catalog(state.catalog)))
 
     state, answers = comm.together(describe, _CONTEXT)
     source = concat([decode_catalog(catalog) for catalog in check_heads(answers, _CONTEXT, comm.ranks)[0]])
@@ -75,7 +173,7 @@ def reshard_sharded_state_dict(
         key: tensor if weight is None else weight
         for key, weight, tensor in zip(state.catalog.keys, state.weights, state.tensors)
     }
-    return _reshard(comm, dst_sharded_state_dict, source, {mine: tensors}, asked)
+    return _between_ranks(comm, target_state_dict, source, {mine: tensors}, options)
 
 
 @takes(
@@ -124,20 +222,22 @@ def _load_state_dict(
         return open_state(target_state_dict, comm.rank).catalog
 
     source = gather_virtual_files(comm, source_state_dict, metadata_list, targets, _CONTEXT)
-    return _reshard(comm, target_state_dict, source, source_state_dict, asked)
+    return _between_ranks(comm, target_state_dict, source, source_state_dict, asked)[0].run()
 
 
-def _reshard(
+def _between_ranks(
     comm: Communicator,
     targets: Mapping[str, Any],
     source: Catalog,
     source_state_dict: Mapping[str, Mapping[str, Any]],
     options: ReshardOptions,
-) -> LoadReport:
-    """Fill targets from what all ranks hold together; arguments as of :func:`_load_state_dict`."""
+) -> tuple[Transfer, MemoryPeers]:
+    """Return what fills targets from what all ranks hold together; arguments as of :func:`_load_state_dict`."""
     described = owned_tensors(source, source_state_dict, comm.rank, _CONTEXT)
     owned = {row: getattr(value, "local_tensor", value) for row, value in described.items()}
     peers = MemoryPeers(comm, source, check_sources(comm, owned, source, _CONTEXT), described, options, _CONTEXT)
-    return Transfer(
-        comm, peers, lambda: describe_targets(targets, comm.rank), options, "_load_state_dict", _CONTEXT
-    ).run()
+
+    def describe() -> Targets:
+        return describe_targets(targets, comm.rank)
+
+    return Transfer(comm, peers, describe, options, "_load_state_dict", _CONTEXT), peers

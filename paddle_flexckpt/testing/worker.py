@@ -83,9 +83,6 @@ class Worker:
             # The controller limits the time, and can show the stacks; a limit of the mesh would only get in its way.
             cpu_world.install(timeout=None, close_at_exit=False)
             self._has_mesh = True
-        # Each job begins with a collection of garbage. Paddle's own objects would take nearly all of its time.
-        gc.collect()
-        gc.freeze()
 
     def do_init(self, message: dict[str, Any]) -> None:
         """Join the world group."""
@@ -109,6 +106,9 @@ class Worker:
 
         sys.path.extend(entry for entry in message["path"] if entry not in sys.path)
         cpu_world.reset_fleet(message["job"])
+        # Collections of garbage look at this job's objects alone: Paddle's own would take nearly all of their time.
+        if not gc.get_freeze_count():
+            gc.freeze()
         paddle.set_default_dtype("float32")
         checked = contextlib.nullcontext() if self._has_mesh else device_world.checked()
         # Names are keys of optimizer states; those of one job must not depend on how many layers earlier jobs made.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from paddle_flexckpt.algebra import BoxMaps
@@ -35,7 +37,16 @@ def test_wider_maps_say_the_same_of_axes_further_right():
     assert maps.source_offset.tolist() == [[0, 0, 5, 1], [0, 0, 0, 4]]
     assert maps.target_axis.tolist() == [[-1, -1, 3, 2], [-1, -1, -1, 3]]
     assert maps.source_shape.tolist() == [[1, 1, 3, 2], [1, 1, 1, 3]]
-    assert maps.widened(3) is maps
+    assert maps.widened(3) is maps.widened(4) is maps
+    assert example().widened(3).target_axis.tolist() == [[-1, 2, 1], [-1, -1, 2]]
+
+
+def test_rows_are_found_by_the_name_of_their_target():
+    maps = replace(example(), targets=("none", "one", "two", "last"), target=np.asarray([1, 2])).take(
+        np.asarray([0, 1, 1])
+    )
+    rows = maps.rows_by_target()
+    assert rows == {"none": slice(0, 0), "one": slice(0, 1), "two": slice(1, 3), "last": slice(3, 3)}
 
 
 def test_some_of_the_maps_with_all_names():

@@ -157,3 +157,13 @@ def test_every_pair_of_intervals_on_a_short_line():
         expected = set(range(a.offset[0], a.stop[0])) - set(range(b.offset[0], b.stop[0]))
         left = [i for piece in a.subtract(b) for i in range(piece.offset[0], piece.stop[0])]
         assert sorted(left) == sorted(expected)
+
+
+def test_no_more_boxes_are_made_than_allowed():
+    line, others = Box((0,), (10,)), [Box((4,), (1,)), Box((7,), (1,))]
+    # Two boxes are made by the first, three by the second.
+    assert subtract_boxes(line, others, 5) == subtract_boxes(line, others) == [
+        Box((0,), (4,)), Box((5,), (2,)), Box((8,), (2,))
+    ]  # fmt: skip
+    assert subtract_boxes(line, others, 4) is None
+    assert subtract_boxes(line, [], 0) == [line]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
@@ -33,6 +33,14 @@ def table(*names: int) -> Table:
 
 def test_arrays_are_columns_but_for_those_of_the_whole_table():
     assert Table.COLUMNS == ("name", "shape", "offset")
+
+    class Made(Columns):
+        names: tuple[str, ...]
+        first: np.ndarray
+        sizes: np.ndarray = field(default_factory=lambda: np.zeros(1), metadata=WHOLE)
+        second: np.ndarray = field(default_factory=lambda: np.zeros(1))
+
+    assert Made.COLUMNS == ("first", "second")
     assert (len(table(0, 1, 0)), table(1).width) == (3, 2)
 
 
@@ -50,6 +58,7 @@ def test_tables_are_put_one_after_the_other():
     assert both.name.tolist() == [0, 1, 4]
     assert both.offset.tolist() == [[0, 20], [10, 20], [40, 20]]
     assert both.names == ("a", "b")
+    assert Table.concat([replace(table(1), names=("first",)), table(2)]).names == ("first",)
 
 
 def test_wider_tables_are_padded_on_the_left():
@@ -57,3 +66,4 @@ def test_wider_tables_are_padded_on_the_left():
     assert (wide.shape.tolist(), wide.offset.tolist()) == ([[1, 1, 3, 2]], [[0, 0, 30, 20]])
     same = table(3)
     assert same.widened(2) is same.widened(1) is same
+    assert same.widened(3).shape.tolist() == [[1, 3, 2]]

@@ -143,6 +143,14 @@ def test_columns_agree_with_single_ranges(case):
     assert list(got) == expected
 
 
+def test_columns_of_no_ranges_have_no_boxes():
+    for many in ([], [[2, 3]]):
+        none = np.zeros(len(many), dtype=np.int64)
+        found = flat_ranges_to_boxes(np.asarray(many, dtype=np.int64).reshape(-1, 2), none, none)
+        assert [column.shape for column in found] == [(0,), (0, 2), (0, 2), (0,)]
+        assert {column.dtype for column in found} == {np.dtype(np.int64)}
+
+
 def test_columns_may_hold_tensors_without_elements():
     row, _, extent, _ = flat_ranges_to_boxes(np.asarray([[0, 3], [2, 3]]), np.asarray([0, 1]), np.asarray([0, 2]))
     assert row.tolist() == [1]
@@ -244,3 +252,11 @@ def test_A05_minimal_nd_slice_contains_the_range_in_three_and_more_dimensions():
                     missed_in_tree += not contains(shape, in_tree_rule(shape, start, stop), start, stop)
     # The ranges above tell the two apart: the in-tree rule loses elements of 42 of the 300 ranges of (2, 3, 4).
     assert missed_in_tree == 42
+
+
+def test_an_empty_range_is_at_the_element_where_it_stands_or_the_last():
+    for shape, at, index in (
+        ((2, 3), 0, (0, 0)), ((2, 3), 4, (1, 1)), ((2, 3), 6, (1, 2)), ((2, 1), 2, (1, 0)), ((2, 0, 3), 0, (0, 0, 0)),
+        ((), 1, ()),
+    ):  # fmt: skip
+        assert minimal_nd_slice(shape, at, at) == ([(i, i) for i in index], index, index)

@@ -96,7 +96,9 @@ def test_a_view_that_leaves_its_storage_is_an_index_error(copy):
 
 
 @pytest.mark.parametrize(
-    "storage", [np.zeros(24)[::2], np.zeros((3, 4)), np.zeros(12)[::-1]], ids=["step", "2-d", "reverse"]
+    "storage",
+    [np.zeros(24)[::2], np.zeros((3, 4)), np.zeros(12)[::-1], np.zeros(4)[::2]],
+    ids=["step", "2-d", "reverse", "two"],
 )
 def test_a_storage_that_is_not_one_flat_stretch_is_refused(storage):
     copy = StridedCopy((2, 4), 4, (4, 1), 4, (4, 1))
@@ -106,10 +108,15 @@ def test_a_storage_that_is_not_one_flat_stretch_is_refused(storage):
         copy.scatter_into(storage)
 
 
+def test_a_single_element_has_no_step():
+    assert StridedCopy((1,), 0, (1,), 0, (1,)).gather_from(np.arange(4.0)[2::2]).tolist() == [2]
+
+
 def test_a_copy_without_elements_touches_nothing():
     copy = StridedCopy((3, 0, 2), 99, (5, 5, 1), 99, (5, 5, 1))
     assert copy.size == 0
     assert copy.gather_from(np.zeros(1)).shape == (3, 0, 2)
+    assert copy.gather_from(np.zeros(1, dtype=np.int16)).dtype == np.int16
     copy.scatter_into(np.zeros(1))[...] = 1
     assert copy.simplified().size == 0
     assert list(copy.part(0, 0)) == []
@@ -144,6 +151,12 @@ def test_simplified_moves_the_same_elements_in_the_same_order(copy):
 def test_simplified_makes_one_axis_of_a_contiguous_copy():
     copy = StridedCopy((2, 1, 3, 4), 5, (12, 77, 4, 1), 6, (12, -3, 4, 1))
     assert copy.simplified() == StridedCopy((24,), 5, (1,), 6, (1,))
+
+
+def test_trailing_axes_that_continue_each_other_are_one_stretch():
+    for strides, tail in (((12, 4, 1), 3), ((13, 4, 1), 2), ((12, 5, 1), 1), ((12, 4, 2), 0)):
+        copy = StridedCopy((2, 3, 4), 0, strides, 0, (12, 4, 1))
+        assert (copy.source_tail(), copy.is_contiguous()) == (tail, (tail == 3, True))
 
 
 def test_simplified_keeps_the_axes_of_a_transpose():
@@ -244,3 +257,66 @@ def test_a_step_along_no_axis_is_an_error():
         array_axes(12, 2, (3, 4))
     with pytest.raises(ValueError, match="3 steps of 2 elements leave axis 1"):
         array_axes(2, 3, (3, 4))
+
+
+def test_axes_of_an_array_are_told_with_the_steps_along_them():
+    for found, expected in (
+        (array_axes(1, 24, (2, 3, 4)), [(2, 0, 1), (3, 1, 1), (4, 2, 1)]),
+        (array_axes(2, 6, (3, 4)), [(3, 0, 1), (2, 1, 2)]),
+        (array_axes(4, 2, (3, 4)), [(2, 0, 1)]),
+        (array_axes(0, 5, (3, 4)), [(5, -1, 0)]),
+        (array_axes(7, 1, (3, 4)), [(1, -1, 0)]),
+        (array_axes(3, 2, (4,)), [(2, 0, 3)]),
+    ):
+        # Whole numbers: a quotient is no float.
+        assert repr(found) == repr(expected)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_an_axis_that_joins_several_of_an_array_is_split_again(side):
+    strides = [(1, 0), (2, 0)]
+    copy = StridedCopy((24, 5), 3, strides[side], 4, strides[1 - side])
+    one, other = ((12, 4, 1, 0), (24, 8, 2, 0))[:: 1 if not side else -1]
+    found = copy.along_axes(side, (2, 3, 4))
+    assert repr(found) == repr(StridedCopy((2, 3, 4, 5), 3, one, 4, other))
+
+
+@st.composite
+def forward_copies(draw):
+    """Copies that do not step backwards along any axis, simplified."""
+    extents = tuple(draw(st.lists(st.integers(1, 4), max_size=3)))
+    strides = tuple(draw(st.integers(0, 12)) for _ in extents)
+    return StridedCopy(extents, draw(st.integers(0, 3)), strides, 0, tuple(range(len(extents)))).simplified()
+
+
+@examples(300)
+@given(st.one_of(forward_copies(), copies().map(StridedCopy.simplified)))
+def test_a_copy_is_ascending_where_no_element_comes_before_the_one_before_it(copy):
+    places = [source for source, _ in stream([copy])]
+    assert copy.is_ascending() == (places == sorted(places))
+
+
+@examples(300)
+@given(forward_copies().filter(StridedCopy.is_ascending))
+def test_elements_before_a_position_are_counted(copy):
+    places = [source for source, _ in stream([copy])]
+    for position in range(places[0] - 2, places[-1] + 3):
+        count = copy.count_before(position)
+        assert (type(count), count) == (int, sum(place < position for place in places))
+
+
+def test_elements_before_a_position_are_counted_in_a_copy_of_nested_axes():
+    copy = StridedCopy((2, 3, 2), 5, (20, 5, 1), 0, (6, 2, 1))
+    places = [5, 6, 10, 11, 15, 16, 25, 26, 30, 31, 35, 36]
+    assert copy.is_ascending()
+    assert [copy.count_before(place) for place in range(40)] == [
+        sum(other < place for other in places) for place in range(40)
+    ]
+    repeated = StridedCopy((2, 3), 1, (4, 0), 0, (3, 1))
+    assert repeated.is_ascending()
+    assert [repeated.count_before(place) for place in range(8)] == [0, 0, 3, 3, 3, 3, 6, 6]
+    assert not StridedCopy((2, 2), 0, (1, 2), 0, (2, 1)).is_ascending()
+    assert not StridedCopy((3,), 2, (-1,), 0, (1,)).is_ascending()
+    # What ends where the next begins does not go back.
+    assert StridedCopy((2, 2, 2), 0, (3, 2, 1), 0, (4, 2, 1)).is_ascending()
+    assert not StridedCopy((2, 2, 2), 0, (2, 2, 1), 0, (4, 2, 1)).is_ascending()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paddle_flexckpt.catalog import Problem, ValidationError
-from paddle_flexckpt.catalog.errors import MAX_LISTED
+from paddle_flexckpt.catalog.errors import MAX_LISTED, listed
 
 
 def test_a_problem_names_all_it_knows():
@@ -39,3 +39,12 @@ def test_a_long_list_ends_with_a_count():
     assert lines[0] == f"{MAX_LISTED + 5} problems"
     assert len(lines) == MAX_LISTED + 2
     assert lines[-1] == "  ... and 5 more"
+
+
+def test_the_first_names_are_listed_and_the_others_counted():
+    names = list("abcdefg")
+    assert listed(names) == "a, b, c, d, e and 2 more"
+    assert listed(names[:5]) == "a, b, c, d, e"
+    assert listed(names[:6]) == "a, b, c, d, e and 1 more"
+    assert listed(names, 2) == "a, b and 5 more"
+    assert listed([]) == ""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 
 from paddle_flexckpt.catalog import LocalTensorIndex, LocalTensorMetadata, Metadata, ValidationError
-from paddle_flexckpt.catalog.metadata import catalog_from_metadata
+from paddle_flexckpt.catalog.metadata import catalog_from_metadata, lacks_global_shapes
 from tests.property import examples
 from tests.property.layouts import layouts, shard_of_row
 
@@ -115,10 +115,20 @@ def test_a_shard_without_a_global_shape_is_an_error():
 
 
 def test_all_problems_are_in_one_error():
-    bad = Metadata({}, {LocalTensorIndex(key, (0,)): "0_0.distcp" for key in "abc"})
-    with pytest.raises(ValidationError) as caught:
+    shards = {"b": [LocalTensorMetadata((0,), (4,), "int8")], "d": [LocalTensorMetadata((0,), (4,), "int8")]}
+    bad = Metadata(shards, {LocalTensorIndex(key, (0,)): "0_0.distcp" for key in "abcd"})
+    with pytest.raises(ValidationError, match="^metadata is not usable: 4 problems") as caught:
         catalog_from_metadata([bad], rank_of)
-    assert len(caught.value.problems) == 3
+    assert [problem.split("'")[1] for problem in caught.value.problems] == ["a", "b", "c", "d"]
+
+
+def test_global_shapes_that_are_left_out_are_noticed():
+    with_shape, without = LocalTensorMetadata((0,), (4,), "int8", (4,)), LocalTensorMetadata((0,), (4,), "int8")
+    foreign = SimpleNamespace(global_offset=(0,), local_shape=(4,), dtype="int8")
+    assert not lacks_global_shapes([])
+    assert not lacks_global_shapes([Metadata(), Metadata({"a": [with_shape, with_shape], "b": []})])
+    for lacking in (without, foreign):
+        assert lacks_global_shapes([Metadata({"a": [with_shape]}), Metadata({"b": [with_shape, lacking]})])
 
 
 def test_no_metadata_no_rows():

@@ -80,6 +80,20 @@ def test_rows_that_differ_in_the_rank_alone_are_one_group():
     assert catalog.rank[groups.order].tolist() == [3, 4, 5]
 
 
+def test_groups_of_which_some_have_one_member_left():
+    catalog = concat([_one(key, rank) for key, rank in (("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("a", 2))])
+    groups = group_replicas(catalog)
+    assert groups.order.tolist() == [0, 3, 5, 1, 4, 2]
+    left = groups.without_others(np.asarray([3, 4]))
+    assert (left.order.tolist(), left.start.tolist()) == ([3, 4, 2], [0, 1, 2, 3])
+    left = groups.without_others(np.asarray([1]))
+    assert (left.order.tolist(), left.start.tolist()) == ([0, 3, 5, 1, 2], [0, 3, 4, 5])
+    left = groups.without_others(np.asarray([0, 2]))
+    assert (left.order.tolist(), left.start.tolist()) == ([0, 1, 4, 2], [0, 1, 3, 4])
+    same = groups.without_others(np.zeros(0, dtype=np.int64))
+    assert (same.order.tolist(), same.start.tolist()) == (groups.order.tolist(), groups.start.tolist())
+
+
 def _one(key, rank):
     builder = CatalogBuilder(rank)
     builder.add(key, "int8", (4,), (0,), (4,))

@@ -10,10 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.catalog import CUT, NATURAL, CatalogBuilder, Order, ValidationError, concat
+from paddle_flexckpt.catalog import (
+    CUT,
+    NATURAL,
+    Catalog,
+    CatalogBuilder,
+    Order,
+    Problem,
+    ValidationError,
+    check_extra_names,
+    concat,
+    unordered,
+    without_extra_state,
+)
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog
 from tests.property import examples
-from tests.property.layouts import ITEMSIZE, catalog_of, layouts, shard_of_row
+from tests.property.layouts import ITEMSIZE, Shard, catalog_of, layouts, shard_of_row
 
 COLUMN_TYPES = {
     "key": np.int32,
@@ -171,16 +183,138 @@ def test_numbers_of_axes_that_differ_are_refused(global_shape, offset, shape):
     with pytest.raises(ValidationError) as caught:
         CatalogBuilder(3).add("a", "int8", global_shape, offset, shape)
     (problem,) = caught.value.problems
-    assert (problem.key, problem.rank) == ("a", 3)
+    axes = f"{len(global_shape)}, {len(offset)} and {len(shape)}"
+    what = "global shape, offset and shape of a shard differ in their number of axes"
+    assert problem == Problem(what, "a", 3, None, "the same number of axes", axes)
 
 
-@pytest.mark.parametrize("flat_range", [(-1, 5), (-1, -1), (-2, 1)])
+@pytest.mark.parametrize("flat_range", [(-1, 5), (-1, -1), (-2, 1), (0, -1)])
 def test_a_negative_flattened_range_is_not_taken_for_none(flat_range):
     """-1 in the columns means "not flattened"."""
     with pytest.raises(ValidationError) as caught:
-        CatalogBuilder(3).add("a", "int8", (8,), (0,), (8,), flat_range)
+        CatalogBuilder(3, "file").add("a", "int8", (8,), (0,), (8,), flat_range)
     (problem,) = caught.value.problems
-    assert (problem.key, problem.rank) == ("a", 3)
+    assert problem == Problem("negative flattened range", "a", 3, "file", ">= 0", str(flat_range))
+
+
+def test_many_shards_are_added_at_once():
+    builder = CatalogBuilder(4, "file")
+    builder.add("first", "int8", (8,), (0,), (8,), byte_offset=16)
+    keys, dtypes = ["b", "first", "b"], ["float32", "paddle.int8", "float32"]
+    whole, offsets, shapes = [(4, 6), (8,), (4, 6)], [(0, 0), (0,), (2, 0)], [(2, 6), (8,), (2, 6)]
+    builder.add_many(keys, dtypes, whole, offsets, shapes, [None, (2, 5), None], [NATURAL, None, CUT])
+    catalog = builder.build()
+    check_types(catalog)
+    assert [catalog.describe(row) for row in range(4)] == [
+        "int8 [0:8] of [8]",
+        "float32 [0:2, 0:6] of [4, 6]",
+        "int8 [0:8] of [8], flattened range [2, 5)",
+        "float32 [2:4, 0:6] of [4, 6]",
+    ]
+    assert (catalog.keys, catalog.dtypes, catalog.files) == (("first", "b"), ("int8", "float32"), ("file",))
+    assert (catalog.order(0), catalog.order(1)) == (None, NATURAL)
+    assert catalog.byte_offset.tolist() == [16, 0, 0, 0]
+    for name, bad in (("axes", [(0, 0), (0,), (2,)]), ("flattened", None)):
+        flat = [None, (2, 5), (0, -3)] if bad is None else [None] * 3
+        with pytest.raises(ValidationError, match=name) as caught:
+            builder.add_many(["x", "y", "z"], dtypes, whole, bad or offsets, shapes, flat, [None] * 3)
+        assert [problem.key for problem in caught.value.problems] == ["z"]
+
+
+def test_what_may_be_fused_is_cut_along_its_last_axis_and_has_no_order():
+    builder = CatalogBuilder(0)
+    builder.add("scalar", "int8", (), (), ())
+    builder.add("whole", "int8", (8, 6, 4), (2, 0, 0), (2, 6, 4))
+    for start in (0, 2):
+        builder.add("cut", "int8", (8, 4), (0, start), (8, 2))
+        builder.add("ordered", "int8", (8, 4), (0, start), (8, 2), order=CUT)
+        builder.add("empty", "int8", (0, 4), (0, start), (0, 2))
+        builder.add("line", "int8", (4,), (start,), (2,))
+    builder.add("one", "int8", (2, 2), (0, 0), (2, 1))
+    builder.add("one", "int8", (1, 2), (0, 1), (1, 1))
+    builder.add("small", "int8", (1, 4), (0, 0), (1, 2), (0, 1))
+    builder.add("mixed", "int8", (8, 4), (0, 0), (8, 4))
+    builder.add("mixed", "int8", (8, 4), (0, 0), (8, 2))
+    builder.add("filled", "int8", (8, 4), (0, 0), (8, 2))
+    builder.add("filled", "int8", (8, 4), (8, 0), (0, 4))
+    catalog = builder.build()
+    names = [catalog.keys[number] for number in np.flatnonzero(unordered(catalog)).tolist()]
+    assert names == ["cut", "line", "small", "filled"]
+    found = unordered(catalog.with_orders({}))
+    assert (found.dtype, found.shape) == (bool, (len(catalog.keys),))
+    assert [catalog.keys[number] for number in np.flatnonzero(found).tolist()] == [
+        "cut", "ordered", "line", "small", "filled"
+    ]  # fmt: skip
+    assert unordered(concat([])).tolist() == []
+
+
+def test_extra_state_is_told_from_a_model():
+    builder = CatalogBuilder(0)
+    for key in ("a", "extra_state.common.step", "extra_state", "b", "extra_state.rng.rank3"):
+        builder.add(key, "int8", (1,), (0,), (1,))
+    catalog = builder.build()
+    rest = without_extra_state(catalog)
+    assert [rest.key_name(row) for row in range(len(rest))] == ["a", "extra_state", "b"]
+    assert without_extra_state(rest.take(np.asarray([0, 2]))).key.tolist() == [0, 3]
+    model = catalog_of([Shard("a", "int8", (1,), (0,), (1,), None, 0)])
+    assert without_extra_state(model) is model
+
+
+def test_a_model_may_not_have_names_of_extra_state():
+    ours = ["common", "manager.x", "ema", "rng.rank0", "dataloader.rank12", "dataloader.rank12.x"]
+    check_extra_names(["a", "extra_state", *(f"extra_state.{name}" for name in ours)])
+    bad = ["extra_state.commons", "extra_state.rng", "extra_state.rng.rankx", "extra_state."]
+    with pytest.raises(ValidationError) as caught:
+        check_extra_names(["a", *bad, "extra_state.common"])
+    assert caught.value.problems == [
+        Problem(
+            "names that begin with 'extra_state.' are those of a run's extra state, which no model gets back",
+            key=key,
+            remedy="rename the layer or entry; values of the run go through collect_extra_state(name=value)",
+        )
+        for key in bad
+    ]
+
+
+def changed(catalog, **arrays):
+    return {**catalog.to_arrays(), **arrays}
+
+
+@pytest.mark.parametrize(("arrays", "said"), [
+    ({"keys": np.frombuffer(b'{"a": 1}', np.uint8)}, "keys is not a list of names"),
+    ({"dtypes": np.frombuffer(b"[1]", np.uint8)}, "dtypes is not a list of names"),
+    ({"rank": np.zeros(3, np.int32)}, "the columns differ in length"),
+    ({"orders": np.frombuffer(b'{}', np.uint8)}, "the orders are not a list, or too many"),
+    ({"key_order": np.zeros(1, np.int16)}, "the orders are not one for each key"),
+    ({"key_order": np.asarray([0, -2], np.int16)}, "the orders are not one for each key"),
+    ({"key_order": np.asarray([0, 1], np.int16)}, "column key_order points beyond its table"),
+])  # fmt: skip
+def test_arrays_that_are_no_catalog_are_refused(arrays, said):
+    builder = CatalogBuilder(0)
+    builder.add("a", "int8", (4,), (0,), (4,), order=NATURAL)
+    builder.add("b", "int8", (4,), (0,), (4,))
+    catalog = builder.build()
+    assert Catalog.from_arrays(changed(catalog)).order(0) == NATURAL
+    narrow = {name: getattr(catalog, name).astype(np.int8) for name in COLUMN_TYPES}
+    check_types(Catalog.from_arrays(changed(catalog, **narrow)))
+    with pytest.raises(ValueError) as caught:
+        Catalog.from_arrays(changed(catalog, **arrays))
+    assert str(caught.value) == said
+
+
+def test_there_may_be_no_more_orders_than_the_column_can_number():
+    builder = CatalogBuilder(0)
+    builder.add("a", "int8", (4,), (0,), (4,), order=NATURAL)
+    for count, good in ((32767, True), (32768, False)):
+        arrays = changed(
+            builder.build(),
+            orders=np.frombuffer(str([[1, 0, None]] * count).replace("None", "null").encode(), np.uint8),
+        )
+        if good:
+            assert len(Catalog.from_arrays(arrays).orders) == count
+        else:
+            with pytest.raises(ValueError, match="too many"):
+                Catalog.from_arrays(arrays)
 
 
 def test_a_catalog_is_frozen():

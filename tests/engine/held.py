@@ -41,8 +41,11 @@ class Held(Memory):
         arrays: The targets.
         staged: Rows that are filled in a copy.
         on_devices: Storages on a device, by row.
+        known: Addresses of those that need not be opened, or None.
         events: What was done, in order.
     """
+
+    known: np.ndarray | None = None
 
     def __init__(self, arrays: Iterable[np.ndarray], staged: Iterable[int] = (), on_devices: Mapping[int, Any] = {}):
         self.arrays, self.staged, self.on_devices = list(arrays), frozenset(staged), on_devices
@@ -53,6 +56,9 @@ class Held(Memory):
 
     def tensor_names(self) -> list[None]:
         return [None] * len(self.arrays)
+
+    def addresses(self) -> np.ndarray | None:
+        return self.known
 
     def on_device(self, row: int) -> Any:
         self.events.append(("on device", row))

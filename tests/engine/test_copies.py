@@ -117,6 +117,18 @@ def test_values_are_copied_between_all_kinds_of_storage(of_source, of_target, dt
         assert len(steps) == 5 * sum(isinstance(s, Device) and s.asked != [] for s in (source, target))
 
 
+@pytest.mark.parametrize("of_source", [False, True])
+def test_a_step_on_a_device_is_along_its_axes(of_source):
+    """A step of six elements is two rows of the array: two axes, though they lie one behind the other."""
+    array, flat = numbers((5, 3)), numbers(15, start=20)
+    source, target = (Device(array), flat) if of_source else (flat, Device(array))
+    copy_values(StridedCopy((15,), 0, (1,), 0, (1,)), source, target)
+    assert array.ravel().tolist() == flat.tolist() == list(range(0 if of_source else 20, 15 if of_source else 35))
+    if of_source:
+        device = [part.nbytes for part in pack_copy(StridedCopy((15,), 0, (1,), 0, (1,)), source)]
+        assert device == [24, 24, 12]
+
+
 def test_what_fits_into_one_step_is_not_taken_apart():
     source, target = Device(numbers((2, 3))), np.zeros(6, np.int32)
     whole = StridedCopy((2, 2), 0, (3, 1), 0, (3, 1))

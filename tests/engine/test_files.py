@@ -297,6 +297,13 @@ def test_a_target_without_elements_is_filled_in_its_turn(tmp_path):
 # -- computed values ---------------------------------------------------------------------------------------------------
 
 
+def test_what_is_made_of_nothing_is_made(tmp_path):
+    save(tmp_path, values_of())
+    targets = targets_of({"c": np.zeros(5, np.float32)})
+    report = load(tmp_path, targets, aoa_config={"aoa_statements": ["_ -> c, fill=2"]})
+    assert (targets.memory.arrays[0].tolist(), report.bytes_read, report.computed) == ([2] * 5, 0, ["c"])
+
+
 def test_tiles_are_computed_while_the_rest_is_read(tmp_path, monkeypatch):
     """A tile of six rows takes two, and its two operands are gone before the next tile's are read."""
     monkeypatch.setattr(plan_module, "TILE_ELEMENTS", 8)
@@ -358,19 +365,23 @@ class Reader:
         self.hashing_begun += 1
         self.hashing_done = max(self.hashing_done, self.hashing_begun - self.behind)
 
+    def read_stretches(self, stretches):
+        self.log.append(("columns", stretches.item.tolist(), stretches.address.tolist()))
+
     def wait_for_hashes(self):
         self.log.append("wait")
         self.hashing_done = self.hashing_begun
 
 
 class Rows:
-    """Each has to be opened, and tiles may be due before each."""
+    """Each has to be opened unless its address is given, and tiles are due before each, or before ``edges``."""
 
-    def __init__(self, log, catalog):
-        self.log, self.catalog, self.addresses = log, catalog, np.full(len(catalog), -1)
+    def __init__(self, log, catalog, addresses, edges):
+        self.log, self.catalog, self.addresses, self.edges = log, catalog, addresses, edges
 
     def portions(self, rows):
-        return [(piece, piece + 1) for piece in range(len(rows))]
+        edges = range(len(rows) + 1) if self.edges is None else self.edges
+        return list(zip(edges[:-1], edges[1:]))
 
     def host_storage(self, row):
         return f"memory of {row}"
@@ -382,15 +393,16 @@ class Rows:
         self.log.append(("done", row))
 
     def pieces_done(self, rows):
-        assert not len(rows)
+        if len(rows):
+            self.log.append(("all done", rows.tolist()))
 
 
-def read(behind, computes):
+def read(behind, computes, addresses=(-1, -1, -1), edges=None):
     source = catalog_of([whole(key, "int8", (count,)) for key, count in (("a", 1), ("b", 2), ("c", 3))])
     plan = plan_fill(source, np.asarray([1, 2, 0]), None)
     log = []
     pieces = plan_reads(ShardMatcher(source), plan, None).pieces
-    read_pieces(Reader(behind, log, source), pieces, Rows(log, source), computes)
+    read_pieces(Reader(behind, log, source), pieces, Rows(log, source, np.asarray(addresses), edges), computes)
     return log
 
 
@@ -410,6 +422,47 @@ def test_what_is_computed_from_is_verified_before():
         "wait", ("advance", 1), B, "wait", ("done", 1), ("advance", 2), C, "wait", ("done", 2), ("advance", 0), A,
         "wait", ("done", 0),
     ]  # fmt: skip
+
+
+def test_targets_that_stand_still_are_read_in_columns():
+    """The pieces are of rows 1, 2 and 0; tiles may be due before the last."""
+    done = {row: ("done", row) for row in range(3)}
+    for computes, before in ((False, [[], []]), (True, [["wait", ("advance", 1)], ["wait", ("advance", 0)]])):
+        first, second = before
+        assert read(0, computes, [500, 600, 700], [0, 2, 3]) == [
+            *first, ("columns", [1, 2], [600, 700]), ("all done", [1, 2]),
+            *second, ("columns", [0], [500]), ("all done", [0]), "wait",
+        ]  # fmt: skip
+        assert read(0, computes, [-1, -1, 700], [0, 2, 3]) == [
+            *first, ("columns", [2], [700]), ("all done", [2]), B, done[1], *second, A, done[0], "wait",
+        ]  # fmt: skip
+
+
+def test_where_nothing_is_read_no_tile_is_due():
+    source = catalog_of([whole("a", "int8", (1,))])
+    log, plan = [], plan_fill(source, np.zeros(0, np.int64), None)
+    pieces = plan_reads(ShardMatcher(source), plan, None).pieces
+    read_pieces(Reader(0, log, source), pieces, Rows(log, source, np.asarray([-1]), [0, 0]), True)
+    assert log == ["wait"]
+
+
+@pytest.mark.parametrize("verify", ["read", "full", "off"])
+def test_what_stands_still_is_not_opened(tmp_path, verify):
+    values = {**values_of(), "whole": np.arange(6, dtype=np.float32)}
+    save(tmp_path, values)
+    targets = targets_of({"w": np.zeros((3, 4), np.float32), "v": np.zeros(8, np.int64), "whole": np.zeros(6)},
+                         parts={"w": ((6, 4), (1, 0))}, staged=[1])  # fmt: skip
+    memory = targets.memory
+    starts = targets.spans[:, 0]
+    memory.known = np.where([True, False, True], starts, -1)
+    report = load(tmp_path, targets, verify=verify, dtype="cast")
+    expected = [values["w"][1:4], values["v"], values["whole"]]
+    assert [array.tolist() for array in memory.arrays] == [array.tolist() for array in expected]
+    # One is a copy, and one is cast.
+    assert [event for event in memory.events if event[0] in ("open", "store")] == [
+        ("open", 1, True), ("store", 1), ("open", 2, True), ("store", 2),
+    ]  # fmt: skip
+    assert report.bytes_needed == 48 + 64 + 24 == report.bytes_read - report.bytes_extra
 
 
 def test_the_report_has_what_the_reader_counts():

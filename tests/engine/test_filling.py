@@ -150,6 +150,30 @@ def test_pieces_of_what_is_not_open_store_nothing():
     assert memory.events == []
 
 
+def test_targets_that_stand_still_are_known_by_their_addresses():
+    shards = [*(whole(key, "float32", (3,)) for key in "abc"), whole("#", "float32", (3,))]
+    memory = Held([np.zeros(3, np.float32)] * 3)
+    plan = plan_of(shards, 3, same_memory={2: 0})
+    assert Filling(plan, memory).addresses.tolist() == [-1] * 4
+    memory.known = np.asarray([100, -1, 300])
+    addresses = Filling(plan, memory).addresses
+    # What is compared is not written there, and scratch is nobody's.
+    assert (addresses.tolist(), addresses.dtype) == ([100, -1, -1, -1], np.int64)
+    assert Filling(plan, memory).catalog is plan.catalog
+    assert memory.events == []
+
+
+def test_pieces_that_are_done_together_count_one_by_one():
+    memory = memory_of_two(staged=[0])
+    filling = Filling(two(), memory, np.asarray([0, 1, 0, 0]))
+    filling.host_storage(0)[:] = [1, 2, 3]
+    filling.pieces_done(np.asarray([0, 1, 0]))
+    assert memory.arrays[0].tolist() == [0, 0, 0]
+    filling.piece_done(0)
+    assert memory.arrays[0].tolist() == [1, 2, 3]
+    Filling(two(), memory).pieces_done(np.asarray([0, 1]))
+
+
 # -- tiles -------------------------------------------------------------------------------------------------------------
 
 
@@ -179,6 +203,23 @@ def test_tiles_are_computed_when_what_comes_before_is_there():
     filling.advance(4)
     filling.finish()
     assert memory.arrays[0].tolist() == [11, 22, 15, 26]
+
+
+def test_no_tile_is_due_within_a_portion():
+    filling = Filling(scratch_plan(), Held([np.zeros(4, np.float32)]))
+
+    def portions(rows):
+        return list(filling.portions(np.asarray(rows, dtype=np.int64)))
+
+    assert portions([0, 1, 2, 2, 3, 3, 4]) == [(0, 4), (4, 6), (6, 7)]
+    assert portions([1, 4, 4]) == [(0, 1), (1, 3)]
+    assert portions([3]) == [(0, 1)]
+    assert portions([]) == [(0, 0)]
+    # What counts is the turn of a row, not its number.
+    shards = [whole("t", "float32", (4,)), whole("#", "float32", (2,)), whole("z", "int8", (1,))]
+    tiles = (tile(1, (2,), ((2,),), 0, 1),)
+    filling = Filling(plan_of(shards, 2, tiles=tiles, order=[1, 2, 0]), Held([]))
+    assert list(filling.portions(np.asarray([1, 2, 0]))) == [(0, 2), (2, 3)]
 
 
 def test_the_end_computes_what_is_left():

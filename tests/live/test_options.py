@@ -89,8 +89,8 @@ def call(name, tmp_path, comm, **options):
         return fc.load_state_dict(shards(), tmp_path / "there", comm, **options)
     if name == "load_extra_state":
         return load_extra_state(tmp_path / "there", process_group=comm, **options)
-    if name == "reshard_sharded_state_dict":
-        return fc.reshard_sharded_state_dict(shards(), shards(), comm, **options)
+    if name in ("reshard_sharded_state_dict", "plan_reshard"):
+        return getattr(fc, name)(shards(), shards(), comm, **options)
     if name == "_load_state_dict":
         source = fc.Metadata({"w": [fc.LocalTensorMetadata((0,), (8,), "float32", (8,))]}, {}, None)
         index = fc.LocalTensorIndex("w", (0,))
