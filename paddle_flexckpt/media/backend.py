@@ -66,6 +66,18 @@ class InputFile(ABC):
                 begin += len(buffer)
         return count
 
+    def read_ahead(self, files: Sequence[InputFile], wanted: Wanted) -> int:
+        """Begin to bring what will be read of open files of a kind, of which this is one, where a request takes long.
+
+        Args:
+            files: Those that ``wanted`` counts; they are closed together.
+            wanted: The ranges, in the order in which they will be read.
+
+        Returns:
+            How many bytes come along that nobody wants.
+        """
+        return 0
+
     def memory_map(self) -> mmap.mmap | None:
         """Return the file as a read-only memory map, which the caller closes; None where the medium has none."""
         return None
@@ -243,18 +255,6 @@ class Backend(ABC):
             if len(data) != file.size:
                 raise CorruptCheckpointError(f"{self.where(name)} became shorter while it was read")
             return data
-
-    def read_ahead(self, files: Sequence[InputFile], wanted: Wanted) -> int:
-        """Begin to bring what will be read of open files of it, where a request takes long.
-
-        Args:
-            files: Those that ``wanted`` counts; all are closed together.
-            wanted: The ranges, in the order in which they will be read.
-
-        Returns:
-            How many bytes come along that nobody wants.
-        """
-        return 0
 
     @abstractmethod
     def create(self, name: str, mode: Mode = "new", size: int | None = None) -> OutputFile:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
@@ -14,7 +14,7 @@ from paddle_flexckpt.media.backend import Backend, InputFile, Kind, Locks, Mode,
 from paddle_flexckpt.media.file_names import check_member
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS, LeaseLocks, check_lease_seconds
 from paddle_flexckpt.media.medium import COMMIT_OF, COMMITS, Commit, Medium, commit_of
-from paddle_flexckpt.media.read_ahead import Budget, Wanted
+from paddle_flexckpt.media.read_ahead import Budget
 from paddle_flexckpt.media.remote_files import RemoteInputFile, RemoteOutputFile, Windows
 from paddle_flexckpt.media.retrying import DEFAULT_RETRIES, Retrier
 from paddle_flexckpt.media.s3 import LEAST_PART_BYTES, MOST_PARTS, PROTOCOLS, S3Medium, s3_options
@@ -134,13 +134,6 @@ class FsspecBackend(Backend):
         """Return a whole file in one request, where the medium can."""
         check_member(self.path, name)
         return self._medium.read(name)
-
-    def read_ahead(self, files: Sequence[InputFile], wanted: Wanted) -> int:
-        """Implement the base class, where several requests can be made at a time."""
-        remote = [file for file in files if isinstance(file, RemoteInputFile)]
-        if self.at_once < 2 or not len(wanted.file) or len(remote) < len(files):
-            return 0
-        return RemoteInputFile.read_ahead(remote, wanted)
 
     def create(self, name: str, mode: Mode = "new", size: int | None = None) -> OutputFile:
         """Begin a file as the base class does; a new one must not be there when it is begun, nor when it is finished.

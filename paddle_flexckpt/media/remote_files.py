@@ -117,22 +117,23 @@ class RemoteInputFile(InputFile):
             self._ahead[0].close()
             self._ahead = None
 
-    @classmethod
-    def read_ahead(cls, files: Sequence[RemoteInputFile], wanted: Wanted) -> int:
-        """Begin to bring ranges; as :meth:`Backend.read_ahead`."""
-        for file in files:
+    def read_ahead(self, files: Sequence[InputFile], wanted: Wanted) -> int:
+        """Implement the base class, where several requests can be made at a time."""
+        budget = self._medium.budget
+        remote = [file for file in files if isinstance(file, RemoteInputFile)]
+        if budget.requests < 2 or not self._medium.file_system.async_impl or len(remote) < len(files):
+            return 0
+        for file in remote:
             if file._ahead is not None:
                 file._ahead[0].close()
-                file._ahead = None
 
         def read(number: int, begin: int, end: int, stop: threading.Event) -> bytes:
-            file = files[number]
+            file = remote[number]
             return file._medium.read(file._name, begin, end, stop)
 
-        budget = files[0]._medium.budget
         requests = plan_requests(wanted, budget)
         ahead = ReadAhead(read, requests, budget)
-        for number, file in enumerate(files):
+        for number, file in enumerate(remote):
             file._ahead = (ahead, number)
         return requests.extra_bytes
 

@@ -114,12 +114,12 @@ class RowFiles:
             OSError: It cannot be opened.
         """
         catalog = self._manifest.catalog
-        files, number = np.unique(catalog.file[rows], return_inverse=True)
-        offset = catalog.byte_offset[rows]
-        wanted = Wanted(number, offset + begin, offset + end)
-        extra = self._backend.read_ahead([self.open(file) for file in files.tolist()], wanted)
-        self.count.bytes_read += extra
-        self.count.bytes_extra += extra
+        numbers, number = np.unique(catalog.file[rows], return_inverse=True)
+        files, offset = [self.open(file) for file in numbers.tolist()], catalog.byte_offset[rows]
+        if files:
+            extra = files[0].read_ahead(files, Wanted(number, offset + begin, offset + end))
+            self.count.bytes_read += extra
+            self.count.bytes_extra += extra
 
     def read(self, row: int, position: int, buffer: memoryview | np.ndarray) -> None:
         """Fill a buffer from byte ``position`` of a row.

@@ -192,7 +192,7 @@ class _FileVerifier:
             self._problem("what has the name of a file is not that file", got=str(error))
             return False
         with opened:
-            self._backend.read_ahead([opened], Wanted(*np.array([[0], [0], [opened.size]])))
+            opened.read_ahead([opened], Wanted(*np.array([[0], [0], [opened.size]])))
             size, expected = opened.size, int(self._manifest.file_bytes[self._file])
             if size != expected:
                 what = "a file is shorter than it was" if size < expected else "a file is longer than it was"
