@@ -58,6 +58,16 @@ def open_storage(path: str | os.PathLike[str], **options: Any) -> Backend:
     return FsspecBackend(text, {name: value for name, value in options.items() if name not in own}, **own)
 
 
+def is_remote(location: Location) -> bool:
+    """Return whether a location is on no file system of this host; False where it is no location at all."""
+    if isinstance(location, Backend):
+        return not isinstance(location, LocalBackend)
+    try:
+        return split_url(path_of(location))[0] is not None
+    except ValidationError:  # opening it says what is wrong
+        return False
+
+
 def reopen(token: dict[str, Any]) -> Backend:
     """Return the directory of a :meth:`Backend.reopen_token`, in the same process or another one."""
     if "url" not in token:

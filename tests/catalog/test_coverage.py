@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.catalog import CatalogBuilder, concat, group_replicas, validate_coverage, validate_shards
+from paddle_flexckpt.catalog import CatalogBuilder, Problem, concat, group_replicas, validate_coverage, validate_shards
 from paddle_flexckpt.catalog.validate import MAX_HOLES, row_boxes
 from tests.property import examples
 from tests.property.layouts import (
@@ -195,6 +195,76 @@ def test_many_overlaps_are_found_in_one_pass():
     """Every pair of 300 nested boxes: 44,850 overlaps."""
     found = coverage_of(line(*[(0, i) for i in range(1, 301)], size=300))
     assert len(found.overlaps) == 300 * 299 // 2
+
+
+def limited(monkeypatch, **limits):
+    for name, limit in limits.items():
+        monkeypatch.setattr(f"paddle_flexckpt.catalog.validate.{name}", limit)
+
+
+@pytest.mark.parametrize("name", ["MAX_OVERLAPS", "MAX_COMPARED"])
+def test_a_key_of_which_too_many_shards_overlap_is_a_problem(monkeypatch, name):
+    """Four nested boxes: six pairs."""
+    nested = line(*[(0, i) for i in range(1, 5)], size=4)
+    limited(monkeypatch, **{name: 6})
+    assert len(coverage_of(nested).overlaps) == 6
+    limited(monkeypatch, **{name: 5})
+    found = coverage_of(nested)
+    limit = 5 if name == "MAX_OVERLAPS" else 100_000
+    expected = Problem(
+        "too many shards overlap",
+        key="w",
+        expected=f"shards of which few share elements without being the same, in at most {limit} pairs",
+        remedy="describe replicas by the same offset and shape on every rank; or load another checkpoint",
+    )
+    assert (found.problems, found.tangled, found.overlaps) == ([expected], [expected], [])
+
+
+def test_many_pairs_are_compared_a_few_at_a_time(monkeypatch):
+    limited(monkeypatch, COMPARED_AT_ONCE=4)
+    assert len(coverage_of(line(*[(0, i) for i in range(1, 6)], size=5)).overlaps) == 10
+
+
+UNTOLD = "no rank holds some elements, or too many shards overlap to be told"
+
+
+@pytest.mark.parametrize(("most", "what", "got", "pieces"), [
+    (1, UNTOLD, "2 elements", 1), (2, "no rank holds [3:5]", "2 elements", 2)
+])  # fmt: skip
+def test_holes_are_looked_for_in_so_many_boxes(monkeypatch, most, what, got, pieces):
+    limited(monkeypatch, MAX_PIECES=most - 2 * 8)
+    found = coverage_of(line((0, 3), (5, 8)))
+    assert [(problem.what, problem.got) for problem in found.problems] == [(what, f"{got} that nobody holds")]
+    assert found.pieces == pieces
+
+
+@pytest.mark.parametrize(("most", "what", "got"), [
+    (2, UNTOLD, "some elements"), (3, "no rank holds [4:6]", "2 elements")
+])  # fmt: skip
+def test_elements_that_are_missing_beside_overlaps_are_counted_if_they_are_found(monkeypatch, most, what, got):
+    limited(monkeypatch, MAX_PIECES=most - 3 * 8)
+    found = coverage_of(line((0, 3), (2, 4), (6, 8)))
+    assert [(problem.what, problem.got) for problem in found.problems] == [(what, f"{got} that nobody holds")]
+    assert found.overlaps == [(0, 1)]
+
+
+def of_keys(names):
+    builder = CatalogBuilder(0)
+    for key in names:
+        for begin, end in ((0, 3), (5, 8)):
+            builder.add(key, "int8", (8,), (begin,), (end - begin,))
+    return builder.build()
+
+
+def test_keys_share_the_boxes_in_which_holes_are_looked_for(monkeypatch):
+    for most, told in ((4, ["[3:5]", "[3:5]"]), (3, ["[3:5]", "told"]), (1, ["told", "told"])):
+        limited(monkeypatch, MAX_PIECES=most - 4 * 8)
+        assert [problem.what.split()[-1] for problem in coverage_of(of_keys("ab")).problems] == told
+
+
+def test_holes_of_so_many_keys_are_listed(monkeypatch):
+    limited(monkeypatch, MAX_ROWS=1)
+    assert [problem.key for problem in coverage_of(of_keys("abcd")).problems] == ["a", "b"]
 
 
 @examples(80)

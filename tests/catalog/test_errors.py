@@ -14,6 +14,7 @@ def test_a_problem_names_all_it_knows():
 def test_a_problem_names_nothing_that_it_does_not_know():
     assert str(Problem("bad")) == "bad"
     assert str(Problem("bad", expected=0, got=0)) == "bad; expected 0; got 0"
+    assert str(Problem("bad", offset=0, end=8)) == "bad (byte 0)"
 
 
 def test_one_problem_is_one_line():
@@ -35,6 +36,8 @@ def test_problems_are_numbered_and_said_once():
 
 
 def test_a_long_list_ends_with_a_count():
+    lines = str(ValidationError([f"p{i}" for i in range(MAX_LISTED)])).splitlines()
+    assert lines == [f"{MAX_LISTED} problems", *(f"  {i + 1}. p{i}" for i in range(MAX_LISTED))]
     lines = str(ValidationError([f"p{i}" for i in range(MAX_LISTED + 5)])).splitlines()
     assert lines[0] == f"{MAX_LISTED + 5} problems"
     assert len(lines) == MAX_LISTED + 2

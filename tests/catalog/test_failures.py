@@ -27,6 +27,7 @@ def test_an_error_of_this_library_keeps_class_and_text(error):
 
 
 def test_another_error_becomes_a_checkpoint_error_that_names_its_class():
+    assert Failure.of(KeyError("x")) == Failure("CheckpointError", ("KeyError: 'x'",))
     back = Failure.decode(Failure.of(OSError(28, "No space left on device")).encode()).error("cannot save")
     assert type(back) is CheckpointError
     assert str(back) == "cannot save: OSError: [Errno 28] No space left on device"
@@ -66,4 +67,13 @@ def test_the_failures_of_ranks_are_told_once_each_with_their_ranks():
     ],
 )
 def test_kinds_are_combined(kinds, combined):
-    assert combine([(rank, Failure(kind, ("x",))) for rank, kind in enumerate(kinds)]).kind == combined
+    found = combine([(rank, Failure(kind, ("x",))) for rank, kind in enumerate(kinds)])
+    assert found == Failure(combined, ("[rank 0, 1] x",))
+
+
+def test_an_error_is_told_with_what_was_being_done():
+    for kind in ("CorruptCheckpointError", "ValidationError"):
+        failure = Failure(kind, ("x",))
+        assert (str(failure.error()), str(failure.error("cannot save"))) == ("x", "cannot save: x")
+    assert str(Failure("CorruptCheckpointError", ("x", "y")).error("cannot save")) == "cannot save: x; y"
+    assert Failure("ValidationError", ("x", "y")).error("cannot save").problems == ["x", "y"]

@@ -54,6 +54,7 @@ def test_an_empty_shard_of_a_tensor_with_elements(offset, shape):
 def test_a_negative_extent():
     problem = only(validate_shards(with_good("w", "float32", (4, 4), (2, 0), (-1, 4))))
     assert "negative extent" in problem.what
+    assert problem.expected == "extents of 0 or more"
     assert problem.got == "float32 [2:1, 0:4] of [4, 4]"
 
 
