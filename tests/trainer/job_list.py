@@ -24,6 +24,7 @@ def run_jobs(jobs_file: str, results_file: str, run: Callable[[dict[str, Any]], 
     with open(jobs_file, encoding="utf-8") as file:
         jobs = json.load(file)
     results = {}
+    gc.freeze()  # what is imported is no garbage of a job
     for job in jobs:
         try:
             results[job["name"]] = run(job)
