@@ -48,6 +48,23 @@ class FileReader(BlockReader):
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    @property
+    def block_bytes(self) -> int:
+        """Return the bytes of a block that has a checksum."""
+        return self._block_bytes
+
+    def read_ahead(self, items: np.ndarray, begin: np.ndarray, end: np.ndarray) -> None:
+        """Say which bytes of items will be read, in this order; it does nothing but save time.
+
+        Raises:
+            CorruptCheckpointError: A file is not as it was.
+            OSError: A file cannot be opened.
+        """
+        if self._verify == "full":
+            size = self._block_bytes
+            begin, end = begin // size * size, np.minimum(-(-end // size) * size, self._byte_length[items])
+        self.files.read_ahead(self.choice.rows_serving(items), begin, end)
+
     def read(self, item: int, copy: StridedCopy, target: np.ndarray) -> None:
         """Carry out one strided copy from an item to memory.
 
@@ -91,17 +108,29 @@ class FileReader(BlockReader):
             CorruptCheckpointError: A block does not have its checksum, or a file ends early.
             OSError: The file system failed.
         """
-        copy, itemsize = copies.copy, copies.dtype.itemsize
-        tail = copy.source_tail()
+        copy, tail = copies.copy, copies.copy.source_tail()
+        run_bytes = math.prod(copy.extents[len(copy.extents) - tail :]) * copies.dtype.itemsize
         if tail == len(copy.extents):
             self._read_through_blocks(copies, whole=False)
-        elif math.prod(copy.extents[len(copy.extents) - tail :]) * itemsize < MIN_PREAD_BYTES:
+            return
+        if run_bytes < MIN_PREAD_BYTES:
             self._read_through_blocks(self._read_mapped(copies), whole=True)
-        elif tail == 1 and copy.target_strides[-1] == 1:
+            return
+        # What has no memory map is remote: a request takes as long as some MiB of its answer.
+        remote = self._are_remote(copies) & (run_bytes < self._block_bytes)
+        self._read_through_blocks(copies.take(remote), whole=True)
+        copies = copies.take(~remote)
+        if tail == 1 and copy.target_strides[-1] == 1:
             for runs in copies.runs():
                 self.read_stretches(runs)
         else:
             self._read_each(copies)
+
+    def _are_remote(self, copies: AlikeCopies) -> np.ndarray:
+        """Return bool per copy: whether its file has no memory map."""
+        rows = self.choice.rows_serving(copies.item)
+        _, first, number = np.unique(self._manifest.catalog.file[rows], return_index=True, return_inverse=True)
+        return np.asarray([self.files.map(row) is None for row in rows[first].tolist()], dtype=bool)[number]
 
     def _read_mapped(self, copies: AlikeCopies) -> AlikeCopies:
         """Carry out copies of short scattered runs out of memory maps; return those that need verified blocks."""
