@@ -15,6 +15,7 @@ import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.engine.announcing import announce
 from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.options import FileOptions
 from paddle_flexckpt.engine.piece_columns import PieceColumns
@@ -98,6 +99,8 @@ class Files(Source):
         """Fill the targets; where memory holds one at a time, yield the row of each before the next is begun."""
         task.memory.wait()
         self._filling = Filling(task.plan, task.memory, self._plan.pieces.target)
+        with self._reading():
+            announce(self.reader, self._plan.pieces, self._filling)
         if task.memory.one_at_a_time:
             yield from self._fill_one_by_one(task.plan)
         else:
