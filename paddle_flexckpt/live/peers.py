@@ -300,5 +300,7 @@ class MemoryPeers(Peers):
         again, groups = self._compares_again, self._checked.groups
         if again is None:
             return True
-        _, digests = self._comm.together(lambda: (None, replica_digests(self.owned, groups)), self._context)
+        _, digests = self._comm.together(
+            lambda: (None, replica_digests(self.owned, self.catalog, groups)), self._context
+        )
         return not again.compare(digests).any() and not self._differed
