@@ -85,7 +85,7 @@ def test_ranks_compare_which_checkpoint_they_read(tmp_path):
     with source.closing:
         said = source.open()
     token = CheckpointDirectory(str(tmp_path)).read_manifest().save_token
-    assert said == {"checkpoint": f"id 0 ({token})"}
+    assert said == {"checkpoint": f"id 0 ({token})", "reads": "directly"}
     assert (source.between_ranks, source.path) == (False, str(tmp_path))
 
 
