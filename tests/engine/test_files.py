@@ -133,6 +133,15 @@ def test_a_manifest_that_the_caller_keeps_is_not_read_again(tmp_path):
     assert (report.unique_id, report.source, source.catalog) == (0, str(tmp_path), manifest.catalog)
 
 
+@pytest.mark.parametrize("given", [{}, {"reason": "there is one rank"}])
+def test_the_report_says_how_files_are_read_and_why(tmp_path, given):
+    save(tmp_path, values_of())
+    source, options = Files(str(tmp_path), LoadOptions(), **given), LoadOptions()
+    report = Transfer(SoloCommunicator(), source, lambda: zeros("v"), options).run()
+    assert (report.comm_method, report.comm_reason) == ("direct", given.get("reason", ""))
+    assert (source.directory.path, source.manifest.unique_id) == (str(tmp_path), 0)
+
+
 # -- damage ------------------------------------------------------------------------------------------------------------
 
 
