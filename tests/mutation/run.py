@@ -83,7 +83,7 @@ Change = tuple[str, str]  # function, and "line => changed line"
 
 
 def tests_of(room: str, modules: Sequence[str]) -> list[str]:
-    """The tests of a room, or of some of its modules: those in the room itself, else those that a module's text names."""
+    """The tests of a room, or of some of its modules: those in the room, else those that its text names."""
     if not modules:
         return TESTS[room]
     found: list[str] = []
