@@ -170,6 +170,8 @@ bench: $(TEST_STAMP) ## measure planning and compiling at scale and compare with
 	@$(BIN)/python benchmarks/async_save.py
 	@echo "[make] benchmarks/checksums.py"
 	@$(BIN)/python benchmarks/checksums.py
+	@echo "[make] benchmarks/object_store.py"
+	@$(BIN)/python benchmarks/object_store.py
 	@echo "[make] benchmarks/against_paddle.py"
 	@$(BIN)/python benchmarks/against_paddle.py
 

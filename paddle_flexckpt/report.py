@@ -140,6 +140,9 @@ class LoadReport(Report):
         bytes_received: Bytes received from other ranks.
         bytes_sent: Bytes sent to other ranks.
         reads: Read calls.
+        comm_method: Of files: ``"direct"`` if every rank read what it needs (and sees), ``"cooperative"`` if one rank
+            read for all that need the same.
+        comm_reason: Why.
         peak_scratch_bytes: The most memory that operands of computed values took at any time.
         total_bytes: ``bytes_needed`` of all ranks.
         replicas_used: By key, what was damaged of what this rank read, and which file of which rank served instead.
@@ -167,6 +170,8 @@ class LoadReport(Report):
     bytes_received: int = 0
     bytes_sent: int = 0
     reads: int = 0
+    comm_method: str = ""
+    comm_reason: str = ""
     peak_scratch_bytes: int = 0
     total_bytes: int = 0
     replicas_used: dict[str, str] = field(default_factory=dict)
@@ -197,6 +202,8 @@ class LoadReport(Report):
             if count:
                 text += f", {count} {name}"
         text += _of_one_rank(self.replicas)
+        if self.comm_method == "cooperative":
+            text += f", read once for all ranks ({self.comm_reason})"
         if self.bytes_extra:
             text += f", {format_bytes(self.bytes_extra)} more than needed read on this rank to verify it"
         return text

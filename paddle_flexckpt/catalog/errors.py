@@ -74,6 +74,13 @@ class LostRankError(CheckpointError):
     """A rank has gone (killed, crashed, cut off) while the others were waiting for it."""
 
 
+class StoppedExchangeError(CheckpointError):
+    """Report that ranks could not go on sending each other data: a connection ended, mostly as another rank failed.
+
+    What a call raises is of the class of that rank's error, or a CheckpointError.
+    """
+
+
 class UnsafePickleError(CorruptCheckpointError):
     """A pickle asks for more than plain data; nothing of it has been carried out."""
 
@@ -110,6 +117,7 @@ _KINDS: dict[str, type[CheckpointError]] = {
         CorruptCheckpointError,
         UnreadableCheckpointError,
         LostRankError,
+        StoppedExchangeError,
         UnsafePickleError,
         ValidationError,
         AoaError,
@@ -171,7 +179,8 @@ def combine(failures: Sequence[tuple[int, Failure]]) -> Failure:
             met.setdefault(problem, []).append(rank)
     texts = tuple(f"[rank {', '.join(map(str, ranks))}] {problem}" for problem, ranks in met.items())
     validation = {name for name, kind in _KINDS.items() if issubclass(kind, ValidationError)}
-    kinds = {failure.kind for _, failure in failures}
+    # A rank that was left in the middle of an exchange says little of why.
+    kinds = {failure.kind for _, failure in failures} - {StoppedExchangeError.__name__} or {CheckpointError.__name__}
     if kinds <= validation:
         return Failure(kinds.pop() if len(kinds) == 1 else ValidationError.__name__, texts)
     return Failure(min(kinds - validation), texts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
 from paddle_flexckpt.engine.whole_tensors import CHOSEN, WholeTensors
 from paddle_flexckpt.foreign.formats import open_destination
-from paddle_flexckpt.media.backend import Backend, Location, exists, publish
+from paddle_flexckpt.media.backend import Backend, Location, OutputFile, exists, publish
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 from paddle_flexckpt.report import ExportReport, LoadReport
 
@@ -63,8 +64,7 @@ def export_safetensors(
     asked = ExportOptions(aoa_config=aoa_config, **options)
     source = Files(path, asked, plain_errors=True)
     with quiet_loads(), _Export(open_destination(output), source, asked) as export:
-        transfer = Transfer(Solo(), source, export.describe, CHOSEN, "export_safetensors", "", begin)
-        return export.report(transfer.run())
+        return export.report(Transfer(Solo(), source, export.describe, CHOSEN, begin=begin).run())
 
 
 class _Export(WholeTensors):
@@ -73,13 +73,14 @@ class _Export(WholeTensors):
     Leaving the context by an error leaves nothing behind.
     """
 
+    _made = False
+    _stream: OutputFile | None = None
+    _left: int
+
     def __init__(self, sink: Backend, source: Files, options: ExportOptions) -> None:
         super().__init__()
         self._sink, self._source, self._options = sink, source, options
-        self._made = False
         self._written: list[str] = []
-        self._open = contextlib.ExitStack()
-        self._left = 0
 
     def __enter__(self) -> _Export:
         return self
@@ -87,13 +88,15 @@ class _Export(WholeTensors):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._open.__exit__(kind, error, traceback)
-        if kind is not None:
-            with contextlib.suppress(OSError):
-                for name in self._written:
-                    self._sink.remove(name)
-                if self._made:
-                    self._sink.remove_directory()
+        if kind is None:
+            return
+        if self._stream is not None:
+            self._stream.abort()
+        with contextlib.suppress(OSError):
+            for name in self._written:
+                self._sink.remove(name)
+            if self._made:
+                self._sink.remove_directory()
 
     def describe(self) -> Targets:
         """Check the output, choose tensors, and divide them among files; return them as targets."""
@@ -109,22 +112,23 @@ class _Export(WholeTensors):
 
     def filled(self, row: int) -> None:
         """Write a tensor behind the one before."""
-        if not self._left:
-            self._begin(next(self._next))
+        stream = self._stream or self._begin(next(self._next))
         # No name for the array: it is gone before the next one is read.
-        self._stream.write(memoryview(self.take(row)[1].reshape(-1).view(np.uint8)))
+        stream.write(memoryview(self.take(row)[1].ravel().view(np.uint8)))
         self._left -= 1
         if not self._left:
-            self._open.close()
+            stream.finish()
+            self._stream = None
 
-    def _begin(self, file: _File) -> None:
+    def _begin(self, file: _File) -> OutputFile:
         if not self._written:
             self._made = not exists(self._sink)
             self._sink.make_directory()
-        stream = self._sink.create(file.name, "replace", size=len(file.header) + file.data_bytes)
+        self._stream = stream = self._sink.create(file.name, "replace", size=len(file.header) + file.data_bytes)
         self._written.append(file.name)
-        self._stream, self._left = self._open.enter_context(stream), len(file.names)
-        self._stream.write(file.header)
+        self._left = len(file.names)
+        stream.write(file.header)
+        return stream
 
     def finish(self, untouched: Collection[str]) -> None:
         """Write the index."""
@@ -197,7 +201,7 @@ class _File:
 
 def _plan_files(infos: Mapping[str, TensorInfo], max_file_bytes: int) -> list[_File]:
     """Divide tensors among files: in the order of their names, as many as fit."""
-    length = {name: int(np.prod(i.shape, dtype=np.int64)) * dtype_of(i.dtype).itemsize for name, i in infos.items()}
+    length = {name: math.prod(info.shape) * dtype_of(info.dtype).itemsize for name, info in infos.items()}
     parts: list[list[str]] = [[]]
     size = 0
     for name in sorted(infos):

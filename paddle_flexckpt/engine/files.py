@@ -15,6 +15,7 @@ import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.engine.announcing import announce
 from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.options import FileOptions
 from paddle_flexckpt.engine.piece_columns import PieceColumns
@@ -22,7 +23,7 @@ from paddle_flexckpt.engine.plan import FillPlan
 from paddle_flexckpt.engine.transfer import Source, Task
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location, reading
-from paddle_flexckpt.native.directory import LockedManifest
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning import Pieces, ReadPlan, ShardMatcher, plan_read
@@ -33,13 +34,22 @@ class Files(Source):
     """Read a checkpoint, of which this rank sees all files; each rank reads just what its targets need.
 
     Attributes:
+        directory: Where it is; known when it is open.
+        manifest: Of the checkpoint; likewise.
         reader: Of the files; known when the task is prepared.
     """
 
+    directory: CheckpointDirectory
+    manifest: Manifest
     reader: FileReader
 
     def __init__(
-        self, location: Location, options: FileOptions, manifest: Manifest | None = None, plain_errors: bool = False
+        self,
+        location: Location,
+        options: FileOptions,
+        manifest: Manifest | None = None,
+        plain_errors: bool = False,
+        reason: str = "",
     ) -> None:
         """Open nothing yet.
 
@@ -48,20 +58,22 @@ class Files(Source):
             options: Which checkpoint it is, and how it is read.
             manifest: Of a checkpoint that the caller keeps; by default it is read, and the checkpoint kept meanwhile.
             plain_errors: Whether an OSError of the medium stays one.
+            reason: Why every rank reads for itself, for the report.
         """
         super().__init__()
         self._location, self._options, self._kept, self._plain_errors = location, options, manifest, plain_errors
+        self._reason = reason
 
     def open(self) -> dict[str, str]:
         """Take the checkpoint's lock and read its manifest; return which checkpoint it is."""
         self._options.check()
-        self._directory = SourceDirectory(self._location)
-        self.path, manifest = self._directory.path, self._kept
+        self.directory = SourceDirectory(self._location)
+        self.path, manifest = self.directory.path, self._kept
         if manifest is None:
             with self._reading():
-                manifest = self.closing.enter_context(LockedManifest(self._directory, self._options.unique_id))
-        self._manifest, self.catalog, self.unique_id = manifest, manifest.catalog, manifest.unique_id
-        return {"checkpoint": f"id {manifest.unique_id} ({manifest.save_token})"}
+                manifest = self.closing.enter_context(LockedManifest(self.directory, self._options.unique_id))
+        self.manifest, self.catalog, self.unique_id = manifest, manifest.catalog, manifest.unique_id
+        return {"checkpoint": f"id {manifest.unique_id} ({manifest.save_token})", "reads": "directly"}
 
     def _reading(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._plain_errors else reading(self.path)
@@ -69,7 +81,7 @@ class Files(Source):
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Plan the reads, and check that the files look right."""
         self._plan = plan_reads(ShardMatcher(self.catalog), task.plan, task.mapping)
-        reader = FileReader(self._directory.backend, self._manifest, self._options.verify, self._options.use_replicas)
+        reader = FileReader(self.directory.backend, self.manifest, self._options.verify, self._options.use_replicas)
         self.reader = self.closing.enter_context(reader)
         with self._reading():
             self.reader.check_files(self._plan.pieces.source)
@@ -80,16 +92,15 @@ class Files(Source):
         for row in self.fill(task):
             task.memory.filled(row)
         counts = {"bytes_needed": self._plan.needed_bytes, "peak_scratch_bytes": self._filling.peak_scratch_bytes}
-        return {**counts, "reads": self.reader.count.reads, **reads_of(self.reader)}
+        said = {"comm_method": "direct", "comm_reason": self._reason}
+        return {**counts, "reads": self.reader.count.reads, **reads_of(self.reader), **said}
 
     def fill(self, task: Task) -> Iterator[int]:
-        """Do the same, and pause between targets where memory holds one at a time.
-
-        Yields:
-            The row that is filled.
-        """
+        """Fill the targets; where memory holds one at a time, yield the row of each before the next is begun."""
         task.memory.wait()
         self._filling = Filling(task.plan, task.memory, self._plan.pieces.target)
+        with self._reading():
+            announce(self.reader, self._plan.pieces, self._filling)
         if task.memory.one_at_a_time:
             yield from self._fill_one_by_one(task.plan)
         else:

@@ -23,7 +23,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, Literal, TypeVar, Union
+from typing import Any, Literal, TypeVar, Union, get_args
 
 from paddle_flexckpt.aoa import AoaConfig
 from paddle_flexckpt.catalog import ValidationError
@@ -34,6 +34,17 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 Strict = Union[bool, Literal["missing", "unexpected"]]
 OptimizerStates = Literal["raise", "ignore"]
 Storage = Literal["shared", "per_node"]
+# The last five are Paddle's own, which name how its ranks send each other what one of them has read.
+CommMethod = Literal[
+    "auto",
+    "direct",
+    "cooperative",
+    "send_recv",
+    "broadcast",
+    "multi_group_broadcast",
+    "grouped_send_recv",
+    "parallel_broadcast",
+]
 
 PATH = (
     "storage may have another name on another rank; the commit and the checkpoint's token tell whether it is the same"
@@ -190,9 +201,23 @@ class LoadOptions(FileOptions, TransferOptions):
         storage: ``"shared"``: every rank sees all files. ``"per_node"``: ranks may see some of them only, or none (see
             :func:`save_state_dict`); what a rank does not see it receives from one that does. The highest id that any
             rank sees is taken.
+        comm_method: ``"direct"``: every rank reads what it needs. ``"cooperative"``: what several ranks need is read
+            from storage once, by one of them, each about the same number of bytes, and sent to the others through
+            host memory; so are the short runs of a column cut. ``"auto"`` takes this where it is clearly faster by
+            estimate: on object stores, where ranks need much of the same and compute no values; on file systems of
+            the host it reads directly. The names that Paddle's own function takes (``"broadcast"``,
+            ``"send_recv"``, ``"multi_group_broadcast"``, ``"grouped_send_recv"``, ``"parallel_broadcast"``) mean
+            ``"cooperative"``. The report says which of the two it was, and why. With ``storage="per_node"`` ranks
+            that need the same and see it each read it, unless this is ``"cooperative"``.
     """
 
     storage: Storage = field(default="shared", metadata=rule(choices=("shared", "per_node")))
+    comm_method: CommMethod = field(default="auto", metadata=rule(choices=get_args(CommMethod)))
+
+    @property
+    def reads(self) -> Literal["auto", "direct", "cooperative"]:
+        """Return what ``comm_method`` asks for."""
+        return self.comm_method if self.comm_method in ("auto", "direct") else "cooperative"
 
 
 @dataclass(frozen=True)

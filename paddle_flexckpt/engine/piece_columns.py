@@ -5,7 +5,7 @@ Tested in tests/engine/test_piece_columns.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,8 @@ class PieceColumns:
     direct: np.ndarray
     stretches: Stretches
     alike: Sequence[AlikeCopies]
+    # The pieces of the stretches, and of each form.
+    _rows: Sequence[np.ndarray]
 
     @classmethod
     def of(cls, pieces: Pieces, source: Catalog, target: Catalog, addresses: np.ndarray) -> PieceColumns:
@@ -52,13 +54,13 @@ class PieceColumns:
         _check_inside(pieces.take(direct), source, target)
         position = pieces.source_base * itemsize
         address = address + pieces.target_base * itemsize
-        plain = direct & _are_contiguous(pieces.extents, pieces.source_strides)
-        plain &= _are_contiguous(pieces.extents, pieces.target_strides)
+        plain = direct & are_contiguous(pieces.extents, pieces.source_strides)
+        plain &= are_contiguous(pieces.extents, pieces.target_strides)
         columns = (pieces.source, position, pieces.size * itemsize, address)
         stretches = Stretches(*(column[plain] for column in columns))
         strided = np.flatnonzero(direct & ~plain)
         forms = np.hstack([kind[:, None], pieces.extents, pieces.source_strides, pieces.target_strides])[strided]
-        alike = []
+        alike, all_rows = [], [np.flatnonzero(plain)]
         for form, members in _groups(forms):
             rows, axes = strided[members], pieces.extents.shape[1]
             extents, from_strides, to_strides = (
@@ -66,8 +68,16 @@ class PieceColumns:
             )
             copy = StridedCopy(extents, 0, from_strides, 0, to_strides).simplified()
             dtype = dtype_of(source.dtypes[form[0]]).numpy
+            all_rows.append(rows)
             alike.append(AlikeCopies(copy, dtype, pieces.source[rows], position[rows], address[rows]))
-        return cls(direct, stretches, alike)
+        return cls(direct, stretches, alike, all_rows)
+
+    def turns(self, pieces: Pieces, source: Catalog) -> Iterator[np.ndarray]:
+        """Yield the numbers of the pieces in the order in which they are read: column by column, then the rest."""
+        place = source.byte_offset[pieces.source] + pieces.source_base * source.itemsize[pieces.source]
+        for rows in self._rows:
+            yield rows[np.lexsort((place[rows], source.file[pieces.source[rows]]))]
+        yield np.flatnonzero(~self.direct)
 
     def read(self, reader: FileReader) -> None:
         """Read what is in columns.
@@ -82,7 +92,7 @@ class PieceColumns:
             reader.read_alike(copies)
 
 
-def _are_contiguous(extents: np.ndarray, strides: np.ndarray) -> np.ndarray:
+def are_contiguous(extents: np.ndarray, strides: np.ndarray) -> np.ndarray:
     """Return bool per row: whether all axes together are one contiguous stretch."""
     return ((extents == 1) | (strides == row_major_strides(extents))).all(axis=1)
 

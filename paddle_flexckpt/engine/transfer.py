@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError, concat, validate_shards
@@ -47,6 +48,11 @@ class Task:
     resolution: Resolution
     mapping: TensorMapping | None
     plan: FillPlan
+
+    @property
+    def maps(self) -> BoxMaps | None:
+        """Return what keys are made of that statements define by moving elements, or None."""
+        return None if self.mapping is None else self.mapping.maps
 
     @property
     def memory(self) -> Memory:
@@ -111,8 +117,8 @@ class Transfer:
         source: Source,
         describe_targets: Callable[[], Targets],
         options: TransferOptions,
-        call: str,
-        context: str,
+        call: str = "",
+        context: str = "",
         begin: float | None = None,
     ) -> None:
         """Take no step yet.
@@ -122,7 +128,7 @@ class Transfer:
             source: What targets are filled from.
             describe_targets: Gives this rank's targets, or raises.
             options: Of the call.
-            call: Its name.
+            call: Its name, which ranks compare.
             context: What is being done, for errors.
             begin: When the call began; by default now.
         """

@@ -44,10 +44,10 @@ class WholeTensors(Memory):
     """Make the memory of a whole tensor when it is filled, and hold it until it is taken."""
 
     one_at_a_time = True
+    _infos: list[tuple[str, TensorInfo]]
 
     def __init__(self) -> None:
         """Hold nothing yet."""
-        self._infos: list[tuple[str, TensorInfo]] = []
         self._arrays: dict[int, np.ndarray] = {}
 
     def targets(self, infos: Mapping[str, TensorInfo], mapping: TensorMapping | None) -> Targets:
@@ -122,7 +122,7 @@ def iterate_tensors(
         return memory.targets({name: there[name] for name in chosen}, made_by)
 
     with source.closing:
-        task = Transfer(Solo(), source, describe, CHOSEN, "iterate_tensors", "").prepare()
+        task = Transfer(Solo(), source, describe, CHOSEN).prepare()
         try:
             for row in source.fill(task):
                 yield memory.take(row)

@@ -10,12 +10,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from paddle_flexckpt.engine.files import Files
-from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, LoadOptions, takes
-from paddle_flexckpt.engine.transfer import Source, Transfer
+from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, CommMethod, LoadOptions, takes
+from paddle_flexckpt.engine.transfer import Transfer
 from paddle_flexckpt.foreign.formats import shown
 from paddle_flexckpt.live.communicator import communicator_for
-from paddle_flexckpt.live.node_files import find_node_files
+from paddle_flexckpt.live.file_peers import source_of
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.report import LoadReport
@@ -29,7 +28,6 @@ from paddle_flexckpt.report import LoadReport
     offload=UNUSED,
     safetensors=UNUSED,
     worker_groups=UNUSED,
-    comm_method=UNUSED,
 )
 def load_state_dict(
     state_dict: Mapping[str, Any],
@@ -42,13 +40,14 @@ def load_state_dict(
     aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     safetensors: bool = True,
     worker_groups: Any = None,
-    comm_method: str = "direct",
+    comm_method: CommMethod = "auto",
     **options: Any,
 ) -> LoadReport:
     """Fill live shards, in place, from a checkpoint that was saved under this or any other layout.
 
     Every rank of the group calls this with its own targets. Everything is checked on all ranks before the first
-    target is touched. Each rank then reads just the bytes that its targets need, each once.
+    target is touched. Each rank then reads just the bytes that its targets need, each once; or the ranks read together
+    (``comm_method``), and storage is read once for all.
 
     Args:
         state_dict: Names to ShardedWeights (of this library or of Paddle) or tensors (taken as replicated), possibly
@@ -59,8 +58,7 @@ def load_state_dict(
             to hold everything (pure data parallelism, where one rank may save for all).
         offload: Accepted for compatibility: reading goes through host memory always, one tensor at a time.
         safetensors: Accepted for compatibility: data files are safetensors files always.
-        worker_groups: Accepted for compatibility: no tensor data is communicated.
-        comm_method: Accepted for compatibility, likewise.
+        worker_groups: Accepted for compatibility: who sends what follows from who needs what.
         **options: Like all other arguments, of :class:`~paddle_flexckpt.engine.options.LoadOptions`.
 
     Returns:
@@ -78,15 +76,15 @@ def load_state_dict(
         unique_id=unique_id,
         mw_name_compatibility=mw_name_compatibility,
         aoa_config=aoa_config,
+        comm_method=comm_method,
         **options,
     )
     begin = time.perf_counter()
     comm = communicator_for(process_group)
     context = f"cannot load from {shown(path)}"
-    source: Source = Files(path, asked)
     if asked.storage == "per_node":
         context = "cannot load from the nodes' directories"
-        source = find_node_files(comm, path, asked, "load_state_dict", context)
+    source = source_of(comm, path, asked, "load_state_dict", context)
     return Transfer(
         comm, source, lambda: describe_targets(state_dict, comm.rank), asked, "load_state_dict", context, begin
     ).run()

@@ -1,4 +1,4 @@
-"""Files of nodes that share no storage, as a source: which checkpoint to take, what each rank sees, who reads what.
+"""Files of nodes that share no storage: which checkpoint to take, and what each rank sees of it.
 
 Tested in tests/live/test_nodes.py.
 """
@@ -10,31 +10,21 @@ import functools
 import json
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from paddle_flexckpt.algebra import StridedCopy
-from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, dtype_of, group_replicas, validate_coverage
-from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, group_replicas
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
-from paddle_flexckpt.engine.files import Files, reads_of
 from paddle_flexckpt.engine.options import LoadOptions
-from paddle_flexckpt.engine.transfer import Source, Task
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.peers import Peers
-from paddle_flexckpt.live.sources import CheckedSources
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest, save_of
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.reader import FileReader
-from paddle_flexckpt.planning import ExchangePlan
 
 logger = logging.getLogger("paddle_flexckpt")
-_MOST_KEYS = 5
 
 
 class Found(NamedTuple):
@@ -153,88 +143,10 @@ def _look(
     return Found(manifest, seen[:, 1:], wrong, bool(seen.all()))
 
 
-@dataclass(frozen=True, eq=False)
-class _StoredItem:
-    """Show one stored shard as the storage of a source row: what is read of it comes out of its file, verified."""
-
-    reader: FileReader
-    item: int
-    dtype: np.dtype
-
-    def along_axes(self, copy: StridedCopy, side: int) -> StridedCopy:
-        return copy
-
-    def read(self, copy: StridedCopy) -> np.ndarray:
-        values = np.empty(copy.extents, dtype=self.dtype)
-        strides = tuple(stride // self.dtype.itemsize for stride in values.strides)
-        self.reader.read(self.item, replace(copy, target_base=0, target_strides=strides), values.reshape(-1))
-        self.reader.wait_for_hashes()
-        return values
-
-
-class NodeFiles(Peers):
-    """Read the files of a checkpoint, of which each rank sees some; what a rank does not see another one sends."""
-
-    def __init__(
-        self, comm: Communicator, directory: CheckpointDirectory, found: Found, options: LoadOptions, context: str
-    ) -> None:
-        """Open no file yet."""
-        stored = found.manifest.catalog
-        # A row for every rank that can read it, so that each finds what it sees on itself.
-        position, item = np.nonzero(found.seen[:, stored.file])
-        lost = np.flatnonzero(found.lost)
-        self._nobody = max(comm.ranks) + 1
-        self._item = np.concatenate([item, lost])
-        rank = np.concatenate([np.asarray(comm.ranks)[position], np.full(len(lost), self._nobody)])
-        catalog = replace(stored.take(self._item), rank=rank.astype(np.int32))
-        groups = group_replicas(catalog)
-        checked = CheckedSources(groups, validate_coverage(catalog, groups))
-        super().__init__(comm, catalog, checked, context, offload=True)  # files are read into host memory
-        self.path, self.unique_id, self._found = directory.path, found.manifest.unique_id, found
-        reader = FileReader(directory.backend, found.manifest, options.verify, options.use_replicas)
-        self._reader = self.closing.enter_context(reader)
-
-    def open(self) -> dict[str, str]:
-        """Return which checkpoint it is."""
-        return {"checkpoint": self._found.manifest.save_token}
-
-    def storage(self, row: int) -> Any:  # it is only read from
-        """Return a shard that this rank sees."""
-        return _StoredItem(self._reader, int(self._item[row]), dtype_of(self.catalog.dtype_name(row)).numpy)
-
-    def move(self, task: Task) -> dict[str, Any]:
-        """Copy, send and receive."""
-        return {**super().move(task), "reads": self._reader.count.reads, **reads_of(self._reader)}
-
-    def check_plan(self, plan: ExchangePlan) -> None:
-        """Open the files that this rank is to read, and raise where nobody can."""
-        pieces = plan.incoming.get(self._nobody)
-        if pieces is not None:
-            raise CorruptCheckpointError(
-                f"no rank can read {'; '.join(self._lost(np.unique(pieces.source)))}. Remedy: let a rank see these "
-                "directories, or load another checkpoint; saves with node_copies=2 survive the loss of a node"
-            )
-        used = [plan.local.source, *(pieces.source for pieces in plan.outgoing.values())]
-        self._reader.check_files(self._item[np.concatenate(used)])
-
-    def _lost(self, rows: np.ndarray) -> list[str]:
-        """Return what of some source rows is lost, by file."""
-        catalog, manifest = self.catalog, self._found.manifest
-        texts = []
-        for file in np.unique(catalog.file[rows]).tolist():
-            name = catalog.files[file]
-            keys = sorted({catalog.key_name(row) for row in rows[catalog.file[rows] == file].tolist()})
-            why = self._found.wrong.get(name, "no rank sees it")
-            nodes = " and ".join(manifest.nodes_of(name)) or "storage that was shared"
-            texts.append(
-                f"{name!r} of id {manifest.unique_id} with shards of {listed(list(map(repr, keys)), _MOST_KEYS)}: "
-                f"it is on node {nodes}, and {why}"
-            )
-        return texts
-
-
-def find_node_files(comm: Communicator, path: Location, options: LoadOptions, call: str, context: str) -> Source:
-    """Agree on a checkpoint, and return its files as a source. Four collectives.
+def find_nodes(
+    comm: Communicator, path: Location, options: LoadOptions, call: str, context: str
+) -> tuple[Found, contextlib.ExitStack]:
+    """Agree on a checkpoint; return what was found, and the manifest's lock. Four collectives.
 
     Raises:
         ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
@@ -251,8 +163,4 @@ def find_node_files(comm: Communicator, path: Location, options: LoadOptions, ca
 
     with contextlib.ExitStack() as locks:
         found = find_checkpoint(comm, directory, options.unique_id, head, locks, context)
-        if found.everywhere:
-            return Files(path, replace(options, unique_id=found.manifest.unique_id))
-        source = NodeFiles(comm, directory(), found, options, context)
-        source.closing.push(locks.pop_all())
-        return source
+        return found, locks.pop_all()

@@ -8,8 +8,9 @@ Tested in tests/live/test_reshard_files.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog
-from paddle_flexckpt.engine.copies import AnyStorage, copy_pieces, pack, unpack
+from paddle_flexckpt.engine.copies import AnyStorage, Storage, copy_pieces
 from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.options import TransferOptions, rule
 from paddle_flexckpt.engine.transfer import Source, Task
@@ -25,6 +26,7 @@ from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.device_exchange import DeviceExchange, Traffic
 from paddle_flexckpt.live.device_memory import devices_of, has_views, wait_for_devices
 from paddle_flexckpt.live.replicas import Replicas, replica_digests
+from paddle_flexckpt.live.rounds import HeldRows, Rounds
 from paddle_flexckpt.live.save_options import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.sources import CheckedSources
 from paddle_flexckpt.live.tensor_memory import refuse_shared_memory
@@ -56,20 +58,18 @@ class Peers(Source):
 
     Attributes:
         catalog: One row per shard, with the rank that holds it.
-        checked: What is known about it.
+        rows: What an exchange takes its pieces from; known when it is planned.
         replicas: As of :class:`LoadReport`.
     """
 
+    rows: Catalog
     replicas: Mapping[str, str] = {}
     path = "memory"
     between_ranks = True
 
-    def __init__(
-        self, comm: Communicator, catalog: Catalog, checked: CheckedSources, context: str, offload: bool
-    ) -> None:
-        """Take what the ranks hold."""
+    def __init__(self, comm: Communicator, context: str, offload: bool) -> None:
+        """Take nothing yet; ``offload``: data of devices goes through host memory."""
         super().__init__()
-        self.catalog, self.checked = catalog, checked
         self._comm, self._context, self._offload = comm, context, offload
 
     @functools.cached_property
@@ -87,16 +87,30 @@ class Peers(Source):
         """Return the storage of a row that this rank holds."""
         return open_storage(self.owned[row])
 
-    def check_plan(self, plan: ExchangePlan) -> None:
-        """Raise where this rank's part of the exchange cannot be carried out."""
+    def plan_own(self, targets: Catalog, task: Task) -> ExchangePlan | None:
+        """Plan this rank's part of the exchange, and check it; None if there is to be none.
+
+        Args:
+            targets: What all ranks fill.
+            task: What this one fills.
+        """
+        raise NotImplementedError
+
+    @property
+    def round_of_row(self) -> np.ndarray:
+        """Return int64 per row, the round in which its rank sends it."""
+        return np.zeros(len(self.rows), dtype=np.int64)
+
+    def open_rows(self, rounds: Rounds) -> HeldRows:
+        """Return this rank's rows, round by round."""
+        return HeldRows(functools.cache(self.storage))
 
     def describe_replicas(self) -> tuple[bytes, bytes]:
         """Return what the other ranks need for :meth:`compare_replicas`."""
         return b"", b""
 
-    def compare_replicas(self, digests: Sequence[bytes], policies: Sequence[bytes]) -> CheckedSources:
-        """Compare the replicas of shards; return which may be read."""
-        return self.checked
+    def compare_replicas(self, digests: Sequence[bytes], policies: Sequence[bytes]) -> None:
+        """Compare the replicas of shards, to know which may be read."""
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Check that no target overwrites a source, and return what the other ranks have to know."""
@@ -112,15 +126,14 @@ class Peers(Source):
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
         """Plan what ranks send each other."""
         digests, policies, addresses, encoded, use = answers
-        checked = self.compare_replicas(digests, policies)
+        self.compare_replicas(digests, policies)
         targets = concat([decode_catalog(each) for each in encoded])
 
         def plan() -> tuple[DeviceExchange | None, bytes]:
-            self._plan = plan_rank(self.catalog, checked, targets, task, self._comm.rank)
-            self.check_plan(self._plan)
-            if not _on_devices(use):
+            self._plan = self.plan_own(targets, task)
+            if self._plan is None or not _on_devices(use):
                 return None, b""
-            exchange = DeviceExchange(self._comm.device_group, self._plan, self.catalog)
+            exchange = DeviceExchange(self._comm.device_group, self._plan, self.rows)
             return exchange, exchange.sent
 
         self._addresses = list(addresses)
@@ -141,27 +154,21 @@ class Peers(Source):
     def move(self, task: Task) -> dict[str, Any]:
         """Copy, send and receive."""
         plan, filling = self._plan, Filling(task.plan, task.memory)
-        storage: Callable[[int], AnyStorage] = functools.cache(self.storage)
-
-        def dtype(row: int) -> np.dtype:
-            return dtype_of(self.catalog.dtype_name(row)).numpy
-
+        if plan is None:
+            raise RuntimeError("no exchange was planned")
         if self._on_device is not None:
+            storage = functools.cache(self.storage)
             self._on_device.run(Traffic.of(self._sent), self._comm.position, storage, filling.storage)
+            # After the exchange: a rank that failed before it would leave its peers waiting for its connections.
+            copied = copy_pieces(plan.local, storage, filling.storage)
         else:
-            self._transport.exchange(
-                self._addresses,
-                {rank: pack(pieces, storage) for rank, pieces in plan.outgoing.items()},
-                {rank: unpack(pieces, filling.storage, dtype) for rank, pieces in plan.incoming.items()},
-            )
-        # After the exchange: a rank that failed before it would leave its peers waiting for its connections.
-        copied = copy_pieces(plan.local, storage, filling.storage)
+            copied = self._exchange(plan, filling.storage)
         copy_pieces(plan.repeated, filling.storage, filling.storage)
         copied += plan.repeated_bytes
         filling.finish()
         # Copies within a device are only ordered by its stream; whoever looks next may be on another.
         wait_for_devices(self._devices)
-        itemsize = self.catalog.itemsize
+        itemsize = self.rows.itemsize
         received, sent = (
             sum(int((p.size * itemsize[p.source]).sum()) for p in side.values())
             for side in (plan.incoming, plan.outgoing)
@@ -174,6 +181,16 @@ class Peers(Source):
             "peak_scratch_bytes": filling.peak_scratch_bytes,
             "replicas": self.replicas,
         }
+
+    def _exchange(self, plan: ExchangePlan, target: Storage) -> int:
+        """Send and receive through host memory; return the bytes that were copied within this rank's memory."""
+        rounds = Rounds(plan, self.round_of_row)
+        dtypes = [dtype_of(name).numpy for name in self.rows.dtypes]
+        with contextlib.closing(self.open_rows(rounds)) as rows:
+            sending = rounds.sending(rows)
+            receiving = rounds.receiving(rows, target, lambda row: dtypes[self.rows.dtype[row]])
+            self._transport.exchange_rounds(self._addresses, rounds.peers, sending, receiving, rows.stop)
+        return rounds.bytes_copied
 
 
 def _names_in_place(task: Task) -> list[str]:
@@ -189,14 +206,13 @@ def _names_in_place(task: Task) -> list[str]:
     ]
 
 
-def plan_rank(source: Catalog, checked: CheckedSources, targets: Catalog, task: Task, rank: int) -> ExchangePlan:
+def plan_rank(matcher: ShardMatcher, targets: Catalog, task: Task, rank: int) -> ExchangePlan:
     """Return one rank's part of an exchange, in rows of its own plan, checked to fill all of these.
 
     Raises:
         ValidationError: Something is left unfilled.
     """
-    matcher = ShardMatcher(source, checked.groups, checked.coverage)
-    plan = plan_exchange(matcher, targets, rank, maps=None if task.mapping is None else task.mapping.maps)
+    plan = plan_exchange(matcher, targets, rank, maps=task.maps)
     mine = np.flatnonzero(targets.rank == rank)
     covered = np.zeros(len(targets), dtype=np.int64)
     if task.plan.covered_in_order is not None:
@@ -234,7 +250,8 @@ class MemoryPeers(Peers):
         context: str,
     ) -> None:
         """Take what the ranks hold; ``described`` has this rank's tensors or shards by row."""
-        super().__init__(comm, catalog, checked, context, options.offload)
+        super().__init__(comm, context, options.offload)
+        self.catalog, self._checked = catalog, checked
         self._described, self._options = described, options
 
     @functools.cached_property
@@ -253,21 +270,26 @@ class MemoryPeers(Peers):
     @functools.cached_property
     def _replicas(self) -> tuple[bytes, bytes]:
         keys = [self.catalog.key_name(row) for row in self.owned]
-        digests = replica_digests(self.owned, self.checked.groups) if self._rules.compares else b""
+        digests = replica_digests(self.owned, self.catalog, self._checked.groups) if self._rules.compares else b""
         return digests, self._rules.of(keys, list(self._described.values())).tobytes()
 
-    def compare_replicas(self, digests: Sequence[bytes], policies: Sequence[bytes]) -> CheckedSources:
-        """Compare the replicas of shards; return which may be read."""
+    def compare_replicas(self, digests: Sequence[bytes], policies: Sequence[bytes]) -> None:
+        """Compare the replicas of shards, to know which may be read."""
         comm, asked = self._comm, np.zeros(len(self.catalog), dtype=np.uint8)
         for rank, said in zip(comm.ranks, policies):
             asked[self.catalog.rank == rank] = np.frombuffer(said, dtype=np.uint8)
-        compares, groups = self._rules.compares, self.checked.groups
+        compares, groups = self._rules.compares, self._checked.groups
         replicas = Replicas(comm, self.owned, self.catalog, groups, asked, compares, self._context)
         differing = replicas.compare(digests)
         self._compares_again = replicas if compares and (groups.count > 1).any() else None
         self._differed = bool(differing.any())
         self.replicas = replicas.report(differing, comm.position == self._options.coordinator_rank)
-        return replace(self.checked, groups=replicas.narrowed(differing if replicas.compares else None))
+        self._readable = replace(self._checked, groups=replicas.narrowed(differing if replicas.compares else None))
+
+    def plan_own(self, targets: Catalog, task: Task) -> ExchangePlan | None:
+        """Plan this rank's part of the exchange, from what is there."""
+        self.rows, checked = self.catalog, self._readable
+        return plan_rank(ShardMatcher(self.rows, checked.groups, checked.coverage), targets, task, self._comm.rank)
 
     def meet(self, addresses: list[bytes]) -> bool:
         """Take note of where the other ranks are; return whether the plan still holds: no replicas differ.
@@ -275,8 +297,10 @@ class MemoryPeers(Peers):
         One collective where there are replicas to be compared. Raises as :meth:`Replicas.compare`.
         """
         super().meet(addresses)
-        again, groups = self._compares_again, self.checked.groups
+        again, groups = self._compares_again, self._checked.groups
         if again is None:
             return True
-        _, digests = self._comm.together(lambda: (None, replica_digests(self.owned, groups)), self._context)
+        _, digests = self._comm.together(
+            lambda: (None, replica_digests(self.owned, self.catalog, groups)), self._context
+        )
         return not again.compare(digests).any() and not self._differed

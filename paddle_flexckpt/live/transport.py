@@ -13,45 +13,62 @@ import socket
 import struct
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
 from paddle_flexckpt.background.presence import own_host
-from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.catalog.errors import StoppedExchangeError
 from paddle_flexckpt.live.meeting import GREETING_SECONDS, HELLO
 
 # A peer that sends nothing for so long has died or hangs.
 STALL_SECONDS = 600.0
+
+# What a rank sends in one round, by receiver, or receives, by sender.
+Streams = Mapping[int, Iterator[np.ndarray]]
 
 
 class Transport(ABC):
     """Move byte streams between the members of a group.
 
     One exchange is: 1. every member calls :meth:`address` and they exchange the answers; 2. every member calls
-    :meth:`exchange` once; 3. :meth:`close`.
+    :meth:`exchange` or :meth:`exchange_rounds` once; 3. :meth:`close`.
     """
 
     @abstractmethod
     def address(self) -> bytes:
         """Return what the other members need in order to reach this one."""
 
+    def exchange(self, addresses: list[bytes], outgoing: Streams, incoming: Streams) -> None:
+        """Send and receive all streams in one round; arguments and errors as of :meth:`exchange_rounds`."""
+        self.exchange_rounds(addresses, (set(outgoing), set(incoming)), (outgoing,), (incoming,))
+
     @abstractmethod
-    def exchange(
+    def exchange_rounds(
         self,
         addresses: list[bytes],
-        outgoing: Mapping[int, Iterator[np.ndarray]],
-        incoming: Mapping[int, Iterator[np.ndarray]],
+        peers: tuple[Collection[int], Collection[int]],
+        outgoing: Iterable[Streams],
+        incoming: Iterable[Streams],
+        stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """Send and receive all streams.
+        """Send and receive streams, round by round.
+
+        A round of a rank is what it sends before it sends anything of the next. Its receivers have the same rounds, so
+        that both ends of a pair know what follows on what; a rank may have more rounds than another.
 
         Args:
             addresses: Every member's address, in the group's order.
-            outgoing: By receiving rank, contiguous uint8 arrays; each is used up before the next is asked for.
-            incoming: By sending rank, writable contiguous uint8 arrays; each is full before the next is asked for.
+            peers: The ranks that some round has a stream to, and those that some round has a stream from.
+            outgoing: By round and receiving rank, contiguous uint8 arrays; each is used up before the next is asked
+                for. Another thread asks for them.
+            incoming: By round and sending rank, writable contiguous uint8 arrays; each is full before the next is
+                asked for.
+            stop: Called when the exchange has failed: what a round may wait for will not come.
 
         Raises:
-            CheckpointError: A peer went away or stalled.
+            StoppedExchangeError: A peer went away or stalled.
+            Exception: What one of the streams raised.
         """
 
     @abstractmethod
@@ -62,8 +79,9 @@ class Transport(ABC):
 class SocketTransport(Transport):
     """Move byte streams through host sockets.
 
-    In step k every rank sends to the rank k places after it and receives from the one k places before it; a thread
-    sends while the caller receives. So every stream has its receiver ready, and no ring of sends can wait for itself.
+    In step k of a round every rank sends to the rank k places after it and receives from the one k places before it; a
+    thread sends while the caller receives. So every stream has its receiver ready, and no ring of sends can wait for
+    itself: of all streams that are not through, the one of the lowest round and step has both its ends waiting for it.
     """
 
     def __init__(self, ranks: tuple[int, ...], position: int, stall_seconds: float = STALL_SECONDS) -> None:
@@ -76,6 +94,7 @@ class SocketTransport(Transport):
         self._arrived: dict[int, socket.socket] = {}
         self._arrival = threading.Condition()
         self._failure: BaseException | None = None
+        self._stop: Callable[[], None] = lambda: None
 
     def address(self) -> bytes:
         """Return host, port and a token that tells members from strangers."""
@@ -84,25 +103,26 @@ class SocketTransport(Transport):
         port = self._listener.getsockname()[1]
         return self._token + struct.pack("<H", port) + host.encode()
 
-    def exchange(
+    def exchange_rounds(
         self,
         addresses: list[bytes],
-        outgoing: Mapping[int, Iterator[np.ndarray]],
-        incoming: Mapping[int, Iterator[np.ndarray]],
+        peers: tuple[Collection[int], Collection[int]],
+        outgoing: Iterable[Streams],
+        incoming: Iterable[Streams],
+        stop: Callable[[], None] = lambda: None,
     ) -> None:
-        """Implement :meth:`Transport.exchange`."""
+        """Implement :meth:`Transport.exchange_rounds`."""
         n, here = len(self._ranks), self._position
-        receivers = [r for k in range(1, n) if (r := self._ranks[(here + k) % n]) in outgoing]
-        senders = [r for k in range(1, n) if (r := self._ranks[(here - k) % n]) in incoming]
-        reach = dict(zip(self._ranks, addresses))
+        receivers = [r for k in range(1, n) if (r := self._ranks[(here + k) % n]) in peers[0]]
+        senders = [r for k in range(1, n) if (r := self._ranks[(here - k) % n]) in peers[1]]
+        reach, self._stop = dict(zip(self._ranks, addresses)), stop
         threads = [threading.Thread(target=self._send_all, args=(receivers, reach, outgoing), daemon=True)]
         if senders:
             threads.append(threading.Thread(target=self._accept_all, args=(set(senders),), daemon=True))
         for thread in threads:
             thread.start()
         try:
-            for rank in senders:
-                self._receive(rank, incoming[rank])
+            self._receive_all(senders, incoming)
         except BaseException as error:
             # The sender thread has to stop too, so that this rank's receivers learn that it failed.
             self._fail(error)
@@ -113,7 +133,7 @@ class SocketTransport(Transport):
             thread.join()
         if self._failure is not None:
             if isinstance(self._failure, (OSError, EOFError)):
-                raise CheckpointError(
+                raise StoppedExchangeError(
                     f"rank {self._ranks[here]}: exchange of tensor data failed: {self._failure}. "
                     "Targets are partly overwritten"
                 ) from self._failure
@@ -128,29 +148,40 @@ class SocketTransport(Transport):
 
     def _fail(self, error: BaseException) -> None:
         with self._arrival:
-            if self._failure is None:
+            first = self._failure is None
+            if first:
                 self._failure = error
             self._arrival.notify_all()
             arrived = list(self._arrived.values())
+        if first:
+            self._stop()
         # Wakes the accepting and the receiving thread.
         for open_socket in (*arrived, *([self._listener] if self._listener else [])):
             with contextlib.suppress(OSError):  # it may be closed, or never have had a connection
                 open_socket.shutdown(socket.SHUT_RDWR)
 
-    def _send_all(
-        self, receivers: list[int], reach: dict[int, bytes], outgoing: Mapping[int, Iterator[np.ndarray]]
-    ) -> None:
-        for rank in receivers:
-            with contextlib.ExitStack() as stack:
-                # The error is kept before the connection closes: a peer answers that by closing its own streams, which
-                # this rank must not take for the cause.
+    def _send_all(self, receivers: list[int], reach: dict[int, bytes], outgoing: Iterable[Streams]) -> None:
+        connections: dict[int, socket.socket] = {}
+        with contextlib.ExitStack() as stack:
+            # Before anything is read or sent: whoever waits for a rank that dies then sees its connection end. After a
+            # failure likewise: the others see the end.
+            for rank in receivers:
                 try:
-                    connection = stack.enter_context(self._connect(reach[rank]))
-                    # After a failure the remaining streams are opened and closed at once: their receivers see the end.
-                    if self._failure is None:
-                        self._send(connection, outgoing[rank])
+                    connections[rank] = stack.enter_context(self._connect(reach[rank]))
                 except Exception as error:  # handed to the caller's thread, which raises it
                     self._fail(error)
+            # The error is kept before a connection closes: a peer answers that by closing its own streams, which this
+            # rank must not take for the cause.
+            try:
+                if self._failure is None:
+                    for streams in outgoing:
+                        for rank in receivers:
+                            if rank in streams and self._failure is None:
+                                self._send(connections[rank], streams[rank])
+                        if self._failure is not None:
+                            return
+            except Exception as error:  # likewise
+                self._fail(error)
 
     def _send(self, connection: socket.socket, chunks: Iterator[np.ndarray]) -> None:
         for chunk in chunks:
@@ -198,6 +229,14 @@ class SocketTransport(Transport):
             return None
         token, rank = HELLO.unpack(hello)
         return rank if secrets.compare_digest(token, self._token) else None
+
+    def _receive_all(self, senders: list[int], incoming: Iterable[Streams]) -> None:
+        for streams in incoming:
+            for rank in senders:
+                if rank in streams:
+                    self._receive(rank, streams[rank])
+            if self._failure is not None:
+                return
 
     def _receive(self, rank: int, buffers: Iterator[np.ndarray]) -> None:
         with self._arrival:

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnreadableCheckpointError
 from paddle_flexckpt.media.file_names import check_member, check_not_elsewhere
+from paddle_flexckpt.media.read_ahead import Wanted
 
 Buffer = Union[bytes, memoryview]
 Self = TypeVar("Self", bound="Lock")
@@ -64,6 +65,18 @@ class InputFile(ABC):
                 buffer[: len(part)] = part
                 begin += len(buffer)
         return count
+
+    def read_ahead(self, files: Sequence[InputFile], wanted: Wanted) -> int:
+        """Begin to bring what will be read of open files of a kind, of which this is one, where a request takes long.
+
+        Args:
+            files: Those that ``wanted`` counts; they are closed together.
+            wanted: The ranges, in the order in which they will be read.
+
+        Returns:
+            How many bytes come along that nobody wants.
+        """
+        return 0
 
     def memory_map(self) -> mmap.mmap | None:
         """Return the file as a read-only memory map, which the caller closes; None where the medium has none."""

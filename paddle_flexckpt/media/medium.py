@@ -9,9 +9,11 @@ import contextlib
 import errno
 import inspect
 import os
+import threading
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
+from paddle_flexckpt.media.read_ahead import Budget
 from paddle_flexckpt.media.retrying import Retrier
 from paddle_flexckpt.media.urls import Secrets
 
@@ -105,11 +107,14 @@ class Medium:
     Attributes:
         file_system: fsspec's.
         pid: The process that may use it.
+        budget: What may be under way at a time, of a file that is written and for one who reads.
     """
 
-    def __init__(self, file_system: Any, protocol: str, root: str, shown: str, retries: int, secrets: Secrets) -> None:
+    def __init__(
+        self, file_system: Any, protocol: str, root: str, shown: str, retries: int, budget: Budget, secrets: Secrets
+    ) -> None:
         """Wrap a file system; ``root`` is the directory's path in it, ``shown`` its URL for errors."""
-        self.file_system, self.pid = file_system, os.getpid()
+        self.file_system, self.pid, self.budget = file_system, os.getpid(), budget
         self._protocol, self._root, self._shown = protocol, root, shown
         self._retrier, self._once = Retrier(retries, secrets), Retrier(0, secrets)
 
@@ -180,11 +185,18 @@ class Medium:
             raise IsADirectoryError(errno.EISDIR, "is no file", self.where(name))
         return int(info["size"]), b""
 
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
-        """Return bytes of a file, to its end if ``end`` is None; FileNotFoundError if it is not there."""
-        # Else what is not asynchronous reads ahead at every call.
-        keywords: dict[str, Any] = {} if self.file_system.async_impl else {"cache_type": "none"}
-        data: bytes = self.ask(name, self.file_system.cat_file, self.path(name), start=begin, end=end, **keywords)
+    def read(self, name: str, begin: int = 0, end: int | None = None, stop: threading.Event | None = None) -> bytes:
+        """Return bytes of a file, to its end if ``end`` is None; no further try is made once ``stop`` is set.
+
+        Raises:
+            FileNotFoundError: It is not there.
+            OSError: The request failed for good.
+        """
+        keywords: dict[str, Any] = {"start": begin, "end": end, "stop": stop}
+        if not self.file_system.async_impl:
+            # Else it reads ahead at every call.
+            keywords["cache_type"] = "none"
+        data: bytes = self.ask(name, self.file_system.cat_file, self.path(name), **keywords)
         return data
 
     def put(self, name: str, data: bytes | bytearray, exclusive: bool = False) -> None:

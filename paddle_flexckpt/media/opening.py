@@ -15,7 +15,7 @@ from paddle_flexckpt.media.urls import path_of, redacted, split_url
 
 # What open_storage() takes itself; the rest is fsspec's.
 _LOCAL_OPTIONS = frozenset({"lock", "lease_seconds"})
-_REMOTE_OPTIONS = _LOCAL_OPTIONS | {"retries", "part_bytes", "commit"}
+_REMOTE_OPTIONS = _LOCAL_OPTIONS | {"retries", "part_bytes", "requests_at_once", "bytes_at_once", "commit"}
 
 
 def open_backend(location: Location) -> Backend:
@@ -35,9 +35,10 @@ def open_storage(path: str | os.PathLike[str], **options: Any) -> Backend:
         **options: For paths and URLs: ``lock=False`` lets several savers write at the same time, which is then up to
             the caller to prevent; ``lease_seconds`` (30): where the medium has no locks, a saver that is silent for
             longer may be taken for dead. For URLs: ``retries`` (5) of requests that failed in a way that may pass;
-            ``part_bytes`` (8 MiB) that are sent at a time; ``commit`` ("put", "replace" or "rename"): how a file takes
-            another's place, for protocols of which that is not known. All others are fsspec's storage options, such as
-            ``key``, ``secret`` and ``endpoint_url`` of S3.
+            ``part_bytes`` (8 MiB) of a long file that one request sends; ``requests_at_once`` (16) and
+            ``bytes_at_once`` (64 MiB) that may be under way, for one reader and for one file that is written;
+            ``commit`` ("put", "replace" or "rename"): how a file takes another's place, for protocols of which that is
+            not known. All others are fsspec's storage options, such as ``key``, ``secret`` and ``endpoint_url`` of S3.
 
     Raises:
         ValidationError: There is no such option, or the URL's scheme needs a package that is not installed.
@@ -55,6 +56,16 @@ def open_storage(path: str | os.PathLike[str], **options: Any) -> Backend:
 
     own = {name: value for name, value in options.items() if name in _REMOTE_OPTIONS}
     return FsspecBackend(text, {name: value for name, value in options.items() if name not in own}, **own)
+
+
+def is_remote(location: Location) -> bool:
+    """Return whether a location is on no file system of this host; False where it is no location at all."""
+    if isinstance(location, Backend):
+        return not isinstance(location, LocalBackend)
+    try:
+        return split_url(path_of(location))[0] is not None
+    except ValidationError:  # opening it says what is wrong
+        return False
 
 
 def reopen(token: dict[str, Any]) -> Backend:

@@ -14,15 +14,14 @@ from paddle_flexckpt.media.backend import Backend, InputFile, Kind, Locks, Mode,
 from paddle_flexckpt.media.file_names import check_member
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS, LeaseLocks, check_lease_seconds
 from paddle_flexckpt.media.medium import COMMIT_OF, COMMITS, Commit, Medium, commit_of
+from paddle_flexckpt.media.read_ahead import Budget
 from paddle_flexckpt.media.remote_files import RemoteInputFile, RemoteOutputFile, Windows
 from paddle_flexckpt.media.retrying import DEFAULT_RETRIES, Retrier
 from paddle_flexckpt.media.s3 import LEAST_PART_BYTES, MOST_PARTS, PROTOCOLS, S3Medium, s3_options
 from paddle_flexckpt.media.urls import Secrets, has_password, redacted
 
-# Four parts are under way, each three times in memory: here, and in the layers of HTTP.
+# What is sent at a time of a long file.
 PART_BYTES = 8 << 20
-# Requests about several files that are under way at a time.
-_REQUESTS_AT_ONCE = 16
 
 
 class FsspecBackend(Backend):
@@ -37,6 +36,8 @@ class FsspecBackend(Backend):
         lease_seconds: float = LEASE_SECONDS,
         retries: int = DEFAULT_RETRIES,
         part_bytes: int = PART_BYTES,
+        requests_at_once: int = Budget.requests,
+        bytes_at_once: int = Budget.bytes,
         commit: Commit | None = None,
     ) -> None:
         """Connect to nothing yet; ``options`` are fsspec's, the others as of :func:`media.opening.open_storage`.
@@ -53,6 +54,8 @@ class FsspecBackend(Backend):
             "lease_seconds": check_lease_seconds(lease_seconds),
             "retries": retries,
             "part_bytes": part_bytes,
+            "requests_at_once": requests_at_once,
+            "bytes_at_once": bytes_at_once,
             "commit": commit,
         }
         self._check_settings()
@@ -68,7 +71,8 @@ class FsspecBackend(Backend):
 
     def _check_settings(self) -> None:
         problems = []
-        for name, least in (("retries", 0), ("part_bytes", LEAST_PART_BYTES)):
+        least_of = {"retries": 0, "part_bytes": LEAST_PART_BYTES, "requests_at_once": 1, "bytes_at_once": 1}
+        for name, least in least_of.items():
             value = self._settings[name]
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 problems.append(f"{name} has to be an integer of at least {least}; got {value!r}")
@@ -87,9 +91,9 @@ class FsspecBackend(Backend):
         """Return this thread's way to the files."""
         known: Medium | None = self._shared or getattr(self._own, "medium", None)
         if known is None or known.pid != os.getpid():
-            known = _open_medium(self._url, self.path, self._options, self._settings["retries"], self._secrets)
+            known = _open_medium(self._url, self.path, self._options, self._settings, self._secrets)
             if known.file_system.async_impl:
-                self._shared, self.at_once = known, _REQUESTS_AT_ONCE
+                self._shared, self.at_once = known, self._settings["requests_at_once"]
             else:
                 self._own.medium = known
         return known
@@ -198,7 +202,7 @@ class FsspecBackend(Backend):
         return {"url": self._url, "options": self._options, **self._settings}
 
 
-def _open_medium(url: str, shown: str, options: dict[str, Any], retries: int, secrets: Secrets) -> Medium:
+def _open_medium(url: str, shown: str, options: dict[str, Any], settings: dict[str, Any], secrets: Secrets) -> Medium:
     """Return the medium of a URL; ValidationError if a package is missing or fsspec does not know the protocol."""
     protocol = url.partition("://")[0].lower()
     try:
@@ -217,4 +221,5 @@ def _open_medium(url: str, shown: str, options: dict[str, Any], retries: int, se
     is_s3 = protocol in PROTOCOLS
     file_system, root = Retrier(0, secrets)(shown, url_to_fs, url, **(s3_options(options) if is_s3 else options))
     kind = S3Medium if is_s3 else Medium
-    return kind(file_system, protocol, root.rstrip("/"), shown, retries, secrets)
+    budget = Budget(settings["requests_at_once"], settings["bytes_at_once"])
+    return kind(file_system, protocol, root.rstrip("/"), shown, settings["retries"], budget, secrets)

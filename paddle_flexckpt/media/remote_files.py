@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections.abc import Sequence
 
 from paddle_flexckpt.media.backend import Buffer, InputFile, OutputFile
 from paddle_flexckpt.media.medium import Commit, Medium, Upload
+from paddle_flexckpt.media.read_ahead import ReadAhead, Wanted, plan_requests
 
 # What opening a file brings of it: the save token, and most headers.
 HEAD_BYTES = 16 << 10
@@ -54,14 +56,15 @@ class Windows:
 class RemoteInputFile(InputFile):
     """Read a file by requests for byte ranges.
 
-    A request asks for what is wanted. Where reads follow each other it asks for twice as much each time, up to a bound,
-    so that no more is read ahead than has been read.
+    What was announced comes from a :class:`ReadAhead`. Else a request asks for what is wanted. Where reads follow each
+    other it asks for twice as much each time, up to a bound, so that no more is read ahead than has been read.
     """
 
     def __init__(self, medium: Medium, name: str, windows: Windows) -> None:
         """Open a file; FileNotFoundError if it is not there."""
         self._medium, self._name, self._windows = medium, name, windows
         self.size, head = medium.head(name, HEAD_BYTES)
+        self._ahead: tuple[ReadAhead, int] | None = None
         self._read_to = 0
         self._last = len(head)
         windows.put(id(self), 0, head)
@@ -71,6 +74,11 @@ class RemoteInputFile(InputFile):
         length = min(len(buffer), self.size - offset)
         if length <= 0:
             return 0
+        if self._ahead is not None:
+            ahead, number = self._ahead
+            count = ahead.read_into(number, buffer[:length], offset)
+            if count:
+                return count
         begin, window = self._windows.get(id(self))
         if not begin <= offset < begin + len(window):
             begin, window = offset, self._request(offset, length)
@@ -84,6 +92,18 @@ class RemoteInputFile(InputFile):
             self._windows.put(id(self), begin, window)
         return length
 
+    def read_into_each(self, buffers: Sequence[memoryview], offset: int) -> int:
+        """Implement the base class, without a copy of what was announced."""
+        count = 0
+        if self._ahead is not None:
+            ahead, number = self._ahead
+            for buffer in buffers:
+                got = ahead.read_into(number, buffer, offset + count)
+                count += got
+                if got < len(buffer):
+                    break
+        return count or super().read_into_each(buffers, offset)
+
     def _request(self, offset: int, length: int) -> bytes:
         follows = 0 <= offset - self._read_to <= GAP_BYTES
         ahead = min(2 * self._last, LONGEST_WINDOW) if follows else 0
@@ -91,8 +111,31 @@ class RemoteInputFile(InputFile):
         return self._medium.read(self._name, offset, min(self.size, offset + self._last))
 
     def close(self) -> None:
-        """Implement the base class."""
+        """Implement the base class; what was announced of it and of the files along with it is not brought any more."""
         self._windows.put(id(self), 0, b"")
+        if self._ahead is not None:
+            self._ahead[0].close()
+            self._ahead = None
+
+    def read_ahead(self, files: Sequence[InputFile], wanted: Wanted) -> int:
+        """Implement the base class, where several requests can be made at a time."""
+        budget = self._medium.budget
+        remote = [file for file in files if isinstance(file, RemoteInputFile)]
+        if budget.requests < 2 or not self._medium.file_system.async_impl or len(remote) < len(files):
+            return 0
+        for file in remote:
+            if file._ahead is not None:
+                file._ahead[0].close()
+
+        def read(number: int, begin: int, end: int, stop: threading.Event) -> bytes:
+            file = remote[number]
+            return file._medium.read(file._name, begin, end, stop)
+
+        requests = plan_requests(wanted, budget)
+        ahead = ReadAhead(read, requests, budget)
+        for number, file in enumerate(remote):
+            file._ahead = (ahead, number)
+        return requests.extra_bytes
 
 
 class RemoteOutputFile(OutputFile):

@@ -10,6 +10,7 @@ import errno
 import random
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -68,6 +69,9 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 def status_of(error: BaseException) -> int | None:
     """Return the HTTP status that an error stands for."""
     for each in causes(error):
+        if any(kind.__name__ == "HttpProcessingError" for kind in type(each).__mro__):
+            # aiohttp's number for an answer that it cannot read, such as one that is cut off; no server sent it.
+            continue
         response = getattr(each, "response", None)
         if isinstance(response, dict):
             status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -129,9 +133,10 @@ class Retrier:
         function: Callable[..., Result],
         *arguments: Any,
         again: Callable[[Exception], Result | None] | None = None,
+        stop: threading.Event | None = None,
         **keywords: Any,
     ) -> Result:
-        """Make a request about the file ``where``.
+        """Make a request about the file ``where``; none again once ``stop`` is set.
 
         ``again`` looks at an error of a try after the first: an earlier try may have done what was asked for, although
         its answer was lost. What it gives back, if not None, is the result.
@@ -153,7 +158,10 @@ class Retrier:
                 if attempt > self._retries or not is_transient(error):
                     tries = f" ({attempt} attempts in {time.monotonic() - begin:.1f} s)" if attempt > 1 else ""
                     raise self._translated(error, where, tries) from self._presentable(error)
-            time.sleep(pause_seconds(attempt))
+                if stop is not None and stop.wait(pause_seconds(attempt)):
+                    raise self._translated(error, where, " (given up)") from self._presentable(error)
+            if stop is None:
+                time.sleep(pause_seconds(attempt))
 
     def _translated(self, error: Exception, where: str, tries: str) -> OSError:
         text = (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,13 +20,14 @@ PROTOCOLS = frozenset({"s3", "s3a"})
 # S3's limits.
 LEAST_PART_BYTES = 5 << 20
 MOST_PARTS = 10_000
-# Chunks that are under way at a time: one connection does not fill a line. Bounds memory to one chunk more.
-PARTS_UNDER_WAY = 4
+# Connections that are kept; botocore's own bound is less than what may be under way.
+CONNECTIONS = 64
 
 
 def s3_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Turn off s3fs's caches of listings and botocore's own retries: both are this library's."""
+    """Turn off s3fs's caches of listings and botocore's own retries: both are this library's. Allow connections."""
     config = dict(options.get("config_kwargs") or {})
+    config.setdefault("max_pool_connections", CONNECTIONS)
     config.setdefault("retries", {"total_max_attempts": 1})
     return {"use_listings_cache": False, **options, "config_kwargs": config}
 
@@ -42,8 +44,11 @@ class S3Upload(Upload):
         self._id = self._begin()
         self._parts: list[dict[str, Any]] = []
         self._size = self._sent = 0
-        self._pool = ThreadPoolExecutor(PARTS_UNDER_WAY, thread_name_prefix="flexckpt-s3")
+        self._pool = ThreadPoolExecutor(medium.budget.requests, thread_name_prefix="flexckpt-s3")
+        self._stop = threading.Event()
+        # The oldest first.
         self._under_way: deque[Future[dict[str, Any]]] = deque()
+        self._lengths: deque[int] = deque()
 
     def _begin(self) -> str:
         """Ask for an upload, and give up those of which no answer came."""
@@ -81,17 +86,23 @@ class S3Upload(Upload):
                 "open_storage(url, part_bytes=...) with a larger number",
                 self._s3.where(self._name),
             )
-        while len(self._under_way) >= PARTS_UNDER_WAY:
+        budget = self._s3.budget
+        while self._under_way and (
+            len(self._under_way) >= budget.requests or sum(self._lengths) + len(chunk) > budget.bytes
+        ):
             self._collect()
         self._under_way.append(self._pool.submit(self._send, self._sent, chunk))
+        self._lengths.append(len(chunk))
         self._size += len(chunk)
 
     def _send(self, number: int, data: bytearray) -> dict[str, Any]:
-        answer = self._s3.call("upload_part", self._name, UploadId=self._id, PartNumber=number, Body=data)
+        parameters = {"UploadId": self._id, "PartNumber": number, "Body": data}
+        answer = self._s3.call("upload_part", self._name, stop=self._stop, **parameters)
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
     def _collect(self) -> None:
         self._parts.append(self._under_way.popleft().result())
+        self._lengths.popleft()
 
     def finish(self) -> None:
         """Put the parts together; the object is there, whole, when this returns."""
@@ -110,6 +121,7 @@ class S3Upload(Upload):
 
     def abort(self) -> None:
         """Leave nothing of the upload."""
+        self._stop.set()
         for future in self._under_way:
             future.cancel()
         # A part that arrives after the end of its upload would stay, and be paid for.
@@ -224,13 +236,13 @@ class S3Medium(Medium):
         total = str(answer.get("ContentRange", "")).rpartition("/")[2]
         return (int(total) if total.isdigit() else self.size(name)), data
 
-    def read(self, name: str, begin: int = 0, end: int | None = None) -> bytes:
+    def read(self, name: str, begin: int = 0, end: int | None = None, stop: threading.Event | None = None) -> bytes:
         """Return bytes in one request."""
         if end is None and not begin:
-            return self._get(name)[1]
-        return self._get(name, Range=f"bytes={begin}-{'' if end is None else end - 1}")[1]
+            return self._get(name, stop)[1]
+        return self._get(name, stop, Range=f"bytes={begin}-{'' if end is None else end - 1}")[1]
 
-    def _get(self, name: str, **parameters: Any) -> tuple[dict[str, Any], bytes]:
+    def _get(self, name: str, stop: threading.Event | None = None, **parameters: Any) -> tuple[dict[str, Any], bytes]:
         from fsspec.asyn import sync
 
         def get() -> tuple[dict[str, Any], bytes]:
@@ -244,7 +256,7 @@ class S3Medium(Medium):
                 raise ConnectionError(f"{len(data)} of {answer['ContentLength']} bytes arrived")
             return answer, data
 
-        answer, data = self.ask(name, get)
+        answer, data = self.ask(name, get, stop=stop)
         return answer, data
 
     def put(self, name: str, data: bytes | bytearray, exclusive: bool = False) -> None:

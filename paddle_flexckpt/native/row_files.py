@@ -15,6 +15,7 @@ import numpy as np
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.media.backend import Backend, InputFile
+from paddle_flexckpt.media.read_ahead import Wanted
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.stretches import AlikeCopies, reach
@@ -30,8 +31,8 @@ class ReadCount:
     Attributes:
         bytes_read: Bytes of tensors copied out of files.
         bytes_verified: Bytes of these that were compared with their checksum (whole blocks).
-        bytes_extra: Bytes of these that no target needed: the rest of blocks that were read whole to be verified, and
-            what was read of damaged blocks before a replica served instead.
+        bytes_extra: Bytes of these that no target needed: the rest of blocks that were read whole to be verified, what
+            was read of damaged blocks before a replica served instead, and gaps between ranges that share a request.
         reads: Number of ``pread`` calls and mapped copies.
         files: Names of the files opened.
     """
@@ -99,6 +100,26 @@ class RowFiles:
         if file not in self._maps:
             self._maps[file] = self.open(file).memory_map()
         return self._maps[file]
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Return whether it helps to say what will be read."""
+        return self._backend.at_once > 1
+
+    def read_ahead(self, rows: np.ndarray, begin: np.ndarray, end: np.ndarray) -> None:
+        """Begin to bring byte ranges of rows that will be read, in this order.
+
+        Raises:
+            CorruptCheckpointError: A file is not as it was.
+            OSError: It cannot be opened.
+        """
+        catalog = self._manifest.catalog
+        numbers, number = np.unique(catalog.file[rows], return_inverse=True)
+        files, offset = [self.open(file) for file in numbers.tolist()], catalog.byte_offset[rows]
+        if files:
+            extra = files[0].read_ahead(files, Wanted(number, offset + begin, offset + end))
+            self.count.bytes_read += extra
+            self.count.bytes_extra += extra
 
     def read(self, row: int, position: int, buffer: memoryview | np.ndarray) -> None:
         """Fill a buffer from byte ``position`` of a row.

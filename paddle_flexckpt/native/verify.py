@@ -15,6 +15,7 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, Problem
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.media.backend import InputFile, Location, fill
 from paddle_flexckpt.media.opening import open_backend
+from paddle_flexckpt.media.read_ahead import Wanted
 from paddle_flexckpt.native.checksums import hash_block
 from paddle_flexckpt.native.data_file import TOKEN_WINDOW
 from paddle_flexckpt.native.header import DataFileHeader, encode_header, read_header
@@ -191,6 +192,7 @@ class _FileVerifier:
             self._problem("what has the name of a file is not that file", got=str(error))
             return False
         with opened:
+            opened.read_ahead([opened], Wanted(*np.array([[0], [0], [opened.size]])))
             size, expected = opened.size, int(self._manifest.file_bytes[self._file])
             if size != expected:
                 what = "a file is shorter than it was" if size < expected else "a file is longer than it was"

@@ -97,13 +97,13 @@ def _assign(
         unit = np.where(np.logical_or.reduceat(indivisible[groups.order], groups.start[:-1]), group_size, unit)
     load = np.zeros(world, dtype=np.int64)
     parts = []
-    for members, holders in _holder_sets(groups, rank_index):
+    for members, holders in holder_sets(groups, rank_index):
         size, width = group_size[members], itemsize[members]
         if len(holders) == 1:
             position, which = np.zeros(len(members), dtype=np.int64), np.arange(len(members))
             start, stop = np.zeros(len(members), dtype=np.int64), size
         else:
-            share = _water_fill(load[holders], int((size * width).sum()))
+            share = water_fill(load[holders], int((size * width).sum()))
             which, position, start, stop = _cut_line(size, width, unit[members], share, min_split_bytes)
         np.add.at(load, holders[position], (stop - start) * width[which])
         # Groups are sorted by rank and this set's holders too, so a holder's position is its replica's number.
@@ -120,7 +120,7 @@ def _assign(
     return row[keep], writer[keep], start[keep], stop[keep]
 
 
-def _holder_sets(groups: ReplicaGroups, rank_index: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+def holder_sets(groups: ReplicaGroups, rank_index: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return (group numbers, sorted distinct holders) for each set of ranks that hold groups, smallest first."""
     if not len(groups):
         return []
@@ -147,7 +147,7 @@ def _holder_sets(groups: ReplicaGroups, rank_index: np.ndarray) -> list[tuple[np
     return sets
 
 
-def _water_fill(load: np.ndarray, amount: int) -> np.ndarray:
+def water_fill(load: np.ndarray, amount: int) -> np.ndarray:
     """Pour ``amount`` onto ``load`` so that the highest level is lowest; int64, sums to amount."""
     order = np.argsort(load, kind="stable")
     level = load[order]

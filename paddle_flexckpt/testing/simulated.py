@@ -7,15 +7,17 @@ Tested in tests/property/test_whole_system.py.
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from paddle_flexckpt.catalog.errors import StoppedExchangeError
 from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.transport import Transport
+from paddle_flexckpt.live.transport import Streams, Transport
 
 # A simulated rank that waits for so long waits for one that has gone another way.
 PATIENCE_SECONDS = 60.0
@@ -135,30 +137,46 @@ class _QueueTransport(Transport):
     def address(self) -> bytes:
         return b""
 
-    def exchange(
+    def exchange_rounds(
         self,
         addresses: list[bytes],
-        outgoing: Mapping[int, Iterator[np.ndarray]],
-        incoming: Mapping[int, Iterator[np.ndarray]],
+        peers: tuple[Collection[int], Collection[int]],
+        outgoing: Iterable[Streams],
+        incoming: Iterable[Streams],
+        stop: Callable[[], None] = lambda: None,
     ) -> None:
-        for rank, chunks in outgoing.items():
-            stream = self._shared.stream(self._exchange, self._rank, rank)
-            for chunk in chunks:
-                stream.put(chunk.tobytes())
-            stream.put(None)
-        for rank, buffers in incoming.items():
-            stream = self._shared.stream(self._exchange, rank, self._rank)
-            rest = b""
-            for buffer in buffers:
-                while len(rest) < buffer.nbytes:
-                    portion = stream.get(timeout=PATIENCE_SECONDS)
-                    if portion is None:
-                        raise EOFError(f"rank {rank} sent fewer bytes than were planned")
-                    rest += portion
-                buffer[...] = np.frombuffer(rest[: buffer.nbytes], dtype=np.uint8)
-                rest = rest[buffer.nbytes :]
-            if rest or stream.get(timeout=PATIENCE_SECONDS) is not None:
-                raise EOFError(f"rank {rank} sent more bytes than were planned")
+        nothing: Streams = {}
+        try:
+            for sent, received in itertools.zip_longest(outgoing, incoming, fillvalue=nothing):
+                for rank, chunks in sent.items():
+                    self._send(self._shared.stream(self._exchange, self._rank, rank), chunks)
+                for rank, buffers in received.items():
+                    self._receive(self._shared.stream(self._exchange, rank, self._rank), rank, buffers)
+        except BaseException:
+            stop()
+            raise
+        finally:
+            # Whoever waits for more of this rank sees the end.
+            for rank in peers[0]:
+                self._shared.stream(self._exchange, self._rank, rank).put(None)
+
+    def _send(self, stream: queue.Queue[bytes | None], chunks: Iterator[np.ndarray]) -> None:
+        for chunk in chunks:
+            stream.put(chunk.tobytes())
+        stream.put(None)
+
+    def _receive(self, stream: queue.Queue[bytes | None], rank: int, buffers: Iterator[np.ndarray]) -> None:
+        rest = b""
+        for buffer in buffers:
+            while len(rest) < buffer.nbytes:
+                portion = stream.get(timeout=PATIENCE_SECONDS)
+                if portion is None:
+                    raise StoppedExchangeError(f"rank {rank} sent fewer bytes than were planned")
+                rest += portion
+            buffer[...] = np.frombuffer(rest[: buffer.nbytes], dtype=np.uint8)
+            rest = rest[buffer.nbytes :]
+        if rest or stream.get(timeout=PATIENCE_SECONDS) is not None:
+            raise EOFError(f"rank {rank} sent more bytes than were planned")
 
     def close(self) -> None:
         pass

@@ -15,6 +15,7 @@ from paddle_flexckpt.live.device_exchange import DeviceExchange
 from paddle_flexckpt.testing import rehearsal_device
 from tests.device.jobs_findings import columns_shard, right_columns, rows_shard
 from tests.distributed import jobs_common as common
+from tests.distributed import test_cooperative as cooperative
 from tests.distributed import test_reshard as jobs
 from tests.distributed.test_reshard import check, small_rounds
 
@@ -92,6 +93,14 @@ def test_exactly_what_a_rank_lacks_is_moved(device_world, size, source, target):
     for report in reports:
         assert report["calls"] == 0  # of Paddle's exchange of objects: agreements stay off the device
         assert report["collectives"] == 4
+
+
+@pytest.mark.parametrize("target", ["columns", "flat", "whole"])
+def test_ranks_that_read_for_each_other_fill_devices(device_world2, tmp_path, target):
+    device_world2.run(cooperative.save_zoo, directory=str(tmp_path), layout="rows")
+    for report in device_world2.run(cooperative.load_zoo, directory=str(tmp_path), layout=target):
+        assert [each["wrong"] for each in report.values()] == [[], []]
+        assert report["cooperative"]["report"]["comm_method"] == "cooperative"
 
 
 def test_a_live_model_and_its_optimizer(device_world4):

@@ -1,4 +1,4 @@
-"""One rank of a job in which a rank is killed while it saves. Started by test_lost_rank."""
+"""One rank of a job in which a rank is killed while it saves or loads. Started by test_lost_rank."""
 
 import os
 import signal
@@ -25,6 +25,22 @@ def state(version):
     return {"w": fc.ShardedWeight("w", paddle.to_tensor(rows), (4, 10), (4 * size, 10), (4 * rank, 0))}
 
 
+if point == "while it reads for others":
+    from paddle_flexckpt.native.reader import FileReader
+
+    def stop(self, *args):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    fc.save_state_dict(state(1), directory, unique_id=0)
+    if rank == victim:
+        FileReader.read = stop
+    try:
+        fc.load_state_dict({"w": paddle.zeros([4 * size, 10])}, directory, comm_method="cooperative")
+    except fc.CheckpointError as error:
+        print(f"{type(error).__name__} {error}", flush=True)
+        os._exit(3)
+    print("loaded", flush=True)
+    os._exit(0)
 if point != "before the first call":
     fc.save_state_dict(state(1), directory, unique_id=0)
 elif rank == victim:

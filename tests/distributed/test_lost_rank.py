@@ -1,4 +1,4 @@
-"""A rank that is killed while it saves: the others say which, and the checkpoint that was there is still there."""
+"""A rank that is killed while it saves or loads: the others say which, and the checkpoint is there still."""
 
 from __future__ import annotations
 
@@ -56,6 +56,16 @@ def run(tmp_path, transport: str, size: int, victim: int, point: str = "fsync") 
 def values(path, size: int) -> paddle.Tensor:
     whole = fc.load_merged_state_dict(path)["w"].numpy()
     return [int(whole[4 * rank, 0]) for rank in range(size)]
+
+
+def test_a_rank_that_is_killed_while_it_reads_for_others_is_named_by_them(tmp_path):
+    ended = run(tmp_path, "mesh", 4, 2, "while it reads for others")
+    assert ended[2][0] == -signal.SIGKILL
+    survivors = [each for rank, each in enumerate(ended) if rank != 2]
+    assert {code for code, _ in survivors} == {3}, (ended, [path.read_text() for path in tmp_path.glob("stderr.*")])
+    (text,) = {line for _, line in survivors}
+    assert text.startswith(f"LostRankError cannot load from {str(tmp_path / 'c')!r}: rank 2")
+    assert "is lost" in text
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from paddle_flexckpt import (
     make_replicated_sharded_tensor,
     make_tp_sharded_tensor_for_checkpoint,
 )
-from paddle_flexckpt.live import device_exchange, peers
+from paddle_flexckpt.live import device_exchange, rounds
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_common import LAYOUTS
 
@@ -120,7 +120,7 @@ def reshard_model(source_degree, target_degree, round_bytes=None):
 def failing_exchange(where, rank, round_bytes=None):
     """One rank fails in the middle of an exchange; then everybody reshards again."""
     here_rank, size = common.here()
-    native = getattr(peers, where)
+    native = getattr(rounds, where)
 
     def no_copy(*args):
         raise MemoryError("no room to copy_pieces")
@@ -142,12 +142,12 @@ def failing_exchange(where, rank, round_bytes=None):
         return common.zoo_wrong(goal, "columns", here_rank, size)
 
     if here_rank == rank:
-        setattr(peers, where, no_copy if where == "copy_pieces" else broken)
+        setattr(rounds, where, no_copy if where == "copy_pieces" else broken)
     begin = time.monotonic()
     try:
         error = common.outcome(attempt)
     finally:
-        setattr(peers, where, native)
+        setattr(rounds, where, native)
     return {"error": error, "seconds": time.monotonic() - begin, "again": attempt()}
 
 

@@ -155,18 +155,24 @@ def test_what_may_be_fused_is_told_once(tmp_path, caplog):
 
 def test_one_tensor_is_written_before_the_next_is_read(tmp_path, monkeypatch):
     save(tmp_path / "in", TINY, world=1)
-    events = []
+    events, sizes = [], {}
     original = FileReader.read, LocalOutputFile.write
+    create = LocalBackend.create
+
+    def noting(self, name, mode, size=None):
+        if name.endswith(".safetensors"):
+            sizes[name] = size
+        return create(self, name, mode, size)
+
+    monkeypatch.setattr(LocalBackend, "create", noting)
     monkeypatch.setattr(FileReader, "read", lambda *args: events.append("read") or original[0](*args))
     monkeypatch.setattr(
         LocalOutputFile, "write", lambda self, data: events.append(len(data)) or original[1](self, data)
     )
     monkeypatch.setattr(LocalOutputFile, "finish", finishing(events, LocalOutputFile.finish))
     export_safetensors(tmp_path / "in", tmp_path / "out", max_file_bytes=18)
-    first, second = (
-        (tmp_path / "out" / f"model-0000{number}-of-00002.safetensors").stat().st_size - data
-        for number, data in ((1, 11), (2, 8))
-    )
+    assert sizes == {file.name: file.stat().st_size for file in (tmp_path / "out").glob("*.safetensors")}
+    first, second = (size - data for size, data in zip(sizes.values(), (11, 8)))
     assert events[:8] == ["read", first, 8, "read", 3, "finish", "read", second]
     assert events[8:10] == [8, "finish"]
 
@@ -304,8 +310,13 @@ def test_what_cannot_be_written_is_an_error_before_anything_is(checkpoint, tmp_p
     refused("is not empty. Remedy", checkpoint, used)
     refused("is not a directory, so nothing can be saved there. Remedy", checkpoint, used / "mine")
     refused("does not exist", tmp_path / "nowhere", out)
-    refused("nothing to export; got no key that starts with 'x.' among", checkpoint, out, prefix="x")
-    refused("nothing to export; got optimizer states.*states=True", checkpoint, out, prefix="extra_state")
+    refused(f"got no key that starts with 'x.' among {len(KINDS)}. Remedy: correct prefix", checkpoint, out, prefix="x")
+    refused("nothing to export; got optimizer states.*Remedy: give states=True", checkpoint, out, prefix="extra_state")
+    removed = {"aoa_statements": [f"{key} -> _" for key in KINDS]}
+    refused("there is nothing to export; got no key among 0", checkpoint, out, removed, states=True)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused("there is nothing to export", checkpoint, empty, prefix="x")
     refused("positive integer; got 0", checkpoint, out, max_file_bytes=0)
     refused("verify has to be .*'never'", checkpoint, out, verify="never")
     refused("unexpected keyword argument 'verified'", checkpoint, out, kind=TypeError, verified="read")
@@ -330,7 +341,7 @@ def test_a_dtype_that_safetensors_lacks(tmp_path):
 
 def test_a_name_that_safetensors_uses(tmp_path):
     save(tmp_path / "in", {"m.__metadata__": np.zeros(2, np.float32)})
-    refused("another use for this name", tmp_path / "in", tmp_path / "out", prefix="m")
+    refused("another use for this name .key 'm.__metadata__'.", tmp_path / "in", tmp_path / "out", prefix="m")
 
 
 def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import pickle
 
 import numpy as np
 import pytest
 
+from paddle_flexckpt.aoa import compile_program
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import dtype_of
+from paddle_flexckpt.engine.options import WholeOptions
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.merged import load_merged_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.live.tensors import HostTensor
@@ -71,6 +76,30 @@ def test_an_id_is_chosen(path):
     SimulatedWorld(1).run(lambda comm: save_state_dict({"x": np.ones(2, dtype=np.float32)}, path, comm))
     assert list(load_merged_state_dict(path)) == ["x"]
     assert list(load_merged_state_dict(path, unique_id=0)) == sorted(TENSORS)
+
+
+def test_options_are_those_of_the_dataclass(path):
+    parameters = inspect.signature(load_merged_state_dict).parameters
+    assert list(parameters) == [
+        "path", "prefix", "unique_id", "offload", "aoa_config", "safetensors", "verify", "use_replicas",
+    ]  # fmt: skip
+    assert parameters["verify"].kind is inspect.Parameter.KEYWORD_ONLY
+    for option in dataclasses.fields(WholeOptions):
+        assert f"    {option.name}: " in inspect.getdoc(load_merged_state_dict)
+    with pytest.raises(ValidationError, match="verify has to be 'read', 'full' or 'off'.*got 'never'"):
+        load_merged_state_dict(path, verify="never")
+    compiled = compile_program(["model.b -> x"], SourceDirectory(path).read_manifest().catalog, None)
+    with pytest.raises(ValidationError, match="aoa_config has to be a dict with 'aoa_statements'; got a TensorMapping"):
+        load_merged_state_dict(path, aoa_config=compiled)
+
+
+def test_what_nothing_feeds_is_warned_of_once(tmp_path, caplog):
+    state = {key: np.ones((2, 2), np.float32) for key in ("a", "b", "a.moment1_0")}
+    SimulatedWorld(1).run(lambda comm: save_state_dict(state, tmp_path, comm))
+    merged = load_merged_state_dict(tmp_path, aoa_config={"aoa_statements": ["a, b -> t, axis=0"]})
+    assert {key: tensor.shape for key, tensor in merged.items()} == {"t": [4, 2]}
+    (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert warning.startswith("nothing feeds 1 keys such as 't.moment1_0' (AOA statement 1")
 
 
 def test_what_is_wrong_is_an_error(path):

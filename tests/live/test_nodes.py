@@ -23,6 +23,8 @@ from tests.live.test_fused_degrees import layout
 from tests.live.test_orders import KEYS, natural, targets
 
 ROWS = 16
+# w is 16 x 5 float32, b 7 int64.
+UNIQUE = ROWS * 5 * 4 + 7 * 8
 
 
 def save(paths, version, **options):
@@ -108,10 +110,17 @@ def test_what_a_rank_does_not_see_it_receives(saved, placement):
     paths = [saved["abe".index(letter)] for letter in placement]
     reports, version = load(paths)
     assert version == 1
-    # w is 16 x 5 float32, b 7 int64: what arrives was sent by others, and comes out of their files.
+    # What arrives was sent by others, and comes out of their files.
     assert sum(report.bytes_received for report in reports) == sum(report.bytes_sent for report in reports) > 0
     assert all(report.bytes_copied + report.bytes_received == report.bytes_needed for report in reports)
-    assert sum(report.bytes_read for report in reports) == sum(report.bytes_needed for report in reports)
+    # What a rank needs itself, and sends to several others, it reads once.
+    assert all(report.bytes_read <= report.bytes_copied + report.bytes_sent for report in reports)
+    assert UNIQUE <= sum(report.bytes_read for report in reports) <= sum(report.bytes_needed for report in reports)
+    together, again = load(paths, comm_method="cooperative")
+    assert again == 1
+    assert sum(report.bytes_read for report in together) == UNIQUE
+    assert {report.comm_method for report in reports} == {"direct"}
+    assert {report.comm_method for report in together} == {"cooperative"}
     for letter, report in zip(placement, reports):
         if letter == "e":
             assert report.bytes_read == 0

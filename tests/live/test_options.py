@@ -40,6 +40,7 @@ VALUES = {
     "async_save": (False, True),
     "blocking": (True, False),
     "check_replicas": (True, False),
+    "comm_method": ("direct", "cooperative"),
     "coordinator_rank": (0, 1),
     "dtype": ("raise", "cast"),
     "fallback": (False, True),

@@ -283,3 +283,67 @@ def test_exchange_before_address_is_an_error():
     with pytest.raises(CheckpointError, match="address\\(\\) was not called"):
         transport.exchange([b"", b""], {}, {1: iter(())})
     transport.close()
+
+
+def test_rounds_go_in_order_and_a_rank_may_have_more_of_them_than_another():
+    """A rank sends to all in each round, so that what it holds of a round can go: more than sockets hold altogether."""
+    members, size = Members((0, 1, 2)), LARGE // 8
+    counts = {0: 7, 1: 1, 2: 3}
+    arrived: dict[tuple[int, int, int], np.ndarray] = {}
+    order: dict[int, list[tuple[int, int]]] = {rank: [] for rank in members.ranks}
+
+    def sending(rank: int, others: list[int]) -> Iterator[dict[int, Iterator[np.ndarray]]]:
+        for number in range(counts[rank]):
+            data = stream_data(rank, number, size)
+            order[rank].append((number, len(order[rank])))
+            yield {other: chunks(data, 1 << 20) for other in others}
+
+    def receiving(rank: int, others: list[int]) -> Iterator[dict[int, Iterator[np.ndarray]]]:
+        for number in range(max(counts[other] for other in others)):
+            streams = {}
+            for other in others:
+                if number < counts[other]:
+                    buffer = arrived[rank, other, number] = np.zeros(size, dtype=np.uint8)
+                    streams[other] = chunks(buffer, 77_777)
+            yield streams
+
+    def work(rank: int, transport: SocketTransport) -> None:
+        others = [other for other in members.ranks if other != rank]
+        transport.exchange_rounds(members.addresses, (others, others), sending(rank, others), receiving(rank, others))
+
+    members.run(work)
+    assert set(members.outcomes.values()) == {None}
+    assert len(arrived) == 2 * sum(counts.values())
+    for (_, source, number), data in arrived.items():
+        assert (data == stream_data(source, number, size)).all()
+
+
+@pytest.mark.parametrize("side", ["sending", "receiving"])
+def test_a_failure_in_a_later_round_stops_what_waits_for_rounds(side):
+    members, stopped = Members((0, 1), stall=120.0), {0: threading.Event(), 1: threading.Event()}
+
+    def rounds(rank: int, role: str) -> Iterator[dict[int, Iterator[np.ndarray]]]:
+        data = np.zeros(1000, dtype=np.uint8)
+        yield {1 - rank: chunks(data, 100)}
+        if rank == 1 and role == side:
+            raise OSError(5, "the disk is on fire")
+        # The next round comes when something is read that never will be.
+        assert stopped[rank].wait(60)
+        raise RuntimeError("stopped")
+
+    def work(rank: int, transport: SocketTransport) -> None:
+        transport.exchange_rounds(
+            members.addresses,
+            ([1 - rank], [1 - rank]),
+            rounds(rank, "sending"),
+            rounds(rank, "receiving"),
+            stopped[rank].set,
+        )
+
+    timer = threading.Timer(5, stopped[0].set)  # nobody tells rank 0: it is in no read
+    timer.start()
+    members.run(work)
+    timer.cancel()
+    assert isinstance(members.outcomes[1], CheckpointError)
+    assert "the disk is on fire" in str(members.outcomes[1])
+    assert isinstance(members.outcomes[0], (CheckpointError, RuntimeError))

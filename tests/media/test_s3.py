@@ -181,10 +181,7 @@ def test_columns_are_read_in_blocks_and_not_run_by_run(server, monkeypatch):
 
 def test_an_upload_in_parts_of_the_least_size(server, monkeypatch):
     """Parts, each of at least 5 MiB, in bounded memory."""
-    from paddle_flexckpt.media import s3
-
-    monkeypatch.setattr(s3, "PARTS_UNDER_WAY", 1)
-    storage = server.storage(server.new_url(), part_bytes=5 * MIB)
+    storage = server.storage(server.new_url(), part_bytes=5 * MIB, bytes_at_once=5 * MIB)
     requests = Requests(monkeypatch)
     block = memoryview(os.urandom(MIB))
     tracemalloc.start()

@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import Catalog, ValidationError, dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.live import file_peers
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.native import reader
 from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.planning import readers
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.property import examples
@@ -243,6 +245,44 @@ def check_load(oracle: Oracle, pick: Pick, layout: Layout, path: Path) -> dict[i
     return targets
 
 
+def wanted_once(layout: Layout) -> int:
+    """Bytes of all elements that some shard has."""
+    wanted: dict[str, np.ndarray] = {}
+    itemsize = {}
+    for shard in (shard for shards in layout.values() for shard in shards.values()):
+        wanted.setdefault(shard.key, np.zeros(math.prod(shard.global_shape), dtype=bool))[elements(shard)] = True
+        itemsize[shard.key] = dtype_of(shard.dtype).itemsize
+    return sum(int(mask.sum()) * itemsize[key] for key, mask in wanted.items())
+
+
+def check_cooperative_load(oracle: Oracle, pick: Pick, source: Layout, layout: Layout, path: Path) -> None:
+    """In sections of a few bytes, and rounds of few of them."""
+    targets = {rank: oracle.hold(pick, shards, blank=True) for rank, shards in layout.items()}
+    before, few = surroundings(targets), 16 * pick.integer(1, 9)
+
+    def job(comm):
+        report = load_state_dict(weights(targets[comm.position]), path, comm, comm_method="cooperative")
+        return report, comm.collectives
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "MOST_SECTION_BYTES", few)
+        patch.setattr(readers, "ROUND_BYTES", few * pick.integer(1, 4))
+        patch.setattr(file_peers, "cut_sections", lambda *args: readers.cut_sections(*args[:3], 16))
+        reports, collectives = zip(*SimulatedWorld(len(layout)).run(job))
+    check_targets(oracle, layout, targets, before)
+    assert {report.comm_method for report in reports} == {"cooperative" if len(layout) > 1 else "direct"}
+    assert set(collectives) == {LOAD_COLLECTIVES + (len(layout) > 1)}
+    read, needed = (sum(getattr(report, name) for report in reports) for name in ("bytes_read", "bytes_needed"))
+    # Less than all that ranks need; exactly what they need together, unless their shards overlap only in part.
+    assert wanted_once(layout) <= read <= needed
+    if read > wanted_once(layout):
+        assert has_overlaps(layout) or has_overlaps(source)
+    for rank, report in enumerate(reports):
+        assert report.bytes_needed == sum(map(byte_count, layout[rank].values()))
+        assert report.bytes_copied + report.bytes_received == report.bytes_needed or len(layout) == 1
+    assert sum(report.bytes_sent for report in reports) == sum(report.bytes_received for report in reports)
+
+
 def check_reshard(oracle: Oracle, pick: Pick, source: Layout, target: Layout) -> None:
     ranks = range(max(len(source), len(target)))
     source = {rank: source.get(rank, {}) for rank in ranks}
@@ -279,6 +319,7 @@ def check_whole_system(pick: Pick, count: int, worlds: tuple[int, int], max_exte
     with memory_directory() as path:
         check_save(oracle, pick, source, path)
         check_load(oracle, pick, target, path)
+        check_cooperative_load(oracle, pick, source, target, path)
     check_reshard(oracle, pick, source, target)
 
 
@@ -348,6 +389,7 @@ def test_saving_what_was_loaded_writes_the_same_bytes(seed, world):
     assert (first.checksums.values == second.checksums.values).all()
 
 
+WAYS = ("direct", "cooperative", "memory")
 FAULTS = ("dtype", "global shape", "missing key", "not a tensor", "outside")
 
 
@@ -368,8 +410,8 @@ def faulty(weight: ShardedWeight, fault: str) -> dict[str, object]:
 
 
 @examples(40)
-@given(st.integers(0, 2**32), st.integers(2, 6), st.sampled_from(FAULTS), st.booleans())
-def test_one_ranks_fault_is_every_ranks_error_and_no_target_changes(seed, world, fault, from_files):
+@given(st.integers(0, 2**32), st.integers(2, 6), st.sampled_from(FAULTS), st.sampled_from(WAYS))
+def test_one_ranks_fault_is_every_ranks_error_and_no_target_changes(seed, world, fault, way):
     pick = Pick.from_seed(seed)
     tensors = {"first": ("float32", (7, 5)), "second": ("bfloat16", (6, 4)), "third": ("int64", (9,))}
     oracle = Oracle(tensors)
@@ -385,8 +427,8 @@ def test_one_ranks_fault_is_every_ranks_error_and_no_target_changes(seed, world,
         SimulatedWorld(world).run(lambda comm: save_state_dict(weights(held[comm.position]), path, comm))
 
         def job(comm):
-            if from_files:
-                return load_state_dict(states[comm.position], path, comm)
+            if way != "memory":
+                return load_state_dict(states[comm.position], path, comm, comm_method=way)
             return reshard_sharded_state_dict(weights(held[comm.position]), states[comm.position], comm)
 
         outcomes = SimulatedWorld(world).run_all(job)

@@ -1,0 +1,309 @@
+"""Files as a source that ranks read for each other: who reads what, and whether all read for themselves instead.
+
+A stored shard is cut into sections, and a row of the exchange is a section that a rank reads. What differs is only who
+reads it: where nodes share no storage, every rank that wants it and sees it; else one rank for all, so that storage is
+read once for the job. A rank reads its rows in rounds, each once and verified before anything of it is sent or copied.
+
+Tested in tests/live/test_nodes.py and tests/live/test_cooperative.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paddle_flexckpt.algebra import StridedCopy
+from paddle_flexckpt.catalog import (
+    Catalog,
+    CorruptCheckpointError,
+    ReplicaGroups,
+    dtype_of,
+    group_replicas,
+    validate_coverage,
+)
+from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.engine.copies import Storage
+from paddle_flexckpt.engine.files import Files, reads_of
+from paddle_flexckpt.engine.options import LoadOptions
+from paddle_flexckpt.engine.transfer import Source, Task
+from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.node_files import Found, find_nodes
+from paddle_flexckpt.live.peers import Peers, plan_rank
+from paddle_flexckpt.live.rounds import HeldRows, Rounds, RowsReadAhead
+from paddle_flexckpt.media.backend import Location, reading
+from paddle_flexckpt.media.opening import is_remote
+from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.planning import ExchangePlan, Pieces, ShardMatcher
+from paddle_flexckpt.planning.matching import concat_pieces
+from paddle_flexckpt.planning.readers import (
+    WORTH_IT,
+    Sections,
+    choose_readers,
+    cut_sections,
+    estimate_seconds,
+    find_wanted,
+    number_rounds,
+)
+
+_MOST_KEYS = 5
+
+
+class _Reads(NamedTuple):
+    """Hold what has to be read of some rows, in columns.
+
+    Attributes:
+        row: int64, sorted.
+        base: int64, first element in the row.
+        extents: int64 ``[n, d]``.
+        strides: int64 ``[n, d]``.
+    """
+
+    row: np.ndarray
+    base: np.ndarray
+    extents: np.ndarray
+    strides: np.ndarray
+
+    @classmethod
+    def of(cls, parts: list[Pieces]) -> _Reads:
+        """Return what pieces take out of rows, each once; all of a row's reach where they take no less than that."""
+        pieces = concat_pieces([part for part in parts if len(part)], parts[0].extents.shape[1])
+        if not len(pieces):
+            return cls(pieces.source, pieces.source_base, pieces.extents, pieces.source_strides)
+        shown = np.column_stack([pieces.source, pieces.source_base, pieces.extents, pieces.source_strides])
+        shown = np.unique(shown, axis=0)
+        width = pieces.extents.shape[1]
+        reads = cls(shown[:, 0], shown[:, 1], shown[:, 2 : 2 + width], shown[:, 2 + width :])
+        start = np.flatnonzero(np.append(True, reads.row[1:] != reads.row[:-1]))
+        end = reads.base + ((reads.extents - 1) * reads.strides).sum(axis=1) + 1
+        first, last = np.minimum.reduceat(reads.base, start), np.maximum.reduceat(end, start)
+        whole = np.add.reduceat(reads.extents.prod(axis=1), start) >= last - first
+        scattered = ~np.repeat(whole, np.diff(np.append(start, len(shown))))
+        extents = np.ones((int(whole.sum()), width), dtype=np.int64)
+        extents[:, -1:] = (last - first)[whole][:, None]
+        found = cls(
+            np.append(reads.row[start][whole], reads.row[scattered]),
+            np.append(first[whole], reads.base[scattered]),
+            np.concatenate([extents, reads.extents[scattered]]),
+            np.concatenate([np.ones_like(extents), reads.strides[scattered]]),
+        )
+        order = np.argsort(found.row, kind="stable")
+        return cls(*(column[order] for column in found))
+
+
+class FilePeers(Peers):
+    """Read the files of a checkpoint for all ranks, each of which receives what it does not read itself.
+
+    Attributes:
+        comm_method: As of :class:`LoadReport`; known when the exchange is planned.
+        comm_reason: Likewise.
+    """
+
+    comm_method = comm_reason = ""
+
+    def __init__(
+        self, comm: Communicator, files: Files, options: LoadOptions, context: str, found: Found | None = None
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            comm: The ranks.
+            files: The checkpoint.
+            options: Of the load.
+            context: What is being done, for errors.
+            found: Which rank sees which of its files, which are known; by default all see all.
+        """
+        super().__init__(comm, context, offload=True)  # files are read into host memory
+        self._files, self._options, self._found = files, options, found
+        self.closing.callback(files.closing.close)
+
+    def open(self) -> dict[str, str]:
+        """Open the checkpoint; return which one it is."""
+        files = self._files
+        said = {**files.open(), "reads": "together"}
+        self.path, self.catalog, self.unique_id = files.path, files.catalog, files.unique_id
+        return said
+
+    def prepare(self, task: Task) -> tuple[bytes, ...]:
+        """Return what the other ranks have to know: what Peers say, and whether this rank computes values."""
+        return (*super().prepare(task), bytes([bool(task.plan.tiles)]))
+
+    def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
+        """Choose who reads what, and plan what ranks send each other."""
+        *known, computes = answers
+        self._computes = any(map(any, computes))
+        super().plan(task, known)
+
+    def plan_own(self, targets: Catalog, task: Task) -> ExchangePlan | None:
+        """Plan this rank's part of the exchange; where each reads for itself, its reads, and return None."""
+        comm, stored, manifest = self._comm, self.catalog, self._files.manifest
+        groups, block_bytes = group_replicas(stored), manifest.checksums.block_bytes
+        sections = cut_sections(stored, groups, comm.size, block_bytes)
+        nobody = max(comm.ranks) + 1
+        rows = replace(sections.catalog, rank=np.full(len(sections.group), nobody, dtype=np.int32))
+        alike = group_replicas(rows)
+        coverage = validate_coverage(rows, alike)
+        pieces = ShardMatcher(rows, alike, coverage).match(targets, maps=task.maps)
+        place = _places(comm.ranks)[targets.rank]
+        wanted, nbytes, sees = find_wanted(pieces, place, comm.size), rows.byte_length, self._sees(groups, sections)
+        together = choose_readers(wanted, nbytes, comm.size, sees, True)
+        self._choose(lambda: estimate_seconds(pieces, rows, place, together, comm.size, block_bytes))
+        if self.comm_method == "direct" and self._found is None:
+            self.between_ranks = False
+            self._files.prepare(task)
+            return None
+        readers = together
+        if self.comm_method == "direct":
+            readers = choose_readers(wanted, nbytes, comm.size, sees, False)
+        self._take_rows(sections, readers, np.append(np.asarray(comm.ranks), nobody), groups)
+        if self.comm_method == "direct":  # a section may have several rows
+            alike = group_replicas(self.rows)
+            coverage = validate_coverage(self.rows, alike)
+        plan = plan_rank(ShardMatcher(self.rows, alike, coverage), targets, task, comm.rank)
+        self._check(plan, nobody)
+        return plan
+
+    def _choose(self, estimate: Callable[[], tuple[float, float]]) -> None:
+        """Choose by the options and by cost, the same on every rank."""
+        asked = self._options.reads
+        self.comm_method, self.comm_reason = "cooperative", "asked for"
+        if asked == "auto" and self._found is not None:
+            self.comm_method, self.comm_reason = "direct", "auto: each rank reads what it sees of what it needs"
+        elif asked == "auto" and self._computes:
+            why = "values are computed, and an exchange would hold all that they are computed from"
+            self.comm_method, self.comm_reason = "direct", f"auto: {why}"
+        elif asked == "auto":
+            alone, together = estimate()
+            self.comm_method = "cooperative" if together < WORTH_IT * alone else "direct"
+            self.comm_reason = f"auto: estimated {alone:.2f} s directly, {together:.2f} s together"
+        elif asked == "direct":
+            self.comm_method = "direct"
+
+    def _sees(self, groups: ReplicaGroups, sections: Sections) -> np.ndarray | None:
+        """Return bool ``[ranks, sections]``, whether a rank can read a section of a shard or of its replica."""
+        if self._found is None:
+            return None
+        items = self._found.seen[:, self.catalog.file][:, groups.order]
+        of_group = np.logical_or.reduceat(items, groups.start[:-1], axis=1) if len(groups) else items
+        return of_group[:, sections.group]
+
+    def _take_rows(
+        self,
+        sections: Sections,
+        readers: tuple[np.ndarray, np.ndarray],
+        ranks: np.ndarray,
+        groups: ReplicaGroups,
+    ) -> None:
+        """Take what ranks read as the rows of the exchange; ``ranks``: by place, and last that of nobody."""
+        section, place = readers
+        self.rows = replace(sections.catalog.take(section), rank=ranks[place].astype(np.int32))
+        self._start, group = sections.start[section], sections.group[section]
+        self._item = groups.first[group]
+        for own, sees in enumerate(() if self._found is None else self._found.seen[:, self.catalog.file]):
+            # One of each group that the rank sees; where it sees none, it reads none.
+            here = np.where(sees[groups.order], groups.order, len(self.catalog))
+            first = np.minimum.reduceat(here, groups.start[:-1]) if len(groups) else here
+            self._item = np.where(place == own, first[group], self._item)
+        self._round = number_rounds(place, self.rows.byte_length)
+
+    def _check(self, plan: ExchangePlan, nobody: int) -> None:
+        """Open the files that this rank is to read.
+
+        Raises:
+            CorruptCheckpointError: They are not as they were, or nobody can read something.
+        """
+        manifest, pieces = self._files.manifest, plan.incoming.get(nobody)
+        if pieces is not None:
+            raise CorruptCheckpointError(
+                f"no rank can read {'; '.join(self._lost(np.unique(pieces.source)))}. Remedy: let a rank see these "
+                "directories, or load another checkpoint; saves with node_copies=2 survive the loss of a node"
+            )
+        backend = self._files.directory.backend
+        reader = FileReader(backend, manifest, self._options.verify, self._options.use_replicas)
+        self._reader = self.closing.enter_context(reader)
+        used = [plan.local.source, *(pieces.source for pieces in plan.outgoing.values())]
+        with reading(self.path):
+            reader.check_files(self._item[np.concatenate(used)])
+
+    @property
+    def round_of_row(self) -> np.ndarray:
+        """Return int64 per row, the round in which its reader reads and sends it."""
+        return self._round
+
+    def open_rows(self, rounds: Rounds) -> HeldRows:
+        """Return what this rank reads, round by round; a thread reads ahead."""
+        size = self.rows.size
+
+        def read(number: int) -> Storage:
+            reads, there = _Reads.of(rounds.used(number)), dict[int, np.ndarray]()
+            with reading(self.path):
+                for row, base, extents, strides in zip(*(column.tolist() for column in reads)):
+                    if row not in there:
+                        there[row] = np.empty(size[row], dtype=dtype_of(self.rows.dtype_name(row)).numpy)
+                    copy = StridedCopy(tuple(extents), self._start[row] + base, tuple(strides), base, tuple(strides))
+                    self._reader.read(int(self._item[row]), copy.simplified(), there[row])
+                # Nothing goes to another rank, or into a target, before it is verified.
+                self._reader.wait_for_hashes()
+            return there.__getitem__
+
+        return RowsReadAhead(rounds.count, read)
+
+    def move(self, task: Task) -> dict[str, Any]:
+        """Read, copy, send and receive."""
+        said = {"comm_method": self.comm_method, "comm_reason": self.comm_reason}
+        if not self.between_ranks:
+            return {**self._files.move(task), **said}
+        return {**super().move(task), "reads": self._reader.count.reads, **reads_of(self._reader), **said}
+
+    def _lost(self, rows: np.ndarray) -> list[str]:
+        """Return what of some source rows is lost, by file."""
+        catalog, manifest = self.catalog, self._files.manifest
+        items = np.unique(self._item[rows])
+        wrong = {} if self._found is None else self._found.wrong
+        texts = []
+        for file in np.unique(catalog.file[items]).tolist():
+            name = catalog.files[file]
+            keys = sorted({catalog.key_name(item) for item in items[catalog.file[items] == file].tolist()})
+            why = wrong.get(name, "no rank sees it")
+            nodes = " and ".join(manifest.nodes_of(name)) or "storage that was shared"
+            texts.append(
+                f"{name!r} of id {manifest.unique_id} with shards of {listed(list(map(repr, keys)), _MOST_KEYS)}: "
+                f"it is on node {nodes}, and {why}"
+            )
+        return texts
+
+
+def _places(ranks: Sequence[int]) -> np.ndarray:
+    """Return int64 by rank, its place in the group."""
+    places = np.full(max(ranks) + 1, -1, dtype=np.int64)
+    places[np.asarray(ranks)] = np.arange(len(ranks))
+    return places
+
+
+def source_of(comm: Communicator, path: Location, options: LoadOptions, call: str, context: str) -> Source:
+    """Return the files of a checkpoint as the source that its options ask for.
+
+    Raises:
+        ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded; only where nodes
+            share no storage, and four collectives tell.
+        CorruptCheckpointError: No rank can read its manifest; likewise.
+    """
+    if options.storage == "per_node":
+        found, locks = find_nodes(comm, path, options, call, context)
+        if not found.everywhere:
+            files = Files(path, options, found.manifest)
+            files.closing.push(locks)
+            return FilePeers(comm, files, options, context, found)
+        options = replace(options, unique_id=found.manifest.unique_id)
+        locks.close()
+    if comm.size == 1:
+        return Files(path, options, reason="there is one rank")
+    if options.reads == "direct":
+        return Files(path, options, reason="asked for")
+    if options.reads == "auto" and not is_remote(path):
+        return Files(
+            path, options, reason="auto: the host keeps what one rank has read of its file systems for the others"
+        )
+    return FilePeers(comm, Files(path, options), options, context)

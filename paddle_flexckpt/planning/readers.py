@@ -1,0 +1,214 @@
+"""Readers: which rank reads which section of a checkpoint for the ranks that want it, and whether that pays.
+
+A stored shard is cut into sections of whole blocks. Where ranks read together, one rank reads a section, once, and
+sends it to the others that want it. A rank reads what it wants itself, as far as each rank then reads its share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, ReplicaGroups
+from paddle_flexckpt.planning.matching import Pieces
+from paddle_flexckpt.planning.write_plan import holder_sets, water_fill
+
+# A section at most. A reader holds up to four of them, so that reading and sending overlap within 64 MiB.
+MOST_SECTION_BYTES = 8 << 20
+# Sections for each rank, where blocks allow it: one too many or too few is 1 % of its share.
+SECTIONS_OF_A_RANK = 100
+# What a round reads, and a section more at most.
+ROUND_BYTES = 8 << 20
+
+# Declared, not measured: what one process reads from an object store, and sends to and receives from other hosts. Only
+# their ratio counts, and it is taken to favour direct reads.
+READ_BYTES_PER_SECOND = 500e6
+LINK_BYTES_PER_SECOND = 1000e6
+# To meet, to agree on the plan and to connect.
+MEETING_SECONDS = 0.05
+# Reading together is chosen if it takes at most this share of the time by estimate: links may be slower than declared.
+WORTH_IT = 0.7
+
+
+@dataclass(frozen=True, eq=False)
+class Sections:
+    """Hold sections of stored shards, in the order in which they stand in the files.
+
+    Attributes:
+        catalog: One row for each; a section of a shard is a flattened shard.
+        group: int64, the replica group that it is a section of.
+        start: int64, its first element in the stored shard.
+    """
+
+    catalog: Catalog
+    group: np.ndarray
+    start: np.ndarray
+
+
+def cut_sections(stored: Catalog, groups: ReplicaGroups, ranks: int, block_bytes: int) -> Sections:
+    """Cut the stored shards, one of each replica group, into sections that begin and end where blocks do.
+
+    Args:
+        stored: The stored shards.
+        groups: Their replica groups.
+        ranks: Number of ranks that share the reading.
+        block_bytes: Bytes of a block.
+    """
+    group = np.lexsort((stored.byte_offset[groups.first], stored.file[groups.first]))
+    rows = groups.first[group]
+    size, itemsize = stored.size[rows], stored.itemsize[rows]
+    share = int((size * itemsize).sum()) // (ranks * SECTIONS_OF_A_RANK)
+    most = max(min(share, MOST_SECTION_BYTES) // block_bytes, 1) * block_bytes
+    step = np.maximum(most // np.maximum(itemsize, 1), 1)
+    count = np.maximum(-(-size // step), 1)
+    of = np.repeat(np.arange(len(rows)), count)
+    start = (np.arange(len(of)) - np.repeat(np.cumsum(count) - count, count)) * step[of]
+    stop = np.minimum(start + step[of], size[of])
+    catalog, is_cut = stored.take(rows[of]), count[of] > 1
+    base = np.where(catalog.is_flattened, catalog.flat_start, 0)
+    catalog = replace(
+        catalog,
+        flat_start=np.where(is_cut, base + start, catalog.flat_start),
+        flat_stop=np.where(is_cut, base + stop, catalog.flat_stop),
+        byte_offset=catalog.byte_offset + start * itemsize[of],
+    )
+    return Sections(catalog, group[of], start)
+
+
+def find_wanted(pieces: Pieces, place: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return which section is wanted by which rank: ``(section, place of the rank)``, sorted, each pair once.
+
+    Args:
+        pieces: What fills the targets of all ranks; their sources are sections.
+        place: int64 per row of the targets, the place of its rank in the group.
+        ranks: Number of ranks.
+    """
+    pairs = np.unique(pieces.source * ranks + place[pieces.target])
+    return pairs // ranks, pairs % ranks
+
+
+def choose_readers(
+    wanted: tuple[np.ndarray, np.ndarray], nbytes: np.ndarray, ranks: int, sees: np.ndarray | None, together: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Choose who reads what: ``(section, place of its reader)``, sorted, -1 where nobody can.
+
+    Args:
+        wanted: As of :func:`find_wanted`.
+        nbytes: int64 per section.
+        ranks: Number of ranks.
+        sees: bool ``[ranks, sections]``, whether a rank can read a section; None: each can read all.
+        together: Whether one rank alone reads a section. Else every rank reads what it wants and sees, and one rank
+            what is seen only by ranks that do not want it.
+    """
+    section, place = wanted
+    own, others = wanted, (section[:0], place[:0])
+    if sees is not None:
+        able = sees[place, section]
+        own = section[able], place[able]
+        # What none of those that want it sees, somebody else reads for them.
+        foreign = np.setdiff1d(section, own[0])
+        seer, number = np.nonzero(sees[:, foreign])
+        order = np.lexsort((seer, number))
+        others = foreign[number[order]], seer[order]
+    nobody = np.setdiff1d(np.arange(len(nbytes)), np.concatenate([own[0], others[0]]))
+    if together:
+        pairs = np.concatenate([own[0], others[0]]), np.concatenate([own[1], others[1]])
+        order = np.lexsort(pairs[::-1])
+        found = [_share_out((pairs[0][order], pairs[1][order]), nbytes, ranks)]
+        if sees is None:
+            found = [_level(*found[0], nbytes, ranks)]
+    else:
+        found = [own, _share_out(others, nbytes, ranks)]
+    found.append((nobody, np.full(len(nobody), -1)))
+    section, place = (np.concatenate(column) for column in zip(*found))
+    order = np.lexsort((place, section))
+    return section[order], place[order]
+
+
+def _share_out(pairs: tuple[np.ndarray, np.ndarray], nbytes: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Give each section to one of the ranks that it is paired with, so that all read about as much."""
+    section, start = np.unique(pairs[0], return_index=True)
+    groups = ReplicaGroups(np.arange(len(pairs[0])), np.append(start, len(pairs[0])))
+    load, reader = np.zeros(ranks, dtype=np.int64), np.zeros(len(section), dtype=np.int64)
+    for members, places in holder_sets(groups, pairs[1]):
+        size = nbytes[section[members]]
+        edges = np.cumsum(water_fill(load[places], int(size.sum())))
+        reader[members] = places[np.minimum(_nearest(size, edges), len(places) - 1)]
+        np.add.at(load, reader[members], size)
+    return section, reader
+
+
+def _level(section: np.ndarray, reader: np.ndarray, nbytes: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Give what is beyond a rank's share to those that have less, though they do not want it."""
+    size, order = nbytes[section], np.argsort(reader, kind="stable")
+    load = np.bincount(reader, size, ranks)
+    share = load.sum() / ranks
+    # What begins beyond the share: for less than a section nothing is moved.
+    begin = np.cumsum(size[order]) - size[order] - (np.cumsum(load) - load)[reader[order]]
+    beyond = np.sort(order[begin > share])
+    if len(beyond):
+        kept = np.ones(len(section), dtype=bool)
+        kept[beyond] = False
+        room = np.maximum(share - np.bincount(reader[kept], size[kept], ranks), 0)
+        reader = reader.copy()
+        reader[beyond] = np.minimum(_nearest(size[beyond], np.cumsum(room)), ranks - 1)
+    return section, reader
+
+
+def _nearest(size: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Lay sections end to end; return between which edges the middle of each lies."""
+    return np.searchsorted(edges, np.cumsum(size) - size / 2, side="right")
+
+
+def number_rounds(reader: np.ndarray, nbytes: np.ndarray) -> np.ndarray:
+    """Return int64 per section, the round in which its reader reads and sends it."""
+    order = np.argsort(reader, kind="stable")
+    before = np.cumsum(nbytes[order]) - nbytes[order]
+    first = np.flatnonzero(np.append(True, reader[order][1:] != reader[order][:-1])) if len(order) else order
+    before -= np.repeat(before[first], np.diff(np.append(first, len(order))))
+    rounds = np.zeros(len(order), dtype=np.int64)
+    rounds[order] = before // ROUND_BYTES
+    return rounds
+
+
+def estimate_seconds(
+    pieces: Pieces,
+    source: Catalog,
+    place: np.ndarray,
+    readers: tuple[np.ndarray, np.ndarray],
+    ranks: int,
+    block_bytes: int,
+) -> tuple[float, float]:
+    """Return how long it takes the slowest rank to read all that it needs, and to read together, from an object store.
+
+    Args:
+        pieces: What fills the targets of all ranks; their sources are sections.
+        source: The sections.
+        place: int64 per row of the targets, the place of its rank in the group.
+        readers: One reader for each section, as of :func:`choose_readers`.
+        ranks: Number of ranks.
+        block_bytes: Short scattered runs are copied out of whole blocks of so many bytes.
+    """
+    itemsize = source.itemsize[pieces.source]
+    needed, target = pieces.size * itemsize, place[pieces.target]
+    run = np.ones(len(pieces), dtype=np.int64)
+    joined = np.ones(len(pieces), dtype=bool)
+    for axis in reversed(range(pieces.extents.shape[1])):
+        extent = pieces.extents[:, axis]
+        joined &= (extent == 1) | (pieces.source_strides[:, axis] == run)
+        run *= np.where(joined, extent, 1)
+    reach = (((pieces.extents - 1) * pieces.source_strides).sum(axis=1) + 1) * itemsize
+    runs = pieces.size // np.maximum(run, 1)
+    short = (runs > 1) & (run * itemsize < block_bytes)
+    fetched = np.where(short, np.minimum(reach, runs * block_bytes), needed)
+    reader = np.full(len(source), -1)
+    reader[readers[0]] = readers[1]
+    by = reader[pieces.source]
+    moved = needed * (by != target)
+    read = np.bincount(readers[1][readers[1] >= 0], source.byte_length[readers[0][readers[1] >= 0]], ranks)
+    known = by >= 0
+    link = np.maximum(np.bincount(target, moved, ranks), np.bincount(by[known], moved[known], ranks))
+    direct = float(np.bincount(target, fetched, ranks).max(initial=0)) / READ_BYTES_PER_SECOND
+    together = float(read.max(initial=0)) / READ_BYTES_PER_SECOND + float(link.max(initial=0)) / LINK_BYTES_PER_SECOND
+    return direct, together + MEETING_SECONDS
