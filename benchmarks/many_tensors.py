@@ -132,8 +132,8 @@ def load(state: dict[str, ShardedWeight], path: Path, verify: str = "read") -> N
 def load_raw(state: dict[str, ShardedWeight], path: Path) -> None:
     """Read as many bytes of the data file into the same memory, a MiB at a time."""
     descriptor, offset = os.open(next(path.glob("*.safetensors")), os.O_RDONLY), 0
-    for memory in host_bytes([weight.local_tensor for weight in state.values()]):
-        view = memoryview(memory)
+    for weight in state.values():
+        view = memoryview(host_memory(weight.local_tensor).view(np.uint8))
         while len(view):
             got = os.preadv(descriptor, [view[: 1 << 20]], offset)
             view, offset = view[got:], offset + got
