@@ -28,7 +28,7 @@ import numpy as np
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.live.communicator import SoloCommunicator
-from paddle_flexckpt.live.tensor_memory import host_bytes
+from paddle_flexckpt.live.tensor_memory import host_memory
 from paddle_flexckpt.sharded_weight import ShardedWeight
 
 COLUMNS = 64
@@ -101,8 +101,8 @@ def save_raw(state: dict[str, ShardedWeight], path: Path) -> None:
     """Write the same bytes from the same memory, a MiB at a time, and make them durable."""
     path.mkdir()
     descriptor = os.open(path / "raw", os.O_WRONLY | os.O_CREAT)
-    for memory in host_bytes([weight.local_tensor for weight in state.values()]):
-        view = memoryview(memory)
+    for weight in state.values():
+        view = memoryview(host_memory(weight.local_tensor).view(np.uint8))
         while len(view):
             view = view[os.write(descriptor, view[: 1 << 20]) :]
     os.fsync(descriptor)
