@@ -1,8 +1,10 @@
-"""Save many small tensors in one process, against the medium itself: a plain write and fsync of the same bytes.
+"""Save and load many small tensors in one process, against the medium itself: a plain write and fsync, or read.
 
 Both take turns (A B, B A, ...), so that what else the machine does hits both; what counts is the ratio of times within
-a turn. ``raw / save`` of 1.0 means that a save takes as long as the medium does. Calls are counted by
-``sys.setprofile``: the difference of two states, for each tensor more.
+a turn. ``raw / save`` of 1.0 means that a save takes as long as the medium does. Loads are of the same layout, of the
+second half of the columns where rows were saved (raw: as many bytes), and both with ``verify="full"``, which is also
+compared with the same load without. Calls are counted by ``sys.setprofile``: the difference of two states, for each
+tensor more.
 
     python benchmarks/many_tensors.py                                        # in the current directory's file system
     python benchmarks/many_tensors.py --directory /dev/shm --kind paddle --json result.json
@@ -28,7 +30,7 @@ import numpy as np
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.live.communicator import SoloCommunicator
-from paddle_flexckpt.live.tensor_memory import host_bytes
+from paddle_flexckpt.live.tensor_memory import host_memory
 from paddle_flexckpt.sharded_weight import ShardedWeight
 
 COLUMNS = 64
@@ -101,11 +103,40 @@ def save_raw(state: dict[str, ShardedWeight], path: Path) -> None:
     """Write the same bytes from the same memory, a MiB at a time, and make them durable."""
     path.mkdir()
     descriptor = os.open(path / "raw", os.O_WRONLY | os.O_CREAT)
-    for memory in host_bytes([weight.local_tensor for weight in state.values()]):
-        view = memoryview(memory)
+    for weight in state.values():
+        view = memoryview(host_memory(weight.local_tensor).view(np.uint8))
         while len(view):
             view = view[os.write(descriptor, view[: 1 << 20]) :]
     os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def half_of(state: dict[str, ShardedWeight]) -> dict[str, ShardedWeight]:
+    """Make targets that hold the second half of the columns of each tensor."""
+    half = {}
+    for name, weight in state.items():
+        rows, columns = weight.global_shape
+        tensor: Any = np.ones((rows, columns // 2), np.float32)
+        if not isinstance(weight.local_tensor, np.ndarray):
+            import paddle
+
+            tensor = paddle.to_tensor(tensor, place=paddle.CPUPlace())
+        half[name] = ShardedWeight(name, tensor, tensor.shape, weight.global_shape, (0, columns - columns // 2))
+    return half
+
+
+def load(state: dict[str, ShardedWeight], path: Path, verify: str = "read") -> None:
+    fc.load_state_dict(state, path, SoloCommunicator(), verify=verify)
+
+
+def load_raw(state: dict[str, ShardedWeight], path: Path) -> None:
+    """Read as many bytes of the data file into the same memory, a MiB at a time."""
+    descriptor, offset = os.open(next(path.glob("*.safetensors")), os.O_RDONLY), 0
+    for weight in state.values():
+        view = memoryview(host_memory(weight.local_tensor).view(np.uint8))
+        while len(view):
+            got = os.preadv(descriptor, [view[: 1 << 20]], offset)
+            view, offset = view[got:], offset + got
     os.close(descriptor)
 
 
@@ -115,10 +146,18 @@ def calls(kind: str, directory: Path) -> dict[str, dict[str, float]]:
     counts = {}
     for tensors in (few, many):
         state = random_state(kind, tensors, 1 << 10)
-        counts[tensors] = counted(lambda state=state: save(state, directory / "calls"))
-        shutil.rmtree(directory / "calls")
+        half, path = half_of(state), directory / "calls"
+        counts[tensors] = {
+            "save": counted(lambda state=state, path=path: save(state, path)),
+            "load": counted(lambda state=state, path=path: load(state, path)),
+            "cut": counted(lambda half=half, path=path: load(half, path)),
+        }
+        shutil.rmtree(path)
     events = ("call", "c_call")
-    return {"save": {event: (counts[many][event] - counts[few][event]) / (many - few) for event in events}}
+    return {
+        name: {event: (counts[many][name][event] - counts[few][name][event]) / (many - few) for event in events}
+        for name in counts[few]
+    }
 
 
 def counted(work: Callable[[], None]) -> dict[str, int]:
@@ -149,12 +188,41 @@ def measure(kind: str, tensors: int, nbytes: int, pairs: int, directory: Path) -
             if turn:
                 seconds[name].append(time.perf_counter() - begin)
             shutil.rmtree(directory / "turn")
-    return {
-        "tensors": tensors,
-        "bytes": nbytes,
-        "seconds": seconds,
-        "ratios": {"save": compared(seconds["raw write"], seconds["save"], tensors)},
+    seconds.update(loads(state, pairs, directory / "kept"))
+    pairs_of = {
+        "save": ("raw write", "save"),
+        "load": ("raw read", "load"),
+        "cut": ("raw half", "cut"),
+        "load, full": ("raw read", "load, full"),
+        "cut, full": ("raw half", "cut, full"),
+        "load, full, to load": ("load", "load, full"),
+        "cut, full, to cut": ("cut", "cut, full"),
     }
+    ratios = {name: compared(seconds[raw], seconds[ours], tensors) for name, (raw, ours) in pairs_of.items()}
+    return {"tensors": tensors, "bytes": nbytes, "seconds": seconds, "ratios": ratios}
+
+
+def loads(state: dict[str, ShardedWeight], pairs: int, path: Path) -> dict[str, list[float]]:
+    """Measure what reads, in turns; return the seconds by name."""
+    save(state, path)
+    half = half_of(state)
+    subjects: dict[str, Callable[[], None]] = {
+        "raw read": lambda: load_raw(state, path),
+        "load": lambda: load(state, path),
+        "load, full": lambda: load(state, path, "full"),
+        "raw half": lambda: load_raw(half, path),
+        "cut": lambda: load(half, path),
+        "cut, full": lambda: load(half, path, "full"),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in subjects}
+    for turn in range(pairs + 1):  # the first warms up
+        for name in list(subjects)[:: 1 if turn % 2 else -1]:
+            begin = time.perf_counter()
+            subjects[name]()
+            if turn:
+                seconds[name].append(time.perf_counter() - begin)
+    shutil.rmtree(path)
+    return seconds
 
 
 def compared(raw: list[float], ours: list[float], tensors: int) -> dict[str, float]:
@@ -176,9 +244,10 @@ def show_calls(table: dict[str, dict[str, float]]) -> None:
 
 def show(row: dict[str, Any]) -> None:
     for name, ratio in row["ratios"].items():
+        left = name.replace(", to ", " against ") if ", to " in name else f"raw / {name}"
         print(
-            f"{row['tensors']:>6} x {row['bytes'] >> 10} KiB: raw / {name} {ratio['median']:.2f} "
-            f"({ratio['least']:.2f}-{ratio['most']:.2f}), {ratio['microseconds beyond raw']:.1f} us a tensor beyond raw"
+            f"{row['tensors']:>6} x {row['bytes'] >> 10} KiB: {left} {ratio['median']:.2f} "
+            f"({ratio['least']:.2f}-{ratio['most']:.2f}), {ratio['microseconds beyond raw']:.1f} us a tensor beyond"
         )
 
 

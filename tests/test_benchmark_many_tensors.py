@@ -29,8 +29,12 @@ def test_two_small_cases(kind):
         assert [file.name for file in path.iterdir()] == ["result.json"]
     assert {"paddle_flexckpt", "numpy", "python", "kernel", "processors"} <= set(result["machine"])
     assert result["machine"]["paddle"] == paddle.__version__
-    assert 0 < result["calls"]["save"]["call"] <= 10
+    assert list(result["calls"]) == ["save", "load", "cut"]
+    for name, most in (("save", 10), ("load", 10), ("cut", 15)):
+        assert 0 < result["calls"][name]["call"] <= most
     assert [(row["tensors"], row["bytes"]) for row in result["cases"]] == [(3, 1024), (40, 2048)]
     for row in result["cases"]:
         assert {len(seconds) for seconds in row["seconds"].values()} == {2}
-        assert row["ratios"]["save"]["least"] <= row["ratios"]["save"]["median"] <= row["ratios"]["save"]["most"]
+        assert {"save", "load", "cut", "load, full", "cut, full, to cut"} <= set(row["ratios"])
+        for ratio in row["ratios"].values():
+            assert ratio["least"] <= ratio["median"] <= ratio["most"]

@@ -1,4 +1,7 @@
-"""Problems and errors, which name key, rank, file, expected, got and remedy; and failures, errors sent as data."""
+"""Problems and errors, which name key, rank, file, expected, got and remedy; and failures, errors sent as data.
+
+Tested in tests/catalog/test_errors.py and tests/catalog/test_failures.py.
+"""
 
 from __future__ import annotations
 

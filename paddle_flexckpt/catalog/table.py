@@ -163,15 +163,17 @@ class Catalog(Columns):
             text += f", flattened range [{self.flat_start[row]}, {self.flat_stop[row]})"
         return text
 
-    def descriptions(self) -> list[tuple[int, ...]]:
-        """Return how each shard is described, without its key: equal tuples for shards that are described alike.
+    def descriptions(self) -> list[bytes]:
+        """Return bytes that are equal for shards which are described alike, but for their keys and places in files.
 
-        A tuple has the number of the element type and of axes, the three padded shapes, and the flattened range.
+        So what is made of a description, such as a text, is made once for shards that are alike; most are.
         """
-        single = (self.dtype, self.ndim, self.flat_start, self.flat_stop)
-        dtype, ndim, start, stop = (column.astype(np.int64)[:, None] for column in single)
-        columns = (dtype, ndim, self.global_shape, self.offset, self.shape, start, stop)
-        return list(map(tuple, np.concatenate(columns, axis=1).tolist()))
+        order = self.key_order[self.key] if len(self.key_order) else np.full(len(self), -1)
+        single = (self.dtype, self.ndim, self.flat_start, self.flat_stop, order)
+        columns = [column.astype(np.int64)[:, None] for column in single]
+        table = np.concatenate([*columns, self.global_shape, self.offset, self.shape], axis=1)
+        data, width = table.tobytes(), table.shape[1] * table.itemsize
+        return [data[start : start + width] for start in range(0, len(data), width)]
 
     def with_orders(self, orders: Mapping[str, Order]) -> Catalog:
         """Return the same catalog with these orders, by key, and nothing known of the order of other tensors."""
@@ -188,9 +190,11 @@ def order_columns(by_key: Mapping[int, Order], count: int) -> dict[str, Any]:
     """Return the columns of orders from the orders by the number of their key; none where no order is known."""
     if not by_key:
         return {}
-    orders = {order: number for number, order in enumerate(dict.fromkeys(by_key.values()))}
+    alike = {id(order): order for order in by_key.values()}  # few; a hash of each key's would take longer
+    orders = {order: number for number, order in enumerate(dict.fromkeys(alike.values()))}
+    numbers = {each: orders[order] for each, order in alike.items()}
     column = np.full(count, -1, dtype=np.int16)
-    column[list(by_key)] = [orders[order] for order in by_key.values()]
+    column[list(by_key)] = [numbers[id(order)] for order in by_key.values()]
     return {"orders": tuple(orders), "key_order": column}
 
 

@@ -141,7 +141,8 @@ def validate_coverage(catalog: Catalog, groups: ReplicaGroups) -> Coverage:
     boxes_of_key = np.diff(np.append(key_start, len(box_key)))
     first_row = rows[box_start[key_start]]
     whole = (catalog.shape[first_row] == catalog.global_shape[first_row]).all(axis=1)
-    fine = key_complete & (boxes_of_key == 1) & whole
+    boxes_of_all = offset[box_start], shape[box_start], catalog.global_shape[rows[box_start]]
+    fine = key_complete & ((boxes_of_key == 1) & whole | _are_slices(*boxes_of_all, key_start))
 
     row_stop = np.append(box_start, len(rows))
     for index in np.flatnonzero(~fine):
@@ -151,6 +152,21 @@ def validate_coverage(catalog: Catalog, groups: ReplicaGroups) -> Coverage:
             continue
         _inspect_key(catalog, rows[row_stop[boxes.start] : row_stop[boxes.stop]], coverage)
     return coverage
+
+
+def _are_slices(offset: np.ndarray, shape: np.ndarray, whole: np.ndarray, key_start: np.ndarray) -> np.ndarray:
+    """Return bool per key: whether its boxes, in the order of their offsets, are its whole tensor cut along one axis.
+
+    Most keys that are cut are cut so; they are recognised together.
+    """
+    cut = np.logical_or.reduceat(shape != whole, key_start, axis=0)
+    axis = np.repeat(np.argmax(cut, axis=1), np.diff(np.append(key_start, len(shape))))[:, None]
+    begin, extent, end = (np.take_along_axis(column, axis, axis=1)[:, 0] for column in (offset, shape, whole))
+    first = np.zeros(len(shape), dtype=bool)
+    first[key_start] = True
+    follows = begin == np.where(first, 0, np.append(0, (begin + extent)[:-1]))
+    ends = ~np.append(first[1:], True) | (begin + extent == end)
+    return (cut.sum(axis=1) == 1) & np.logical_and.reduceat(follows & ends, key_start)
 
 
 def _is_grid(offset: np.ndarray, shape: np.ndarray, global_shape: np.ndarray) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.piece_columns import PieceColumns, are_contiguous
-from paddle_flexckpt.native.reader import MIN_PREAD_BYTES, FileReader
+from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.wanted import wanted_bytes
 from paddle_flexckpt.planning import Pieces
 
@@ -36,8 +36,7 @@ def announce(reader: FileReader, pieces: Pieces, memory: Filling) -> None:
         part = pieces.take(slice(first, last))
         columns = PieceColumns.of(part, reader.catalog, memory.catalog, memory.addresses)
         for rows in columns.turns(part, reader.catalog):
-            each = part.take(rows)
-            found.append(_ranges(each, reader.catalog, reader.block_bytes, bool(columns.direct[rows].all())))
+            found.append(_ranges(part.take(rows), reader.catalog, reader.block_bytes))
     if found:
         reader.read_ahead(*(np.concatenate(column) for column in zip(*found)))
 
@@ -49,12 +48,12 @@ def announce_reads(reader: FileReader, parts: list[Pieces]) -> None:
         CorruptCheckpointError: A file is not as it was.
         OSError: A file cannot be opened.
     """
-    found = [_ranges(part, reader.catalog, reader.block_bytes, False) for part in parts]
+    found = [_ranges(part, reader.catalog, reader.block_bytes) for part in parts]
     if found:
         reader.read_ahead(*(np.concatenate(column) for column in zip(*found)))
 
 
-def _ranges(pieces: Pieces, source: Catalog, block_bytes: int, direct: bool) -> Ranges:
+def _ranges(pieces: Pieces, source: Catalog, block_bytes: int) -> Ranges:
     """Return items, first bytes and bytes beyond of the ranges that are read of pieces, in their order."""
     itemsize = source.itemsize[pieces.source]
     plain = (pieces.size > 0) & are_contiguous(pieces.extents, pieces.source_strides)
@@ -62,11 +61,8 @@ def _ranges(pieces: Pieces, source: Catalog, block_bytes: int, direct: bool) -> 
     begin = [(pieces.source_base * itemsize)[plain]]
     end = [begin[0] + (pieces.size * itemsize)[plain]]
     for piece in np.flatnonzero((pieces.size > 0) & ~plain).tolist():
-        copy = pieces.copy(piece)
-        # In columns, runs are read as they are if they are worth a read and need no other order.
-        as_runs = direct and copy.source_tail() == 1 and copy.target_strides[-1] == 1
-        length, shortest = int(source.byte_length[pieces.source[piece]]), MIN_PREAD_BYTES if as_runs else block_bytes
-        each = wanted_bytes(copy, int(itemsize[piece]), length, block_bytes, shortest)
+        length = int(source.byte_length[pieces.source[piece]])
+        each = wanted_bytes(pieces.copy(piece), int(itemsize[piece]), length, block_bytes)
         number.append(np.full(len(each[0]), piece))
         begin.append(each[0])
         end.append(each[1])

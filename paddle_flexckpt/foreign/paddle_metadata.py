@@ -12,6 +12,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -132,18 +133,18 @@ class _Memo(dict[bytes, bytes]):
         return code + b"\x94"
 
 
-class _Said(dict[tuple[int, ...], bytes]):
+class _Said(dict[Any, bytes]):
     """Give the opcodes of an instance's fields by what they say; most instances say what others have said before."""
 
-    def __init__(self, memo: _Memo, fields: Callable[[tuple[int, ...]], dict[str, bytes]]) -> None:
+    def __init__(self, memo: _Memo, fields: Callable[[Any], dict[str, bytes]]) -> None:
         super().__init__()
         self._memo, self._fields = memo, fields
 
-    def __missing__(self, each: tuple[int, ...]) -> bytes:
+    def __missing__(self, each: Any) -> bytes:
         first, self[each] = self._encode(each), self._encode(each)  # in the second all is known to the memo
         return first
 
-    def _encode(self, each: tuple[int, ...]) -> bytes:
+    def _encode(self, each: Any) -> bytes:
         memo = self._memo
         codes = [code for name, value in self._fields(each).items() for code in (memo[_text(name)], memo[value])]
         return b"".join([*codes, b"ub"])
@@ -155,42 +156,41 @@ def _class(name: str) -> bytes:
 
 def _pickle(catalog: Catalog) -> bytes:
     """Return the pickle, in which what is said again is called up from the reader's memo."""
-    groups, width = group_replicas(catalog), catalog.width
+    groups, descriptions = group_replicas(catalog), catalog.descriptions()
+    row_of = dict(zip(descriptions, range(len(catalog))))
 
-    def index_of(each: tuple[int, ...]) -> dict[str, bytes]:
+    def index_of(each: tuple[bytes, int]) -> dict[str, bytes]:
         """Return the fields of an index but for the key: of a description, and the replica's number or -1."""
-        (_, ndim, *boxes), (start, stop, replica) = each[:-3], each[-3:]
-        offset, shape = (_tuple(boxes[i * width + width - ndim : (i + 1) * width]) for i in (1, 2))
-        flat = {} if start < 0 else {"is_flattened": b"\x88", "flattened_range": _tuple((start, stop))}
+        row, replica = row_of[each[0]], each[1]
+        offset, shape = (_tuple(catalog.unpadded(row, column)) for column in (catalog.offset, catalog.shape))
+        span = int(catalog.flat_start[row]), int(catalog.flat_stop[row])
+        flat = {} if span[0] < 0 else {"is_flattened": b"\x88", "flattened_range": _tuple(span)}
         number = {} if replica < 0 else {"replica_id": _integer(replica)}
         return {"global_offset": offset, "local_shape": shape, **flat, **number}
 
-    def shard_of(each: tuple[int, ...]) -> dict[str, bytes]:
-        place = index_of((*each, -1))
+    def shard_of(each: bytes) -> dict[str, bytes]:
+        """Return the fields of a shard, of a description."""
+        row, place = row_of[each], index_of((each, -1))
         box = {"global_offset": place.pop("global_offset"), "local_shape": place.pop("local_shape")}
-        whole = _tuple(each[2 + width - each[1] : 2 + width])
-        return {**box, "dtype": _text(catalog.dtypes[each[0]]), "global_shape": whole, **place}
+        whole = _tuple(catalog.unpadded(row, catalog.global_shape))
+        return {**box, "dtype": _text(catalog.dtype_name(row)), "global_shape": whole, **place}
 
     memo = _Memo()
     shards, indices = _Said(memo, shard_of), _Said(memo, index_of)
-    order, start = groups.order.tolist(), groups.start.tolist()
     keys, files = (list(map(_text, names)) for names in (catalog.keys, catalog.files))
-    key, file, descriptions = catalog.key.tolist(), catalog.file.tolist(), catalog.descriptions()
-    of_key: dict[int, list[list[int]]] = {}
-    for low, high in zip(start, start[1:]):
-        of_key.setdefault(key[order[low]], []).append(order[low:high])
+    key, file, last = catalog.key.tolist(), catalog.file.tolist(), -1
     codes = [_BEGIN[:2], memo[_class("Metadata")], _NEW, memo[_text("state_dict_metadata")], b"}("]
     begin = _class("LocalTensorMetadata")
-    for number, replicas in of_key.items():
-        codes += (memo[keys[number]], b"](")
-        for rows in replicas:
-            codes += (memo[begin], _NEW, shards[descriptions[rows[0]]])
-        codes.append(b"e")
-    codes += (b"u", memo[_text("storage_metadata")], b"}(")
+    for row in groups.first.tolist():  # by key
+        if key[row] != last:
+            codes += (b"e" if last >= 0 else b"", memo[keys[key[row]]], b"](")
+            last = key[row]
+        codes += (memo[begin], _NEW, shards[descriptions[row]])
+    codes += (b"e" if last >= 0 else b"", b"u", memo[_text("storage_metadata")], b"}(")
     begin, name = _class("LocalTensorIndex"), _text("tensor_key")
-    for number, replicas in of_key.items():
-        for rows in replicas:
-            for replica, row in enumerate(rows):
-                index = indices[(*descriptions[row], replica if len(rows) > 1 else -1)]
-                codes += (memo[begin], _NEW, memo[name], memo[keys[number]], index, memo[files[file[row]]])
+    number = np.arange(len(groups.order)) - np.repeat(groups.start[:-1], groups.count)
+    replicas = np.where(np.repeat(groups.count, groups.count) > 1, number, -1)
+    for row, replica in zip(groups.order.tolist(), replicas.tolist()):
+        index = indices[descriptions[row], replica]
+        codes += (memo[begin], _NEW, memo[name], memo[keys[key[row]]], index, memo[files[file[row]]])
     return b"".join([*codes, b"u", memo[_text("flat_mapping")], b"}ub."])

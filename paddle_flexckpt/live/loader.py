@@ -1,6 +1,6 @@
 """load_state_dict: a checkpoint directory into live shards, whatever the two layouts are.
 
-Tested in tests/live/test_policies.py.
+Tested in tests/live/test_loader.py and tests/live/test_policies.py.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ class MemoryPeers(Peers):
     @functools.cached_property
     def _replicas(self) -> tuple[bytes, bytes]:
         keys = [self.catalog.key_name(row) for row in self.owned]
-        digests = replica_digests(self.owned, self._checked.groups) if self._rules.compares else b""
+        digests = replica_digests(self.owned, self.catalog, self._checked.groups) if self._rules.compares else b""
         return digests, self._rules.of(keys, list(self._described.values())).tobytes()
 
     def compare_replicas(self, digests: Sequence[bytes], policies: Sequence[bytes]) -> None:
@@ -300,5 +300,7 @@ class MemoryPeers(Peers):
         again, groups = self._compares_again, self._checked.groups
         if again is None:
             return True
-        _, digests = self._comm.together(lambda: (None, replica_digests(self.owned, groups)), self._context)
+        _, digests = self._comm.together(
+            lambda: (None, replica_digests(self.owned, self.catalog, groups)), self._context
+        )
         return not again.compare(digests).any() and not self._differed

@@ -25,7 +25,7 @@ from paddle_flexckpt.engine.copies import pack_copy
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.device_memory import DeviceMemory, current_device, on_host
 from paddle_flexckpt.live.save_options import CLOSE, EQUAL, FIRST
-from paddle_flexckpt.live.tensor_memory import host_memory
+from paddle_flexckpt.live.tensor_memory import host_bytes, host_memory
 from paddle_flexckpt.live.tensors import open_storage
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -43,19 +43,29 @@ _DIGEST = np.dtype([("row", "<i8"), ("of_device", "u1"), ("digest", "<u8")])
 
 
 def replica_digests(
-    held: Mapping[int, Any], groups: ReplicaGroups, rows: Collection[int] | None = None, on_device: bool | None = None
+    held: Mapping[int, Any],
+    catalog: Catalog,
+    groups: ReplicaGroups,
+    rows: Collection[int] | None = None,
+    on_device: bool | None = None,
 ) -> bytes:
     """Return digests of this rank's replicated shards, for the other ranks.
 
-    ``held`` has this rank's tensors by row of the catalog; ``rows`` are those to take, all by default. ``on_device``
-    asks for the digest that devices can compute (True) or that of bytes on the host (False); by default each tensor has
-    the one of its place.
+    ``held`` has this rank's tensors by row of the catalog, whose groups these are; ``rows`` are those to take, all by
+    default. ``on_device`` asks for the digest that devices can compute (True) or that of bytes on the host (False); by
+    default each tensor has the one of its place.
     """
     replicated = (groups.count > 1)[groups.of_row]
     digests: list[tuple[int, bool, int]] = []
+    lengths = catalog.byte_length
     factors: dict[str, Any] = {}
-    for row, tensor in held.items():
-        if not replicated[row] or (rows is not None and row not in rows):
+    mine = [row for row in held if replicated[row] and (rows is None or row in rows)]
+    tensors = [held[row] for row in mine]
+    nothing: list[np.ndarray | None] = [None] * len(mine)
+    in_place = nothing if on_device else host_bytes(tensors, [0] * len(mine), lengths[mine].tolist())
+    for row, tensor, memory in zip(mine, tensors, in_place):
+        if memory is not None:
+            digests.append((row, False, xxhash.xxh3_64_intdigest(memory)))
             continue
         storage = open_storage(tensor)
         by_sums = isinstance(storage, DeviceMemory) and storage.has_views if on_device is None else on_device
@@ -112,7 +122,7 @@ class Replicas:
         if mixed.any():
             mine = set(np.flatnonzero(mixed).tolist())
             _, again = self._comm.together(
-                lambda: (None, replica_digests(self._held, groups, mine, on_device=True)), self._context
+                lambda: (None, replica_digests(self._held, catalog, groups, mine, on_device=True)), self._context
             )
             digests = np.concatenate([digests, *(np.frombuffer(answer, dtype=_DIGEST) for answer in again)])
         digest = np.zeros(len(catalog), dtype=np.uint64)

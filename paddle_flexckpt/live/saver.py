@@ -173,7 +173,8 @@ class Save:
         check_coordinator(comm, options.coordinator_rank)
         state = open_state(self._state_dict, comm.rank)
         check_extra_names(state.catalog.keys)
-        wait_for_devices(devices_of(state.tensors))
+        self._devices = devices_of(state.tensors)
+        wait_for_devices(self._devices)
         self._undo.callback(self.destination.discard)
         self._stack.callback(self.destination.release)
         names, message = self.destination.begin()
@@ -223,7 +224,7 @@ class Save:
         held = dict(enumerate(state.tensors, first_row))
         groups = check_sources(comm, held, catalog, context).groups
         policies, compares = np.frombuffer(b"".join(agreed.policies), np.uint8), options.check_replicas is not False
-        self._digests = lambda: replica_digests(held, groups)
+        self._digests = lambda: replica_digests(held, catalog, groups)
         self._replicas = Replicas(comm, held, catalog, groups, policies, compares, context, options.save_replicas)
         self._differing: np.ndarray | None = None
         if self._replicas.comes_first:
@@ -236,7 +237,7 @@ class Save:
             groups=self._replicas.narrowed(self._differing),
             indivisible=np.concatenate([_unpack(bits, len(rows)) for bits, rows in zip(agreed.indivisible, decoded)]),
         )
-        self._share = Share(self._plan, comm.rank, held, options.step)
+        self._share = Share(self._plan, comm.rank, held, options.step, bool(self._devices))
         self._planned = time.perf_counter()
 
     def write(self) -> tuple[SaveReport, list[bytes]]:

@@ -37,11 +37,14 @@ class Share:
         step: Training step to record, if known.
     """
 
-    def __init__(self, plan: WritePlan, rank: int, held: Mapping[int, Any], step: int | None) -> None:
-        """Take a rank's share of a plan; ``held`` has its tensors by row of the planned catalog."""
+    def __init__(self, plan: WritePlan, rank: int, held: Mapping[int, Any], step: int | None, any_device: bool) -> None:
+        """Take a rank's share of a plan.
+
+        ``held`` has its tensors by row of the planned catalog; ``any_device`` says whether some are on a device.
+        """
         mine = np.flatnonzero(plan.catalog.rank == rank)
         self.items: Catalog = plan.catalog.take(mine)
-        self.step = step
+        self.step, self._any_device = step, any_device
         self._held, self._rows, self._starts = held, plan.source[mine], plan.source_start[mine]
 
     def data(self) -> Iterator[np.ndarray]:
@@ -59,11 +62,11 @@ class Share:
             some = slice(first, first + _TENSORS_AT_ONCE)
             tensors = [self._held[row] for row in self._rows[some].tolist()]
             ready: list[np.ndarray] = []
-            for tensor, memory, start, stop in zip(
-                tensors, host_bytes(tensors), starts[some].tolist(), stops[some].tolist()
-            ):
+            spans = starts[some].tolist(), stops[some].tolist()
+            memories = host_bytes(tensors, *spans, self._any_device)
+            for tensor, memory, start, stop in zip(tensors, memories, *spans):
                 if memory is not None:
-                    ready.append(memory[start:stop])
+                    ready.append(memory)
                     continue
                 yield ready
                 yield from _staged(tensor, start, stop)

@@ -177,9 +177,10 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
         return LocalState([], [], builder.build())
     keys, weights, tensors, global_shapes, offsets, shapes, flats, said = map(list, zip(*rows))
     dtypes = [tensor.dtype for tensor in tensors]
-    names = {dtype: dtype_name(tensor) for dtype, tensor in dict(zip(dtypes, tensors)).items()}
+    numbers = list(map(id, dtypes))  # Paddle's are slow to hash
+    names = {number: dtype_name(tensor) for number, tensor in dict(zip(numbers, tensors)).items()}
     orders = with_orders_of_states(keys, said, global_shapes, shapes)
-    builder.add_many(keys, [names[dtype] for dtype in dtypes], global_shapes, offsets, shapes, flats, orders)
+    builder.add_many(keys, [names[number] for number in numbers], global_shapes, offsets, shapes, flats, orders)
     return LocalState(weights, tensors, builder.build())
 
 
@@ -187,6 +188,7 @@ def _usual_rows(flat_state: Mapping[str, Any], rank: int) -> list[_Row | None]:
     """Describe, without a call for each, values that are as nearly all are; None for those that need a closer look."""
     kinds, odd, new = _kinds(flat_state.values()), _odd_names(flat_state), tuple.__new__
     found: list[_Row | None] = [None] * len(flat_state)
+    origins: dict[int, tuple[int, ...]] = {}
     for number, (key, value) in enumerate(flat_state.items()):
         weight, tensor = (value, value.local_tensor) if kinds[type(value)] == _SHARD else (None, value)
         kind = kinds[type(tensor)]
@@ -197,7 +199,7 @@ def _usual_rows(flat_state: Mapping[str, Any], rank: int) -> list[_Row | None]:
             continue
         if weight is None:
             if not getattr(value, "is_distributed", False):
-                offset = (0,) * len(extents)
+                offset = origins.setdefault(len(extents), (0,) * len(extents))
                 found[number] = new(_Row, (key, None, tensor, extents, offset, extents, None, NATURAL))
             continue
         whole, offset, shape = tuple(weight.global_shape), tuple(weight.global_offset), tuple(weight.local_shape)

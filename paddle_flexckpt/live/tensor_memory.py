@@ -91,26 +91,23 @@ def host_memory(tensor: Any) -> np.ndarray:
     return np.frombuffer(_buffer(tensor, int(tensor.data_ptr()), count * dtype.itemsize), dtype=dtype)
 
 
-def host_bytes(tensors: Sequence[Any]) -> list[np.ndarray | None]:
-    """Return the memory of contiguous host tensors as uint8 arrays; None for each tensor that is none.
+def host_bytes(
+    tensors: Sequence[Any], starts: Sequence[int], stops: Sequence[int], any_device: bool = True
+) -> list[np.ndarray | None]:
+    """Return the bytes ``[start, stop)`` of each contiguous host tensor as they stand in memory; None for the others.
 
     Makes no call for each tensor, and keeps none of them alive: the arrays serve as long as the tensors do.
+    ``any_device`` says whether some may be on a device; to ask a tensor takes long.
     """
     found: list[np.ndarray | None] = []
-    itemsizes: dict[Any, int] = {}
-    for tensor in tensors:
+    for tensor, start, stop in zip(tensors, starts, stops):
         if isinstance(tensor, np.ndarray):
-            found.append(tensor.reshape(-1).view(np.uint8) if tensor.flags.c_contiguous else None)
-            continue
-        if not tensor.is_contiguous() or not (tensor.place.is_cpu_place() or device_of(tensor) is None):
+            found.append(tensor.reshape(-1).view(np.uint8)[start:stop] if tensor.flags.c_contiguous else None)
+        elif not tensor.is_contiguous() or (any_device and device_of(tensor) is not None):
             found.append(None)
-            continue
-        dtype = tensor.dtype
-        if dtype not in itemsizes:
-            itemsizes[dtype] = dtype_of(dtype_name(tensor)).itemsize
-        nbytes = math.prod(tensor.shape) * itemsizes[dtype]
-        address = tensor.data_ptr() - FIRST_ADDRESS if nbytes else 0
-        found.append(_MEMORY[address : address + nbytes])
+        else:
+            address = tensor.data_ptr() - FIRST_ADDRESS if stop > start else 0
+            found.append(_MEMORY[address + start : address + stop])
     return found
 
 

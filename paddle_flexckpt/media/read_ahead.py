@@ -141,7 +141,7 @@ class ReadAhead:
         for request in self._waiting:
             self._of_file.setdefault(request.file, {})[request] = None
         self._held: dict[_Request, None] = {}
-        # What is held although something later of its file is being read: it goes when its room is needed.
+        # What has been read to its end, or something later of its file has been read: it goes when its room is needed.
         self._passed: dict[_Request, None] = {}
         self._held_bytes = self._running = 0
         self._stop = threading.Event()
@@ -167,9 +167,12 @@ class ReadAhead:
         start = offset - request.begin
         count = max(0, min(len(buffer), len(data) - start))
         buffer[:count] = memoryview(data)[start : start + count]
-        # A file that has become shorter is for others to find out.
-        if start + count == request.length or not count:
+        if not count:  # the file has become shorter, which is for others to find out
             self._drop(request)
+        elif start + count == request.length:
+            with self._lock:
+                self._passed[request] = None
+                self._start_more()
         return count
 
     def _find(self, file: int, offset: int) -> _Request | None:
@@ -183,7 +186,6 @@ class ReadAhead:
             else:
                 return None
             self._passed.update(dict.fromkeys(each for each in passed if each in self._held))
-            self._passed.pop(request, None)
             if request.future is None:
                 self._make_room(request, [*self._passed, *self._held])
                 self._start(request)

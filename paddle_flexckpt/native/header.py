@@ -96,34 +96,28 @@ def encode_header(items: Catalog, save: SaveInfo) -> bytes:
 
 
 def _descriptions(items: Catalog) -> list[tuple[str, str]]:
-    """Return the texts of each item but for names, key and place: in safetensors' own entry, and in ours.
-
-    Most are those of another item again: of the same dtype, shape and place in the whole.
-    """
-    width, made = items.width, {}
-    numbers = items.key_order[items.key].tolist() if len(items.key_order) else [-1] * len(items)
-    described = list(zip(items.descriptions(), numbers))
-    for description, number in dict.fromkeys(described):
-        (code, ndim, *boxes), (start, stop) = description[:-2], description[-2:]
-        dtype, pad = dtype_of(items.dtypes[code]), width - ndim
-        global_shape, offset, shape = (boxes[i * width + pad : (i + 1) * width] for i in range(3))
-        flat = None if start == NOT_FLATTENED else [start, stop]
-        extents = shape if flat is None else [stop - start]
-        stored = json.dumps([*extents, dtype.trailing] if dtype.trailing > 1 else extents, separators=(",", ":"))
+    """Return the texts of each item but for names, key and place: in safetensors' own entry, and in ours."""
+    descriptions = items.descriptions()
+    made = {}
+    for description, row in dict(zip(descriptions, range(len(items)))).items():
+        dtype, flat = dtype_of(items.dtype_name(row)), [int(items.flat_start[row]), int(items.flat_stop[row])]
+        shape = list(items.unpadded(row, items.shape))
+        stored = shape if flat[0] == NOT_FLATTENED else [flat[1] - flat[0]]
         shard = {
             "dtype": dtype.name,
-            "global_shape": global_shape,
-            "global_offset": offset,
+            "global_shape": items.unpadded(row, items.global_shape),
+            "global_offset": items.unpadded(row, items.offset),
             "local_shape": shape,
-            "flattened_range": flat,
+            "flattened_range": None if flat[0] == NOT_FLATTENED else flat,
         }
-        order = items.orders[number] if number >= 0 else None
+        order = items.order(int(items.key[row]))
         # Where it is natural, headers are those of format version 1, byte by byte.
         if order is not None and order.is_permuted:
             shard["order"] = order.encode()
-        ours = json.dumps(shard, ensure_ascii=False)[1:-1]
-        made[description, number] = f'{{"dtype":"{dtype.safetensors}","shape":{stored}', ours
-    return [made[each] for each in described]
+        extents = json.dumps([*stored, dtype.trailing] if dtype.trailing > 1 else stored, separators=(",", ":"))
+        entry = f'{{"dtype":"{dtype.safetensors}","shape":{extents}'
+        made[description] = entry, json.dumps(shard, ensure_ascii=False)[1:-1]
+    return [made[description] for description in descriptions]
 
 
 def _table(name: str, cursor: JsonCursor) -> dict[str, Any]:

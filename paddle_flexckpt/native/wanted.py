@@ -12,23 +12,20 @@ import numpy as np
 from paddle_flexckpt.algebra import StridedCopy
 
 
-def wanted_bytes(
-    copy: StridedCopy, itemsize: int, length: int, block_bytes: int, shortest_run: int
-) -> tuple[np.ndarray, np.ndarray]:
+def wanted_bytes(copy: StridedCopy, itemsize: int, length: int, block_bytes: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the first bytes of the ranges that are read, in their order, and the first ones beyond.
 
-    Of copies that go back in the file nothing is said.
+    Runs that are shorter than a block are read in whole blocks. Of copies that go back in the file nothing is said.
 
     Args:
         copy: What is copied; not empty.
         itemsize: Bytes of an element.
         length: Bytes of the item.
         block_bytes: Bytes of its blocks, of which the last may be shorter.
-        shortest_run: Bytes of a run that is read as it is; shorter ones are read in whole blocks.
     """
     outer = len(copy.extents) - copy.source_tail()
     width = math.prod(copy.extents[outer:]) * itemsize
-    in_blocks = bool(outer) and width < shortest_run
+    in_blocks = bool(outer) and width < block_bytes
     starts = np.zeros(1, dtype=np.int64)
     if not copy.is_ascending():
         return starts[:0], starts[:0]

@@ -10,8 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.catalog import CatalogBuilder, Problem, concat, group_replicas, validate_coverage, validate_shards
-from paddle_flexckpt.catalog.validate import MAX_HOLES, row_boxes
+from paddle_flexckpt.catalog import (
+    CatalogBuilder,
+    Problem,
+    concat,
+    group_replicas,
+    validate,
+    validate_coverage,
+    validate_shards,
+)
+from paddle_flexckpt.catalog.validate import MAX_HOLES, Coverage, row_boxes
 from tests.property import examples
 from tests.property.layouts import (
     Pick,
@@ -289,3 +297,28 @@ def test_order_of_ranks_does_not_matter():
     shards = [Shard("w", "int8", (8,), (a,), (b - a,), None, r) for r, (a, b) in enumerate(((4, 8), (0, 2), (1, 3)))]
     check_against_paint(by_rank(shards))
     check_against_paint(by_rank([Shard(**{**s.__dict__, "rank": 2 - s.rank}) for s in shards]))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_keys_cut_along_one_axis_are_recognised_together(axis, monkeypatch):
+    monkeypatch.setattr(validate, "_is_grid", lambda *_: pytest.fail("looked at by itself"))
+    shards = []
+    for key, cuts in (("a", (0, 2, 6)), ("b", (0, 1, 2, 6)), ("c", (0, 6))):
+        for rank, (begin, end) in enumerate(zip(cuts, cuts[1:])):
+            offset, shape = [0, 0, 0], [6, 6, 6]
+            offset[axis], shape[axis] = begin, end - begin
+            shards.append(Shard(key, "int8", (6, 6, 6), tuple(offset), tuple(shape), None, rank))
+    assert coverage_of(catalog_of(shards)) == Coverage()
+    check_against_paint(shards)
+
+
+@pytest.mark.parametrize(
+    "spans", [((0, 2), (3, 6)), ((1, 3), (3, 6)), ((0, 3), (3, 5)), ((0, 4), (3, 6)), ((0, 6), (0, 3))]
+)
+def test_slices_with_holes_or_overlaps_are_looked_at(spans):
+    shards = [
+        Shard("a", "int8", (4, 6), (0, begin), (4, end - begin), None, rank) for rank, (begin, end) in enumerate(spans)
+    ]
+    check_against_paint([*shards, Shard("b", "int8", (6,), (0,), (6,), None, 0)])
+    found = coverage_of(catalog_of(shards))
+    assert found.problems or found.overlaps

@@ -339,3 +339,24 @@ def test_orders_go_with_their_keys():
     with pytest.raises(ValidationError, match="ranks disagree .*'a'.*expected fused_ffn, along axis 1, 2 parts"):
         concat([catalogs[0], catalogs[1].with_orders({}), catalogs[2].with_orders({"a": NATURAL})])
     assert not len(merged.with_orders({}).key_order)
+
+
+def test_shards_that_are_described_alike_have_equal_tuples():
+    builder = CatalogBuilder(0)
+    for key, dtype, offset, flat in (
+        ("a", "int8", (0, 2), None), ("b", "int8", (0, 2), None), ("b", "int16", (0, 2), None),
+        ("b", "int8", (0, 0), None), ("b", "int8", (0, 2), (1, 3)),
+    ):  # fmt: skip
+        builder.add(key, dtype, (4, 4), offset, (4, 2), flat)
+    assert builder.build().descriptions() == [
+        (0, 2, 4, 4, 0, 2, 4, 2, -1, -1), (0, 2, 4, 4, 0, 2, 4, 2, -1, -1), (1, 2, 4, 4, 0, 2, 4, 2, -1, -1),
+        (0, 2, 4, 4, 0, 0, 4, 2, -1, -1), (0, 2, 4, 4, 0, 2, 4, 2, 1, 3),
+    ]  # fmt: skip
+
+
+def test_names_and_statements_are_written_as_they_are():
+    builder = CatalogBuilder(0)
+    builder.add("schlüssel", "int8", (4, 4), (0, 0), (4, 4), order=Order(2, 1, "größe"))
+    arrays = builder.build().to_arrays()
+    assert arrays["keys"].tobytes().decode() == '["schlüssel"]'
+    assert arrays["orders"].tobytes().decode() == '[[2, 1, "größe"]]'

@@ -82,7 +82,7 @@ def test_a_kill_leaves_the_disk_of_a_stop(bench, name):
         bench.check(len(stopped.returns), at, f"killed before call {at} ({calls[at]})")
 
 
-@pytest.mark.parametrize("call, number", [("write", 4), ("fsync", 3), ("fsync", 6), ("rename", 1), ("unlink", 2)])
+@pytest.mark.parametrize("call, number", [("writev", 4), ("fsync", 3), ("fsync", 6), ("rename", 1), ("unlink", 2)])
 def test_old_or_new_after_a_kill_by_the_kernel(bench, call, number):
     """Nothing is replaced in this process: the kernel delivers SIGKILL at the call."""
     name = "overwrite, 2 ranks"
@@ -97,7 +97,7 @@ def test_old_or_new_after_a_kill_by_the_kernel(bench, call, number):
     assert read_tree(bench.root) != bench.before
 
 
-@pytest.mark.parametrize("call", ["write", "fsync"])
+@pytest.mark.parametrize("call", ["writev", "fsync"])
 def test_a_call_that_the_kernel_interrupts_is_made_again(bench, tmp_path, call):
     """EINTR of the kernel: the interpreter tries again, and the save goes well."""
     name = "overwrite, 2 ranks"

@@ -85,7 +85,7 @@ def test_ranks_compare_which_checkpoint_they_read(tmp_path):
     with source.closing:
         said = source.open()
     token = CheckpointDirectory(str(tmp_path)).read_manifest().save_token
-    assert said == {"checkpoint": f"id 0 ({token})"}
+    assert said == {"checkpoint": f"id 0 ({token})", "reads": "directly"}
     assert (source.between_ranks, source.path) == (False, str(tmp_path))
 
 
@@ -131,6 +131,15 @@ def test_a_manifest_that_the_caller_keeps_is_not_read_again(tmp_path):
     report = Transfer(SoloCommunicator(), source, lambda: targets, options, "load_state_dict", "cannot load").run()
     assert targets.memory.arrays[0].tolist() == values_of()["v"].tolist()
     assert (report.unique_id, report.source, source.catalog) == (0, str(tmp_path), manifest.catalog)
+
+
+@pytest.mark.parametrize("given", [{}, {"reason": "there is one rank"}])
+def test_the_report_says_how_files_are_read_and_why(tmp_path, given):
+    save(tmp_path, values_of())
+    source, options = Files(str(tmp_path), LoadOptions(), **given), LoadOptions()
+    report = Transfer(SoloCommunicator(), source, lambda: zeros("v"), options).run()
+    assert (report.comm_method, report.comm_reason) == ("direct", given.get("reason", ""))
+    assert (source.directory.path, source.manifest.unique_id) == (str(tmp_path), 0)
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------

@@ -134,6 +134,31 @@ def test_columns_come_in_blocks(store, verify):
     assert store.log.most_requests > 1
 
 
+@pytest.mark.parametrize("verify", ["read", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_nothing_is_asked_for_that_was_not_announced(store, verify, dtype):
+    """Runs of 64 KiB that are 1.5 MiB apart, rows, a whole tensor and small ones: read in columns, or with a cast."""
+    storage = open_run(store, f"announced-{verify}-{dtype}")
+    wide = RNG.standard_normal((12, 393216), dtype=np.float32)
+    state = {"wide": wide, **{key: LARGE[key] for key in ("w0", "w1")}, **{key: SMALL[key] for key in ("s000", "s001")}}
+    store.set()
+    save(storage, state)
+    parts = {
+        "wide": (wide[:, 16384:32768], (0, 16384)), "w0": (LARGE["w0"], (0, 0)), "w1": (LARGE["w1"][300:400], (300, 0)),
+        "s000": (SMALL["s000"], (0,)), "s001": (SMALL["s001"][100:200], (100,)),
+    }  # fmt: skip
+    target = {
+        key: ShardedWeight(key, np.zeros(part.shape, dtype), part.shape, state[key].shape, offset)
+        for key, (part, offset) in parts.items()
+    }
+    store.set()
+    report = load_state_dict(target, storage, SOLO, verify=verify, dtype="cast")
+    assert all((target[key].local_tensor == part).all() for key, (part, _) in parts.items())
+    reads = [each for each in store.log.of("GET", "safetensors") if each.begin]
+    assert sum(each.length for each in reads) == report.bytes_read
+    assert len({each.begin for each in reads}) == len(reads)
+
+
 def test_verification_and_export_have_many_requests_under_way_too(store):
     storage = open_run(store, "export")
     store.set()

@@ -83,12 +83,14 @@ Change = tuple[str, str]  # function, and "line => changed line"
 
 
 def tests_of(room: str, modules: Sequence[str]) -> list[str]:
-    """The tests of a room, or of some of its modules: the file of a module's name, else those that its text names."""
+    """The tests of a room, or of some of its modules: those in the room, else those that its text names."""
     if not modules:
         return TESTS[room]
     found: list[str] = []
     for path in (f"{room}/{module}.py" for module in modules):
-        found += [f"tests/{room}/test_{Path(path).name}"] if has_file_of_its_name(path) else named_tests(path)
+        own = [f"tests/{room}/test_{Path(path).name}"] if has_file_of_its_name(path) else []
+        own += [named for named in named_tests(path) if named.startswith(f"tests/{room}/")]
+        found += own or named_tests(path)
     return list(dict.fromkeys(found))
 
 
