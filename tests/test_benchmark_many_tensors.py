@@ -31,7 +31,7 @@ def test_two_small_cases(kind):
     assert result["machine"]["paddle"] == paddle.__version__
     assert list(result["calls"]) == ["save", "load", "cut"]
     for name, most in (("save", 10), ("load", 10), ("cut", 15)):
-        assert 0 < result["calls"][name]["call"] <= most
+        assert 0 <= result["calls"][name]["call"] <= most
     assert [(row["tensors"], row["bytes"]) for row in result["cases"]] == [(3, 1024), (40, 2048)]
     for row in result["cases"]:
         assert {len(seconds) for seconds in row["seconds"].values()} == {2}

@@ -83,6 +83,8 @@ class Worker:
             # The controller limits the time, and can show the stacks; a limit of the mesh would only get in its way.
             cpu_world.install(timeout=None, close_at_exit=False)
             self._has_mesh = True
+        # The launcher sends this when another rank has died. Not before the import, which has a handler of its own.
+        faulthandler.register(signal.SIGTERM, file=self._stacks, all_threads=True, chain=True)
 
     def do_init(self, message: dict[str, Any]) -> None:
         """Join the world group."""

@@ -229,15 +229,16 @@ class World:
 
         A worker registers SIGUSR1 with faulthandler and lets it chain to the default action, so the end of the process
         says that the dump is complete: nothing has to be polled, and it works while the worker is stuck in C code.
+        Workers that the launcher has ended, because another one died, have written theirs too.
         """
         living = [self._workers[rank] for rank in ranks if not self._workers[rank].ended]
         for worker in living:
             worker.kill(signal.SIGUSR1)
         self._await_ends(time.monotonic() + _DUMP_TIME, ranks)
-        return {
-            worker.rank: relevant_stacks(tail_of(self._logs_now / f"stacks.{worker.rank}", limit=None))
-            for worker in living
+        stacks = {
+            rank: relevant_stacks(tail_of(self._logs_now / f"stacks.{rank}", limit=None)) for rank in self._workers
         }
+        return {rank: stack for rank, stack in stacks.items() if stack}
 
     def _log(self, rank: int) -> Path:
         return self._logs_now / f"workerlog.{rank}"

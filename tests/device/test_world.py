@@ -93,9 +93,8 @@ def test_a_failure_ends_the_job_while_others_wait_for_the_device(job, word):
             world.run(f"tests.device.test_world:{job}")
         failures, stacks = caught.value.failures, caught.value.stacks
         assert word in failures[1]
-        # Where it waited. When a process dies the launcher ends the others, which may be before they can answer.
-        ended = job == "one_dies" and "the process ended" in failures.get(0, "")
-        assert ended or "test_world.py" in {**failures, **stacks}[0]
+        # Where it waited, also if the launcher, which ends all when one process dies, came before its answer.
+        assert "test_world.py" in failures.get(0, "") + stacks.get(0, "")
         # The next job runs in new processes.
         assert [answer["sum"] for answer in world.run(where)] == [[1.0, 3.0, 5.0, 7.0]] * 2
         assert world.starts == 2

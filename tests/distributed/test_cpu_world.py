@@ -162,6 +162,12 @@ def die_on(rank):
     dist.barrier()
 
 
+def die_on_while_others_hang(rank):
+    if dist.get_rank() == rank:
+        os._exit(3)
+    threading.Event().wait()
+
+
 def leave_unread():
     """Rank 1 sends what nobody receives, and makes a group more than the others before it fails."""
     if dist.get_rank() == 1:
@@ -875,6 +881,14 @@ def test_a_hanging_rank_is_dumped_and_the_next_job_works(tmp_path):
     assert [(tmp_path / "logs" / f"start{n}" / "workerlog.1").exists() for n in (1, 2)] == [True, True]
     with pytest.raises(ValueError, match="has been closed"):
         world.run(f"{JOBS}:echo")
+
+
+def test_the_launcher_ends_a_rank_that_hangs_when_another_has_died_and_its_stack_is_known():
+    with World(2, grace=100) as world:
+        with pytest.raises(WorldError) as caught:
+            world.run(f"{JOBS}:die_on_while_others_hang", rank=0)
+        assert "the process ended" in caught.value.failures[1]
+        assert "in die_on_while_others_hang" in caught.value.stacks[1]
 
 
 def test_a_world_that_cannot_start_says_why():

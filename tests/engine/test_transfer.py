@@ -577,3 +577,10 @@ def test_a_source_says_nothing_and_has_to_be_able_to_fill():
         closed = []
         source.closing.callback(closed.append, 1)
     assert closed == [1]
+
+
+def test_a_call_without_a_name_has_none():
+    comm = Noted()
+    Transfer(comm, Shelf({}), lambda: targets_of({}), LoadOptions()).run()
+    head = json.loads(split(comm.said[0])[0])
+    assert (head["call"], head["context"], comm.contexts) == ("", "", ["", ""])
