@@ -41,6 +41,18 @@ def announce(reader: FileReader, pieces: Pieces, memory: Filling) -> None:
         reader.read_ahead(*(np.concatenate(column) for column in zip(*found)))
 
 
+def announce_reads(reader: FileReader, parts: list[Pieces]) -> None:
+    """Announce pieces that :meth:`FileReader.read` is asked for one by one, in this order.
+
+    Raises:
+        CorruptCheckpointError: A file is not as it was.
+        OSError: A file cannot be opened.
+    """
+    found = [_ranges(part, reader.catalog, reader.block_bytes) for part in parts]
+    if found:
+        reader.read_ahead(*(np.concatenate(column) for column in zip(*found)))
+
+
 def _ranges(pieces: Pieces, source: Catalog, block_bytes: int) -> Ranges:
     """Return items, first bytes and bytes beyond of the ranges that are read of pieces, in their order."""
     itemsize = source.itemsize[pieces.source]

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import (
     Catalog,
     CorruptCheckpointError,
@@ -25,6 +24,7 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
 )
 from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.engine.announcing import announce_reads
 from paddle_flexckpt.engine.copies import Storage
 from paddle_flexckpt.engine.files import Files, reads_of
 from paddle_flexckpt.engine.options import LoadOptions
@@ -51,46 +51,29 @@ from paddle_flexckpt.planning.readers import (
 _MOST_KEYS = 5
 
 
-class _Reads(NamedTuple):
-    """Hold what has to be read of some rows, in columns.
+def reads_of_rows(parts: list[Pieces]) -> Pieces:
+    """Return what has to be read of rows, onto the same place in memory that is as long as they are; sorted by row.
 
-    Attributes:
-        row: int64, sorted.
-        base: int64, first element in the row.
-        extents: int64 ``[n, d]``.
-        strides: int64 ``[n, d]``.
+    It is what pieces take out of them, each part once; or all of a row's reach, where they take no less than that.
     """
-
-    row: np.ndarray
-    base: np.ndarray
-    extents: np.ndarray
-    strides: np.ndarray
-
-    @classmethod
-    def of(cls, parts: list[Pieces]) -> _Reads:
-        """Return what pieces take out of rows, each once; all of a row's reach where they take no less than that."""
-        pieces = concat_pieces([part for part in parts if len(part)], parts[0].extents.shape[1])
-        if not len(pieces):
-            return cls(pieces.source, pieces.source_base, pieces.extents, pieces.source_strides)
-        shown = np.column_stack([pieces.source, pieces.source_base, pieces.extents, pieces.source_strides])
-        shown = np.unique(shown, axis=0)
-        width = pieces.extents.shape[1]
-        reads = cls(shown[:, 0], shown[:, 1], shown[:, 2 : 2 + width], shown[:, 2 + width :])
-        start = np.flatnonzero(np.append(True, reads.row[1:] != reads.row[:-1]))
-        end = reads.base + ((reads.extents - 1) * reads.strides).sum(axis=1) + 1
-        first, last = np.minimum.reduceat(reads.base, start), np.maximum.reduceat(end, start)
-        whole = np.add.reduceat(reads.extents.prod(axis=1), start) >= last - first
-        scattered = ~np.repeat(whole, np.diff(np.append(start, len(shown))))
-        extents = np.ones((int(whole.sum()), width), dtype=np.int64)
-        extents[:, -1:] = (last - first)[whole][:, None]
-        found = cls(
-            np.append(reads.row[start][whole], reads.row[scattered]),
-            np.append(first[whole], reads.base[scattered]),
-            np.concatenate([extents, reads.extents[scattered]]),
-            np.concatenate([np.ones_like(extents), reads.strides[scattered]]),
-        )
-        order = np.argsort(found.row, kind="stable")
-        return cls(*(column[order] for column in found))
+    pieces = concat_pieces([part for part in parts if len(part)], parts[0].extents.shape[1])
+    if not len(pieces):
+        return pieces
+    width = pieces.extents.shape[1]
+    shown = np.column_stack([pieces.source, pieces.source_base, pieces.extents, pieces.source_strides])
+    shown = np.unique(shown, axis=0)
+    row, base, extents, strides = shown[:, 0], shown[:, 1], shown[:, 2 : 2 + width], shown[:, 2 + width :]
+    start = np.flatnonzero(np.append(True, row[1:] != row[:-1]))
+    end = base + ((extents - 1) * strides).sum(axis=1) + 1
+    first, last = np.minimum.reduceat(base, start), np.maximum.reduceat(end, start)
+    whole = np.add.reduceat(extents.prod(axis=1), start) >= last - first
+    scattered = ~np.repeat(whole, np.diff(np.append(start, len(shown))))
+    reach = np.ones((int(whole.sum()), width), dtype=np.int64)
+    reach[:, -1:] = (last - first)[whole][:, None]
+    row, base = np.append(row[start][whole], row[scattered]), np.append(first[whole], base[scattered])
+    extents = np.concatenate([reach, extents[scattered]])
+    strides = np.concatenate([np.ones_like(reach), strides[scattered]])
+    return Pieces(row, row, extents, base, strides, base, strides).take(np.argsort(row, kind="stable"))
 
 
 class FilePeers(Peers):
@@ -234,16 +217,23 @@ class FilePeers(Peers):
 
     def open_rows(self, rounds: Rounds) -> HeldRows:
         """Return what this rank reads, round by round; a thread reads ahead."""
-        size = self.rows.size
+        size, dtypes = self.rows.size, [dtype_of(name).numpy for name in self.rows.dtypes]
+
+        def reads(number: int) -> Pieces:
+            pieces = reads_of_rows(rounds.used(number))
+            base = pieces.source_base + self._start[pieces.source]
+            return replace(pieces, source=self._item[pieces.source], source_base=base)
 
         def read(number: int) -> Storage:
-            reads, there = _Reads.of(rounds.used(number)), dict[int, np.ndarray]()
+            there: dict[int, np.ndarray] = {}
             with reading(self.path):
-                for row, base, extents, strides in zip(*(column.tolist() for column in reads)):
+                if number == 0 and self._reader.files.reads_ahead:
+                    announce_reads(self._reader, [reads(each) for each in range(rounds.count)])
+                pieces = reads(number)
+                for item, row, copy in zip(pieces.source.tolist(), pieces.target.tolist(), pieces.copies()):
                     if row not in there:
-                        there[row] = np.empty(size[row], dtype=dtype_of(self.rows.dtype_name(row)).numpy)
-                    copy = StridedCopy(tuple(extents), self._start[row] + base, tuple(strides), base, tuple(strides))
-                    self._reader.read(int(self._item[row]), copy.simplified(), there[row])
+                        there[row] = np.empty(size[row], dtype=dtypes[self.rows.dtype[row]])
+                    self._reader.read(item, copy, there[row])
                 # Nothing goes to another rank, or into a target, before it is verified.
                 self._reader.wait_for_hashes()
             return there.__getitem__

@@ -285,6 +285,20 @@ def test_auto_on_an_object_store_goes_by_the_estimate(remote, monkeypatch):
     assert {report.comm_method for report in load(remote, "columns", 4, "auto")} == {"cooperative"}
 
 
+def test_what_is_read_of_an_object_store_is_announced_before(remote, monkeypatch):
+    announced, read_ahead = [], FileReader.read_ahead
+
+    def counting(self, items, begin, end):
+        announced.append(int((end - begin).sum()))
+        read_ahead(self, items, begin, end)
+
+    monkeypatch.setattr(remote, "at_once", 4)
+    monkeypatch.setattr(FileReader, "read_ahead", counting)
+    reports = load(remote, "columns", 4)
+    assert sorted(announced) == sorted(report.bytes_read for report in reports)
+    assert sum(announced) == UNIQUE
+
+
 def test_auto_reads_directly_where_values_are_computed(remote, monkeypatch):
     monkeypatch.setattr(readers, "MEETING_SECONDS", 0.0)
     config = {"aoa_statements": ["large -> large, dtype='int32'"]}
@@ -317,12 +331,12 @@ def test_a_row_that_is_wanted_in_scattered_parts_is_read_in_these():
         zero = np.zeros(len(rows), dtype=np.int64)
         return Pieces(np.asarray(source), zero, columns[0], columns[1], columns[2], zero, columns[2])
 
-    reads = file_peers._Reads.of(
+    reads = file_peers.reads_of_rows(
         [
             pieces((1, 0, (4, 2), (8, 1)), (0, 0, (4, 4), (8, 1))),
             pieces((0, 4, (4, 4), (8, 1)), (1, 0, (4, 2), (8, 1)), (1, 4, (4, 2), (8, 1))),
         ]
     )
-    assert reads.row.tolist() == [0, 1, 1]
-    assert reads.base.tolist() == [0, 0, 4]
+    assert reads.source.tolist() == reads.target.tolist() == [0, 1, 1]
+    assert reads.source_base.tolist() == reads.target_base.tolist() == [0, 0, 4]
     assert reads.extents.tolist() == [[1, 32], [4, 2], [4, 2]]
