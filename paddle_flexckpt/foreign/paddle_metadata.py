@@ -56,8 +56,11 @@ class PaddleMetadata(Companion):
         return _pickle(catalog)
 
     def is_ours(self, data: bytes) -> bool:
-        """Return whether a file of that name has been written here, if only in part."""
-        return _BEGIN.startswith(data[: len(_BEGIN)])
+        """Return whether a file of that name has been written here, if only in part.
+
+        When power goes a file may keep its length without its bytes: they read as zeros.
+        """
+        return _BEGIN.startswith(data[: len(_BEGIN)]) or not any(data)
 
 
 def _sentence(reason: str) -> str:

@@ -308,13 +308,17 @@ class StepDirectories:
         Files of unknown origin stay: their manifest may have been lost. Returns whether there was something.
         """
         backend = self.directory(step)
-        names = backend.names()
-        if not any(name.endswith(".saving") for name in names) and (names or backend.names("directories")):
+        directory, names = open_to_save(backend), backend.names()
+        begun = any(name.endswith(".saving") for name in names)
+        # A save that lost its marker with the power may have left the refusal for Paddle's loader.
+        refused = list(names) == [directory.companion.name]
+        if not (begun or refused) and (names or backend.names("directories")):
             return False
         with contextlib.ExitStack() as stack:
             if not try_lock(backend, stack):
                 return False
-            removed = remove_dead_saves(open_to_save(backend))
+            removed = remove_dead_saves(directory)
+            directory.remove_refusal()
         backend.remove_directory()
         return bool(removed)
 

@@ -54,12 +54,16 @@ class Companion(ABC):
 
 
 class SaveDirectory(CheckpointDirectory):
-    """Save checkpoints into one directory."""
+    """Save checkpoints into one directory.
+
+    Attributes:
+        companion: Makes the file for another program's loader.
+    """
 
     def __init__(self, location: Location, companion: Companion) -> None:
         """Open nothing yet: the directory need not exist."""
         super().__init__(location)
-        self._companion = companion
+        self.companion = companion
         self._temporary = re.compile(rf"(?:(\d+)\.manifest|{re.escape(companion.name)})\.[0-9a-f]{{32}}\.tmp", re.ASCII)
 
     def lock(self) -> SaveLock:
@@ -109,7 +113,7 @@ class SaveDirectory(CheckpointDirectory):
         """Mark a save as begun, of so many ranks, to so many nodes' directories. The caller has the lock."""
         who = {**asdict(save), "host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size}
         who["nodes"] = nodes
-        companion = self._companion
+        companion = self.companion
         try:
             write_file(self.backend, save.marker_file, json.dumps(who).encode())
             if self.backend.has_path and companion.name not in self.backend.names():
@@ -232,7 +236,7 @@ class SaveDirectory(CheckpointDirectory):
             self.remove_save_files(useless, save.marker_file)
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoint in {self.path} (id {save.unique_id}) is complete, but {self._companion.name} could "
+                f"the checkpoint in {self.path} (id {save.unique_id}) is complete, but {self.companion.name} could "
                 f"not be written, or files that it does not need not be removed: {error}. Remedy: the next save here "
                 "tries again"
             ) from error
@@ -306,7 +310,7 @@ class SaveDirectory(CheckpointDirectory):
         map_files(self.backend, self.backend.remove, names)
         if names:
             self.backend.sync()
-        self._remove_refusal(marker)
+        self.remove_refusal(marker)
         self.backend.remove(marker)
 
     def update_companion(self, only: Manifest | None = None) -> None:
@@ -315,24 +319,24 @@ class SaveDirectory(CheckpointDirectory):
             return
         ids = self.list_ids()
         if not ids:
-            self._remove_refusal()
+            self.remove_refusal()
             return
-        refuse = self._companion.refuse
+        refuse = self.companion.refuse
         if len(ids) > 1:
             data = refuse("it takes the files of one id for those of another where a directory has several")
         else:
             try:
                 manifest = only or self.read_committed(ids[0])
                 several = bool(manifest.nodes)
-                data = refuse("its files are on several nodes") if several else self._companion.encode(manifest)
+                data = refuse("its files are on several nodes") if several else self.companion.encode(manifest)
             except (CorruptCheckpointError, ValidationError):
                 data = refuse("its manifest is damaged")
-        write_file(self.backend, self._companion.name, data, "replace")
+        write_file(self.backend, self.companion.name, data, "replace")
         self.backend.sync()
 
-    def _remove_refusal(self, marker: str = "") -> None:
-        """Remove the companion where it has nothing to protect, but for a save that ends now."""
-        names, own = self.backend.names(), self._companion
+    def remove_refusal(self, marker: str = "") -> None:
+        """Remove the companion where it has nothing to protect but a save that ends now. The caller has the lock."""
+        names, own = self.backend.names(), self.companion
         if own.name not in names:
             return
         others = (name for name in names if name != marker)

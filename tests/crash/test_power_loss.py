@@ -72,12 +72,21 @@ def _directory_once(monkeypatch):
     monkeypatch.setattr(save_directory, "publish", once)
 
 
+def test_a_step_that_lost_its_marker_goes_with_the_next_save(bench):
+    """Every state: of the first files of a step some come to the disk, with their bytes or with their length alone."""
+    found = losses(bench(find("manager: first step, 2 ranks")), seed=1, limit=32)
+    assert not found.violations, "\n".join(found.violations)
+    assert found.points > 100
+
+
 def test_a_writer_that_takes_the_manifest_for_durable_is_found_out(bench, monkeypatch):
     """A rank that sees the manifest of an asynchronous save says so at once: before the coordinator's fsync, maybe."""
     monkeypatch.setattr(explore, "ENOUGH", 1)
     monkeypatch.setattr(SaveOutcome, "_make_durable", lambda self: None)
-    found = losses(bench(find("asynchronous: overwrite, 2 ranks")), seed=1, limit=8)
-    assert "a reader finds {'runs/a/0': 1}; allowed are [{'runs/a/0': 2}]" in found.violations[0]
+    # In some orders of the ranks the coordinator is first.
+    scenario = find("asynchronous: overwrite, 2 ranks")
+    found = [text for seed in range(1, 7) for text in losses(bench(scenario), seed=seed, limit=32).violations]
+    assert any("a reader finds {'runs/a/0': 1}; allowed are [{'runs/a/0': 2}]" in text for text in found)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def load(url, environment, degree):
         "before": len(before),
         "wrong": wrong_names(net, place, degree),
         "step": extra.step,
-        "verified": report.bytes_verified == report.bytes_read > 0,
+        "verified": report.bytes_verified == report.bytes_read - report.bytes_extra > 0,
     }
 
 
