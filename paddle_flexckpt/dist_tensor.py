@@ -21,7 +21,7 @@ _SPLIT_FACTOR = re.compile(r"split_factor=(\d+)")
 
 @dataclass(frozen=True, eq=False)
 class LocalPart:
-    """A rank's part of a DistTensor; where it holds nothing, an empty tensor of shape ``[0]`` and no place."""
+    """Hold a rank's part of a DistTensor; where it holds nothing, an empty tensor of shape ``[0]`` and no place."""
 
     tensor: Any  # the local value: dense, and with the memory and the name of the DistTensor
     shape: tuple[int, ...] | None

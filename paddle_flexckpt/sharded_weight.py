@@ -22,7 +22,7 @@ except ImportError:  # Paddle before 3.2 has no FlexCheckpoint of its own.
 
 @dataclass(frozen=True)
 class ShardedWeightDesc:
-    """A shard without its data."""
+    """Describe a shard without its data."""
 
     key: str
     local_shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class ShardedWeightDesc:
 
 @dataclass(frozen=True)
 class FusedAxis:
-    """A shard rule for a parameter that fuses several (q, k and v; gate and up) along the axis that is split.
+    """Describe a parameter that fuses several (q, k and v; gate and up) along the axis that is split.
 
     Every rank holds its parts of all of them side by side, so the whole tensor in rank order is another permutation for
     every degree of tensor parallelism. A save records rule and degree. Under that degree such a parameter loads as it
@@ -55,7 +55,7 @@ class FusedAxis:
 
 
 class ShardedWeight(_PaddleShardedWeight):
-    """The part of one tensor that this rank holds.
+    """Hold the part of one tensor that this rank owns.
 
     ``local_tensor == global_tensor[offset : offset + local_shape]``, or, if flattened, the elements
     ``[flattened_range.start, flattened_range.stop)`` of that box in row-major order.

@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Box:
-    """An axis-aligned part of a tensor.
+    """Describe an axis-aligned part of a tensor.
 
     Attributes:
         offset: First index along every axis.

@@ -18,7 +18,7 @@ from paddle_flexckpt.algebra.flat import flat_range_to_boxes, strides_of_shape
 
 @dataclass(frozen=True)
 class StridedCopy:
-    """One strided copy; all numbers are in elements.
+    """Describe one strided copy; all numbers are in elements.
 
     Attributes:
         extents: Number of elements along every axis.

@@ -22,7 +22,7 @@ _ROUNDED_TWICE = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
 @dataclass(frozen=True, eq=False)
 class _Lowered:
-    """A structure as rows of box maps (leaf is the input slot) and what is not moved."""
+    """Hold a structure as rows of box maps (leaf is the input slot) and what is not moved."""
 
     moves: Fragments
     ndim: int

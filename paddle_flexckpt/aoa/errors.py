@@ -15,7 +15,7 @@ MAX_LINE = 400
 
 @dataclass(frozen=True)
 class Place:
-    """Where in a program something stands.
+    """Tell where in a program something stands.
 
     Attributes:
         number: Number of the text in ``aoa_statements``, from 1.
@@ -33,7 +33,7 @@ class Place:
 
 
 class StatementError(ValueError):
-    """What is wrong with one statement before its place is known; its column is 0 where that is unknown."""
+    """Tell what is wrong with a statement before its place is known; an unknown column is 0."""
 
     def __init__(self, message: str, column: int = 0) -> None:
         super().__init__(message)

@@ -22,7 +22,7 @@ MAX_LINES = 8
 
 @dataclass(frozen=True)
 class Expanded:
-    """A statement with one combination of ids: its number from 1, its text, and the simple ones that macros made."""
+    """Hold a statement with one combination of ids: number from 1, text, and the simple ones that macros made."""
 
     number: int
     text: str

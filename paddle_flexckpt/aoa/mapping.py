@@ -14,7 +14,7 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
 
 
 class Step(Protocol):
-    """An element-wise computation that can be carried out for any box of its result."""
+    """Compute values element by element, for any box of the result."""
 
     def operand_boxes(self, box: Box) -> tuple[Box, ...]:
         """Return the box of every operand that a box of the result needs."""
@@ -41,7 +41,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Node:
-    """A computed tensor; its operands are names that the mapping defines, as target keys are."""
+    """Hold a computed tensor; its operands are names that the mapping defines, as target keys are."""
 
     step: Step
     info: TensorInfo
@@ -50,7 +50,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Region:
-    """A box of a target that is not moved from a source: it is computed, or keeps what it has.
+    """Hold a box of a target that is not moved from a source: it is computed, or keeps what it has.
 
     Attributes:
         offset: First element of the box in the target.
@@ -69,7 +69,7 @@ class Region:
 
 @dataclass(frozen=True, eq=False)
 class TensorMapping:
-    """A compiled program.
+    """Hold a compiled program.
 
     Target keys that are not in ``tensors`` come from the source key of the same name. The elements of one that is are
     divided among the boxes of ``maps`` (moved, cast to the target's dtype if it differs) and its ``regions``.

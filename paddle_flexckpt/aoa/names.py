@@ -66,7 +66,7 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class Template:
-    """A name, split into literal text and placeholders in turn; their names are sorted."""
+    """Hold a name, split into literal text and placeholders in turn; their names are sorted."""
 
     text: str
     parts: tuple[str | Placeholder, ...]

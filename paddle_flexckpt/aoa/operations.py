@@ -29,7 +29,7 @@ _PARTNERS = {
 
 
 class Value(NamedTuple):
-    """What a name stands for: a structure, and the source keys (or slots of another value) that its slots stand for."""
+    """Hold what a name stands for: a structure, and the source keys, or slots of another value, of its slots."""
 
     structure: Structure
     inputs: tuple[Any, ...]

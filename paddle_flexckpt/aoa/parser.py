@@ -55,7 +55,7 @@ MAX_NAMES = 65_536
 
 
 class Token(NamedTuple):
-    """One token: a named group of the pattern, its text (``$`` for ``\\$``), its column (from 1) and the next one."""
+    """Hold a token: a named group of the pattern, its text (``$`` for ``\\$``), its column (from 1), the next one."""
 
     kind: str
     text: str
@@ -89,7 +89,7 @@ def quoted(name: str) -> str:
 
 @dataclass(frozen=True)
 class Variable:
-    """A name in a statement, without quotes and ``^T``; ``items`` is (start, stop) of ``name[start:stop]``."""
+    """Hold a name in a statement, without quotes and ``^T``; ``items`` is (start, stop) of ``name[start:stop]``."""
 
     name: str
     transposed: bool
@@ -99,7 +99,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Attribute:
-    """An attribute, whose value is a number, a text or a tuple of numbers; or a tag, whose value is True."""
+    """Hold an attribute, whose value is a number, a text or a tuple of numbers; or a tag, whose value is True."""
 
     key: str
     value: Any
@@ -108,7 +108,7 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Statement:
-    """One statement: it reads the variables on the left and assigns those on the right; columns are counted in it."""
+    """Assign the variables on the right from those on the left; columns are counted in it."""
 
     left: tuple[Variable, ...]
     right: tuple[Variable, ...]

@@ -30,7 +30,7 @@ class _Assignment(NamedTuple):
 
 
 class Program:
-    """What names stand for, while rules are carried out and after.
+    """Hold what names stand for, while rules are carried out and after.
 
     Attributes:
         source: The source.

@@ -22,7 +22,7 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """One statement of the program.
+    """Hold one statement of the program.
 
     Attributes:
         place: Where the user wrote it.
@@ -112,7 +112,7 @@ class Rule:
 
 
 class Origin(NamedTuple):
-    """The statement that assigned a name."""
+    """Name the statement that assigned a name."""
 
     rule: Rule
     ids: Ids
@@ -124,7 +124,7 @@ class Origin(NamedTuple):
 
 
 class ExpandedError(StatementError):
-    """What is wrong with a statement that a macro made; ``text`` is that statement."""
+    """Tell what is wrong with a statement that a macro made; ``text`` is that statement."""
 
     def __init__(self, message: str, text: str) -> None:
         super().__init__(message)

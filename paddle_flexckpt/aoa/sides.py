@@ -71,7 +71,7 @@ def split_state(key: str, keys: Mapping[str, object] | set[str]) -> tuple[str, s
 
 
 class Side:
-    """The tensors of a source or a destination."""
+    """Hold the tensors of a source or a destination."""
 
     def __init__(self, catalog: Catalog, other_keys: Iterable[str] = ()) -> None:
         """Read a catalog.
@@ -190,7 +190,7 @@ def state_key(base: str, state: str) -> str:
 
 
 class NotFed(ValueError):
-    """A state of a target that nothing feeds; the text says why."""
+    """Name a state of a target that nothing feeds; the text says why."""
 
 
 class StateView:

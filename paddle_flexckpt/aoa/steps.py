@@ -69,7 +69,7 @@ def _rounded(result: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Constant:
-    """Every element is the same number; ``dtype`` is Paddle's name."""
+    """Give every element the same number; ``dtype`` is Paddle's name."""
 
     fill: Number
     dtype: str
@@ -273,7 +273,7 @@ class LoraMerge:
 
 @dataclass(frozen=True)
 class DequantFp8:
-    """Each block of W times its scale: ``W[i, j] * S[i // b0, j // b1]``, as float32."""
+    """Multiply each block of W by its scale: ``W[i, j] * S[i // b0, j // b1]``, as float32."""
 
     block: tuple[int, ...]
 

@@ -22,11 +22,11 @@ MAX_FRAGMENTS = 1_000_000
 
 
 class StructureError(ValueError):
-    """An operation does not fit the value that it is applied to."""
+    """Tell that an operation does not fit the value that it is applied to."""
 
 
 class TypedStep(Step, Protocol):
-    """A step that knows what it makes of its operands."""
+    """Compute a value, and know what it makes of its operands."""
 
     def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
         """Return shape and dtype of the result for operands of these shapes and dtypes.
@@ -108,7 +108,7 @@ class Fragments(Columns):
 
 @dataclass(frozen=True, eq=False)
 class StructureNode:
-    """A computed leaf.
+    """Hold a computed leaf.
 
     Attributes:
         step: How to compute it; None: the target keeps what it has.
@@ -170,7 +170,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class Derived:
-    """What an operation gives.
+    """Hold what an operation gives.
 
     Attributes:
         structure: The new structure; inputs that it does not need are gone.

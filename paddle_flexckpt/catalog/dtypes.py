@@ -14,7 +14,7 @@ from paddle_flexckpt.catalog.errors import ValidationError
 
 @dataclass(frozen=True)
 class DType:
-    """An element type.
+    """Describe an element type.
 
     Attributes:
         name: Paddle's name for it, e.g. ``"bfloat16"``.

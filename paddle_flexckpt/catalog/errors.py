@@ -16,7 +16,7 @@ MAX_LISTED = 20
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """Describe one thing that is wrong.
 
     Attributes:
         what: The problem in a few words.
@@ -66,7 +66,7 @@ class CheckpointError(RuntimeError):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Bytes of a checkpoint are not those that were written."""
+    """Tell that bytes of a checkpoint are not those that were written."""
 
 
 class UnreadableCheckpointError(CheckpointError):
@@ -74,7 +74,7 @@ class UnreadableCheckpointError(CheckpointError):
 
 
 class LostRankError(CheckpointError):
-    """A rank has gone (killed, crashed, cut off) while the others were waiting for it."""
+    """Tell that a rank has gone (killed, crashed, cut off) while the others were waiting for it."""
 
 
 class StoppedExchangeError(CheckpointError):
@@ -85,11 +85,11 @@ class StoppedExchangeError(CheckpointError):
 
 
 class UnsafePickleError(CorruptCheckpointError):
-    """A pickle asks for more than plain data; nothing of it has been carried out."""
+    """Tell that a pickle asks for more than plain data; nothing of it has been carried out."""
 
 
 class ValidationError(CheckpointError, ValueError):
-    """What was asked for does not fit; nothing has been touched.
+    """Tell that what was asked for does not fit; nothing has been touched.
 
     Attributes:
         problems: All problems found, as :class:`Problem` or as texts that came from another rank.
@@ -109,7 +109,7 @@ class ValidationError(CheckpointError, ValueError):
 
 
 class AoaError(ValidationError):
-    """An AOA program is malformed or does not fit the tensors; nothing has been touched."""
+    """Tell that an AOA program is malformed or does not fit the tensors; nothing has been touched."""
 
 
 # The classes that travel. An error of another class travels as the nearest of these that it is derived from.

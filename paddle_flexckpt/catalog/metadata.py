@@ -17,7 +17,7 @@ from paddle_flexckpt.catalog.table import Catalog, concat
 
 @dataclass(frozen=True)
 class LocalTensorMetadata:
-    """One distinct shard of a tensor."""
+    """Describe one distinct shard of a tensor."""
 
     global_offset: tuple[int, ...]
     local_shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class LocalTensorMetadata:
 
 @dataclass(frozen=True)
 class LocalTensorIndex:
-    """What names a shard in ``Metadata.storage_metadata``."""
+    """Name a shard in ``Metadata.storage_metadata``."""
 
     tensor_key: str
     global_offset: tuple[int, ...]
@@ -41,7 +41,7 @@ class LocalTensorIndex:
 
 @dataclass
 class Metadata:
-    """All shards of a state (``state_dict_metadata``) and the file of each (``storage_metadata``)."""
+    """Hold all shards of a state (``state_dict_metadata``) and the file of each (``storage_metadata``)."""
 
     state_dict_metadata: dict[str, list[LocalTensorMetadata]] = field(default_factory=dict)
     storage_metadata: dict[LocalTensorIndex, str] = field(default_factory=dict)

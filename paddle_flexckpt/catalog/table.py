@@ -134,7 +134,7 @@ class Catalog(Columns):
         return cls(**values)
 
     def key_name(self, row: int) -> str:
-        """Name of a row's tensor."""
+        """Return the name of a row's tensor."""
         return self.keys[self.key[row]]
 
     def order(self, key: int) -> Order | None:
@@ -143,11 +143,11 @@ class Catalog(Columns):
         return self.orders[number] if number >= 0 else None
 
     def dtype_name(self, row: int) -> str:
-        """Name of a row's element type."""
+        """Return the name of a row's element type."""
         return self.dtypes[self.dtype[row]]
 
     def file_name(self, row: int) -> str | None:
-        """Name of a row's file, or None."""
+        """Return the name of a row's file, or None."""
         return self.files[self.file[row]] if self.file[row] >= 0 else None
 
     def unpadded(self, row: int, column: np.ndarray) -> tuple[int, ...]:

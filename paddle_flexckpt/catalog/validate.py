@@ -87,7 +87,7 @@ def _row_problem(catalog: Catalog, row: int, what: str, expected: str, remedy: s
 
 @dataclass
 class Coverage:
-    """What :func:`validate_coverage` found.
+    """Hold what :func:`validate_coverage` found.
 
     Attributes:
         problems: Holes, each with the box that nobody holds, of very many the first; and what is tangled.

@@ -16,7 +16,7 @@ from paddle_flexckpt.catalog.dtypes import castable
 
 @dataclass(frozen=True)
 class Given:
-    """What a target would be filled from: its shape and dtype, where it is, how to name it, and what to change."""
+    """Hold what a target would be filled from: its shape and dtype, where it is, how to name it, and what to change."""
 
     shape: tuple[int, ...]
     dtype: str

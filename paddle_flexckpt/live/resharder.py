@@ -132,13 +132,14 @@ class ReshardPlan:
 
     def _plan(self) -> None:
         self._planned = False
-        self._layout = self._layout_now()
         self._transfer, self._peers = _gather(self._comm, self._source, self._target, self._options, "plan_reshard")
         try:
             self._transfer.prepare()
         except BaseException:
             self._peers.closing.close()
             raise
+        # Not before all ranks have agreed that these are states: an error here would be this rank's alone.
+        self._layout = self._layout_now()
         self._planned = True
 
     def _layout_now(self) -> Any:

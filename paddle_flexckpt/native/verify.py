@@ -101,7 +101,7 @@ def _serving_files(
 
 
 class _Note(NamedTuple):
-    """A problem, the items of which a load misses bytes, and which of their blocks; no blocks stand for all."""
+    """Hold a problem, the items of which a load misses bytes, and which of their blocks; no blocks stand for all."""
 
     problem: Problem
     rows: list[int]

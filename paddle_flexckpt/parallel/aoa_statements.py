@@ -186,7 +186,7 @@ def _without_rule(key: str, owner: _Owner, weight: Any) -> str:
 
 @dataclass(frozen=True)
 class _Owner:
-    """A parameter or buffer in the tree of layers."""
+    """Hold a parameter or buffer in the tree of layers."""
 
     path: str  # of its layer in the tree, with the dot
     name: str  # in the layer

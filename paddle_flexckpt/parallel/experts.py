@@ -23,7 +23,7 @@ _CORRECTION_BIAS = "e_score_correction_bias"
 
 
 class ExpertParallelMixin:
-    """A layer whose experts are spread over a process group; ``install()`` gives it to Paddle's ``MoELayer`` too.
+    """Mark a layer whose experts are spread over a process group; ``install()`` gives it to Paddle's ``MoELayer`` too.
 
     A layer of your own adopts it as its first base class::
 

@@ -46,7 +46,7 @@ _SCALARS = frozenset({"beta1_pow_acc", "beta2_pow_acc"})
 
 
 class OverInstance:
-    """A method that no attribute which Paddle sets on an instance hides.
+    """Define a method that no attribute which Paddle sets on an instance hides.
 
     Stage 3 of Paddle 3.2 and later sets a ``sharded_state_dict`` of its own on every optimizer that it is given, before
     or after ``install()``. It is kept there, and seen again after ``uninstall()``. One that a user sets is respected.

@@ -211,7 +211,7 @@ def _by_paddle_name(mapping: Mapping[str, str], applied_later: bool, shard: _Sha
 
 @dataclass(frozen=True)
 class _Position:
-    """A layer of this stage and where it stands in the description."""
+    """Hold a layer of this stage and where it stands in the description."""
 
     index: int  # in the list of LayerDescs
     layer: Any

@@ -18,7 +18,7 @@ from paddle_flexckpt.planning.requests import positions
 
 @dataclass(frozen=True, eq=False)
 class ExchangePlan:
-    """One rank's part of an exchange.
+    """Plan one rank's part of an exchange.
 
     Attributes:
         local: Pieces whose source and target are both on this rank.
@@ -114,7 +114,7 @@ def _sent_once(pieces: Pieces, source: Catalog, target: Catalog) -> tuple[Pieces
 
 @dataclass(frozen=True, eq=False)
 class ReadPlan:
-    """What one rank reads.
+    """Plan what one rank reads.
 
     Attributes:
         pieces: Sorted by target, then by file and position in it: a target that is staged can go as soon as it is

@@ -20,7 +20,7 @@ MIN_SPLIT_BYTES = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class WritePlan:
-    """Which rank writes what.
+    """Plan which rank writes what.
 
     Attributes:
         catalog: What the files will hold: one row per stored item, with ``rank``, ``file`` and ``byte_offset`` set.

@@ -178,6 +178,21 @@ def test_a_change_that_does_not_fit_is_one_error_and_the_plan_goes_on_when_it_is
     assert first == second
 
 
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_what_is_no_state_on_one_rank_is_one_error_on_all(side):
+    def job(comm):
+        states = {"source": {"w": rows_of(whole(0), comm.rank)}, "target": {"w": columns_of(comm.rank)}}
+        if comm.rank == 1:
+            states[side] = "a path"
+        with pytest.raises(ValidationError) as caught:
+            plan_reshard(states["source"], states["target"], comm)
+        return str(caught.value)
+
+    first, second = SimulatedWorld(2).run(job)
+    assert first == second
+    assert "cannot reshard: [rank 1] the state has to be a dict" in first
+
+
 @pytest.mark.parametrize("policy", [True, "first", False])
 def test_replicas_are_compared_in_every_run(plans, policy):
     def job(comm):

@@ -26,7 +26,7 @@ _TARGET = re.compile(r"layers\.(?:\$LAYER_ID|\d+)\.(?P<path>.+)\.(?:weight|bias)
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """A linear layer whose outputs are fused: its name, or the end of it, and the statement of its FusedAxis."""
+    """Name a linear layer whose outputs are fused: its name, or the end of it, and the statement of its FusedAxis."""
 
     path: str
     statement: str | None

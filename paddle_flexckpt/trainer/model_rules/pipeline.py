@@ -38,7 +38,7 @@ def register_shared_attribute(layer_class: str, attribute: str, name: str) -> No
 
 
 class PipelineNames(Mapping[str, str]):
-    """Names in the model without a pipeline, by ``{index in the list of LayerDescs}.{name in the layer}``.
+    """Hold names in the model without a pipeline, by ``{index in the list of LayerDescs}.{name in the layer}``.
 
     There is one for every name that begins with the index of a layer; which of them are parameters is not known here.
     """
