@@ -128,18 +128,9 @@ class RowFiles:
             DamagedCopy: The file ends before.
             OSError: The file system failed.
         """
-        catalog = self._manifest.catalog
-        file = self.open(int(catalog.file[row]))
+        catalog, view = self._manifest.catalog, memoryview(buffer)
         offset = int(catalog.byte_offset[row]) + position
-        view = memoryview(buffer)
-        while len(view):
-            got = file.read_into(view, offset)
-            self.count.reads += 1
-            if got == 0:
-                raise DamagedCopy(f"the file ends at byte {offset}")
-            self.count.bytes_read += got
-            offset += got
-            view = view[got:]
+        self._read_run(int(catalog.file[row]), offset, offset + len(view), [view])
 
     def read_neighbours(self, rows: np.ndarray, position: np.ndarray, buffers: Sequence[memoryview]) -> None:
         """Fill each buffer from a byte of a row; what follows each other in a file is one request.
