@@ -35,6 +35,10 @@ FORMERS_STAMP := $(FORMERS_VENV)/.stamp
 # mutmut brings a user interface, and needs Python 3.10.
 MUTATION_VENV ?= .venv-mutation
 MUTATION_STAMP := $(MUTATION_VENV)/.stamp
+# torch, safetensors, Orbax and jax, which have no place beside Paddle.
+BENCH_VENV ?= .venv-bench
+BENCH_STAMP := $(BENCH_VENV)/.stamp
+BENCH_PEERS ?= torch==2.13.* safetensors orbax-checkpoint jax numpy
 DEMO_STAMP := $(VENV)/.stamp-demo
 TEST_STAMP := $(VENV)/.stamp-test
 
@@ -158,22 +162,12 @@ format: $(TEST_STAMP) ## rewrite the sources in the format that lint asks for
 	@$(BIN)/python -m ruff check --fix-only .
 	@$(BIN)/python -m ruff format .
 
+# Which parts: all if it is empty; `python -m benchmarks.run --help` lists them.
+BENCH ?=
+
 .PHONY: bench
-bench: $(TEST_STAMP) ## measure planning and compiling at scale and compare with Paddle's own checkpoint
-	@echo "[make] benchmarks/plan_scale.py"
-	@$(BIN)/python benchmarks/plan_scale.py
-	@echo "[make] benchmarks/describe.py"
-	@$(BIN)/python benchmarks/describe.py
-	@echo "[make] benchmarks/aoa_compile.py"
-	@$(BIN)/python benchmarks/aoa_compile.py
-	@echo "[make] benchmarks/async_save.py"
-	@$(BIN)/python benchmarks/async_save.py
-	@echo "[make] benchmarks/checksums.py"
-	@$(BIN)/python benchmarks/checksums.py
-	@echo "[make] benchmarks/object_store.py"
-	@$(BIN)/python benchmarks/object_store.py
-	@echo "[make] benchmarks/against_paddle.py"
-	@$(BIN)/python benchmarks/against_paddle.py
+bench: $(TEST_STAMP) $(BENCH_STAMP) ## measure BENCH, or everything, against the medium, Paddle's own, torch DCP, Orbax and others; results in bench-output/
+	@$(BIN)/python -m benchmarks.run $(BENCH) --peers $(BENCH_VENV)/bin/python
 
 .PHONY: clean
 clean: ## remove outputs, caches and the virtual environment
@@ -206,6 +200,12 @@ $(MUTATION_STAMP): $(METADATA)
 	@echo "[make] creating $(MUTATION_VENV) with mutmut"
 	@$(PYTHON) -m venv $(MUTATION_VENV)
 	@$(MUTATION_VENV)/bin/python -m pip install $(INSTALL_FLAGS) -e '.[cpu,test,mutation]'
+	@touch $@
+
+$(BENCH_STAMP):
+	@echo "[make] creating $(BENCH_VENV) with $(BENCH_PEERS)"
+	@$(PYTHON) -m venv $(BENCH_VENV)
+	@$(BENCH_VENV)/bin/python -m pip install $(INSTALL_FLAGS) $(BENCH_PEERS)
 	@touch $@
 
 $(DEMO_STAMP): $(METADATA) | $(VENV_STAMP)

@@ -5,26 +5,22 @@ gate and up projections are transposed and fused) and ``large`` (the same with t
 Both compilers take turns within one process, and start from the descriptions of both sides that each of them takes.
 Paddle's engine looks up targets one by one afterwards ("resolve"); this library's result needs nothing more.
 
-    python benchmarks/aoa_compile.py                      # all cases, 3 turns: a minute, nearly all of it Paddle's
-    python benchmarks/aoa_compile.py --pairs 5 --json result.json
-    python benchmarks/aoa_compile.py --no-paddle
+    python -m benchmarks.aoa_compile                      # all cases, 3 turns: a minute, nearly all of it Paddle's
+    python -m benchmarks.aoa_compile --pairs 5 --json result.json
+    python -m benchmarks.aoa_compile --no-paddle
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
-import json
-import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from benchmarks.harness import Row, arguments, finish, ratios, row
 
 Shapes = dict[str, tuple[int, ...]]
 DTYPE = "bfloat16"
@@ -190,13 +186,23 @@ def measure(case: Case, compares: bool, pairs: int) -> dict[str, Any]:
         "target_keys": len(case.target),
         **{name: summary(each) for name, each in turns.items()},
     }
-    if compares:
-        ratios = [
-            sum(step["cpu"] for step in theirs.values()) / sum(step["cpu"] for step in own.values())
-            for own, theirs in zip(turns["ours"], turns["Paddle"])
-        ]
-        result["ratio"] = {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
     return result
+
+
+def rows_of(name: str, result: dict[str, Any]) -> list[Row]:
+    """Tell the time, and compare it with Paddle's."""
+    totals = {
+        subject: [sum(step["cpu"] for step in turn.values()) for turn in result[subject]["turns"]]
+        for subject in ("ours", "Paddle")
+        if subject in result
+    }
+    case = f"{name} ({result['case']})"
+    rows = [row(f"AOA, compile: {case}", totals["ours"], unit="s", note="CPU time")]
+    if "Paddle" in totals:
+        rows.append(
+            row(f"AOA, compile, times Paddle: {case}", ratios(totals["Paddle"], totals["ours"]), note="CPU time")
+        )
+    return rows
 
 
 def report(name: str, result: dict[str, Any]) -> str:
@@ -210,10 +216,9 @@ def report(name: str, result: dict[str, Any]) -> str:
         f"  ours    {times(result['ours']['total'])}",
     ]
     if "Paddle" in result:
-        steps, ratio = result["Paddle"]["steps"], result["ratio"]
+        steps = result["Paddle"]["steps"]
         parts = ", ".join(f"{step} {steps[step]['cpu']:.3f} s" for step in steps)
         lines.append(f"  Paddle  {times(result['Paddle']['total'])} ({parts})")
-        lines.append(f"  ratio   {ratio['median']:.1f} (from {ratio['min']:.1f} to {ratio['max']:.1f}), CPU")
     return "\n".join(lines)
 
 
@@ -227,34 +232,21 @@ def has_engine() -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=3, help="number of turns (default %(default)s)")
+    parser = arguments(__doc__, pairs=3)
     parser.add_argument("--small", action="store_true", help="small cases, to see that it runs")
     parser.add_argument("--no-paddle", action="store_true", help="measure this library alone")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
     options = parser.parse_args(argv)
     if options.pairs < 1:
         parser.error("--pairs has to be positive")
-    compares = not options.no_paddle and has_engine()
-    result: dict[str, Any] = {
-        "pairs": options.pairs,
-        "versions": {"python": platform.python_version()},
-        "cpus": os.cpu_count(),
-        "cases": {},
-    }
-    if compares:
-        import paddle
-
-        result["versions"]["paddle"] = paddle.__version__
+    cases: dict[str, Any] = {}
+    rows: list[Row] = []
     for name, make in (SMALL if options.small else CASES).items():
-        result["cases"][name] = measure(make(), compares, options.pairs)
-        print(report(name, result["cases"][name]), flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        cases[name] = measure(make(), not options.no_paddle and has_engine(), options.pairs)
+        rows += rows_of(name, cases[name])
+        print(report(name, cases[name]), flush=True)
+    finish(options, rows, cases=cases)
     return 0
 
 
 if __name__ == "__main__":
-    # Found when the package is not installed: the repository is the parent of this directory.
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
-    sys.exit(main())
+    raise SystemExit(main())

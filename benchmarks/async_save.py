@@ -1,26 +1,27 @@
 """Asynchronous saves: how long training stands still for one, and how much slower it is while one is written.
 
-Both are compared within turns of one process (A B A B ...), so that what else the machine does hits both sides. Data is
-random. The first save takes its memory from the system and is reported apart; turns use that memory again.
+The first save takes its memory from the system and is told apart; turns use that memory again.
 
-* blocked: the whole call of ``save_state_dict(..., async_save=writer)``, over a plain numpy copy of the same tensors
+* ``call``: the whole call of ``save_state_dict(..., async_save=writer)``, over a plain numpy copy of the same tensors
   into memory that exists. The save of the turn before is over.
-* step: a fixed computation (products of matrices, one thread) while a save is written, over the same without one. It
-  needs a core to spare, for the writer. Wall time says what training loses; its own CPU time leaves out what it loses
-  to other processes of the machine that are not the writer's.
+* ``step``: a fixed computation (products of matrices, one thread) while a save is written, over the same without one.
+  It needs a core to spare, for the writer. Wall time says what training loses; its own CPU time leaves out what it
+  loses to other processes of the machine that are not the writer's.
 
-    python benchmarks/async_save.py                    # 512 MiB, 9 turns, in the current directory's file system
-    python benchmarks/async_save.py --mib 256 --pairs 3 --tensors 1000 --directory /dev/shm --json result.json
+* ``comparing replicas``: the call on two ranks that have the same state, and compare what they save
+  (``check_replicas=True``) or all that they have (``"all"``), over the call that compares nothing. What counts is the
+  slower rank; both are processes of a CPU world, each with a writer.
+
+    python -m benchmarks.async_save                    # 512 MiB, 9 turns, in the current directory's file system
+    python -m benchmarks.async_save --mib 256 --pairs 3 --tensors 1000 --directory /dev/shm --json result.json
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import shutil
-import statistics
 import tempfile
 import time
 from pathlib import Path
@@ -32,90 +33,103 @@ os.environ.update({name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREA
 import numpy as np
 
 import paddle_flexckpt as fc
+from benchmarks.harness import MIB, Row, arguments, finish, random_tensors, ratios, row, timed, turns
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.tensors import HostTensor
+from paddle_flexckpt.testing import World
 
 SOLO = SoloCommunicator()
 WARM_UP = 2
+WAYS: dict[str, Any] = {"no": False, "comparing what is saved": True, "comparing all": "all"}
+COLUMNS = 128
+Seconds = dict[str, list[float]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments(__doc__, pairs=9)
     parser.add_argument("--mib", type=int, default=512, help="size of the state")
-    parser.add_argument("--pairs", type=int, default=9, help="turns")
     parser.add_argument("--tensors", type=int, default=64, help="tensors in the state")
     parser.add_argument("--paddle", action="store_true", help="Paddle tensors; numpy arrays otherwise")
     parser.add_argument("--reserve", action="store_true", help="take the memory before the first save")
-    parser.add_argument("--directory", type=Path, default=Path(), help="where to write (the file system matters)")
-    parser.add_argument("--json", type=Path, help="write all numbers here")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     logging.getLogger("paddle_flexckpt").setLevel(logging.WARNING)
     with tempfile.TemporaryDirectory(prefix="async-save-", dir=options.directory) as directory:
-        result = run(Path(directory), options)
-    text = json.dumps(result, indent=1)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
+        rows, seconds = measure(Path(directory) / "checkpoint", options)
+        rows += comparing(Path(directory).absolute() / "replicas", options, seconds)
+    finish(options, rows, seconds=seconds)
 
 
-def run(directory: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """All measurements, JSON-safe; times in seconds."""
-    state = random_state(options.mib << 20, options.tensors, options.paddle)
+def measure(path: Path, options: argparse.Namespace) -> tuple[list[Row], Seconds]:
+    """Return the rows, and all seconds."""
+    state = random_state(options.mib * MIB, options.tensors, options.paddle)
+    case = f"{options.mib} MiB, {options.tensors:,} tensors"
+    seconds: Seconds = {}
     with fc.BackgroundWriter() as writer:
-        reserve = timed(lambda: writer.reserve(options.mib << 20)) if options.reserve else None
-        first = save(state, directory, writer).result().seconds["blocked"]
-        blocked, copies, writes = measure_blocking(state, directory, writer, options.pairs)
-        steps = measure_steps(state, directory, writer, options.pairs)
-    blocked_ratios = [ours / theirs for ours, theirs in zip(blocked, copies)]
-    return {
-        "mib": options.mib,
-        "tensors": options.tensors,
-        "kind": "paddle" if options.paddle else "numpy",
-        "cores": len(os.sched_getaffinity(0)),
-        "reserve": reserve,
-        "first blocked": first,
-        "blocked": blocked,
-        "memcpy": copies,
-        "written in the background": writes,
-        "blocked over memcpy": blocked_ratios,
-        "median blocked over memcpy": statistics.median(blocked_ratios),
-        **{
-            f"step, {clock}": {
-                "alone": alone,
-                "during a save": during,
-                "median ratio": statistics.median(ours / theirs for ours, theirs in zip(during, alone)),
-            }
-            for clock, (alone, during) in steps.items()
-        },
+        if options.reserve:
+            seconds["reserve"] = [timed(lambda: writer.reserve(options.mib * MIB))]
+        seconds["first call"] = [save(state, path, writer).result().seconds["blocked"]]
+        seconds.update(calls(state, path, writer, options.pairs))
+        seconds.update(steps(state, path, writer, options.pairs))
+    longer = {
+        clock: ratios(seconds[f"step during a save, {clock}"], seconds[f"step, {clock}"]) for clock in ("wall", "CPU")
     }
+    return [
+        row(f"call of an async save, in memcpys: {case}", ratios(seconds["call"], seconds["memcpy"])),
+        row(f"first call of an async save: {case}", seconds["first call"], unit="s"),
+        row(f"training step during a save / without: {case}", longer["wall"], "<= 1.02", note="wall time"),
+        row(f"training step during a save / without, its own CPU time: {case}", longer["CPU"]),
+    ], seconds
+
+
+def comparing(path: Path, options: argparse.Namespace, seconds: Seconds) -> list[Row]:
+    """Return the rows of calls that compare replicas; add their seconds."""
+    arguments = {"mib": options.mib, "tensors": options.tensors, "pairs": options.pairs}
+    with World(2) as world:
+        ranks = world.run("benchmarks.async_save:comparing_calls", time_limit=3600, directory=str(path), **arguments)
+    found = {way: [max(pair) for pair in zip(*(rank[way] for rank in ranks))] for way in WAYS}
+    seconds.update({f"call on two ranks, {way}": values for way, values in found.items()})
+    case = f"{options.mib} MiB, 2 ranks"
+    return [
+        row(f"call of an async save, {way} / without comparing replicas: {case}", ratios(found[way], found["no"]))
+        for way in ("comparing what is saved", "comparing all")
+    ]
+
+
+def comparing_calls(directory: str, mib: int, tensors: int, pairs: int) -> Seconds:
+    """Return the seconds of one rank's calls, in turns."""
+    state = random_state(mib * MIB, tensors, use_paddle=True)
+    seconds: Seconds = {way: [] for way in WAYS}
+    with fc.BackgroundWriter() as writer:
+        for turn in range(WARM_UP + pairs):
+            for way in list(WAYS) if turn % 2 else reversed(WAYS):
+                begin = time.perf_counter()
+                handle = fc.save_state_dict(state, directory, unique_id=0, async_save=writer, check_replicas=WAYS[way])
+                if turn >= WARM_UP:
+                    seconds[way].append(time.perf_counter() - begin)
+                handle.result()
+    return seconds
 
 
 def random_state(nbytes: int, tensors: int, use_paddle: bool) -> dict[str, Any]:
-    generator = np.random.default_rng(0)
-    state: dict[str, Any] = {}
-    for i in range(tensors):
-        array = np.frombuffer(generator.bytes(nbytes // tensors // 4 * 4), dtype=np.int32)
-        if use_paddle:
-            import paddle
+    state: dict[str, Any] = dict(random_tensors(tensors, (nbytes // tensors // 4 // COLUMNS, COLUMNS)))
+    if use_paddle:
+        import paddle
 
-            state[f"w{i}"] = paddle.to_tensor(array)
-        else:
-            state[f"w{i}"] = array
+        state = {name: paddle.to_tensor(tensor) for name, tensor in state.items()}
     return state
 
 
-def save(state: dict[str, Any], directory: Path, writer: fc.BackgroundWriter) -> Any:
-    """Starts a save; what earlier ones wrote is gone, so that the medium need not hold it."""
-    shutil.rmtree(directory, ignore_errors=True)
-    return fc.save_state_dict(state, directory, SOLO, async_save=writer)
+def save(state: dict[str, Any], path: Path, writer: fc.BackgroundWriter) -> Any:
+    """Start a save; what earlier ones wrote is gone, so that the medium need not hold it."""
+    shutil.rmtree(path, ignore_errors=True)
+    return fc.save_state_dict(state, path, SOLO, async_save=writer)
 
 
-def measure_blocking(
-    state: dict[str, Any], directory: Path, writer: fc.BackgroundWriter, pairs: int
-) -> tuple[list[float], list[float], list[float]]:
-    """Seconds of the call, of a copy, and of the writing, turn by turn."""
-    arrays = [HostTensor(tensor).array.view(np.uint8) for tensor in state.values()]
+def calls(state: dict[str, Any], path: Path, writer: fc.BackgroundWriter, pairs: int) -> Seconds:
+    """Return the seconds of the call, of a copy, and of the writing, turn by turn."""
+    arrays = [HostTensor(tensor).array.reshape(-1).view(np.uint8) for tensor in state.values()]
     target = np.ones(sum(array.nbytes for array in arrays), dtype=np.uint8)
+    writes: list[float] = []
 
     def copy() -> None:
         end = 0
@@ -123,52 +137,37 @@ def measure_blocking(
             begin, end = end, end + array.nbytes
             target[begin:end] = array
 
-    blocked, copies, writes = [], [], []
-    for turn in range(WARM_UP + pairs):
-        seconds = {}
-        for subject in ("copy", "save") if turn % 2 else ("save", "copy"):
-            if subject == "copy":
-                seconds["copy"] = timed(copy)
-            else:
-                shutil.rmtree(directory, ignore_errors=True)
-                begin = time.perf_counter()
-                handle = fc.save_state_dict(state, directory, SOLO, async_save=writer)
-                seconds["save"] = time.perf_counter() - begin
-                report = handle.result()
-        if turn >= WARM_UP:
-            blocked.append(seconds["save"])
-            copies.append(seconds["copy"])
-            writes.append(report.seconds["write"])
-    return blocked, copies, writes
+    def call() -> float:
+        shutil.rmtree(path, ignore_errors=True)
+        begin = time.perf_counter()
+        handle = fc.save_state_dict(state, path, SOLO, async_save=writer)
+        seconds = time.perf_counter() - begin
+        writes.append(handle.result().seconds["write"])
+        return seconds
+
+    seconds = turns({"memcpy": copy, "call": call}, pairs, warm_up=WARM_UP)
+    return {**seconds, "written in the background": writes[WARM_UP:]}
 
 
-def measure_steps(
-    state: dict[str, Any], directory: Path, writer: fc.BackgroundWriter, pairs: int
-) -> dict[str, tuple[list[float], list[float]]]:
-    """By clock: mean seconds of a step without a save, and while one is written, turn by turn."""
+def steps(state: dict[str, Any], path: Path, writer: fc.BackgroundWriter, pairs: int) -> Seconds:
+    """Return mean seconds of a step while a save is written, and of as many steps without one, turn by turn."""
     matrix = np.random.default_rng(1).random((384, 384), dtype=np.float32)
-    clocks = {"wall": time.perf_counter, "cpu": time.thread_time}
-    found: dict[str, tuple[list[float], list[float]]] = {clock: ([], []) for clock in clocks}
+    clocks = {"wall": time.perf_counter, "CPU": time.thread_time}
+    found: Seconds = {f"step{during}, {clock}": [] for during in ("", " during a save") for clock in clocks}
     for turn in range(WARM_UP + pairs):
         count = 0
-        for side in (1, 0):
-            handle = save(state, directory, writer) if side else None
+        for during in (" during a save", ""):
+            handle = save(state, path, writer) if during else None
             begin = {clock: now() for clock, now in clocks.items()}
-            steps = 0
-            while not handle.done() if handle else steps < count:
+            done = 0
+            while not handle.done() if handle else done < count:
                 np.tanh(matrix @ matrix)
-                steps += 1
-            count = steps
+                done += 1
+            count = done
             for clock, now in clocks.items():
                 if turn >= WARM_UP:
-                    found[clock][side].append((now() - begin[clock]) / steps)
+                    found[f"step{during}, {clock}"].append((now() - begin[clock]) / done)
     return found
-
-
-def timed(work: Any) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
 
 
 if __name__ == "__main__":

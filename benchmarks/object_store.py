@@ -4,19 +4,15 @@ A server on this machine answers each request after a latency, lets no more than
 fails a share of the requests by a seed. Subjects take turns (A B A B ...): this library, and threads that send or get
 the same bytes in parts with nothing but ``http.client``. ``of the cap`` is bytes / (cap x seconds).
 
-    python benchmarks/object_store.py                     # 256 MiB, 64 MiB/s, 50 ms, no errors and 1 % errors
-    python benchmarks/object_store.py --mib 64 --rate 32 --pairs 1 --json result.json
+    python -m benchmarks.object_store                     # 256 MiB, 64 MiB/s, 50 ms, no errors and 1 % errors
+    python -m benchmarks.object_store --mib 64 --rate 32 --pairs 1 --json result.json
 
 Requests in flight, parts and retries are counted by the server.
 """
 
 from __future__ import annotations
 
-import argparse
 import http.client
-import json
-import os
-import platform
 import resource
 import statistics
 import sys
@@ -24,14 +20,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from paddle_flexckpt import __version__
+from benchmarks.harness import MIB, Row, arguments, finish, random_tensors, ratios, row
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
@@ -39,58 +32,46 @@ from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.media.read_ahead import Budget
 from tests.object_store import ObjectStore, running_store
 
-MIB = 1 << 20
 PLAIN_PART = 8 * MIB
-BOUND = 0.90
 State = dict[str, np.ndarray]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str] | None = None) -> int:
+    parser = arguments(__doc__, pairs=3)
     parser.add_argument("--mib", type=int, default=256, help="size of the state")
     parser.add_argument("--tensors", type=int, nargs="+", default=[64, 1024], help="tensors in the state")
     parser.add_argument("--rate", type=float, default=64, help="MiB/s that the link lets through; 0: all that come")
     parser.add_argument("--latency", type=float, default=0.05, help="seconds from a request to its answer")
     parser.add_argument("--errors", type=float, nargs="+", default=[0.0, 0.01], help="shares of requests that fail")
-    parser.add_argument("--pairs", type=int, default=3, help="turns")
-    parser.add_argument("--json", type=Path, help="write all numbers here")
-    options = parser.parse_args(arguments)
-    result: dict[str, Any] = {
-        "mib": options.mib,
-        "mib_per_second": options.rate,
-        "latency": options.latency,
-        "pairs": options.pairs,
-        "part_mib": PLAIN_PART / MIB,
-        "budget": {"requests": Budget.requests, "bytes": Budget.bytes},
-        "versions": versions(),
-        "machine": {"processors": os.cpu_count(), "system": platform.platform()},
-        "cases": {},
-    }
+    options = parser.parse_args(argv)
+    cases: dict[str, Any] = {}
+    rows: list[Row] = []
     with running_store() as store:
         for tensors in options.tensors:
-            state = random_state(options.mib * MIB, tensors)
+            state = dict(random_tensors(tensors, (options.mib * MIB // 4 // tensors,)))
             for errors in options.errors:
                 link = {"latency": options.latency, "rate": options.rate * MIB, "errors": errors}
                 case = measure(store, state, link, options.pairs)
                 name = f"{tensors} tensors, {errors:.0%} errors"
-                result["cases"][name] = case
-                print(report(name, case))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(case["equal"] for case in result["cases"].values()) else 1
+                cases[name] = case
+                rows += rows_of(f"{options.mib} MiB, {name}", case)
+                print(report(name, case), flush=True)
+    finish(options, rows, cases=cases, budget={"requests": Budget.requests, "bytes": Budget.bytes})
+    return 0 if all(case["equal"] for case in cases.values()) else 1
 
 
-def versions() -> dict[str, str]:
-    from importlib.metadata import version
-
-    names = ("numpy", "fsspec", "s3fs", "aiobotocore", "aiohttp")
-    return {"paddle_flexckpt": __version__, "python": platform.python_version(), **{n: version(n) for n in names}}
-
-
-def random_state(size: int, count: int) -> State:
-    """Random float32 tensors, ``size`` bytes in all."""
-    rng = np.random.default_rng(0)
-    return {f"layers.{i}.weight": rng.standard_normal(size // 4 // count, dtype=np.float32) for i in range(count)}
+def rows_of(name: str, case: dict[str, Any]) -> list[Row]:
+    """Compare with the cap of the link, where it has one, and with plain requests."""
+    rows = []
+    for call in ("save", "load"):
+        seconds, note = case[call]["seconds"], "simulated link"
+        if case["rate"]:
+            of_cap = [case["bytes"] / case["rate"] / each for each in seconds["ours"]]
+            rows.append(row(f"object store, {call} / cap of the link: {name}", of_cap, ">= 0.9", note=note))
+        rows.append(
+            row(f"object store, {call} / plain requests: {name}", ratios(seconds["plain"], seconds["ours"]), note=note)
+        )
+    return rows
 
 
 class Plain:
@@ -195,8 +176,6 @@ def measure(store: ObjectStore, state: State, link: dict[str, float], pairs: int
                 case["equal"] = case["equal"] and subjects["ours"].equal()
         case[call] = {
             "seconds": seconds,
-            "of_the_cap": spread([size / link["rate"] / each for each in seconds["ours"]]) if link["rate"] else None,
-            "of_plain": spread([b / a for a, b in zip(seconds["ours"], seconds["plain"])]),
             "processor_seconds": statistics.median(processor),
             **counts,
         }
@@ -214,23 +193,14 @@ def counts_of(store: ObjectStore) -> dict[str, int]:
     }
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
 def report(name: str, case: dict[str, Any]) -> str:
     lines = [name if case["equal"] else f"{name}: OTHER BYTES"]
     for call in ("save", "load"):
-        row = case[call]
-        cap = row["of_the_cap"]
-        verdict = (
-            "" if cap is None else f"{cap['median']:.3f} of the cap {'pass' if cap['median'] >= BOUND else 'FAIL'}, "
-        )
+        told = case[call]
         lines.append(
-            f"  {call}: {statistics.median(row['seconds']['ours']):.2f} s, {verdict}"
-            f"{row['of_plain']['median']:.3f} of plain ({row['of_plain']['min']:.3f} to {row['of_plain']['max']:.3f}); "
-            f"{row['processor_seconds']:.2f} s of a processor; {row['requests']} requests "
-            f"({row['failed']} failed), at most {row['most_requests']} and {row['most_bytes'] / MIB:.1f} MiB at a time"
+            f"  {call}: {statistics.median(told['seconds']['ours']):.2f} s, {told['processor_seconds']:.2f} s of a "
+            f"processor; {told['requests']} requests ({told['failed']} failed), at most {told['most_requests']} and "
+            f"{told['most_bytes'] / MIB:.1f} MiB at a time"
         )
     return "\n".join(lines)
 

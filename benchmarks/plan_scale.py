@@ -4,18 +4,18 @@ The job: ``ranks / replicas`` tensor-parallel ranks cut every tensor by rows, an
 each cut. Its catalog has a row per rank and tensor. Validation, grouping, coverage and the write plan are what one save
 pays when the layout is new; then one rank plans its read of the result.
 
-    python benchmarks/plan_scale.py                       # 1,024 ranks x 1,000 tensors x 8 replicas: 1.02 M shards
-    python benchmarks/plan_scale.py --ranks 10240 --tensors 400 --json result.json
+    python -m benchmarks.plan_scale                       # 1,024 and 10,240 ranks x 1,000 tensors x 8 replicas
+    python -m benchmarks.plan_scale --ranks 10240 --tensors 400 --json result.json
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import resource
 import sys
 import time
 from pathlib import Path
+
+from benchmarks.harness import Row, arguments, finish, row
 
 # Rows that each tensor-parallel rank holds of every tensor.
 ROWS_PER_RANK = 4
@@ -147,25 +147,37 @@ def report(result: dict[str, float]) -> str:
     return "\n".join(lines)
 
 
+#: Seconds that planning may take, by shards.
+BOUNDS = {1_024_000: "<= 0.5", 10_240_000: "<= 6"}
+
+
+def rows_of(result: dict[str, float]) -> list[Row]:
+    """Tell times and memory of one job."""
+    case = f"{result['items']:,} shards ({result['ranks']:,} ranks)"
+    return [
+        row(f"validate and plan a save: {case}", result["total_seconds"], BOUNDS.get(result["items"], ""), unit="s"),
+        row(f"index and plan one rank's read: {case}", result["index_seconds"] + result["read_plan_seconds"], unit="s"),
+        row(f"memory of validating and planning a save: {case}", result["save_peak_mb"], unit="MB"),
+    ]
+
+
 def main(argv: list[str] | None = None) -> int:
     empty_mb = peak_mb()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=1024)
+    parser = arguments(__doc__, pairs=1)
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1024, 10240], help="smallest first: peaks are compared"
+    )
     parser.add_argument("--tensors", type=int, default=1000)
     parser.add_argument("--replicas", type=int, default=8)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
     options = parser.parse_args(argv)
     try:
-        result = measure(options.ranks, options.tensors, options.replicas, empty_mb)
+        jobs = [measure(ranks, options.tensors, options.replicas, empty_mb) for ranks in options.ranks]
     except ValueError as error:
         parser.error(str(error))
-    print(report(result))
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print("\n".join(map(report, jobs)))
+    finish(options, [row for job in jobs for row in rows_of(job)], jobs=jobs)
     return 0
 
 
 if __name__ == "__main__":
-    # Found when the package is not installed: the repository is the parent of this directory.
-    sys.path.append(str(Path(__file__).resolve().parents[1]))
     sys.exit(main())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -23,6 +21,7 @@ from paddle_flexckpt.aoa.sides import MASTER, PARAMETER, NotFed, Side, of_consta
 from paddle_flexckpt.aoa.steps import Same
 from paddle_flexckpt.aoa.structure_ops import computed
 from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.catalog.collector import without_collector
 
 _HALVES = frozenset({"float16", "bfloat16"})
 
@@ -52,24 +51,9 @@ def compile_program(
     Raises:
         AoaError: The statements are malformed or do not fit the tensors; all problems are listed.
     """
-    with _without_collector():
+    with without_collector():
         program = run_program(aoa_config, source, target, completion=completion)
         return _Compilation(program, master_weights).run()
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Suspend the cyclic garbage collector: hundreds of thousands of objects are made, and none is in a cycle.
-
-    Its passes over them would be a quarter of the time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def run_program(

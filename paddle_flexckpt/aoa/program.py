@@ -357,11 +357,16 @@ class Program:
         """Return the value of ``_ -> name``, or None where there is no such destination key."""
         states = {} if self.target is None else self.target.states.get(name, {})
         if not states or (state is not None and state not in states):
-            if self.target is not None and rule.statement.has("fill") and not rule.is_optional:
+            if rule.statement.has("fill") and not rule.is_optional:
+                key = state_key(name, state or "")
+                lacks = (
+                    f"shape and dtype of {key!r} come from a destination, and none is given"
+                    if self.target is None
+                    else f"the destination has no key {key!r} to fill"
+                )
+                remedy = "leave the statement out" if self.target is None else "correct the name"
                 raise StatementError(
-                    f"the destination has no key {state_key(name, state or '')!r} to fill. Remedy: correct the name, "
-                    "or add the tag 'optional'",
-                    rule.statement.right[0].column,
+                    f"{lacks}. Remedy: {remedy}, or add the tag 'optional'", rule.statement.right[0].column
                 )
             return None
         info = states[state] if state is not None else self.target.base_info(name)  # type: ignore[union-attr]

@@ -15,7 +15,8 @@ import numpy as np
 
 from paddle_flexckpt.background.process import WriterProcess
 from paddle_flexckpt.background.protocol import WriteJob
-from paddle_flexckpt.background.staging import Segment, StagingPool
+from paddle_flexckpt.background.staging import LockPages, Segment, StagingPool
+from paddle_flexckpt.background.waves import WaveSender
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.media.backend import SaveLock
@@ -118,20 +119,22 @@ class PendingSave:
     """Hold one save that was handed over.
 
     Attributes:
-        report: What is known so far.
+        report: What is known so far; nothing while it comes in waves.
         begin: When it was asked for, by the performance counter.
         segment: Where its data is, followed by the encoded job.
         lock: The coordinator's lock, until the writer has taken it over.
         process: The process that has it; None once that has died.
+        waves: Where its data comes from, if it comes in waves.
     """
 
     handle: SaveHandle
     job: WriteJob
-    report: SaveReport
+    report: SaveReport | None
     begin: float
     segment: Segment
     lock: SaveLock | None
     process: WriterProcess | None = None
+    waves: WaveSender | None = None
 
 
 class SaveSlot:
@@ -140,6 +143,7 @@ class SaveSlot:
     Attributes:
         timeout: Seconds that the ranks' writers wait for each other.
         address: Where others can look whether the writer is alive.
+        sliced: The handle of a save that is being staged in slices: only its holder can end that.
     """
 
     def __init__(self, pool: StagingPool, launch: Callable[[PendingSave], None], timeout: float, address: str) -> None:
@@ -149,9 +153,13 @@ class SaveSlot:
         self._pool = pool
         self._launch = launch
         self._staged: tuple[WriteJob, Segment] | None = None
+        self._in_waves: tuple[PendingSave, WaveSender] | None = None
+        self.sliced: SaveHandle | None = None
 
-    def stage(self, job: WriteJob) -> np.ndarray:
+    def stage(self, job: WriteJob, lock: LockPages | None = None) -> np.ndarray:
         """Return memory for the data of a job: uint8, for the bytes of the job's items, end to end.
+
+        ``lock`` page-locks it for the device that the data comes from.
 
         Raises:
             CheckpointError: The machine has not so much memory left.
@@ -160,24 +168,64 @@ class SaveSlot:
         segment = self._pool.take(job.data_bytes + len(text))
         self._staged = job, segment
         segment.fill(job.data_bytes, text)
+        if lock is not None:
+            segment.lock_pages(lock)
         return segment.view(0, job.data_bytes)
 
-    def hand_over(self, report: SaveReport, begin: float, lock: SaveLock | None) -> SaveHandle:
+    def stage_in_waves(
+        self, job: WriteJob, nbytes: int, lock_pages: LockPages | None, lock: SaveLock | None
+    ) -> WaveSender:
+        """Hand a job over whose data is to come through so much memory; :meth:`hand_over` says that all of it has.
+
+        The coordinator's lock is the save's from now on. A slot that is dropped before has the save fail.
+
+        Raises:
+            CheckpointError: The machine has not so much memory left.
+        """
+        text = job.encode()
+        segment = self._pool.take(nbytes + len(text))
+        segment.fill(nbytes, text)
+        if lock_pages is not None:
+            segment.lock_pages(lock_pages)
+        handle, waves = SaveHandle(job.path, job.names.unique_id), WaveSender(segment.view(0, nbytes))
+        handle.seen = True  # the caller raises what goes wrong
+        save = PendingSave(handle, job, None, 0.0, segment, lock, waves=waves)
+        self._in_waves = save, waves
+        self._launch(save)
+        return waves
+
+    @property
+    def is_locked(self) -> bool:
+        """Return whether what is staged is page-locked."""
+        return self._staged is not None and self._staged[1].is_locked
+
+    def hand_over(
+        self, report: SaveReport, begin: float, lock: SaveLock | None, handle: SaveHandle | None = None
+    ) -> SaveHandle:
         """Hand the staged job over. This does not fail: what goes wrong from now on is the outcome of the save.
 
         ``report`` is what is known so far, ``begin`` when the save was asked for, by the performance counter. The
-        coordinator's lock is the save's from now on.
+        coordinator's lock is the save's from now on. ``handle`` is that of the save, if it has one already.
         """
+        if self._in_waves is not None:
+            (save, waves), self._in_waves = self._in_waves, None
+            save.report, save.begin, save.handle.seen = report, begin, False
+            waves.go()
+            return save.handle
         if self._staged is None:
             raise RuntimeError("nothing is staged")
         job, segment = self._staged
         self._staged = None
-        handle = SaveHandle(report.path, report.unique_id)
+        handle = handle or SaveHandle(report.path, report.unique_id)
         self._launch(PendingSave(handle, job, report, begin, segment, lock))
         return handle
 
     def drop(self) -> None:
         """Give back what was not handed over."""
+        self.sliced = None
+        if self._in_waves is not None:
+            self._in_waves[1].close()
+            self._in_waves = None
         if self._staged is not None:
             self._pool.give_back(self._staged[1])
             self._staged = None

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paddle_flexckpt.background.presence import address_of, open_presence
-from paddle_flexckpt.background.protocol import Channel, WriteJob
+from paddle_flexckpt.background.protocol import Channel
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog import CheckpointError
 
@@ -94,10 +94,11 @@ class WriterProcess:
         self._listener = threading.Thread(target=self._listen, name="paddle_flexckpt-writer", daemon=True)
         self._listener.start()
 
-    def submit(self, number: int, segment: Segment, job: WriteJob, lock: int | None) -> None:
+    def submit(self, number: int, segment: Segment, lock: int | None, waves: int | None = None) -> None:
         """Hand a save over. When this returns, the save no longer depends on this process.
 
-        The segment holds the data, followed by the encoded job; ``lock`` is the descriptor of the save's lock, if any.
+        The segment holds the data, followed by the encoded job; ``lock`` is the descriptor of the save's lock, if any,
+        ``waves`` that of a connection over which the data will be told of, if it comes in waves.
 
         Raises:
             ConnectionError: The process has ended.
@@ -107,11 +108,14 @@ class WriterProcess:
             descriptors["segment"] = segment.descriptor
         if lock is not None:
             descriptors["lock"] = lock
+        if waves is not None:
+            descriptors["waves"] = waves
+        begin, end = segment.text
         message = {
             "save": number,
             "segment": segment.number,
-            "data_bytes": job.data_bytes,
-            "job_bytes": segment.filled - job.data_bytes,
+            "data_bytes": begin,
+            "job_bytes": end - begin,
             "descriptors": list(descriptors),
         }
         self._channel.send(message, list(descriptors.values()))

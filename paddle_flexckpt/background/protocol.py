@@ -19,8 +19,8 @@ from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, s
 from paddle_flexckpt.native.directory import SaveNames
 
 _HEAD_BYTES = 8
-# A message's descriptors: a segment and a lock.
-_MAX_DESCRIPTORS = 2
+# A message's descriptors: a segment, a lock, and the connection of waves.
+_MAX_DESCRIPTORS = 3
 _MAX_MESSAGE_BYTES = 16 << 20
 
 

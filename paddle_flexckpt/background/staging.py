@@ -10,6 +10,8 @@ import contextlib
 import mmap
 import os
 import threading
+from collections.abc import Callable
+from typing import Union
 
 import numpy as np
 
@@ -17,6 +19,8 @@ from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.report import format_bytes
 
 _HUGE_PAGE_BYTES = 2 << 20
+# Page-locks memory for a device, and returns what unlocks it; None where that cannot be done.
+LockPages = Callable[[np.ndarray], Union[Callable[[], None], None]]
 
 
 class Segment:
@@ -26,15 +30,17 @@ class Segment:
         number: What the two processes call it.
         descriptor: Its memfd.
         nbytes: How much of it is mapped here, in bytes.
-        filled: Where the text ends that :meth:`fill` has put there.
+        text: From where to where the text lies that :meth:`fill` has put there.
     """
 
     def __init__(self, number: int, descriptor: int) -> None:
         """Args: number: what to call it. descriptor: its memfd, which is the segment's own from now on."""
         self.number = number
         self.descriptor = descriptor
-        self.nbytes = self.filled = 0
+        self.nbytes, self.text = 0, (0, 0)
         self._memory = np.zeros(0, dtype=np.uint8)
+        self._was_asked = False
+        self._unlock: Callable[[], None] | None = None
 
     @classmethod
     def create(cls, number: int) -> Segment:
@@ -59,6 +65,7 @@ class Segment:
         """Map the first so many bytes, which the other process has made."""
         if nbytes <= self.nbytes:
             return
+        self._unlock_pages()
         mapped = mmap.mmap(self.descriptor, nbytes)
         # A hint; kernels without huge pages in shared memory refuse it, and nothing depends on it.
         with contextlib.suppress(OSError, AttributeError):
@@ -77,8 +84,23 @@ class Segment:
 
     def fill(self, start: int, text: bytes) -> None:
         """Put a text into the segment, as the last thing that it holds."""
-        self.filled = start + len(text)
-        self.view(start, self.filled)[:] = np.frombuffer(text, dtype=np.uint8)
+        self.text = start, start + len(text)
+        self.view(*self.text)[:] = np.frombuffer(text, dtype=np.uint8)
+
+    def lock_pages(self, lock: LockPages) -> None:
+        """Page-lock the segment's memory, once for as long as it is mapped."""
+        if not self._was_asked:
+            self._was_asked, self._unlock = True, lock(self._memory)
+
+    @property
+    def is_locked(self) -> bool:
+        """Return whether the memory is page-locked."""
+        return self._unlock is not None
+
+    def _unlock_pages(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
+        self._was_asked, self._unlock = False, None
 
     def touch(self) -> None:
         """Take all pages from the system now, so that the first save need not. Their content is lost."""
@@ -86,6 +108,7 @@ class Segment:
 
     def close(self) -> None:
         """Give the memory back, here; views that are still in use keep it."""
+        self._unlock_pages()
         os.close(self.descriptor)
         self._memory, self.nbytes = np.zeros(0, dtype=np.uint8), 0
 
@@ -97,7 +120,8 @@ def _check_memory(more: int) -> None:
     if more > available:
         raise CheckpointError(
             f"an asynchronous save needs {format_bytes(more)} more of memory for its copy of the state, and "
-            f"{format_bytes(available)} are available. Remedy: save synchronously, or give the job more memory"
+            f"{format_bytes(available)} are available. Remedy: pass staging_bytes=, to copy through so much memory "
+            "(64 MiB at least), save synchronously, or give the job more memory"
         )
 
 

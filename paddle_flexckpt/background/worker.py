@@ -12,6 +12,7 @@ import os
 import platform
 import socket
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,12 @@ from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.background.presence import answer
 from paddle_flexckpt.background.protocol import Channel, WriteJob
 from paddle_flexckpt.background.staging import Segment
+from paddle_flexckpt.background.waves import WaveReceiver
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.opening import reopen
-from paddle_flexckpt.native.save_directory import SaveDirectory, remove_dead_saves
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
+from paddle_flexckpt.native.save_directory import SaveDirectory
 
 # ioprio_set has no function in libc; its number is the kernel's, by machine.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273, "s390x": 282, "loongarch64": 30, "riscv64": 30}
@@ -53,8 +56,10 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
         directory = open_to_save(reopen(job.storage))
         lock = None if job.lock is None else directory.backend.locks.adopt(job.lock, given.get("lock"))
         _send(channel, {"save": message["save"], "begun": True})
+        data = segment.view(0, data_bytes)
+        waves = WaveReceiver(socket.socket(fileno=given["waves"]), data) if "waves" in given else None
         try:
-            outcome = carry_out(job, directory, segment.view(0, data_bytes))
+            outcome = carry_out(job, directory, data, waves)
         finally:
             if lock is not None:
                 lock.release()
@@ -69,8 +74,10 @@ def _send(channel: Channel, message: dict[str, Any]) -> None:
         channel.send(message)
 
 
-def carry_out(job: WriteJob, directory: SaveDirectory, data: np.ndarray) -> dict[str, Any]:
-    """Carry out one rank's share of one save; ``data`` has the items' bytes, uint8, end to end.
+def carry_out(
+    job: WriteJob, directory: SaveDirectory, data: np.ndarray, waves: WaveReceiver | None = None
+) -> dict[str, Any]:
+    """Carry out one rank's share of one save; ``data`` has the items' bytes, uint8, end to end, or in ``waves``.
 
     Return ``failure`` (None if the save is committed), ``seconds`` by phase, and ``warnings``.
     """
@@ -81,10 +88,16 @@ def carry_out(job: WriteJob, directory: SaveDirectory, data: np.ndarray) -> dict
         if job.is_coordinator:
             remove_dead_saves(directory, job.names)
         stops = job.items.byte_length.cumsum().tolist()
-        items = (data[start:stop] for start, stop in zip([0, *stops], stops))
+        items: Iterator[np.ndarray] = (data[start:stop] for start, stop in zip([0, *stops], stops))
+        if waves is not None:
+            items = waves.items(job.items.byte_length.tolist())
         directory.write_share(job.names, job.rank, job.items, items, world_size=len(job.ranks), step=job.step)
     except Exception as error:  # every rank gets it as the outcome of the save
         own = Failure.of(error)
+        if waves is not None:
+            waves.fail(error)
+    if waves is not None:
+        waves.close()
     written = time.perf_counter()
     failure = outcome.agree(own)
     return {

@@ -31,6 +31,7 @@ from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.opening import reopen
+from paddle_flexckpt.report import SaveReport
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -87,6 +88,7 @@ class BackgroundWriter:
         self._owner = os.getpid()
         self._pool = StagingPool()
         self._saves = PendingSaves(max_pending)
+        self._slots: list[SaveSlot] = []
         # Held while the process, or which save it has, changes.
         self._lock = threading.Lock()
         self._process: WriterProcess | None = None
@@ -139,15 +141,22 @@ class BackgroundWriter:
 
         Raises:
             CheckpointError: The writer is closed or another process's, or its process could not be started.
+            ValidationError: A save is being staged in slices: whoever asks is the one who has to end that.
         """
         self._check_usable()
+        if any(slot.sliced for slot in self._slots):
+            raise ValidationError(
+                ["a save with this BackgroundWriter is being staged in slices. Remedy: call its finish_staging() first"]
+            )
         with self._saves.room():
             with self._lock:
                 address = self._running().address
             slot = SaveSlot(self._pool, self._launch, self.timeout, address)
+            self._slots.append(slot)
             try:
                 yield slot
             finally:
+                self._slots.remove(slot)
                 slot.drop()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -208,7 +217,10 @@ class BackgroundWriter:
         failed = self.take_failed()
         for handle in failed:
             sys.stderr.write(f"paddle_flexckpt: an error that nobody has seen: {describe_failure(handle)}\n")
-        if failed:
+        sliced = [slot for slot in self._slots if slot.sliced]
+        if sliced:
+            sys.stderr.write("paddle_flexckpt: a save is lost: finish_staging() of its handle was not called\n")
+        if failed or sliced:
             _exit_with_status_1()
 
     def _check_own(self) -> None:
@@ -244,7 +256,8 @@ class BackgroundWriter:
         # Without a descriptor, a lock is known by its description, which is in the job.
         descriptor = None if save.lock is None else save.lock.handover()[1]
         try:
-            process.submit(number, save.segment, save.job, descriptor)
+            waves = None if save.waves is None else save.waves.theirs.fileno()
+            process.submit(number, save.segment, descriptor, waves)
         except ConnectionError:
             # It has died since. _on_end knows, or will know, that it had this save.
             logger.debug("the background writer died while it was given a save")
@@ -288,17 +301,24 @@ class BackgroundWriter:
 
     def _finish(self, number: int, failure: Failure | None, seconds: dict[str, float], warnings: list[str]) -> None:
         save = self._saves[number]
-        seconds = {**save.report.seconds, **seconds, "total": time.perf_counter() - save.begin}
-        report = replace(save.report, seconds=seconds, warnings=[*save.report.warnings, *warnings])
         for warning in warnings:
             logger.warning(warning)
-        if failure is None and save.job.is_coordinator:
-            logger.info(report.summary())
+        outcome: SaveReport | CheckpointError
+        if failure is not None or save.report is None:
+            failure = failure or Failure.of(CheckpointError("it was not handed over to its end"))
+            outcome = failure.error(save.job.context)
+        else:
+            seconds = {**save.report.seconds, **seconds, "total": time.perf_counter() - save.begin}
+            outcome = replace(save.report, seconds=seconds, warnings=[*save.report.warnings, *warnings])
+            if save.job.is_coordinator:
+                logger.info(outcome.summary())
         self._pool.give_back(save.segment)
         if save.lock is not None:
             # The writer has died before it took it over.
             save.lock.release()
-        self._saves.finish(number, report if failure is None else failure.error(save.job.context))
+        if save.waves is not None and save.report is not None:  # else the caller still listens, and closes it
+            save.waves.close()
+        self._saves.finish(number, outcome)
 
 
 def await_earlier(path: str) -> None:

@@ -175,6 +175,18 @@ class Catalog(Columns):
         data, width = table.tobytes(), table.shape[1] * table.itemsize
         return [data[start : start + width] for start in range(0, len(data), width)]
 
+    def compact(self) -> Catalog:
+        """Return the same rows with those keys and dtypes alone that they have; the table of files stays."""
+        used, key = np.unique(self.key, return_inverse=True)
+        kinds, dtype = np.unique(self.dtype, return_inverse=True)
+        tables: dict[str, Any] = {
+            "keys": tuple(map(self.keys.__getitem__, used.tolist())),
+            "dtypes": tuple(map(self.dtypes.__getitem__, kinds.tolist())),
+        }
+        if len(self.key_order):
+            tables["key_order"] = self.key_order[used]
+        return replace(self, key=key.astype(np.int32), dtype=dtype.astype(np.int16), **tables)
+
     def with_orders(self, orders: Mapping[str, Order]) -> Catalog:
         """Return the same catalog with these orders, by key, and nothing known of the order of other tensors."""
         by_key = {number: orders[key] for number, key in enumerate(self.keys) if key in orders}
@@ -220,6 +232,10 @@ def concat(catalogs: Sequence[Catalog]) -> Catalog:
     tables: dict[str, Any] = {}
     of_keys: list[np.ndarray] = []
     for table, column in (("keys", "key"), ("dtypes", "dtype"), ("files", "file")):
+        first = getattr(catalogs[0], table)
+        if table != "keys" and all(getattr(catalog, table) is first for catalog in catalogs):
+            tables[table] = first  # 100,000 files need not be numbered again for each of 1,000 partitions
+            continue
         merged: dict[str, int] = {}
         parts = []
         for catalog in catalogs:

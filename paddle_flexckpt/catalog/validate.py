@@ -6,6 +6,7 @@ are not are looked at box by box. Tested in tests/catalog/test_validate_shards.p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,51 +33,55 @@ def validate_shards(catalog: Catalog) -> list[Problem]:
     Checks that boxes are inside the global shape, flattened ranges are inside their box, and that all shards of a key
     agree on dtype and global shape. A rank that holds nothing of a tensor may have a shard with an extent of 0.
     """
-    problems: list[Problem] = []
+    return [problem for problems in find_shard_problems(catalog) for _, problem in problems]
 
-    def report(bad: np.ndarray, what: str, expected: str, remedy: str) -> None:
-        problems.extend(_row_problem(catalog, row, what, expected, remedy) for row in np.flatnonzero(bad)[:MAX_ROWS])
+
+def find_shard_problems(catalog: Catalog) -> list[list[tuple[int, Problem]]]:
+    """Return what :func:`validate_shards` does, for each kind of problem with the rows that it is about, rising."""
+    kinds: list[list[tuple[int, Problem]]] = []
+
+    def report(bad: np.ndarray, what: str, expected: Callable[[int], str], remedy: str) -> None:
+        rows = np.flatnonzero(bad)[:MAX_ROWS].tolist()
+        kinds.append([(row, _row_problem(catalog, row, what, expected(row), remedy)) for row in rows])
 
     remedy = "correct global_shape, global_offset and local_shape of this ShardedWeight"
-    negative = catalog.shape < 0
-    report(np.logical_or.reduce(negative, axis=1), "shard with a negative extent", "extents of 0 or more", remedy)
+    negative = _any_axis(catalog.shape < 0)
+    report(negative, "shard with a negative extent", lambda row: "extents of 0 or more", remedy)
     outside = (catalog.offset < 0) | (catalog.offset + catalog.shape > catalog.global_shape)
-    report(outside.any(axis=1), "shard outside its global shape", "offset >= 0 and offset + shape <= global", remedy)
+    report(
+        _any_axis(outside),
+        "shard outside its global shape",
+        lambda row: "offset >= 0 and offset + shape <= global",
+        remedy,
+    )
     box_size = catalog.shape.prod(axis=1, dtype=np.int64)
     bad_range = (catalog.flat_start < 0) | (catalog.flat_stop < catalog.flat_start) | (catalog.flat_stop > box_size)
     report(
         np.where(catalog.is_flattened, bad_range, catalog.flat_stop != NOT_FLATTENED),
         "flattened range outside its box",
-        "0 <= start <= stop <= elements of local_shape",
+        lambda row: "0 <= start <= stop <= elements of local_shape",
         "correct flattened_range; it counts from the start of the local box",
     )
-    problems += _disagreements(catalog)
-    return problems
-
-
-def _disagreements(catalog: Catalog) -> list[Problem]:
-    """Return shards whose dtype or global shape is not that of the first shard of their key."""
+    # A shard has to have the dtype and the global shape of the first shard of its key.
     n = len(catalog)
-    if n == 0:
-        return []
     first = np.full(len(catalog.keys), n, dtype=np.int64)
     np.minimum.at(first, catalog.key, np.arange(n))
     reference = first[catalog.key]
     remedy = "two different tensors need two different keys; one tensor needs one description"
-    problems = []
-    for what, differs in (
-        ("shards of one key differ in dtype", catalog.dtype != catalog.dtype[reference]),
-        (
-            "shards of one key differ in global shape",
-            (catalog.global_shape != catalog.global_shape[reference]).any(axis=1)
-            | (catalog.ndim != catalog.ndim[reference]),
-        ),
-    ):
-        for row in np.flatnonzero(differs)[:MAX_ROWS]:
-            other = int(reference[row])
-            expected = f"{catalog.describe(other)} as on rank {catalog.rank[other]}"
-            problems.append(_row_problem(catalog, row, what, expected, remedy))
-    return problems
+
+    def as_reference(row: int) -> str:
+        return f"{catalog.describe(int(reference[row]))} as on rank {catalog.rank[reference[row]]}"
+
+    report(catalog.dtype != catalog.dtype[reference], "shards of one key differ in dtype", as_reference, remedy)
+    differs = _any_axis(catalog.global_shape != catalog.global_shape[reference])
+    differs |= catalog.ndim != catalog.ndim[reference]
+    report(differs, "shards of one key differ in global shape", as_reference, remedy)
+    return kinds
+
+
+def _any_axis(found: np.ndarray) -> np.ndarray:
+    """Return whether any axis has it, bool ``[n]`` of bool ``[n, d]``: many rows of few axes."""
+    return np.logical_or.reduce(np.ascontiguousarray(found.T), axis=0)
 
 
 def _row_problem(catalog: Catalog, row: int, what: str, expected: str, remedy: str) -> Problem:
@@ -116,10 +121,16 @@ def validate_coverage(catalog: Catalog, groups: ReplicaGroups) -> Coverage:
     held = np.zeros(len(catalog.keys), dtype=bool)
     held[catalog.key[rows]] = True
     unheld = groups.first[~held[catalog.key[groups.first]] & (catalog.global_shape[groups.first] > 0).all(axis=1)]
-    for first in np.unique(catalog.key[unheld], return_index=True)[1]:
-        _inspect_key(catalog, unheld[first : first + 1], coverage)
-    if not len(rows):
-        return coverage
+    suspects = [unheld[first : first + 1] for first in np.unique(catalog.key[unheld], return_index=True)[1]]
+    if len(rows):
+        suspects += _suspects(catalog, rows)
+    for some in sorted(suspects, key=lambda some: int(catalog.key[some[0]])):
+        _inspect_key(catalog, some, coverage)
+    return coverage
+
+
+def _suspects(catalog: Catalog, rows: np.ndarray) -> list[np.ndarray]:
+    """Return the rows of each key whose shards, one of each replica group, are not seen at once to be all of it."""
     key, offset, shape = catalog.key[rows], catalog.offset[rows], catalog.shape[rows]
     flattened, start, stop = catalog.is_flattened[rows], catalog.flat_start[rows], catalog.flat_stop[rows]
     box_size = shape.prod(axis=1, dtype=np.int64)
@@ -145,13 +156,14 @@ def validate_coverage(catalog: Catalog, groups: ReplicaGroups) -> Coverage:
     fine = key_complete & ((boxes_of_key == 1) & whole | _are_slices(*boxes_of_all, key_start))
 
     row_stop = np.append(box_start, len(rows))
+    found = []
     for index in np.flatnonzero(~fine):
         boxes = slice(key_start[index], key_start[index] + boxes_of_key[index])
         parts = box_start[boxes]
         if key_complete[index] and _is_grid(offset[parts], shape[parts], catalog.global_shape[first_row[index]]):
             continue
-        _inspect_key(catalog, rows[row_stop[boxes.start] : row_stop[boxes.stop]], coverage)
-    return coverage
+        found.append(rows[row_stop[boxes.start] : row_stop[boxes.stop]])
+    return found
 
 
 def _are_slices(offset: np.ndarray, shape: np.ndarray, whole: np.ndarray, key_start: np.ndarray) -> np.ndarray:

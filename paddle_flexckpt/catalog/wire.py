@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog.table import Catalog
@@ -32,3 +33,13 @@ def split(message: bytes) -> list[bytes]:
         parts.append(message[position + 8 : end])
         position = end
     return parts
+
+
+def pack_by_position(payloads: Mapping[int, bytes]) -> tuple[bytes, bytes]:
+    """Return payloads that are for some positions as the parts of a message."""
+    return np.asarray([*payloads], dtype="<u4").tobytes(), join(payloads.values())
+
+
+def unpack_by_position(parts: Sequence[bytes]) -> dict[int, bytes]:
+    """Return the payloads by position that :func:`pack_by_position` was given."""
+    return dict(zip(np.frombuffer(parts[0], dtype="<u4").tolist(), split(parts[1])))

@@ -1,30 +1,72 @@
-"""flexckpt inspect, verify, repair and export. Tested in tests/cli/test_cli.py, tests/cli/test_verify.py."""
+"""flexckpt inspect, show, digest, diff, verify, repair and export.
+
+Tested in tests/cli/test_cli.py and tests/cli/test_verify.py.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
 from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, aoa_config
+from paddle_flexckpt.engine.comparison import diff
+from paddle_flexckpt.engine.digests import digest_checkpoint
 from paddle_flexckpt.engine.export import export_safetensors
+from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.foreign.formats import ORIGINS, SourceDirectory
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.report import format_bytes
 
+# A key, and a slice of it.
+_SLICE = re.compile(r"(.+)\[([^\[\]]*)\]")
+
 
 def add_command(commands: Any) -> None:
-    """Add the parsers of the four commands."""
+    """Add the parsers of these commands."""
     inspect = commands.add_parser("inspect", help="list what a checkpoint holds")
     add_checkpoint(inspect)
     inspect.add_argument(
         "--key", action="append", default=[], help="the shards of this tensor; may be given several times"
     )
+
+    show = commands.add_parser(
+        "show",
+        help="print a tensor, or a slice of it, with statistics",
+        epilog="example: flexckpt show run/step_100 'layers.0.weight[0:4, :]'",
+    )
+    add_checkpoint(show)
+    show.add_argument("what", metavar="KEY[SLICE]", nargs="+", help="a key, or a slice of it as numpy writes it")
+    add_aoa(show, required=False)
+
+    digest = commands.add_parser(
+        "digest",
+        help="print a digest of each tensor, which does not depend on how the checkpoint is cut",
+        epilog="example: diff <(flexckpt digest run/step_100) <(flexckpt digest exported/model.safetensors)",
+    )
+    add_checkpoint(digest)
+    add_aoa(digest, required=False)
+
+    compare = commands.add_parser(
+        "diff",
+        help="list what differs between two checkpoints of any format and layout",
+        description="Lists what differs between two checkpoints of any format and layout: keys, shapes, dtypes and "
+        "values. The exit status is 0 where nothing differs, and 1 otherwise.",
+        epilog="example: flexckpt diff run/step_100 run/step_200",
+    )
+    compare.add_argument("first", metavar="FIRST", help="directory or URL of a checkpoint, or a safetensors file")
+    compare.add_argument("second", metavar="SECOND", help="of another")
+    compare.add_argument("--first-id", type=int, metavar="ID", help="id of the first; by default the highest")
+    compare.add_argument("--second-id", type=int, metavar="ID", help="id of the second; by default the highest")
+    add_aoa(compare, required=False)
+    compare.add_argument("--extra-state", action="store_true", help="compare a run's extra state too")
+    compare.add_argument("--json", action="store_true", help="print the report as JSON")
 
     verify = commands.add_parser("verify", help="read a whole checkpoint and list all that is damaged")
     add_checkpoint(verify)
@@ -56,8 +98,73 @@ def add_command(commands: Any) -> None:
         default="read",
         help="which bytes are compared with their checksums: blocks read whole (default), all, none",
     )
-    for parser, run in ((inspect, _inspect), (verify, _verify), (repair, _repair), (export, _export)):
+    runs = {
+        inspect: _inspect,
+        show: _show,
+        digest: _digest,
+        compare: _diff,
+        verify: _verify,
+        repair: _repair,
+        export: _export,
+    }
+    for parser, run in runs.items():
         parser.set_defaults(run=run)
+
+
+def _show(options: argparse.Namespace) -> str:
+    """Return for each slice its key, type, shape, statistics and values, the middle of long ones left out."""
+    config = None if options.aoa is None else aoa_config(options.aoa)
+    with TensorReader(options.source, options.unique_id, config) as reader:
+        return "\n".join(_shown(reader, text) for text in options.what)
+
+
+def _shown(reader: TensorReader, text: str) -> str:
+    match = None if text in reader.infos else _SLICE.fullmatch(text)
+    try:
+        parts = [] if match is None else [_part(part.strip()) for part in match[2].split(",") if part.strip()]
+        array = reader.read(text if match is None else match[1], tuple(parts))
+    except ValidationError:  # which is a ValueError, and says all
+        raise
+    except (IndexError, ValueError) as error:
+        raise ValidationError([Problem(f"cannot read a slice: {error}", key=text)]) from error
+    values = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+    finite = values[np.isfinite(values)]
+    head = f"{text}: {array.dtype.name} {list(array.shape)}"
+    if finite.size and array.dtype.kind != "c":
+        head += f", from {finite.min():.6g} to {finite.max():.6g}"
+        head += f", mean {finite.mean():.6g}, deviation {finite.std():.6g}"
+    head += f", {int((values == 0).sum())} zeros, {values.size - finite.size} not finite"
+    return f"{head}\n{np.array2string(values if array.dtype.kind == 'V' else array, threshold=64, edgeitems=3)}"
+
+
+def _part(text: str) -> Any:
+    """Return an index, a slice or ``...`` from its text.
+
+    Raises:
+        ValueError: It is none of them.
+    """
+    if text == "...":
+        return ...
+    numbers = [int(number) if number.strip() else None for number in text.split(":")]
+    if len(numbers) > 3:
+        raise ValueError(f"a slice has at most three numbers; got {text!r}")
+    return numbers[0] if len(numbers) == 1 else slice(*numbers)
+
+
+def _digest(options: argparse.Namespace) -> str:
+    """Return a line for each tensor: its digest and its key."""
+    config = None if options.aoa is None else aoa_config(options.aoa)
+    found = digest_checkpoint(options.source, options.unique_id, config)
+    return "\n".join(f"{digest}  {key}" for key, digest in found.items())
+
+
+def _diff(options: argparse.Namespace) -> Outcome:
+    """Return one line for each difference and one for all; code 1 if there is a difference."""
+    config = None if options.aoa is None else aoa_config(options.aoa)
+    chosen = {name: getattr(options, name) for name in ("first_id", "second_id", "extra_state")}
+    report = diff(options.first, options.second, config, **chosen)
+    lines = [json.dumps(report.as_dict(), indent=2)] if options.json else [*report.lines(), report.summary()]
+    return Outcome("\n".join(lines), int(not report.equal))
 
 
 def _verify(options: argparse.Namespace) -> Outcome:
@@ -84,7 +191,7 @@ def _export(options: argparse.Namespace) -> str:
 def _inspect(options: argparse.Namespace) -> str:
     """Return what the manifest alone says: all keys, or the shards of some."""
     directory = SourceDirectory(options.source)
-    manifest = directory.read_manifest(options.unique_id)
+    manifest = directory.read_manifest(options.unique_id, options.key or None)
     if options.key:
         return "\n".join(line for key in options.key for line in _shards(manifest.catalog, key))
     return "\n".join([_head(directory, manifest), *_keys(manifest.catalog), *_totals(manifest)])

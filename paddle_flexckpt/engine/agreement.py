@@ -13,6 +13,9 @@ from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.wire import split
 
 Result = TypeVar("Result")
+# Instead of a call's options, the first field of a message may begin with this and say that all is as it was before.
+BRIEF_SAVE, BRIEF_RUN = b"\0s", b"\0r"
+_BRIEF = {BRIEF_SAVE: "save_state_dict", BRIEF_RUN: "ReshardPlan.run"}
 
 
 class Ranks(Protocol):
@@ -69,13 +72,7 @@ def check_same(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None
             return
         if said:
             context = said[0].get("context", context)
-        met: dict[str, list[str]] = {}
-        for rank, head in zip(range(len(heads)) if ranks is None else ranks, heads):
-            met.setdefault(_call_of(head), []).append(str(rank))
-        if len(met) > 1:
-            made = "; ".join(f"rank {', '.join(those)}: {call}" for call, those in met.items())
-            remedy = "Remedy: make the same calls in the same order on every rank"
-            raise ValidationError([f"ranks do not make the same call: {made}. {remedy}"], context)
+        check_calls(heads, context, ranks)
         seen = "; ".join(sorted(set(_differences(heads))))
         remedy = (
             "Remedy: call with the same arguments on every rank; if the checkpoint differs, a save has just ended: "
@@ -84,8 +81,21 @@ def check_same(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None
         raise ValidationError([f"ranks disagree: {seen}. {remedy}"], context)
 
 
+def check_calls(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None = None) -> None:
+    """Raise ValidationError where ranks are not in the same call; arguments as of :func:`check_same`."""
+    met: dict[str, list[str]] = {}
+    for rank, head in zip(range(len(heads)) if ranks is None else ranks, heads):
+        met.setdefault(_call_of(head), []).append(str(rank))
+    if len(met) > 1:
+        made = "; ".join(f"rank {', '.join(those)}: {call}" for call, those in met.items())
+        remedy = "Remedy: make the same calls in the same order on every rank"
+        raise ValidationError([f"ranks do not make the same call: {made}. {remedy}"], context)
+
+
 def _call_of(head: bytes) -> str:
     """Return the public call that a rank is in, by what it says first."""
+    if head[:2] in _BRIEF:
+        return _BRIEF[head[:2]]
     try:
         said = json.loads(head)
         return str(said["call"])

@@ -5,9 +5,12 @@ Tested in tests/media/test_object_store.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.engine.buffered_reads import buffered_reads
 from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.piece_columns import PieceColumns, are_contiguous
 from paddle_flexckpt.native.reader import FileReader
@@ -34,11 +37,22 @@ def announce(reader: FileReader, pieces: Pieces, memory: Filling) -> None:
     found: list[Ranges] = []
     for first, last in memory.portions(pieces.target):
         part = pieces.take(slice(first, last))
-        columns = PieceColumns.of(part, reader.catalog, memory.catalog, memory.addresses)
-        for rows in columns.turns(part, reader.catalog):
-            found.append(_ranges(part.take(rows), reader.catalog, reader.block_bytes))
+        on_device = memory.on_device[part.target]
+        if on_device.any():
+            reads = buffered_reads(reader, part.take(on_device), memory)
+            for numbers in reads:
+                found += _turns(reads.parts.take(numbers), reads.places[numbers], reader, memory)
+            part = part.take(~on_device)
+        found += _turns(part, memory.addresses[part.target], reader, memory)
     if found:
         reader.read_ahead(*(np.concatenate(column) for column in zip(*found)))
+
+
+def _turns(part: Pieces, addresses: np.ndarray, reader: FileReader, memory: Filling) -> Iterator[Ranges]:
+    """Yield what is read of pieces, in this order."""
+    columns = PieceColumns.of(part, reader.catalog, memory.catalog, addresses)
+    for rows in columns.turns(part, reader.catalog):
+        yield _ranges(part.take(rows), reader.catalog, reader.block_bytes)
 
 
 def announce_reads(reader: FileReader, parts: list[Pieces]) -> None:

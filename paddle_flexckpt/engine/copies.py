@@ -18,6 +18,8 @@ from paddle_flexckpt.planning import Pieces
 
 # Bytes per step on the host: small enough to stay in cache between the strided side and the contiguous one.
 CHUNK_BYTES = 1 << 20
+# Pieces of up to this part of a step share one with their neighbours.
+SMALL_PART = 4
 # Bytes per step of a copy from, to or within a device: enough to use the link's bandwidth. An exchange through the host
 # holds up to five such steps at a time, and may take 64 MiB.
 DEVICE_CHUNK_BYTES = 8 << 20
@@ -84,6 +86,38 @@ def copy_values(copy: StridedCopy, source: AnyStorage, target: AnyStorage) -> No
                 target.copy_from(source, part)
 
 
+class _Side:
+    """Show one side of pieces as arrays, those in host memory without a call for each."""
+
+    def __init__(self, rows: np.ndarray, base: np.ndarray, strides: np.ndarray, storage: Storage) -> None:
+        """Args: rows, base, strides: of the pieces. storage: gives the storage of a row."""
+        unique = np.unique(rows).tolist()
+        self.storages = {row: storage(row) for row in unique}
+        self._raw = {
+            row: (memory.view(np.uint8), memory.dtype)
+            for row, memory in self.storages.items()
+            if isinstance(memory, np.ndarray)
+        }
+        itemsizes = np.zeros(max(unique, default=0) + 1, dtype=np.int64)
+        itemsizes[unique] = [memory.dtype.itemsize for memory in self.storages.values()]
+        self.itemsize = itemsizes[rows]
+        self.rows = rows.tolist()
+        self._base, self._strides = (base * self.itemsize).tolist(), (strides * self.itemsize[:, None]).tolist()
+
+    def is_on_host(self, piece: int) -> bool:
+        """Return whether a piece is in host memory on this side."""
+        return self.rows[piece] in self._raw
+
+    def dtype(self, piece: int) -> np.dtype:
+        """Return the type of a piece's elements."""
+        return self.storages[self.rows[piece]].dtype
+
+    def view(self, piece: int, extents: list[int]) -> np.ndarray:
+        """Return a piece in host memory; numpy keeps to the bounds of the storage."""
+        raw, dtype = self._raw[self.rows[piece]]
+        return np.ndarray(extents, dtype, raw, self._base[piece], self._strides[piece])
+
+
 def copy_pieces(pieces: Pieces, source: Storage, target: Storage) -> int:
     """Copy pieces from storages to storages; values are cast where dtypes differ.
 
@@ -95,12 +129,22 @@ def copy_pieces(pieces: Pieces, source: Storage, target: Storage) -> int:
     Returns:
         Bytes copied (of the source's dtype).
     """
-    count = 0
-    for i, copy in enumerate(pieces.copies()):
-        from_storage, to_storage = source(int(pieces.source[i])), target(int(pieces.target[i]))
-        copy_values(copy, from_storage, to_storage)
-        count += copy.size * from_storage.dtype.itemsize
-    return count
+    pieces = pieces.take(pieces.size > 0)
+    sides = _source_of(pieces, source), _target_of(pieces, target)
+    for piece, extents in enumerate(pieces.extents.tolist()):
+        if all(side.is_on_host(piece) for side in sides):
+            sides[1].view(piece, extents)[...] = sides[0].view(piece, extents)
+        else:
+            copy_values(pieces.copy(piece), *(side.storages[side.rows[piece]] for side in sides))
+    return int((pieces.size * sides[0].itemsize).sum())
+
+
+def _source_of(pieces: Pieces, storage: Storage) -> _Side:
+    return _Side(pieces.source, pieces.source_base, pieces.source_strides, storage)
+
+
+def _target_of(pieces: Pieces, storage: Storage) -> _Side:
+    return _Side(pieces.target, pieces.target_base, pieces.target_strides, storage)
 
 
 def _chunks(copy: StridedCopy, itemsize: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
@@ -110,10 +154,28 @@ def _chunks(copy: StridedCopy, itemsize: int, chunk_bytes: int) -> Iterator[tupl
 
 
 def pack(pieces: Pieces, source: Storage) -> Iterator[np.ndarray]:
-    """Yield the pieces' elements in order, as contiguous uint8 arrays, each valid until the next is asked for."""
-    buffer = np.empty(CHUNK_BYTES, dtype=np.uint8)
-    for i, copy in enumerate(pieces.copies()):
-        yield from pack_copy(copy, source(int(pieces.source[i])), buffer)
+    """Yield the pieces' elements in order, as contiguous uint8 arrays, each valid until the next is asked for.
+
+    Small pieces are gathered into one array, which is one message.
+    """
+    buffer, used = np.empty(CHUNK_BYTES, dtype=np.uint8), 0
+    pieces = pieces.take(pieces.size > 0)
+    side = _source_of(pieces, source)
+    for piece, (extents, nbytes) in enumerate(zip(pieces.extents.tolist(), (pieces.size * side.itemsize).tolist())):
+        if nbytes > CHUNK_BYTES // SMALL_PART or not side.is_on_host(piece):
+            if used:
+                yield buffer[:used]
+                used = 0
+            yield from pack_copy(pieces.copy(piece), side.storages[side.rows[piece]], buffer)
+            continue
+        dtype = side.dtype(piece)
+        if used + nbytes > CHUNK_BYTES or used % dtype.itemsize:
+            yield buffer[:used]
+            used = 0
+        np.ndarray(extents, dtype, buffer, used)[...] = side.view(piece, extents)
+        used += nbytes
+    if used:
+        yield buffer[:used]
 
 
 def pack_copy(copy: StridedCopy, storage: AnyStorage, buffer: np.ndarray | None = None) -> Iterator[np.ndarray]:
@@ -148,28 +210,55 @@ def pack_copy(copy: StridedCopy, storage: AnyStorage, buffer: np.ndarray | None 
 def unpack(pieces: Pieces, target: Storage, dtype_of_source: Callable[[int], np.dtype]) -> Iterator[np.ndarray]:
     """Yield buffers to be filled with the pieces' elements in order; each is used when the next is asked for.
 
-    A piece that is contiguous in host memory and of the same dtype is received straight into it.
+    A large piece that is contiguous in host memory and of the same dtype is received straight into it; small pieces are
+    received together.
 
     Args:
         pieces: What to receive.
         target: Gives the storage of a target row.
         dtype_of_source: Gives the numpy dtype of a source row.
     """
-    buffer = np.empty(0, dtype=np.uint8)
-    for i, copy in enumerate(pieces.copies()):
-        storage, dtype = target(int(pieces.target[i])), dtype_of_source(int(pieces.source[i]))
-        if isinstance(storage, np.ndarray) and copy.is_contiguous()[1] and storage.dtype == dtype:
-            yield storage[copy.target_base : copy.target_base + copy.size].view(np.uint8)
-            continue
-        limit = CHUNK_BYTES
-        if not isinstance(storage, np.ndarray):
-            copy, limit = storage.along_axes(copy, 1), DEVICE_CHUNK_BYTES
-        if len(buffer) < limit:
-            buffer = np.empty(limit, dtype=np.uint8)
-        for start, stop in _chunks(copy, dtype.itemsize, limit):
-            out = buffer[: (stop - start) * dtype.itemsize]
-            yield out
-            values, position = out.view(dtype), 0
-            for part in copy.part(start, stop):
-                write_values(storage, part, values[position : position + part.size])
-                position += part.size
+    pieces = pieces.take(pieces.size > 0)
+    side, sizes = _target_of(pieces, target), pieces.size.tolist()
+    buffer, used, small = np.empty(CHUNK_BYTES, dtype=np.uint8), 0, list[tuple[int, int]]()
+    all_extents, rows = pieces.extents.tolist(), pieces.source.tolist()
+
+    def scatter() -> None:
+        for piece, position in small:
+            values = np.ndarray(all_extents[piece], dtype_of_source(rows[piece]), buffer, position)
+            side.view(piece, all_extents[piece])[...] = values
+        small.clear()
+
+    for piece, size in enumerate(sizes):
+        dtype = dtype_of_source(rows[piece])
+        is_small = size * dtype.itemsize <= CHUNK_BYTES // SMALL_PART and side.is_on_host(piece)
+        if used and (not is_small or used + size * dtype.itemsize > CHUNK_BYTES or used % dtype.itemsize):
+            yield buffer[:used]
+            scatter()
+            used = 0
+        if is_small:
+            small.append((piece, used))
+            used += size * dtype.itemsize
+        else:
+            yield from _unpack_copy(pieces.copy(piece), side.storages[side.rows[piece]], dtype, buffer)
+    if used:
+        yield buffer[:used]
+        scatter()
+
+
+def _unpack_copy(copy: StridedCopy, storage: AnyStorage, dtype: np.dtype, buffer: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield buffers to be filled with one piece's elements; as of :func:`unpack`."""
+    if isinstance(storage, np.ndarray) and copy.is_contiguous()[1] and storage.dtype == dtype:
+        yield storage[copy.target_base : copy.target_base + copy.size].view(np.uint8)
+        return
+    limit = CHUNK_BYTES
+    if not isinstance(storage, np.ndarray):
+        copy, limit = storage.along_axes(copy, 1), DEVICE_CHUNK_BYTES
+        buffer = np.empty(min(limit, copy.size * dtype.itemsize), dtype=np.uint8)
+    for start, stop in _chunks(copy, dtype.itemsize, limit):
+        out = buffer[: (stop - start) * dtype.itemsize]
+        yield out
+        values, position = out.view(dtype), 0
+        for part in copy.part(start, stop):
+            write_values(storage, part, values[position : position + part.size])
+            position += part.size

@@ -6,7 +6,6 @@ Tested in tests/engine/test_files.py and tests/live/test_policies.py.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.announcing import announce
+from paddle_flexckpt.engine.buffered_reads import read_through_buffers
 from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.options import FileOptions
 from paddle_flexckpt.engine.piece_columns import PieceColumns
@@ -150,31 +150,23 @@ def read_pieces(reader: FileReader, pieces: Pieces, memory: Filling, computes: b
         reader: Of the files.
         pieces: In the order in which rows are filled.
         memory: Of the rows.
-        computes: Whether anything is computed from rows: what that needs has to be verified before.
+        computes: Whether anything is computed from rows.
 
     Raises:
         CorruptCheckpointError: The files are damaged.
     """
-    # Rows of pieces that have been read and are not verified yet, each with what the reader had begun by then.
-    arriving: deque[tuple[int, int]] = deque()
-
-    def arrive() -> None:
-        while arriving and arriving[0][1] <= reader.hashing_done:
-            memory.piece_done(arriving.popleft()[0])
-
     for first, last in memory.portions(pieces.target):
         if computes and first < last:
-            reader.wait_for_hashes()
-            arrive()
             memory.advance(int(pieces.target[first]))
         part = pieces.take(slice(first, last))
-        columns = PieceColumns.of(part, reader.catalog, memory.catalog, memory.addresses)
+        on_device = memory.on_device[part.target]
+        if on_device.any():
+            read_through_buffers(reader, part.take(on_device), memory)
+            part = part.take(~on_device)
+        columns = PieceColumns.of(part, reader.catalog, memory.catalog, memory.addresses[part.target])
         columns.read(reader)
         memory.pieces_done(part.target[columns.direct])
         for piece in np.flatnonzero(~columns.direct).tolist():
             row = int(part.target[piece])
             reader.read(int(part.source[piece]), part.copy(piece), memory.host_storage(row))
-            arriving.append((row, reader.hashing_begun))
-            arrive()
-    reader.wait_for_hashes()
-    arrive()
+            memory.piece_done(row)

@@ -5,6 +5,7 @@ Tested in tests/engine/test_filling.py and tests/live/test_aoa_tiles.py.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from functools import cached_property
@@ -12,17 +13,17 @@ from functools import cached_property
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, dtype_of
-from paddle_flexckpt.engine.copies import AnyStorage, write_values
+from paddle_flexckpt.engine.copies import AnyStorage, DeviceStorage, copy_values
 from paddle_flexckpt.engine.plan import FillPlan, Tile
 from paddle_flexckpt.engine.targets import Memory, OpenTarget
+from paddle_flexckpt.native.stretches import ADDRESSES, FIRST_ADDRESS
 
 
 class Filling:
     """Hold the memory of a plan's rows while they are filled.
 
-    A strided host view is filled in a copy, and so is a device tensor that is read from files: such copies go back when
-    the last of their pieces has arrived. A device tensor that is filled by an exchange is written in place. Scratch is
-    freed when it is used up.
+    A strided host view is filled in a copy, which goes back when the last of its pieces has arrived. A device tensor is
+    written in place. Scratch is freed when it is used up.
 
     Attributes:
         peak_scratch_bytes: The most scratch that was held at any time.
@@ -35,7 +36,7 @@ class Filling:
             plan: What to fill.
             memory: Of the targets.
             piece_targets: int64, row of every planned piece, where :meth:`piece_done` will be called for each; without
-                it, copies go back at the end only, and device tensors are written in place.
+                it, copies go back at the end only.
         """
         self._plan, self._memory = plan, memory
         self._left: np.ndarray | None = None
@@ -44,9 +45,8 @@ class Filling:
             self._left = np.bincount(parts)
         self._compared_with = frozenset(plan.same_memory.values())
         self._open: dict[int, OpenTarget] = {}
-        self._on_device: dict[int, AnyStorage] = {}
         self._compare: dict[int, np.ndarray] = {}
-        # What was stored into tensors that others are compared with: so that nothing is copied back from a device.
+        # What was stored into strided views that others are compared with.
         self._stored: dict[int, np.ndarray] = {}
         self._scratch: dict[int, np.ndarray] = {}
         self._next_tile = 0
@@ -73,16 +73,33 @@ class Filling:
         edges = np.flatnonzero(np.diff(due)) + 1
         yield from zip([0, *edges.tolist()], [*edges.tolist(), len(rows)])
 
+    @cached_property
+    def _devices(self) -> dict[int, DeviceStorage]:
+        """Return the storages of the targets on devices, which are written in place."""
+        if not self._memory.devices:
+            return {}
+        rows = np.flatnonzero(self.addresses[: self._plan.targets] < 0).tolist()
+        found = {row: self._memory.on_device(row) for row in rows if row not in self._plan.same_memory}
+        return {row: storage for row, storage in found.items() if storage is not None}
+
+    @cached_property
+    def on_device(self) -> np.ndarray:
+        """Return bool per row: whether it is a target on a device."""
+        found = np.zeros(len(self._plan.catalog), dtype=bool)
+        found[list(self._devices)] = True
+        return found
+
+    def device_storage(self, row: int) -> DeviceStorage:
+        """Return the storage of a target on a device."""
+        return self._devices[row]
+
     def storage(self, row: int) -> AnyStorage:
         """Return the storage of a row, to be written."""
-        if self._left is None and self._plan.is_target(row) and row not in self._plan.same_memory:
-            if row not in self._on_device:
-                storage = self._memory.on_device(row)
-                if storage is None:
-                    return self.host_storage(row)
-                self._on_device[row] = storage
-            return self._on_device[row]
-        return self.host_storage(row)
+        return self._devices[row] if row in self._devices else self.host_storage(row)
+
+    def host_buffers(self, count: int, nbytes: int) -> contextlib.AbstractContextManager[list[np.ndarray]]:
+        """Lend buffers through which devices are filled."""
+        return self._memory.host_buffers(count, nbytes)
 
     def host_storage(self, row: int) -> np.ndarray:
         """Return the 1-D host memory in which a row is filled."""
@@ -92,6 +109,9 @@ class Filling:
             if row not in self._compare:
                 self._compare[row] = self._empty(row, int(self._plan.size[row]))
             return self._compare[row]
+        if self.addresses[row] >= 0:
+            begin, dtype = int(self.addresses[row]) - FIRST_ADDRESS, dtype_of(self._plan.catalog.dtype_name(row)).numpy
+            return np.ndarray(int(self._plan.size[row]), dtype, ADDRESSES, begin)
         if row not in self._open:
             # Every element is written, which the plan has proved; but statements may keep some of a target's own.
             self._open[row] = self._memory.open(row, fresh=row not in self._plan.kept)
@@ -133,7 +153,7 @@ class Filling:
                 f"{tile.dtype.name} {list(tile.box.shape)} for {tile.box}. Targets are partly overwritten. Remedy: "
                 f"report this step, {type(tile.step).__name__}, as a defect"
             )
-        write_values(self.storage(tile.row), tile.copy, result)
+        copy_values(tile.copy, result.reshape(-1), self.storage(tile.row))
         for row in tile.freed:
             self._scratch_bytes -= self._scratch.pop(row).nbytes
         self.piece_done(tile.row)

@@ -41,12 +41,12 @@ class PieceColumns:
             pieces: What is to be read.
             source: What the files hold.
             target: The rows that are filled.
-            addresses: int64 per row of these: where its memory is, or -1 where it has to be opened first.
+            addresses: int64 per piece: where its target's memory is, or -1 where it has to be opened first.
 
         Raises:
             IndexError: A piece leaves its item or its target.
         """
-        address, names = addresses[pieces.target], {name: i for i, name in enumerate(source.dtypes)}
+        address, names = addresses, {name: i for i, name in enumerate(source.dtypes)}
         kind = source.dtype[pieces.source]
         same = kind == np.asarray([names.get(name, -1) for name in target.dtypes])[target.dtype[pieces.target]]
         direct = (address >= 0) & same & (pieces.size > 0)

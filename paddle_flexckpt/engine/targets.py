@@ -5,7 +5,8 @@ Tested in tests/engine/test_targets.py and tests/live/test_policies.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -14,7 +15,7 @@ import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog
-from paddle_flexckpt.engine.copies import AnyStorage
+from paddle_flexckpt.engine.copies import DeviceStorage
 from paddle_flexckpt.engine.names import raw_parameter
 
 # First and last byte address (exclusive), dtype, and the part of the tensor in words.
@@ -65,9 +66,14 @@ class Memory:
         """
         return None
 
-    def on_device(self, row: int) -> AnyStorage | None:
+    def on_device(self, row: int) -> DeviceStorage | None:
         """Return the storage of a target on a device, to be written in place; None for host memory."""
         return None
+
+    @contextlib.contextmanager
+    def host_buffers(self, count: int, nbytes: int) -> Iterator[list[np.ndarray]]:
+        """Lend buffers of uint8 from which targets on devices are filled, for the time of a with statement."""
+        yield list(np.empty((count, nbytes), dtype=np.uint8))
 
     def overlap(self, one: int, other: int) -> bool:
         """Return whether two targets whose addresses overlap have an element in common, or may have one."""

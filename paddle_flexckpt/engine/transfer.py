@@ -21,6 +21,7 @@ from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError, concat, validate_shards
+from paddle_flexckpt.catalog.collector import without_collector
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.engine.agreement import Ranks, check_coordinator, check_heads
 from paddle_flexckpt.engine.mapping import compile_mapping
@@ -205,6 +206,10 @@ class Transfer:
 
     def _resolve(self, statements: Sequence[str]) -> tuple[Task, bytes]:
         targets, head = self._described
+        return self._resolve_targets(targets, head, statements)
+
+    @without_collector()
+    def _resolve_targets(self, targets: Targets, head: bytes, statements: Sequence[str]) -> tuple[Task, bytes]:
         source, options, mapping = self._source.catalog, self._options, targets.mapping
         if options.aoa_config is not None:
             mapping = compile_mapping(options.aoa_config, source, self._all_targets, options.master_weights)

@@ -20,6 +20,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.partition_files import partition_problems
 from paddle_flexckpt.native.repair import rebuild_manifest
 from paddle_flexckpt.native.verify import Verification, verify_files
 from paddle_flexckpt.report import RepairReport, VerifyReport
@@ -58,13 +59,9 @@ def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyRep
             problems = [Problem(str(error))]
             return VerifyReport(directory.path, unique_id or 0, problems=problems, seconds=seconds, has_checksums=False)
         chosen = ids[-1] if unique_id is None else unique_id
-        problem = Problem(
-            f"the manifest is damaged: {error}",
-            file=directory.manifest_file(chosen),
-            remedy="restore the file from a copy, or rebuild it with repair_manifest(path, unique_id, overwrite=True)",
-        )
+        problems = _manifest_problems(directory, chosen, error)
         seconds = {"total": time.perf_counter() - begin}
-        return VerifyReport(directory.path, chosen, problems=[problem], seconds=seconds)
+        return VerifyReport(directory.path, chosen, problems=problems, seconds=seconds)
     with held as manifest:
         catalog = manifest.catalog
         # Of another program's, the manifest has been made of its files' headers: they fit, or it would not be there.
@@ -86,6 +83,21 @@ def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyRep
         seconds={"total": time.perf_counter() - begin},
         has_checksums=not manifest.foreign,
     )
+
+
+def _manifest_problems(directory: CheckpointDirectory, unique_id: int, error: CorruptCheckpointError) -> list[Problem]:
+    """Return what is wrong with a manifest that cannot be read: all of its damaged partitions, or itself."""
+    try:
+        problems = partition_problems(directory.backend, directory.read_committed(unique_id, ()))
+    except (OSError, CorruptCheckpointError):
+        problems = []
+    return problems or [
+        Problem(
+            f"the manifest is damaged: {error}",
+            file=directory.manifest_file(unique_id),
+            remedy="restore the file from a copy, or rebuild it with repair_manifest(path, unique_id, overwrite=True)",
+        )
+    ]
 
 
 def _doubts(directory: CheckpointDirectory, manifest: Manifest, found: Verification) -> list[Problem]:

@@ -1,4 +1,4 @@
-"""Whole tensors as targets, one in memory at a time, as numpy arrays."""
+"""Whole tensors, or boxes of them, as targets, one in memory at a time, as numpy arrays."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import CatalogBuilder, Problem, ValidationError, dtype_of
 from paddle_flexckpt.engine.agreement import Solo
@@ -50,17 +51,21 @@ class WholeTensors(Memory):
         """Hold nothing yet."""
         self._arrays: dict[int, np.ndarray] = {}
 
-    def targets(self, infos: Mapping[str, TensorInfo], mapping: TensorMapping | None) -> Targets:
+    def targets(
+        self, infos: Mapping[str, TensorInfo], mapping: TensorMapping | None, boxes: Mapping[str, Box] | None = None
+    ) -> Targets:
         """Return the targets.
 
         Args:
             infos: Shape and dtype by key, in the order in which tensors are filled.
             mapping: What statements make them of, compiled without a target; None takes the source's own tensors.
+            boxes: What is wanted of a tensor, by key; by default all of it.
         """
-        self._infos = list(infos.items())
-        builder = CatalogBuilder(0)
-        for key, info in self._infos:
-            builder.add(key, info.dtype, info.shape, (0,) * len(info.shape), info.shape)
+        builder, self._infos = CatalogBuilder(0), []
+        for key, info in infos.items():
+            box = (boxes or {}).get(key) or Box((0,) * len(info.shape), info.shape)
+            builder.add(key, info.dtype, info.shape, box.offset, box.shape)
+            self._infos.append((key, replace(info, shape=box.shape)))
         no_names, nowhere = ((),) * len(infos), np.zeros((len(infos), 2), dtype=np.int64)
         return Targets(builder.build(), no_names, no_names, nowhere, self, mapping)
 

@@ -70,8 +70,10 @@ class SourceDirectory(CheckpointDirectory):
         """Return the ids of this library's own checkpoints, in rising order."""
         return [] if self._file else super().list_ids()
 
-    def read_manifest(self, unique_id: int | None = None) -> Manifest:
+    def read_manifest(self, unique_id: int | None = None, keys: Sequence[str] | None = None) -> Manifest:
         """Read the manifest of a checkpoint (None: the highest id), or make one of what another program has written.
+
+        ``keys`` is as for native ones; those of other programs have all rows.
 
         Raises:
             ValidationError: There is no such checkpoint; the text says what is there instead.
@@ -79,7 +81,7 @@ class SourceDirectory(CheckpointDirectory):
         """
         ids = self.list_ids()
         if ids and unique_id in (None, *ids):
-            return super().read_manifest(unique_id)
+            return super().read_manifest(unique_id, keys)
         # With a manifest there, only ids of Paddle's can be meant that it does not have.
         of_paddle = paddle_ids(self.backend)
         found = find_foreign(self.backend, self._file) if not ids or of_paddle else None

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from paddle_flexckpt.catalog import LostRankError, ValidationError
 from paddle_flexckpt.catalog.errors import Failure, combine
-from paddle_flexckpt.catalog.wire import join, split
+from paddle_flexckpt.catalog.wire import join, pack_by_position, split, unpack_by_position
 from paddle_flexckpt.live.host_channel import HostChannel
+from paddle_flexckpt.live.kept_plans import KeptPlans
 from paddle_flexckpt.live.lost_ranks import Missing, announce, default_store, describe_lost_ranks, find_missing_ranks
 from paddle_flexckpt.live.transport import SocketTransport, Transport
 
@@ -31,6 +32,7 @@ class Communicator(ABC):
         ranks: Global ranks of the members, in the group's order.
         position: This rank's place in ``ranks``.
         collectives: Number of collectives so far.
+        kept: Plans for layouts that come again.
         refusal: Why this rank cannot do what it was asked for; its first step tells all others.
     """
 
@@ -40,6 +42,7 @@ class Communicator(ABC):
         self.ranks = ranks
         self.position = position
         self.collectives = 0
+        self.kept = KeptPlans()
 
     @property
     def rank(self) -> int:
@@ -58,6 +61,27 @@ class Communicator(ABC):
 
     @abstractmethod
     def _all_gather(self, payload: bytes) -> list[bytes]: ...
+
+    def all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """Give each member what is for it alone, and a note to all.
+
+        Args:
+            note: For all members; mostly empty.
+            payloads: What is for others and this member itself, by position.
+
+        Returns:
+            The notes of the members that have one, and what is for this member, both by position in rising order.
+        """
+        self.collectives += 1
+        if self.size == 1:
+            return ({self.position: note} if note else {}), dict(payloads)
+        return self._all_to_all(note, payloads)
+
+    def _all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """Do so where members can only say everything to everybody, as with gloo."""
+        said = [split(each) for each in self._all_gather(join((note, *pack_by_position(payloads))))]
+        own = [unpack_by_position(parts[1:]).get(self.position) for parts in said]
+        return _present(parts[0] or None for parts in said), _present(own)
 
     def open_transport(self) -> Transport:
         """Return a transport for tensor data between the members through host memory."""
@@ -99,19 +123,61 @@ class Communicator(ABC):
             CheckpointError: Something went wrong somewhere; all ranks' problems are in the text, with their rank.
             LostRankError: A rank has gone; the same on every rank that has not.
         """
+        payload = b"+" + payload if error is None else _failed(error, context)
+        gathered = _exchange(lambda: self.all_gather(payload), error, context)
+        _raise_failures(self.ranks, enumerate(gathered), error)
+        return [answer[1:] for answer in gathered]
+
+    def trade(
+        self, work: Callable[[], tuple[Result, bytes, Mapping[int, bytes]]], context: str = ""
+    ) -> tuple[Result, dict[int, bytes], dict[int, bytes]]:
+        """Take a step as in :meth:`together`, in which members have something to say to each alone.
+
+        Args:
+            work: The step; returns its result for this rank, a note for all, and what is for each member by position.
+            context: What is being done, for the error.
+
+        Returns:
+            This rank's result, the notes of those that have one, and what is for this rank, by position.
+
+        Raises:
+            CheckpointError: The step failed somewhere; the same error on every member.
+        """
+        failure: Exception | None = None
+        payloads: Mapping[int, bytes] = {}
         try:
-            if error is not None:
-                payload = join((context.encode(), Failure.of(error).encode()))
-            gathered = self.all_gather((b"+" if error is None else b"-") + payload)
-        except LostRankError as lost:
-            # This rank's own error, if there is one, is the context of that.
-            raise LostRankError(f"{context}: {lost}" if context else str(lost)) from error or lost.__cause__
-        failures = [(rank, split(answer[1:])) for rank, answer in zip(self.ranks, gathered) if answer[:1] == b"-"]
-        if not failures:
-            return [answer[1:] for answer in gathered]
+            result, note, payloads = work()
+            note = b"+" + note if note else b""
+        except Exception as error:
+            failure, note = error, _failed(error, context)
+        notes, received = _exchange(lambda: self.all_to_all(note, payloads), failure, context)
+        _raise_failures(self.ranks, notes.items(), failure)
+        return result, {position: each[1:] for position, each in notes.items()}, received
+
+
+def _exchange(collective: Callable[[], Result], error: Exception | None, context: str) -> Result:
+    try:
+        return collective()
+    except LostRankError as lost:
+        # This rank's own error, if there is one, is the context of that.
+        raise LostRankError(f"{context}: {lost}" if context else str(lost)) from error or lost.__cause__
+
+
+def _raise_failures(ranks: Sequence[int], answers: Iterable[tuple[int, bytes]], error: Exception | None) -> None:
+    """Raise the same error on every member if one of those that answered, by position, has failed."""
+    failures = [(ranks[each], split(answer[1:])) for each, answer in answers if answer[:1] == b"-"]
+    if failures:
         combined = combine([(rank, Failure.decode(failure)) for rank, (_, failure) in failures])
         # Ranks may have been called with different paths; the text is that of the first one that failed.
         raise combined.error(failures[0][1][0].decode()) from error
+
+
+def _failed(error: Exception, context: str) -> bytes:
+    return b"-" + join((context.encode(), Failure.of(error).encode()))
+
+
+def _present(values: Iterable[bytes | None]) -> dict[int, bytes]:
+    return {position: value for position, value in enumerate(values) if value is not None}
 
 
 class SoloCommunicator(Communicator):
@@ -167,6 +233,11 @@ class PaddleCommunicator(Communicator):
             raise LostRankError(self._who_is_lost(error)) from error
         return gathered
 
+    def _all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        if self._channel is not None:
+            return self._channel.all_to_all(note, payloads)
+        return super()._all_to_all(note, payloads)
+
     def _who_is_lost(self, error: Exception) -> str:
         store = default_store()
         if store is None:
@@ -201,6 +272,12 @@ def _host_channel(group_id: int, ranks: tuple[int, ...], position: int) -> HostC
     return HostChannel(default_store(), _name_of(group_id, ranks), ranks, position)
 
 
+@functools.cache
+def _kept_plans(ranks: tuple[int, ...]) -> KeptPlans:
+    """Return the plans of the calls that these ranks make together: a communicator lasts for one call."""
+    return KeptPlans()
+
+
 def communicator_for(process_group: Any = None) -> Communicator:
     """Return the communicator of a call.
 
@@ -220,6 +297,7 @@ def communicator_for(process_group: Any = None) -> Communicator:
         comm = SoloCommunicator(int(dist.get_rank()))
     else:
         comm = PaddleCommunicator(process_group if is_known and process_group is not None else _global_group())
+    comm.kept = _kept_plans(comm.ranks)
     if not is_known:
         comm.refusal = ValidationError(
             "process_group has to be a group of paddle.distributed, 'self' or None; got "

@@ -56,6 +56,13 @@ def wait_for_devices(devices: Iterable[str]) -> None:
         paddle.device.synchronize(device)
 
 
+def use_current_device() -> None:
+    """Have this thread work on the current device, as the main thread does; a thread begins with the first one."""
+    import paddle
+
+    paddle.set_device(paddle.get_device())
+
+
 @contextlib.contextmanager
 def current_device(device: str) -> Iterator[None]:
     """Make a device the current one, on whose stream Paddle works, for the time of a with statement."""
@@ -177,6 +184,38 @@ class DeviceMemory:
         parts = [self.read(part).reshape(-1) for part in self.whole().part(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    def read_into(self, start: int, target: np.ndarray, wait: bool = True) -> None:
+        """Copy the bytes from ``start`` on, in row-major order, straight into host memory.
+
+        Other threads run meanwhile. What is strided is gathered on the device first, so it takes memory there.
+
+        Args:
+            start: First byte; a whole element's.
+            target: uint8 ``[n]``, so many bytes of whole elements.
+            wait: Whether the bytes are there when this returns. Otherwise they are when the current stream's work is
+                done, where the memory is page-locked and the tensor contiguous.
+        """
+        import paddle
+
+        width = self.dtype.itemsize
+        straight = self.has_views and self._strides is None
+        step = max(1, target.nbytes if straight else DEVICE_CHUNK_BYTES // width * width)
+        for begin in range(0, target.nbytes, step):
+            piece = target[begin : begin + step]
+            first, last = (start + begin) // width, (start + begin + piece.nbytes) // width
+            if not self.has_views:
+                piece[...] = self.read_range(first, last).view(np.uint8)
+                continue
+            part = self.contiguous_range(first, last)
+            host = on_host(piece.view(_BITS[width]).reshape([int(n) for n in part.shape]))
+            with paddle.no_grad(), current_device(self.device):
+                host.copy_(part, wait or not straight)
+            if int(host.data_ptr()) != piece.ctypes.data:
+                raise CheckpointError(
+                    f"Paddle {paddle.__version__} copies from {self.device} to other memory than it was given. Remedy: "
+                    "report this"
+                )
+
     def fill(self, source: Any) -> None:
         """Overwrite all elements with those of a contiguous host tensor of the same shape and dtype."""
         import paddle
@@ -208,6 +247,23 @@ class DeviceMemory:
                 copy.copy_from(self, replace(part, target_base=position, target_strides=units))
                 position += part.size
             return flat
+
+    def words(self, start: int, stop: int) -> Any:
+        """Return the bytes of the elements ``[start, stop)``, whole words, as an int32 tensor ``[n]`` on the device.
+
+        It is a view of the memory, or a copy.
+        """
+        import paddle
+
+        with paddle.no_grad(), current_device(self.device):
+            begin, count = start * self.dtype.itemsize, (stop - start) * self.dtype.itemsize // 4
+            if self._strides is None and begin % 4 == 0 and self._tensor.data_ptr() % 4 == 0:
+                return DeviceMemory(self._tensor, np.dtype(np.int32))._view((count,), begin // 4, (1,))
+            part = self.contiguous_range(start, stop)
+            # Seen as another type, a tensor's offset in its memory would be counted in that type's width.
+            alone = paddle.empty(part.shape, dtype=part.dtype)
+            alone.copy_(part, False)
+            return alone.view("int32").reshape([-1])
 
     def whole(self) -> StridedCopy:
         """Return the copy of all elements to a storage of the same shape."""

@@ -234,8 +234,6 @@ class FilePeers(Peers):
                     if row not in there:
                         there[row] = np.empty(size[row], dtype=dtypes[self.rows.dtype[row]])
                     self._reader.read(item, copy, there[row])
-                # Nothing goes to another rank, or into a target, before it is verified.
-                self._reader.wait_for_hashes()
             return there.__getitem__
 
         return RowsReadAhead(rounds.count, read)

@@ -6,6 +6,9 @@ needs the device to be current. A channel needs neither (docs/design.md, "How ra
 What every rank has to say reaches all in ceil(log2 n) rounds (Bruck's dissemination): in round k a rank sends the
 2 ** k payloads that it knows, or as many as are missing, to the rank 2 ** k places before it, and gets as many from the
 rank 2 ** k places after it. So a rank needs connections to few others, and a payload comes to each rank once.
+
+What is for one rank alone goes the same ways: in round k what has a way left with 2 ** k in it. So a byte is passed on
+at most ceil(log2 n) times, on average half as often.
 """
 
 from __future__ import annotations
@@ -18,12 +21,16 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.live.lost_ranks import KeyValueStore, describe_lost_ranks, find_missing_ranks
 from paddle_flexckpt.live.meeting import Meeting
 
+Result = TypeVar("Result")
 # A rank may well be busy for long before it takes part: it writes its file, or is not done with what comes before the
 # first save. Paddle's own groups wait as long.
 PATIENCE_SECONDS = 1800.0
@@ -78,6 +85,17 @@ class HostChannel:
         Raises:
             LostRankError: A member has gone or takes no part, now or in an earlier call.
         """
+        return self._exchange(lambda: self._disseminate(payload))
+
+    def all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """Give each member what is for it alone, and a note to all; as of ``Communicator.all_to_all``.
+
+        Raises:
+            LostRankError: As of :meth:`all_gather`.
+        """
+        return self._exchange(lambda: self._deliver(note, payloads))
+
+    def _exchange(self, exchange: Callable[[], Result]) -> Result:
         with self._lock:
             if self._broken:
                 raise LostRankError(
@@ -88,7 +106,7 @@ class HostChannel:
             try:
                 if not self._has_met:
                     self._meet()
-                gathered = self._disseminate(payload)
+                gathered = exchange()
             except Exception as error:
                 self._hang_up()
                 missing = find_missing_ranks(self._store, self._name, self.ranks, self.rank)
@@ -125,6 +143,28 @@ class HostChannel:
             known += self._send_and_receive(distance, known[:count])
             distance *= 2
         return [bytes(known[(position - self.position) % size]) for position in range(size)]
+
+    def _deliver(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """Send what is d places away on in the rounds of d's bits; it reaches its rank with the last of them."""
+        size = len(self.ranks)
+        self._exchanges += 1
+        notes: dict[int, bytes] = {self.position: note} if note else {}
+        # By how far it has to go: from whom, and what.
+        under_way: dict[int, list[tuple[int, bytes]]] = {}
+        for position, payload in payloads.items():
+            under_way[(self.position - position) % size] = [(self.position, payload)]
+        distance = 1
+        while distance < size:
+            leaving = [(far, *each) for far in under_way if far & distance for each in under_way[far]]
+            under_way = {far: each for far, each in under_way.items() if not far & distance}
+            # A note needs no distance: whoever has it tells it.
+            sent = [_encode_letters(leaving), _encode_letters([(0, *each) for each in notes.items()])]
+            letters, told = map(_decode_letters, self._send_and_receive(distance, sent))
+            for far, source, payload in letters:
+                under_way.setdefault(far - distance, []).append((source, payload))
+            notes.update({source: payload for _, source, payload in told})
+            distance *= 2
+        return dict(sorted(notes.items())), dict(sorted(under_way.get(0, ())))
 
     def _send_and_receive(self, distance: int, payloads: Sequence[bytes | memoryview]) -> list[memoryview]:
         """Send payloads to the one side and get as many from the other, at the same time: no ring of sends waits."""
@@ -171,6 +211,23 @@ class HostChannel:
         self._targets = {distance: meeting.targets[rank] for distance, rank in targets.items()}
         self._sources = {distance: meeting.sources[rank] for distance, rank in sources.items()}
         self._has_met = True
+
+
+_LETTER = np.dtype([("far", "<u4"), ("source", "<u4"), ("length", "<u8")])
+
+
+def _encode_letters(letters: Sequence[tuple[int, int, bytes]]) -> bytes:
+    heads = np.asarray([(far, source, len(payload)) for far, source, payload in letters], dtype=_LETTER)
+    return b"".join([len(letters).to_bytes(8, "little"), heads.tobytes(), *(payload for _, _, payload in letters)])
+
+
+def _decode_letters(message: memoryview) -> list[tuple[int, int, bytes]]:
+    count = int.from_bytes(message[:8], "little")
+    heads, letters, begin = np.frombuffer(message, _LETTER, count, 8), [], 8 + count * _LETTER.itemsize
+    for far, source, length in heads.tolist():
+        letters.append((far, source, bytes(message[begin : begin + length])))
+        begin += length
+    return letters
 
 
 class _Leaving:

@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -124,7 +125,7 @@ def _look(
     has = own is not None and own.save_token == token
 
     def send() -> tuple[None, bytes]:
-        return None, own.encode() if own is not None and comm.position == owner else b""
+        return None, replace(own, partitions=()).encode() if own is not None and comm.position == owner else b""
 
     def look() -> tuple[None, bytes]:
         usable, wrong = directory.usable_files(manifest)

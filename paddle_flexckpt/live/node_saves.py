@@ -22,14 +22,16 @@ from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.engine.copies import CHUNK_BYTES
 from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.kept_plans import in_full
 from paddle_flexckpt.live.save_options import SaveOptions
-from paddle_flexckpt.live.shared_saves import Share
+from paddle_flexckpt.live.save_plan import Share
 from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.media.backend import Backend, Lock, write_file
+from paddle_flexckpt.native.checksums import Checksums
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.node_directory import NodeDirectory
-from paddle_flexckpt.native.save_directory import remove_dead_saves
 
 logger = logging.getLogger("paddle_flexckpt")
 # By which ranks find out whether they see the same directory.
@@ -97,13 +99,12 @@ class NodeSave:
         """Take what :meth:`begin` returned on every rank; the names are known."""
         self._addresses = messages
 
-    def write(self, share: Share) -> bytes:
-        """Write this rank's data file; return its part of the manifest."""
+    def write(self, share: Share, hashed: np.ndarray) -> tuple[bytes, Checksums]:
+        """Write this rank's data file; return its part of the manifest, and the block checksums of all items."""
         self._clean_up()
-        part = self.directory.write_data(
-            self.names, share.items, share.data(), world_size=self.comm.size, step=share.step
-        )
-        return part.encode()
+        with share.data() as data:
+            part = self.directory.write_data(self.names, share.items, data, world_size=self.comm.size, step=share.step)
+        return part.encode(), part.checksums
 
     def _clean_up(self) -> None:
         """Finish or remove what dead saves have left on this rank's node."""
@@ -248,6 +249,7 @@ def meet_nodes(
         return None, join((head, own.encode()))
 
     _, answers = comm.together(show, context)
+    answers = in_full(comm, answers, b"", context)  # others may save to a directory that all share
     check_same([split(answer)[0] for answer in answers], context)
     tokens = [split(answer)[1].decode() for answer in answers]
     _, answers = comm.together(lambda: _look(comm, open_directory(), tokens, options.unique_id, locks), context)

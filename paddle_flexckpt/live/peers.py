@@ -25,7 +25,8 @@ from paddle_flexckpt.engine.transfer import Source, Task
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.device_exchange import DeviceExchange, Traffic
 from paddle_flexckpt.live.device_memory import devices_of, has_views, wait_for_devices
-from paddle_flexckpt.live.replicas import Replicas, replica_digests
+from paddle_flexckpt.live.replica_digests import Digests
+from paddle_flexckpt.live.replicas import Replicas
 from paddle_flexckpt.live.rounds import HeldRows, Rounds
 from paddle_flexckpt.live.save_options import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.sources import CheckedSources
@@ -33,6 +34,7 @@ from paddle_flexckpt.live.tensor_memory import refuse_shared_memory
 from paddle_flexckpt.live.tensors import open_storage
 from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.planning import ExchangePlan, ShardMatcher, plan_exchange
+from paddle_flexckpt.planning.comparison import Comparison, compare_whole
 from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
 
 
@@ -270,8 +272,17 @@ class MemoryPeers(Peers):
     @functools.cached_property
     def _replicas(self) -> tuple[bytes, bytes]:
         keys = [self.catalog.key_name(row) for row in self.owned]
-        digests = replica_digests(self.owned, self.catalog, self._checked.groups) if self._rules.compares else b""
-        return digests, self._rules.of(keys, list(self._described.values())).tobytes()
+        return self._digests(), self._rules.of(keys, list(self._described.values())).tobytes()
+
+    @functools.cached_property
+    def _comparison(self) -> Comparison:
+        groups = self._checked.groups
+        return compare_whole(self.catalog, groups, np.full(len(groups), self._rules.compares))
+
+    def _digests(self) -> bytes:
+        mine = self._comparison.of_rank(self.catalog, self._comm.rank)
+        with Digests(self.owned, self.catalog, mine) as digests:
+            return digests.encode()
 
     def compare_replicas(self, digests: Sequence[bytes], policies: Sequence[bytes]) -> None:
         """Compare the replicas of shards, to know which may be read."""
@@ -280,7 +291,7 @@ class MemoryPeers(Peers):
             asked[self.catalog.rank == rank] = np.frombuffer(said, dtype=np.uint8)
         compares, groups = self._rules.compares, self._checked.groups
         replicas = Replicas(comm, self.owned, self.catalog, groups, asked, compares, self._context)
-        differing = replicas.compare(digests)
+        differing = replicas.compare(self._comparison, digests)
         self._compares_again = replicas if compares and (groups.count > 1).any() else None
         self._differed = bool(differing.any())
         self.replicas = replicas.report(differing, comm.position == self._options.coordinator_rank)
@@ -297,10 +308,8 @@ class MemoryPeers(Peers):
         One collective where there are replicas to be compared. Raises as :meth:`Replicas.compare`.
         """
         super().meet(addresses)
-        again, groups = self._compares_again, self._checked.groups
+        again = self._compares_again
         if again is None:
             return True
-        _, digests = self._comm.together(
-            lambda: (None, replica_digests(self.owned, self.catalog, groups)), self._context
-        )
-        return not again.compare(digests).any() and not self._differed
+        _, digests = self._comm.together(lambda: (None, self._digests()), self._context)
+        return not again.compare(self._comparison, digests).any() and not self._differed

@@ -1,12 +1,9 @@
 """Compare replicas: ranks that should hold the same shard, and may not.
 
 That happens when ranks have run out of step, or when two different tensors (the experts of two ranks) go by one name.
-Saving one replica, or a part of each, would then lose something without a word. So every rank takes a digest of the
-replicated shards that it holds, which costs a few percent of copying them, and the ranks compare.
-
-A device digests its own memory: sums of 32-bit words, each multiplied by a random odd 64-bit number, modulo 2**64
-(multilinear hashing; Lemire and Kaser, "Strongly universal string hashing is fast", 2014). Two different rows of words
-have the same sum with a probability of at most 2**-32.
+Saving one replica, or a part of each, would then lose something without a word. So ranks take digests
+(:mod:`~paddle_flexckpt.live.replica_digests`) and compare them. :mod:`~paddle_flexckpt.planning.comparison` says of
+what: a save looks at what it writes, on two ranks; where any replica may be taken, all of them are looked at.
 """
 
 from __future__ import annotations
@@ -18,15 +15,14 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError, dtype_of
-from paddle_flexckpt.engine.copies import pack_copy
 from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.device_memory import DeviceMemory, current_device, on_host
+from paddle_flexckpt.live.replica_digests import DIGEST, Digests
 from paddle_flexckpt.live.save_options import CLOSE, EQUAL, FIRST
-from paddle_flexckpt.live.tensor_memory import host_bytes, host_memory
 from paddle_flexckpt.live.tensors import open_storage
+from paddle_flexckpt.planning.comparison import Comparison, compare_samples, compare_whole, compare_written
+from paddle_flexckpt.planning.write_plan import Items
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -35,42 +31,6 @@ MAX_LISTED = 50
 MEASURED_BYTES = 64 << 20
 # Keys that this process has warned of.
 _warned: set[str] = set()
-# Words of one sum. One sum of 8 bytes crosses to the host for each 256 KiB: 0.003 % of the data.
-ROW_WORDS = 1 << 16
-# Rows for which a strided view is gathered at once: 4 MiB of device memory.
-_ROWS_AT_ONCE = 16
-_DIGEST = np.dtype([("row", "<i8"), ("of_device", "u1"), ("digest", "<u8")])
-
-
-def replica_digests(
-    held: Mapping[int, Any],
-    catalog: Catalog,
-    groups: ReplicaGroups,
-    rows: Collection[int] | None = None,
-    on_device: bool | None = None,
-) -> bytes:
-    """Return digests of this rank's replicated shards, for the other ranks.
-
-    ``held`` has this rank's tensors by row of the catalog, whose groups these are; ``rows`` are those to take, all by
-    default. ``on_device`` asks for the digest that devices can compute (True) or that of bytes on the host (False); by
-    default each tensor has the one of its place.
-    """
-    replicated = (groups.count > 1)[groups.of_row]
-    digests: list[tuple[int, bool, int]] = []
-    lengths = catalog.byte_length
-    factors: dict[str, Any] = {}
-    mine = [row for row in held if replicated[row] and (rows is None or row in rows)]
-    tensors = [held[row] for row in mine]
-    nothing: list[np.ndarray | None] = [None] * len(mine)
-    in_place = nothing if on_device else host_bytes(tensors, [0] * len(mine), lengths[mine].tolist())
-    for row, tensor, memory in zip(mine, tensors, in_place):
-        if memory is not None:
-            digests.append((row, False, xxhash.xxh3_64_intdigest(memory)))
-            continue
-        storage = open_storage(tensor)
-        by_sums = isinstance(storage, DeviceMemory) and storage.has_views if on_device is None else on_device
-        digests.append((row, by_sums, _sums_digest(storage, factors) if by_sums else _bytes_digest(storage)))
-    return np.asarray(digests, dtype=_DIGEST).tobytes()
 
 
 class Replicas:
@@ -101,11 +61,36 @@ class Replicas:
         self._context, self.compares = context, compares or save_replicas
         self._policy = np.maximum.reduceat(policies[groups.order], groups.start[:-1]) if len(groups) else policies
         self._policy = np.where(groups.count > 1, self._policy, EQUAL)
-        tolerant = self._policy != EQUAL if save_replicas else self._policy == CLOSE
+        self._may_differ = self._policy >= CLOSE
+        self._looks_at_all = self._policy != EQUAL if not save_replicas else np.ones(len(groups), dtype=bool)
+        tolerant = self._may_differ if save_replicas else self._policy == CLOSE
         self.comes_first = self.compares and bool(tolerant.any())
 
-    def compare(self, answers: Sequence[bytes]) -> np.ndarray:
-        """Compare the :func:`replica_digests` of all ranks; return the groups whose replicas differ, bool ``[g]``.
+    def first(self) -> Comparison:
+        """Plan what a save compares before it plans: all of what may differ."""
+        return compare_whole(self._catalog, self._groups, self._may_differ)
+
+    def beside(self, items: Items, turn: int) -> Comparison:
+        """Plan what a save compares while it writes: of what :meth:`first` has not, what is written, or all.
+
+        ``items`` are what is written; ``turn`` is a number that all ranks agree on, another one for each plan.
+        """
+        rest = np.full(len(self._groups), self.compares) & ~(self._may_differ & self.comes_first)
+        all_of, part_of = rest & self._looks_at_all, rest & ~self._looks_at_all
+        written = compare_written(items, self._catalog, self._groups, part_of, turn)
+        samples = compare_samples(self._catalog, self._groups, part_of, turn)
+        whole = compare_whole(self._catalog, self._groups, all_of)
+        return written.and_also(samples).and_also(whole)
+
+    def take(self, comparison: Comparison, on_device: bool | None = None) -> bytes:
+        """Return the digests of this rank's lines, where nothing is written meanwhile."""
+        with Digests(
+            self._held, self._catalog, comparison.of_rank(self._catalog, self._comm.rank), on_device
+        ) as digests:
+            return digests.encode()
+
+    def compare(self, comparison: Comparison, answers: Sequence[bytes]) -> np.ndarray:
+        """Compare the digests of all ranks; return the groups whose replicas differ, bool ``[g]``.
 
         Only where one replica of a shard is on a device and another on the host is one more collective needed: the
         ranks take the digest that both can.
@@ -113,39 +98,50 @@ class Replicas:
         Raises:
             ValidationError: Replicas differ that have to be equal; the same on every rank.
         """
-        catalog, groups = self._catalog, self._groups
-        digests = np.concatenate([np.frombuffer(answer, dtype=_DIGEST) for answer in answers])
-        first = groups.first[groups.of_row]
-        of_device = np.zeros((2, len(catalog)), dtype=bool)
-        of_device[digests["of_device"], first[digests["row"]]] = True
-        mixed = (of_device[0] & of_device[1])[first]
-        if mixed.any():
-            mine = set(np.flatnonzero(mixed).tolist())
-            _, again = self._comm.together(
-                lambda: (None, replica_digests(self._held, catalog, groups, mine, on_device=True)), self._context
-            )
-            digests = np.concatenate([digests, *(np.frombuffer(answer, dtype=_DIGEST) for answer in again)])
-        digest = np.zeros(len(catalog), dtype=np.uint64)
-        digest[digests["row"]] = digests["digest"]
-        differs = digest != digest[first]
-        problems = [
-            Problem(
-                "replicas of one shard differ",
-                key=catalog.key_name(row),
-                rank=int(catalog.rank[row]),
-                expected=f"the values of {catalog.describe(row)} on rank {catalog.rank[first[row]]}",
-                got="others",
-                remedy=_drift() + "give different tensors (such as the experts of different ranks) different names, or "
-                "bring the ranks in step; if one rank's values will do, pass check_replicas="
-                f"{{{catalog.key_name(row)!r}: 'first'}}, or 'close' to be told how far apart they are",
-            )
-            for row in np.flatnonzero(differs & (self._policy == EQUAL)[groups.of_row])[:MAX_LISTED].tolist()
-        ]
+        groups = self._groups
+        found = self._by_line(comparison, answers)
+        of_device, first = found["of_device"] != 0, comparison.first
+        is_mixed = np.zeros(len(comparison), dtype=bool)
+        is_mixed[first[of_device != of_device[first]]] = True
+        is_mixed = is_mixed[first]
+        if is_mixed.any():
+            again = comparison.only(is_mixed)
+            _, answers = self._comm.together(lambda: (None, self.take(again, on_device=True)), self._context)
+            found[is_mixed] = self._by_line(again, answers)
+        lines = np.flatnonzero(found["digest"] != found["digest"][first])
+        group = groups.of_row[comparison.row[lines]]
+        # A replica may differ in several stretches.
+        wrong = lines[~self._may_differ[group]]
+        _, once = np.unique(comparison.row[wrong], return_index=True)
+        problems = [self._problem(comparison, line) for line in wrong[once][:MAX_LISTED].tolist()]
         if problems:
             raise ValidationError(problems, self._context)
         differing = np.zeros(len(groups), dtype=bool)
-        differing[groups.of_row[differs]] = True
+        differing[group] = True
         return differing
+
+    def _by_line(self, comparison: Comparison, answers: Sequence[bytes]) -> np.ndarray:
+        """Return the digests of all lines, of what each rank has encoded of its own."""
+        found = np.zeros(len(comparison), dtype=DIGEST)
+        answer = dict(zip(self._comm.ranks, answers))
+        in_order = np.argsort(self._catalog.rank[comparison.row], kind="stable")
+        found[in_order] = np.frombuffer(b"".join(answer[rank] for rank in sorted(answer)), dtype=DIGEST)
+        return found
+
+    def _problem(self, comparison: Comparison, line: int) -> Problem:
+        catalog, row, other = self._catalog, comparison.row[line], comparison.row[comparison.first[line]]
+        key, start, stop = catalog.key_name(row), comparison.start[line], comparison.stop[line]
+        part = "" if stop - start == catalog.size[row] else f", elements {start} to {stop - 1} of it,"
+        return Problem(
+            "replicas of one shard differ",
+            key=key,
+            rank=int(catalog.rank[row]),
+            expected=f"the values of {catalog.describe(row)}{part} on rank {catalog.rank[other]}",
+            got="others",
+            remedy=_drift() + "give different tensors (such as the experts of different ranks) different names, or "
+            "bring the ranks in step; if one rank's values will do, pass check_replicas="
+            f"{{{key!r}: 'first'}}, or 'close' to be told how far apart they are",
+        )
 
     def narrowed(self, differing: np.ndarray | None = None) -> ReplicaGroups:
         """Return the groups as they may be read: where replicas may differ, the one replica that counts is left.
@@ -163,7 +159,7 @@ class Replicas:
         not hold, the next by the same rule.
         """
         catalog, groups = self._catalog, self._groups
-        rows = groups.order[np.repeat(self._policy != EQUAL, groups.count)]
+        rows = groups.order[np.repeat(self._may_differ, groups.count)]
         if not len(rows):
             return rows
         keys = frozenset(catalog.keys)
@@ -280,67 +276,6 @@ def _difference(values: np.ndarray, others: np.ndarray) -> float:
 
 def _nan_last(number: float) -> tuple[bool, float]:
     return number != number, number
-
-
-def _bytes_digest(storage: Any) -> int:
-    if isinstance(storage, np.ndarray):
-        return xxhash.xxh3_64_intdigest(storage.view(np.uint8))
-    hasher = xxhash.xxh3_64()
-    for part in pack_copy(storage.whole(), storage):
-        hasher.update(part)
-    return hasher.intdigest()
-
-
-@functools.cache
-def _factors() -> np.ndarray:
-    """Return int64 ``[ROW_WORDS]``, odd; the same in every process."""
-    random = np.random.Generator(np.random.PCG64(0x666C6578)).integers(0, 1 << 64, ROW_WORDS, dtype=np.uint64)
-    return (random | np.uint64(1)).view(np.int64)
-
-
-def _sums_digest(storage: Any, factors: dict[str, Any]) -> int:
-    """Return the digest that a device can take; of a device tensor only the sums cross to the host.
-
-    ``factors`` has the factors on each device that has them already, by its name; it is added to.
-    """
-    if isinstance(storage, DeviceMemory):
-        sums = _device_sums(storage, factors) if storage.has_views else _host_sums(storage.read_range(0, storage.size))
-    else:
-        sums = _host_sums(storage)
-    return xxhash.xxh3_64_intdigest(np.concatenate([part.view(np.uint8) for part in sums]))
-
-
-def _host_sums(array: np.ndarray) -> list[np.ndarray]:
-    data = array.view(np.uint8)
-    words = data[: len(data) // 4 * 4].view("<i4")
-    sums = []
-    for start in range(0, len(words), ROW_WORDS):
-        values = words[start : start + ROW_WORDS].astype(np.int64)
-        sums.append((values * _factors()[: len(values)]).sum(keepdims=True))
-    return [*sums, data[len(words) * 4 :]]
-
-
-def _device_sums(memory: DeviceMemory, known: dict[str, Any]) -> list[np.ndarray]:
-    import paddle
-
-    itemsize = memory.dtype.itemsize
-    count = memory.size * itemsize // 4  # words
-    sums = []
-    with paddle.no_grad(), current_device(memory.device):
-        if memory.device not in known:
-            known[memory.device] = on_host(_factors())._copy_to(memory.place, True)
-        factors = known[memory.device]
-        for start in range(0, count, ROW_WORDS * _ROWS_AT_ONCE):
-            stop = min(start + ROW_WORDS * _ROWS_AT_ONCE, count)
-            words = memory.contiguous_range(start * 4 // itemsize, stop * 4 // itemsize)
-            if words.data_ptr() % 4:
-                words = words.clone()  # a device reads words at multiples of their width only
-            words = words.view("int32").reshape([-1])
-            for first in range(0, stop - start, ROW_WORDS):
-                row = words[first : first + ROW_WORDS].astype("int64")
-                sums.append((row * factors[: row.shape[0]]).sum().reshape([1]))
-        values = host_memory(paddle.concat(sums)._copy_to(paddle.CPUPlace(), True)) if sums else np.zeros(0, np.int64)
-    return [values, memory.read_range(count * 4 // itemsize, memory.size)]
 
 
 def _drift() -> str:

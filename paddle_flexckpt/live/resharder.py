@@ -6,13 +6,14 @@ Tested in tests/live/test_reshard_files.py and tests/live/test_reshard_plan.py.
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from paddle_flexckpt.catalog import Catalog, concat
-from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
-from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
+from paddle_flexckpt.catalog import Catalog, ValidationError, concat
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
+from paddle_flexckpt.engine.agreement import BRIEF_RUN, check_calls, check_coordinator, check_heads
 from paddle_flexckpt.engine.options import GROUP, SHARDS, UNUSED, takes
 from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.transfer import Transfer
@@ -24,6 +25,8 @@ from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.virtual_files import gather_virtual_files, owned_tensors
 from paddle_flexckpt.report import LoadReport
 
+# A plan's number: bytes that one rank draws.
+PLAN_BYTES = 6
 _CONTEXT = "cannot reshard"
 
 
@@ -120,19 +123,35 @@ class ReshardPlan:
 
         def look() -> tuple[None, bytes]:
             unchanged = self._planned and self._layout == self._layout_now()
-            return None, bytes([unchanged]) + (peers.renew() if self._planned else b"")
+            return None, brief_run(self._number, unchanged, peers.renew() if self._planned else b"")
 
         with peers.closing:
             _, answers = self._comm.together(look, _CONTEXT)
-            if all(answer[0] for answer in answers) and peers.meet([answer[1:] for answer in answers]):
+            said = self._check_runs(answers)
+            if all(each[0] for each in said) and peers.meet([each[1:] for each in said]):
                 return self._move(begin)
         self._plan()
         with self._peers.closing:
             return self._move(begin)
 
+    def _check_runs(self, answers: list[bytes]) -> list[bytes]:
+        """Return what each rank says of its plan: whether it still holds, and the rank's address.
+
+        Raises:
+            ValidationError: Ranks make different calls, or run different plans; the same on every rank.
+        """
+        comm, heads = self._comm, [split(answer)[0] if answer else b"" for answer in answers]
+        check_calls(heads, _CONTEXT, comm.ranks)
+        start = len(BRIEF_RUN) + PLAN_BYTES
+        if len({head[:start] for head in heads}) > 1:
+            remedy = "Remedy: run the plans in the same order on every rank"
+            raise ValidationError([f"ranks run different plans of plan_reshard. {remedy}"], _CONTEXT)
+        return [head[start:] for head in heads]
+
     def _plan(self) -> None:
         self._planned = False
-        self._transfer, self._peers = _gather(self._comm, self._source, self._target, self._options, "plan_reshard")
+        gathered = _gather(self._comm, self._source, self._target, self._options, "plan_reshard")
+        self._transfer, self._peers, self._number = gathered
         try:
             self._transfer.prepare()
         except BaseException:
@@ -159,22 +178,28 @@ def _gather(
     target_state_dict: Mapping[str, Any],
     options: ReshardOptions,
     call: str,
-) -> tuple[Transfer, MemoryPeers]:
-    """Describe the sources of all ranks; return what fills the targets from them."""
+) -> tuple[Transfer, MemoryPeers, bytes]:
+    """Describe the sources of all ranks; return what fills the targets from them, and a number that no other has."""
     mine = virtual_file(comm.rank)
 
     def describe() -> tuple[LocalState, bytes]:
         check_coordinator(comm, options.coordinator_rank)
         state = open_state(source_state_dict, comm.rank, mine)
-        return state, join((options.encode(call), encode_catalog(state.catalog)))
+        return state, join((options.encode(call), encode_catalog(state.catalog), secrets.token_bytes(PLAN_BYTES)))
 
     state, answers = comm.together(describe, _CONTEXT)
-    source = concat([decode_catalog(catalog) for catalog in check_heads(answers, _CONTEXT, comm.ranks)[0]])
+    catalogs, numbers = check_heads(answers, _CONTEXT, comm.ranks)
+    source = concat([decode_catalog(catalog) for catalog in catalogs])
     tensors = {
         key: tensor if weight is None else weight
         for key, weight, tensor in zip(state.catalog.keys, state.weights, state.tensors)
     }
-    return _between_ranks(comm, target_state_dict, source, {mine: tensors}, options)
+    return *_between_ranks(comm, target_state_dict, source, {mine: tensors}, options), numbers[0]
+
+
+def brief_run(number: bytes, unchanged: bool, address: bytes) -> bytes:
+    """Return what a rank says before it runs a plan: which one, whether it still holds, and how to reach the rank."""
+    return join((BRIEF_RUN + number + bytes([unchanged]) + address,))
 
 
 @takes(

@@ -14,16 +14,19 @@ from typing import Any, Literal, Union
 import numpy as np
 
 from paddle_flexckpt.background import BackgroundWriter
+from paddle_flexckpt.background.waves import LEAST_BYTES
 from paddle_flexckpt.catalog import EXTRA_STATE, ValidationError
 from paddle_flexckpt.engine.options import Options, Storage, rule
 
-ReplicaPolicy = Literal["equal", "close", "first"]
+ReplicaPolicy = Literal["equal", "all", "close", "first"]
 CheckReplicas = Union[bool, ReplicaPolicy, Mapping[Union[str, "re.Pattern[str]"], ReplicaPolicy]]
 
 # In an array of policies. Where ranks describe a shard in different ways, the highest counts.
-EQUAL, CLOSE, FIRST = range(3)
-_CODES: dict[Any, int] = {"equal": EQUAL, "close": CLOSE, "first": FIRST}
+EQUAL, ALL, CLOSE, FIRST = range(4)
+_CODES: dict[Any, int] = {"equal": EQUAL, "all": ALL, "close": CLOSE, "first": FIRST}
 _DEFAULT = "*"
+# A slice has some elements of any dtype, and is worth a call.
+_LEAST_SLICE = 4096
 
 
 class ReplicaPolicies:
@@ -55,8 +58,9 @@ class ReplicaPolicies:
         if bad:
             raise ValidationError(
                 [
-                    f"check_replicas has {each}. Remedy: give 'equal', 'close' or 'first' for all keys, or a dict of "
-                    "these by pattern, a glob or a compiled regular expression; True and False mean 'equal' and 'first'"
+                    f"check_replicas has {each}. Remedy: give 'equal', 'all', 'close' or 'first' for all keys, or a "
+                    "dict of these by pattern, a glob or a compiled regular expression; True and False mean 'equal' "
+                    "and 'first'"
                     for each in bad
                 ]
             )
@@ -97,17 +101,25 @@ class SaveOptions(Options):
         step: Training step to record in the manifest.
         check_replicas: What is asked of the replicas of one shard. For all keys, or in a dict by glob or compiled
             regular expression: the first that matches counts, and ``"*"`` is the default (``"equal"`` without it).
-            ``"equal"``, or True: the same bytes, else the save is an error. ``"close"``: where they differ, the values
-            of one rank are saved, and the report and a warning say how far apart they are. ``"first"``: the values of
-            one rank are saved, and the report says whether others differ. False: the same without comparing (with
-            ``save_replicas`` they are compared nonetheless). That rank is, for a whole layer and its states, the lowest
-            that holds them. Running statistics of normalisation layers are ``"first"`` unless a pattern matches them.
+            ``"equal"``, or True: the same bytes, else the save is an error. What is saved is compared on two ranks,
+            another two with each plan, and 64 bytes of each replica on all ranks; a copy that deviates in a few bytes,
+            and is not what is saved, may stay unseen. ``"all"``: likewise, with every byte compared on all ranks, each
+            of which reads all that it has. ``"close"``: where they differ, the values of one rank are saved, and the
+            report and a warning say how far apart they are. ``"first"``: the values of one rank are saved, and the
+            report says whether others differ. False: the same without comparing (with ``save_replicas`` they are
+            compared nonetheless). That rank is, for a whole layer and its states, the lowest that holds them. Running
+            statistics of normalisation layers are ``"first"`` unless a pattern matches them.
         storage: ``"shared"``: all ranks see the same directory. ``"per_node"``: the ranks of each node see one of their
             own, under the same path or another; each gets the data of its ranks and a manifest of all, and the
             checkpoint exists on all of them or on none. Which ranks share a directory is found out. It is loaded with
             ``storage="per_node"``; not with ``async_save``.
         node_copies: With ``storage="per_node"``: on how many nodes each data file is kept. With 2, a checkpoint
             survives the loss of any one node.
+        staging_bytes: With ``async_save``: take no more memory for the copy, 64 MiB at least. A share that is larger
+            goes through it in waves: the writer writes while the call copies, which returns after the last copy.
+        slice_bytes: With ``async_save``: the call copies nothing and returns a SlicedSave. Its ``stage_next()`` copies
+            at most so many bytes, between micro-steps; ``finish_staging()``, before ``optimizer.step()``, copies what
+            is left. The state must not change until then. Ranks may have slices of different sizes.
     """
 
     coordinator_rank: int = 0
@@ -122,6 +134,8 @@ class SaveOptions(Options):
     )
     storage: Storage = field(default="shared", metadata=rule(choices=("shared", "per_node")))
     node_copies: int = 1
+    staging_bytes: int | None = None
+    slice_bytes: int | None = field(default=None, metadata=rule(compared=lambda nbytes: nbytes is not None))
 
     def check(self) -> None:
         """Raise ValidationError if an option has a value that it cannot have, or two do not go together."""
@@ -131,5 +145,22 @@ class SaveOptions(Options):
                 "async_save does not work with storage='per_node': the writer processes of all ranks agree on the "
                 "outcome through one directory, which they have to share. Remedy: save with async_save=False"
             )
+        if self.staging_bytes is not None and (
+            self.async_save is False or self.slice_bytes is not None or not _is_least(self.staging_bytes, LEAST_BYTES)
+        ):
+            raise ValidationError(
+                f"staging_bytes={self.staging_bytes!r} needs async_save, no slice_bytes, and {LEAST_BYTES} bytes or "
+                "more. Remedy: leave it out, or save synchronously, which takes less"
+            )
+        if self.slice_bytes is not None and (self.async_save is False or not _is_least(self.slice_bytes, _LEAST_SLICE)):
+            raise ValidationError(
+                f"slice_bytes={self.slice_bytes!r} needs async_save, and at least {_LEAST_SLICE} bytes. Remedy: give "
+                "both, or neither"
+            )
         if self.storage == "shared" and self.node_copies != 1:
             raise ValidationError([f"node_copies={self.node_copies!r} needs storage='per_node'"])
+
+
+def _is_least(nbytes: object, least: int) -> bool:
+    """Return whether this is a number of bytes, and not too few."""
+    return type(nbytes) is int and nbytes >= least

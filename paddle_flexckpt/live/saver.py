@@ -10,31 +10,43 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import numpy as np
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle, await_earlier, shared_writer
-from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError, check_extra_names, concat
-from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
+from paddle_flexckpt.catalog import (
+    Catalog,
+    CheckpointError,
+    LostRankError,
+    ReplicaGroups,
+    ValidationError,
+    check_extra_names,
+)
+from paddle_flexckpt.catalog.collector import without_collector
+from paddle_flexckpt.catalog.wire import encode_catalog, join, split
 from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
 from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, takes
 from paddle_flexckpt.foreign.formats import open_to_save, shown
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
+from paddle_flexckpt.live.kept_plans import BriefMessage, KeptPlan, fingerprint, in_full
 from paddle_flexckpt.live.node_saves import NodeSave, meet_nodes
 from paddle_flexckpt.live.orders import indivisible_rows
-from paddle_flexckpt.live.replicas import Replicas, replica_digests
-from paddle_flexckpt.live.save_options import ReplicaPolicies, SaveOptions
-from paddle_flexckpt.live.shared_saves import BackgroundSave, Share, SharedSave
-from paddle_flexckpt.live.sources import check_sources
+from paddle_flexckpt.live.planners import Planners, Said, describe_shards, tell_planners
+from paddle_flexckpt.live.replica_digests import DIGEST, Digests
+from paddle_flexckpt.live.replicas import Replicas
+from paddle_flexckpt.live.save_options import CLOSE, ReplicaPolicies, SaveOptions
+from paddle_flexckpt.live.save_plan import SavePlan, Share, compare_replicas, report_counts
+from paddle_flexckpt.live.shared_saves import BackgroundSave, SharedSave
+from paddle_flexckpt.live.sliced_saves import SlicedSave
+from paddle_flexckpt.live.sources import check_overlaps
 from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.media.backend import Location, place_of
 from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory
-from paddle_flexckpt.planning import plan_write
 from paddle_flexckpt.report import SaveReport
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -131,6 +143,9 @@ class Save:
         self._state_dict, self._comm, self._options = state_dict, comm, options
         self._begin = time.perf_counter()
         self._waited = 0.0
+        # Of a save in slices: its handle, and the seconds that the caller spent elsewhere.
+        self._handle: SaveHandle | None = None
+        self._elsewhere = 0.0
         self._per_node = options.storage == "per_node"
         self._context = "cannot save to the nodes' directories" if self._per_node else f"cannot save to {shown(path)}"
         # Opened in a step that all ranks take together: an error is everybody's.
@@ -145,23 +160,51 @@ class Save:
                 self.destination = meet_nodes(comm, self._directory, self._options, self._stack, context)
             try:
                 state, answers = comm.together(self.describe, context)
-                agreed = self.agree(answers)
+                found = self.agree_briefly(answers) or self.agree(in_full(comm, answers, self._described, context))
             except LostRankError:
                 self._undo.pop_all()  # others may be writing already: the next save needs the marker
                 raise
             self._undo.pop_all()
-            # From here on every rank removes what it wrote, if it knows that the coordinator cannot commit: that is so
-            # when all ranks have been told of a failure. If an exchange fails (a rank is lost) nobody knows how far the
-            # others are. Then the marker stays, and the next save removes what is left.
-            try:
-                self.plan(state, agreed)
-                return self.commit(*self.write())
-            except LostRankError as error:
-                self.destination.lose_rank(error)
-                raise
-            except CheckpointError:
-                self.destination.discard()
-                raise
+            # From here on a rank removes what it wrote if all were told of a failure: the coordinator cannot commit. If
+            # a rank is lost nobody knows how far the others are; the marker stays, and the next save removes the rest.
+            with self._tidying():
+                self.prepare(state, found if isinstance(found, SavePlan) else self.plan(state, found))
+                return self.commit(*self.write()) if self._options.slice_bytes is None else self.slice()
+
+    @contextlib.contextmanager
+    def _tidying(self) -> Iterator[None]:
+        try:
+            yield
+        except LostRankError as error:
+            self.destination.lose_rank(error)
+            raise
+        except CheckpointError:
+            self.destination.discard()
+            raise
+
+    def slice(self) -> SlicedSave:
+        """Take memory for this rank's share, and return a handle that stages it in slices. One collective."""
+        staging = cast("BackgroundSave", self.destination)
+        self._comm.together(lambda: (staging.open_staging(self._share, is_sliced=True), b""), self._context)
+        self._kept = self._stack.pop_all()
+        handle = SlicedSave(staging.directory.path, staging.names.unique_id, self)
+        staging.keep(handle)
+        return handle
+
+    def stage_slice(self) -> bool:
+        """Implement :class:`~paddle_flexckpt.live.sliced_saves.OpenSave`."""
+        return cast("BackgroundSave", self.destination).stage_slice(self._options.slice_bytes or 0)
+
+    def hand_over(self, handle: SaveHandle, elsewhere: float) -> None:
+        """Implement :class:`~paddle_flexckpt.live.sliced_saves.OpenSave`."""
+        self._handle, self._elsewhere = handle, elsewhere
+        with self._kept, self._tidying():
+            self.commit(*self.write())
+
+    def give_up(self) -> None:
+        """Implement :class:`~paddle_flexckpt.live.sliced_saves.OpenSave`."""
+        with self._kept:
+            self.destination.discard()
 
     def describe(self) -> tuple[LocalState, bytes]:
         """Describe this rank's shards, and begin the save, when there is room for it and earlier ones are over."""
@@ -180,15 +223,20 @@ class Save:
         names, message = self.destination.begin()
         whole = indivisible_rows(state.catalog, [getattr(weight, "fused", None) for weight in state.weights])
         policies = ReplicaPolicies(options.check_replicas).of(state.catalog.keys, state.weights)
-        described = _Described(
-            json.dumps(names and asdict(names)).encode(),
-            place_of(self.destination.directory.backend).encode(),
-            message,
-            np.packbits(whole).tobytes(),
-            policies.tobytes(),
-            encode_catalog(state.catalog),
-        )
-        return state, join((head, *described))
+        place = place_of(self.destination.directory.backend).encode()
+        self._flags = whole | policies.astype(np.int64) << 1
+        said = describe_shards(comm, state.catalog, self._flags, policies, bool(self._devices))
+        # Neither of these two has a part in a plan.
+        lasting = replace(options, step=None, unique_id=None).encode("save_state_dict")
+        layout = message, self._flags.tobytes(), encode_catalog(state.catalog)
+        own = fingerprint((lasting, repr(comm.ranks).encode(), *layout))
+        called = json.dumps(names and asdict(names)).encode()
+        self._described = join((head, own, called, place, message, said.encode()))
+        self._kept_plan = comm.kept.find(own)
+        if self._kept_plan is None:
+            return state, self._described
+        brief = BriefMessage.of_save(fingerprint((self._kept_plan.origin, head)), place, names)
+        return state, brief.encode() if brief else self._described
 
     def _open_destination(self) -> None:
         directory, options = self._directory(), self._options
@@ -197,7 +245,22 @@ class Save:
         await_earlier(directory.path)
         if not self._per_node:
             common = (self._comm, directory, options.coordinator_rank, options.unique_id, self._context)
-            self.destination = SharedSave(*common) if slot is None else BackgroundSave(slot, *common)
+            self.destination = (
+                SharedSave(*common) if slot is None else BackgroundSave(slot, options.staging_bytes, *common)
+            )
+
+    def agree_briefly(self, answers: list[bytes]) -> SavePlan | None:
+        """Return the kept plan if every rank has found the same one, and asks for the same; else None.
+
+        Raises:
+            ValidationError: Ranks do not share the directory.
+        """
+        said = [each for each in map(BriefMessage.decode, answers) if each]
+        if self._kept_plan is None or len(said) < len(answers) or len({(each.call, each.agreed) for each in said}) > 1:
+            return None
+        names = said[self._options.coordinator_rank].names
+        self.destination.agree(names, [each.place for each in said], self._kept_plan.messages)
+        return self._kept_plan.plan
 
     def agree(self, answers: list[bytes]) -> _Described:
         """Return what all ranks described, field by field, if they agree; let the destination know what it needs.
@@ -210,34 +273,49 @@ class Save:
         self.destination.agree(names, agreed.place, agreed.message)
         return agreed
 
-    def plan(self, state: LocalState, agreed: _Described) -> None:
+    @without_collector()
+    def plan(self, state: LocalState, agreed: _Described) -> SavePlan:
         """Check that the shards of all ranks are whole tensors, and plan who writes what: the same on every rank.
 
         Raises:
             ValidationError: The state is not sound.
         """
-        comm, options, context = self._comm, self._options, self._context
-        decoded = [decode_catalog(encoded) for encoded in agreed.catalog]
-        self._catalog = catalog = concat(decoded)
-        # Ranks' rows follow each other in the common catalog.
-        first_row = int(np.argmax(catalog.rank == comm.rank)) if len(state.tensors) else 0
-        held = dict(enumerate(state.tensors, first_row))
-        groups = check_sources(comm, held, catalog, context).groups
-        policies, compares = np.frombuffer(b"".join(agreed.policies), np.uint8), options.check_replicas is not False
-        self._digests = lambda: replica_digests(held, catalog, groups)
-        self._replicas = Replicas(comm, held, catalog, groups, policies, compares, context, options.save_replicas)
-        self._differing: np.ndarray | None = None
-        if self._replicas.comes_first:
-            _, digests = comm.together(lambda: (None, self._digests()), context)
-            self._differing = self._replicas.compare(digests)
-        self._plan = plan_write(
-            catalog,
-            self.destination.names.data_file,
-            save_replicas=options.save_replicas,
-            groups=self._replicas.narrowed(self._differing),
-            indivisible=np.concatenate([_unpack(bits, len(rows)) for bits, rows in zip(agreed.indivisible, decoded)]),
-        )
-        self._share = Share(self._plan, comm.rank, held, options.step, bool(self._devices))
+        comm, context = self._comm, self._context
+        said = [Said.decode(each) for each in agreed.said]
+        tolerant = any(each.policies >> CLOSE for each in said if each.rows)
+        reason = "check_replicas lets replicas differ, so what is written is chosen by layers" if tolerant else ""
+        planners = Planners(comm, state.catalog, self._flags, said, context, reason)
+        planners.inspect()
+        rows, groups, first_row = planners.rows, planners.groups, int(planners.before[comm.position])
+        held = dict(enumerate(state.tensors, first_row)) if not planners.is_spread else {}
+        if planners.overlaps:
+            check_overlaps(comm, held, rows.catalog, planners.overlaps, context)
+        policies = (rows.flags >> 1).astype(np.uint8)
+        replicas = self._replicas_of(held, rows.catalog, groups, policies)
+        differing: np.ndarray | None = None
+        if replicas.comes_first:
+            first = replicas.first()
+            _, digests = comm.together(lambda: (None, replicas.take(first)), context)
+            differing = replicas.compare(first, digests)
+        turn = int(self.destination.names.token[:8], 16)
+        compared = lambda items: replicas.beside(items, turn)  # noqa: E731
+        dealt = planners.plan(replicas.narrowed(differing), self._options.save_replicas, compared)
+        plan = SavePlan.of(planners, dealt, state.catalog, policies, differing)
+        # Not where it depends on values, or on a check of values; nor where messages are never the same again.
+        if differing is None and not planners.overlaps and self._options.node_copies == 1:
+            kept = KeptPlan(fingerprint(agreed.own), plan, agreed.message)
+            comm.kept.keep(agreed.own[comm.position], kept, plan.nbytes + sum(map(len, agreed.message)))
+        return plan
+
+    def _replicas_of(self, held: Mapping[int, Any], catalog: Catalog, groups: ReplicaGroups, policies: Any) -> Replicas:
+        compares, save_replicas = self._options.check_replicas is not False, self._options.save_replicas
+        return Replicas(self._comm, held, catalog, groups, policies, compares, self._context, save_replicas)
+
+    def prepare(self, state: LocalState, plan: SavePlan) -> None:
+        """Take what planning gave, now or in an earlier save of the same layout."""
+        self._plan, self._state = plan, state
+        file = self.destination.names.data_file(self._comm.rank)
+        self._share = Share(plan, file, state.tensors, self._options.step, self._devices)
         self._planned = time.perf_counter()
 
     def write(self) -> tuple[SaveReport, list[bytes]]:
@@ -247,26 +325,29 @@ class Save:
             ValidationError: Replicas differ that have to be equal.
             CheckpointError: A rank could not write.
         """
-        replicas, differing = self._replicas, self._differing
+        plan, state, context = self._plan, self._state, self._context
 
-        def work() -> tuple[None, bytes]:
-            part = self.destination.write(self._share)
-            return None, join((part, self._digests() if replicas.compares and differing is None else b""))
+        def work() -> tuple[bytes, dict[int, bytes]]:
+            held, by_device = dict(enumerate(state.tensors)), plan.by_device or None
+            with Digests(held, state.catalog, plan.all_lines, by_device, plan.written) as digests:
+                part, checksums = self.destination.write(self._share, digests.written)
+                found = memoryview(digests.encode(checksums))
+            ends = np.cumsum([len(lines) * DIGEST.itemsize for lines in plan.lines.values()]).tolist()
+            spans = zip(plan.lines, [0, *ends], ends)
+            return join((plan.counted(), part)), {planner: bytes(found[begin:end]) for planner, begin, end in spans}
 
-        _, answers = self._comm.together(work, self._context)
-        parts, digests = zip(*map(split, answers))
-        differing = replicas.compare(digests) if differing is None else differing
+        said, digests = tell_planners(self._comm, plan.is_spread, work, context)
+        counts, parts = zip(*map(split, said))
+        held = dict(enumerate(state.tensors, plan.first_row)) if not plan.is_spread else {}
+        replicas = self._replicas_of(held, plan.catalog, plan.groups, plan.policies)
+        differing = compare_replicas(self._comm, replicas, plan, digests, context)
+        differing = differing if plan.differing is None else differing | plan.differing
         report = SaveReport(
             path=self.destination.directory.path,
             unique_id=self.destination.names.unique_id,
-            keys=len(np.unique(self._plan.catalog.key)),
-            items=len(self._plan.catalog),
-            bytes_written=int(self._share.items.byte_length.sum()),
-            total_bytes=self._plan.total_bytes,
-            held_bytes=int(self._catalog.byte_length.sum()),
-            imbalance=self._plan.imbalance,
             replicas=replicas.report(differing, warns=self._is_coordinator),
             seconds={"plan": self._planned - self._begin - self._waited},
+            **report_counts(counts, plan),
         )
         return report, list(parts)
 
@@ -277,10 +358,11 @@ class Save:
             CheckpointError: The checkpoint could not be committed.
         """
         written = time.perf_counter()
-        spent = written - self._planned
+        spent = written - self._planned - self._elsewhere
         if isinstance(self.destination, BackgroundSave):
-            seconds = {"queue": self._waited, "stage": spent, "blocked": written - self._begin}
-            return self.destination.hand_over(replace(report, seconds={**report.seconds, **seconds}), self._begin)
+            seconds = {"queue": self._waited, "stage": spent, "blocked": written - self._begin - self._elsewhere}
+            report = replace(report, seconds={**report.seconds, **seconds})
+            return self.destination.hand_over(report, self._begin, self._handle)
         self.destination.commit(parts)
         end = time.perf_counter()
         seconds = {"write": spent, "commit": end - written, "total": end - self._begin}
@@ -297,17 +379,11 @@ class Save:
 class _Described(NamedTuple):
     """Hold what ranks tell each other: bytes of one rank, or a sequence of these of all ranks."""
 
+    own: Any
     names: Any
     place: Any
     message: Any
-    indivisible: Any
-    policies: Any
-    catalog: Any
-
-
-def _unpack(bits: bytes, count: int) -> np.ndarray:
-    """Return a bool for each row, from one bit for each."""
-    return np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=count).astype(bool)
+    said: Any
 
 
 def _background_writer(async_save: bool | BackgroundWriter, directory: SaveDirectory) -> BackgroundWriter | None:

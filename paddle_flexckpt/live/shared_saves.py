@@ -5,85 +5,27 @@ Tested in tests/distributed/test_save_load.py and tests/background/test_ranks.py
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.background import SaveHandle, SaveSlot, WriteJob, announce_failure
-from paddle_flexckpt.catalog import Catalog, LostRankError, ValidationError
-from paddle_flexckpt.engine.copies import DEVICE_CHUNK_BYTES
+from paddle_flexckpt.background.staging import LockPages
+from paddle_flexckpt.catalog import LostRankError, ValidationError
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.lost_ranks import own_presence
-from paddle_flexckpt.live.tensor_memory import host_bytes
-from paddle_flexckpt.live.tensors import open_storage
+from paddle_flexckpt.live.page_lock import lock_pages
+from paddle_flexckpt.live.save_plan import Share
+from paddle_flexckpt.live.staging import Staging, blocks_of
 from paddle_flexckpt.media.backend import SaveLock
+from paddle_flexckpt.native.checksums import Checksums, hash_block
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import SaveNames
-from paddle_flexckpt.native.save_directory import SaveDirectory, remove_dead_saves
-from paddle_flexckpt.planning import WritePlan
+from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.report import SaveReport
-
-# Host tensors whose memory is looked up in one call.
-_TENSORS_AT_ONCE = 1024
-
-
-class Share:
-    """Hold what one rank writes of a save.
-
-    Attributes:
-        items: Its rows of the write plan.
-        step: Training step to record, if known.
-    """
-
-    def __init__(self, plan: WritePlan, rank: int, held: Mapping[int, Any], step: int | None, any_device: bool) -> None:
-        """Take a rank's share of a plan.
-
-        ``held`` has its tensors by row of the planned catalog; ``any_device`` says whether some are on a device.
-        """
-        mine = np.flatnonzero(plan.catalog.rank == rank)
-        self.items: Catalog = plan.catalog.take(mine)
-        self.step, self._any_device = step, any_device
-        self._held, self._rows, self._starts = held, plan.source[mine], plan.source_start[mine]
-
-    def data(self) -> Iterator[np.ndarray]:
-        """Return the items' bytes: uint8 arrays, which the caller lets go as soon as it has used them.
-
-        What is written of a device tensor, and no more, crosses to the host in steps of whole blocks; a strided host
-        view is copied when it is asked for.
-        """
-        return chain.from_iterable(self._data())
-
-    def _data(self) -> Iterator[Sequence[np.ndarray]]:
-        itemsize = self.items.itemsize
-        starts, stops = self._starts * itemsize, self._starts * itemsize + self.items.byte_length
-        for first in range(0, len(starts), _TENSORS_AT_ONCE):
-            some = slice(first, first + _TENSORS_AT_ONCE)
-            tensors = [self._held[row] for row in self._rows[some].tolist()]
-            ready: list[np.ndarray] = []
-            spans = starts[some].tolist(), stops[some].tolist()
-            memories = host_bytes(tensors, *spans, self._any_device)
-            for tensor, memory, start, stop in zip(tensors, memories, *spans):
-                if memory is not None:
-                    ready.append(memory)
-                    continue
-                yield ready
-                yield from _staged(tensor, start, stop)
-                ready = []
-            yield ready
-
-
-def _staged(tensor: Any, start: int, stop: int) -> Iterator[Sequence[np.ndarray]]:
-    """Yield bytes of a tensor that the host cannot use in its place, copied step by step."""
-    storage = open_storage(tensor)
-    if isinstance(storage, np.ndarray):
-        yield [storage.view(np.uint8)[start:stop]]
-        return
-    width = storage.dtype.itemsize
-    step = DEVICE_CHUNK_BYTES // width * width
-    for begin in range(start, stop, step) if stop > start else (start,):
-        yield [storage.read_range(begin // width, min(begin + step, stop) // width).view(np.uint8)]
 
 
 class SharedSave:
@@ -146,14 +88,17 @@ class SharedSave:
             )
         return None, b""
 
-    def write(self, share: Share) -> bytes:
-        """Write this rank's data file and part; return what the commit needs of it."""
+    def write(self, share: Share, hashed: np.ndarray) -> tuple[bytes, Checksums]:
+        """Write this rank's data file and part.
+
+        Returns what the commit needs of it, and block checksums at least of the items ``hashed``, bool ``[n]``.
+        """
         if self.is_coordinator:
             remove_dead_saves(self.directory, self.names)
-        self.directory.write_share(
-            self.names, self._comm.rank, share.items, share.data(), world_size=self._comm.size, step=share.step
-        )
-        return b""
+        size, rank = self._comm.size, self._comm.rank
+        with share.data() as data:
+            part = self.directory.write_share(self.names, rank, share.items, data, world_size=size, step=share.step)
+        return b"", part.checksums
 
     def commit(self, parts: Sequence[bytes]) -> None:
         """Make the checkpoint exist. One collective.
@@ -186,11 +131,15 @@ class SharedSave:
 class BackgroundSave(SharedSave):
     """Stage one save in memory, and hand it over to this rank's background writer."""
 
-    def __init__(self, slot: SaveSlot, *arguments: Any) -> None:
-        """Take room with the writer, and the arguments of :class:`SharedSave`."""
+    def __init__(self, slot: SaveSlot, staging_bytes: int | None, *arguments: Any) -> None:
+        """Take room with the writer, the memory that may be taken, and the arguments of :class:`SharedSave`."""
         super().__init__(*arguments)
-        self._slot = slot
+        self._slot, self._staging_bytes = slot, staging_bytes
         self._presences: tuple[tuple[str, ...], ...] = ()
+        self._staging: Staging | None = None
+        # What would show that the state has changed since, while it is staged in slices; and what went wrong with one.
+        self._signs: list[tuple[int, bytes]] | None = None
+        self._failure: Exception | None = None
 
     def begin(self) -> tuple[SaveNames | None, bytes]:
         """Implement :meth:`SharedSave.begin`. At the addresses the others' writers see whether this rank is alive."""
@@ -203,9 +152,8 @@ class BackgroundSave(SharedSave):
         super().agree(names, places, messages)
         self._presences = tuple(tuple(json.loads(message)) for message in messages)
 
-    def write(self, share: Share) -> bytes:
-        """Copy this rank's data to where the writer finds it."""
-        job = WriteJob(
+    def _job(self, share: Share) -> WriteJob:
+        return WriteJob(
             path=self.directory.path,
             storage=self.directory.backend.reopen_token(),
             lock=None if self.lock is None else self.lock.handover()[0],
@@ -218,18 +166,88 @@ class BackgroundSave(SharedSave):
             timeout=self._slot.timeout,
             presences=self._presences,
         )
-        space, end = self._slot.stage(job), 0
-        for data in share.data():
-            begin, end = end, end + data.nbytes
-            space[begin:end] = data
-        return b""
 
-    def hand_over(self, report: SaveReport, begin: float) -> SaveHandle:
+    def open_staging(self, share: Share, is_sliced: bool) -> Staging:
+        """Take memory for this rank's data, where the writer finds it; nothing is copied yet."""
+        space = self._slot.stage(self._job(share), _page_lock(share))
+        self._staging = Staging(share.sources(), space, share.devices[0] if self._slot.is_locked else None)
+        if is_sliced:
+            self._signs = share.signs()
+        return self._staging
+
+    def keep(self, handle: SaveHandle) -> None:
+        """Keep the handle of a save in slices with the writer, which knows of it then, whoever forgets it."""
+        self._slot.sliced = handle
+
+    def stage_slice(self, nbytes: int) -> bool:
+        """Copy so much more of this rank's data; return whether there is more. :meth:`write` raises what fails."""
+        if self._staging is None or self._failure is not None:
+            return False
+        try:
+            self._staging.advance(nbytes)
+        except Exception as error:  # the other ranks are not here: they learn it when all meet
+            self._failure = error
+        return self._failure is None and not self._staging.is_done
+
+    def write(self, share: Share, hashed: np.ndarray) -> tuple[bytes, Checksums]:
+        """Copy this rank's data to where the writer finds it, or what slices have left of it.
+
+        Raises:
+            ValidationError: It has changed since the first slice.
+        """
+        if self._failure is not None:
+            raise self._failure
+        lengths = share.items.byte_length
+        ends = lengths.cumsum()
+        spans = zip((ends - lengths)[hashed].tolist(), ends[hashed].tolist())
+        if self._staging_bytes is not None and lengths.sum() > self._staging_bytes:
+            checksums = self._write_in_waves(share, self._staging_bytes, spans)
+        else:
+            checksums = (self._staging or self.open_staging(share, is_sliced=False)).finish(spans)
+        if self._signs is not None:
+            changed = [i for i, (then, now) in enumerate(zip(self._signs, share.signs())) if then != now]
+            if changed:
+                key, rest = share.items.key_name(changed[0]), f" and {len(changed) - 1} more" if changed[1:] else ""
+                raise ValidationError(
+                    f"{key!r}{rest} changed while the save was staged in slices. Remedy: call finish_staging() before "
+                    "optimizer.step(), or have finish_before(optimizer) do so"
+                )
+        return b"", Checksums.of_items(np.asarray(checksums, dtype=np.uint64), np.where(hashed, lengths, 0))
+
+    def _write_in_waves(self, share: Share, nbytes: int, hashed: Iterable[tuple[int, int]]) -> list[int]:
+        """Have the writer write while this rank's data is copied, through so much memory; wait for the last copy.
+
+        Returns the block checksums of ``hashed``, as :meth:`Staging.finish` does: a bucket has whole blocks.
+        """
+        job = self._job(share)
+        lock, self.lock = self.lock, None
+        self._is_removable = False  # the files are the writer's
+        waves = self._slot.stage_in_waves(job, nbytes, _page_lock(share), lock)
+        staging, left = Staging(share.sources(), np.empty(0, dtype=np.uint8), None), job.data_bytes
+        blocks, checksums, begin = blocks_of(hashed), [], 0
+        block = next(blocks, None)
+        while left:
+            bucket = waves.bucket()
+            count = staging.fill(bucket)
+            while block is not None and block[0] < begin + count:
+                checksums.append(hash_block(bucket[block[0] - begin : block[1] - begin]))
+                block = next(blocks, None)
+            waves.send(count)
+            left -= count
+            begin += count
+        return checksums
+
+    def hand_over(self, report: SaveReport, begin: float, handle: SaveHandle | None = None) -> SaveHandle:
         """Hand the save over, and the lock with it. What goes wrong now is its outcome: the ranks do not meet again."""
         lock, self.lock = self.lock, None
-        return self._slot.hand_over(report, begin, lock)
+        return self._slot.hand_over(report, begin, lock, handle)
 
     def lose_rank(self, error: LostRankError) -> None:
         """Tell the other ranks' writers: those ranks may not have noticed, and have handed their shares over."""
         coordinator = self._comm.ranks[self._coordinator_rank]
         announce_failure(self.directory, self.names, self._comm.rank, coordinator, error)
+
+
+def _page_lock(share: Share) -> LockPages | None:
+    """Return what page-locks memory for the device of a share."""
+    return functools.partial(lock_pages, device=share.devices[0]) if share.devices else None

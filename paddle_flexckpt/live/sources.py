@@ -6,7 +6,7 @@ Tested in tests/live/test_replicas.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,8 @@ from paddle_flexckpt.catalog import (
     ReplicaGroups,
     ValidationError,
     concat,
-    group_replicas,
-    validate_coverage,
-    validate_shards,
 )
+from paddle_flexckpt.catalog.findings import inspect, raise_findings
 from paddle_flexckpt.catalog.validate import Coverage, row_boxes
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.engine.agreement import check_heads
@@ -52,14 +50,9 @@ def check_layout(catalog: Catalog, context: str) -> CheckedSources:
     Raises:
         ValidationError: Shards are malformed, disagree or leave holes.
     """
-    problems = validate_shards(catalog)
-    if problems:
-        raise ValidationError(problems, context)
-    groups = group_replicas(catalog)
-    coverage = validate_coverage(catalog, groups)
-    if coverage.problems:
-        raise ValidationError(coverage.problems, context)
-    return CheckedSources(groups, coverage)
+    layout = inspect(catalog, np.arange(len(catalog)))
+    raise_findings(layout.findings, context)
+    return CheckedSources(layout.groups, layout.coverage)
 
 
 def check_state(describe: Callable[[], Mapping[str, Any]], comm: Communicator, context: str, head: bytes = b"") -> None:
@@ -88,16 +81,26 @@ def check_sources(comm: Communicator, owned: Mapping[int, Any], catalog: Catalog
     """
     checked = check_layout(catalog, context)
     if checked.coverage.overlaps:
-        _check_overlaps(comm, owned, catalog, checked.coverage, context)
+        check_overlaps(comm, owned, catalog, checked.coverage.overlaps, context)
     return checked
 
 
-def _check_overlaps(
-    comm: Communicator, owned: Mapping[int, Any], catalog: Catalog, coverage: Coverage, context: str
+def check_overlaps(
+    comm: Communicator,
+    owned: Mapping[int, Any],
+    catalog: Catalog,
+    overlaps: Sequence[tuple[int, int]],
+    context: str,
 ) -> None:
+    """Check that shards which overlap, as pairs of rows, have equal elements in common. One collective.
+
+    Raises:
+        ValidationError: They differ; the same on every rank.
+    """
+
     def digests() -> tuple[None, bytes]:
         mine = {}
-        for number, pair in enumerate(coverage.overlaps):
+        for number, pair in enumerate(overlaps):
             for side in (0, 1):
                 if pair[side] in owned:
                     mine[f"{number}.{side}"] = _common_digest(catalog, pair, side, owned[pair[side]])
@@ -108,7 +111,7 @@ def _check_overlaps(
     for answer in answers:
         known.update(json.loads(answer))
     problems = []
-    for number, (a, b) in enumerate(coverage.overlaps):
+    for number, (a, b) in enumerate(overlaps):
         if known[f"{number}.0"] != known[f"{number}.1"]:
             problems.append(
                 Problem(

@@ -5,19 +5,21 @@ Tested in tests/live/test_shared_memory.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import contextlib
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.catalog import dtype_of
-from paddle_flexckpt.engine.copies import AnyStorage
+from paddle_flexckpt.engine.copies import DeviceStorage
 from paddle_flexckpt.engine.targets import Memory, Targets
-from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
+from paddle_flexckpt.live.device_memory import DeviceMemory, devices_of, wait_for_devices
 from paddle_flexckpt.live.live_masters import renew_masters
+from paddle_flexckpt.live.page_lock import lock_pages
 from paddle_flexckpt.live.state import LocalState, open_state, tensor_name
 from paddle_flexckpt.live.tensor_memory import address_range, device_of, dtype_name, is_contiguous
-from paddle_flexckpt.live.tensors import HostTensor, open_storage
+from paddle_flexckpt.live.tensors import HostTensor
 
 # Steps that numpy may take to find out whether two strided tensors have an element in common.
 _MAX_WORK = 100_000
@@ -80,10 +82,21 @@ class TargetTensors(Memory):
         """Return int64 per target: the address of a contiguous one on the host, else -1."""
         return self._addresses
 
-    def on_device(self, row: int) -> AnyStorage | None:
+    def on_device(self, row: int) -> DeviceStorage | None:
         """Return the storage of a target on a device; None for host memory."""
         tensor = self._state.tensor(row)
-        return None if device_of(tensor) is None else open_storage(tensor)
+        return None if device_of(tensor) is None else DeviceMemory(tensor)
+
+    @contextlib.contextmanager
+    def host_buffers(self, count: int, nbytes: int) -> Iterator[list[np.ndarray]]:
+        """Lend buffers, page-locked where the backend can."""
+        memory = np.empty((count, nbytes), dtype=np.uint8)
+        unlock = lock_pages(memory, self._devices[0])
+        try:
+            yield list(memory)
+        finally:
+            if unlock is not None:
+                unlock()
 
     def overlap(self, one: int, other: int) -> bool:
         """Return whether two targets whose addresses overlap have an element in common, or may have one."""

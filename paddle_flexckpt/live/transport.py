@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import selectors
 import socket
 import struct
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -20,6 +22,7 @@ import numpy as np
 from paddle_flexckpt.background.presence import own_host
 from paddle_flexckpt.catalog.errors import StoppedExchangeError
 from paddle_flexckpt.live.meeting import GREETING_SECONDS, HELLO
+from paddle_flexckpt.live.shared_stream import SharedReceiver, SharedSender, receive_exactly
 
 # A peer that sends nothing for so long has died or hangs.
 STALL_SECONDS = 600.0
@@ -77,7 +80,7 @@ class Transport(ABC):
 
 
 class SocketTransport(Transport):
-    """Move byte streams through host sockets.
+    """Move byte streams through host sockets, and between ranks on one machine through shared memory.
 
     In step k of a round every rank sends to the rank k places after it and receives from the one k places before it; a
     thread sends while the caller receives. So every stream has its receiver ready, and no ring of sends can wait for
@@ -90,18 +93,24 @@ class SocketTransport(Transport):
         self._position = position
         self._stall = stall_seconds
         self._token = secrets.token_bytes(16)
-        self._listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []
         self._arrived: dict[int, socket.socket] = {}
+        self._shared: dict[int, SharedReceiver] = {}
         self._arrival = threading.Condition()
         self._failure: BaseException | None = None
         self._stop: Callable[[], None] = lambda: None
 
     def address(self) -> bytes:
-        """Return host, port and a token that tells members from strangers."""
-        host = own_host()
-        self._listener = socket.create_server((host, 0), backlog=max(len(self._ranks), 16))
-        port = self._listener.getsockname()[1]
-        return self._token + struct.pack("<H", port) + host.encode()
+        """Return host, port, a name on this machine, and a token that tells members from strangers."""
+        host, name, backlog = own_host(), b"", max(len(self._ranks), 16)
+        self._listeners = [socket.create_server((host, 0), backlog=backlog)]
+        if sys.platform == "linux":
+            name = secrets.token_bytes(8)
+            self._listeners.append(socket.socket(socket.AF_UNIX))
+            self._listeners[1].bind(b"\0" + name)
+            self._listeners[1].listen(backlog)
+        port = self._listeners[0].getsockname()[1]
+        return self._token + struct.pack("<H", port) + host.encode() + b"\0" + name
 
     def exchange_rounds(
         self,
@@ -141,10 +150,8 @@ class SocketTransport(Transport):
 
     def close(self) -> None:
         """Close all sockets."""
-        if self._listener is not None:
-            self._listener.close()
-        for connection in self._arrived.values():
-            connection.close()
+        for open_socket in (*self._listeners, *self._arrived.values()):
+            open_socket.close()
 
     def _fail(self, error: BaseException) -> None:
         with self._arrival:
@@ -156,18 +163,21 @@ class SocketTransport(Transport):
         if first:
             self._stop()
         # Wakes the accepting and the receiving thread.
-        for open_socket in (*arrived, *([self._listener] if self._listener else [])):
+        for open_socket in (*arrived, *self._listeners):
             with contextlib.suppress(OSError):  # it may be closed, or never have had a connection
                 open_socket.shutdown(socket.SHUT_RDWR)
 
     def _send_all(self, receivers: list[int], reach: dict[int, bytes], outgoing: Iterable[Streams]) -> None:
         connections: dict[int, socket.socket] = {}
+        shared: dict[int, SharedSender] = {}
         with contextlib.ExitStack() as stack:
             # Before anything is read or sent: whoever waits for a rank that dies then sees its connection end. After a
             # failure likewise: the others see the end.
             for rank in receivers:
                 try:
                     connections[rank] = stack.enter_context(self._connect(reach[rank]))
+                    if connections[rank].family == socket.AF_UNIX:
+                        shared[rank] = SharedSender(connections[rank], len(self._ranks))
                 except Exception as error:  # handed to the caller's thread, which raises it
                     self._fail(error)
             # The error is kept before a connection closes: a peer answers that by closing its own streams, which this
@@ -177,46 +187,90 @@ class SocketTransport(Transport):
                     for streams in outgoing:
                         for rank in receivers:
                             if rank in streams and self._failure is None:
-                                self._send(connections[rank], streams[rank])
+                                self._send(connections[rank], shared.get(rank), streams[rank])
                         if self._failure is not None:
                             return
+                    for sender in shared.values():
+                        sender.finish()
             except Exception as error:  # likewise
                 self._fail(error)
 
-    def _send(self, connection: socket.socket, chunks: Iterator[np.ndarray]) -> None:
+    def _send(self, connection: socket.socket, shared: SharedSender | None, chunks: Iterator[np.ndarray]) -> None:
         for chunk in chunks:
-            connection.sendall(memoryview(chunk))
+            if shared is None:
+                connection.sendall(memoryview(chunk))
+            else:
+                shared.send(chunk)
             if self._failure is not None:
                 return
 
     def _connect(self, address: bytes) -> socket.socket:
-        token, port, host = address[:16], struct.unpack("<H", address[16:18])[0], address[18:].decode()
-        connection = socket.create_connection((host, port), timeout=self._stall)
+        token, port = address[:16], struct.unpack("<H", address[16:18])[0]
+        host, _, name = address[18:].partition(b"\0")
+        connection = self._connect_here(name) if name and host.decode() == own_host() else None
+        if connection is None:
+            connection = socket.create_connection((host.decode(), port), timeout=self._stall)
         connection.sendall(HELLO.pack(token, self._ranks[self._position]))
         return connection
 
-    def _accept_all(self, expected: set[int]) -> None:
-        listener = self._listener
+    def _connect_here(self, name: bytes) -> socket.socket | None:
+        """Connect to a rank on this machine, past the network; None if it is elsewhere, though its host has our name.
+
+        So it is where ranks are in containers, each with a network of its own.
+        """
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(self._stall)
         try:
-            if listener is None:
+            connection.connect(b"\0" + name)
+        except ConnectionRefusedError:
+            connection.close()
+            return None
+        return connection
+
+    def _accept_all(self, expected: set[int]) -> None:
+        try:
+            if not self._listeners:
                 raise OSError("address() was not called before exchange()")
-            listener.settimeout(self._stall)
             while expected and self._failure is None:
-                connection, _ = listener.accept()
+                connection = self._accept()
                 rank = self._greet(connection)
                 connection.settimeout(self._stall)
                 if rank is None or rank not in expected:
                     connection.close()
                     continue
                 expected.discard(rank)
+                try:
+                    shared = SharedReceiver(connection) if connection.family == socket.AF_UNIX else None
+                except BaseException:
+                    _reset(connection)
+                    raise
                 with self._arrival:
                     if self._failure is not None:
                         _reset(connection)
                         return
                     self._arrived[rank] = connection
+                    if shared is not None:
+                        self._shared[rank] = shared
                     self._arrival.notify_all()
         except Exception as error:  # handed to the caller's thread, which raises it
             self._fail(error)
+        finally:
+            if self._failure is not None:
+                # Who has connected and was not accepted gets an error: a shutdown does not end that on this machine.
+                for listener in self._listeners:
+                    listener.close()
+
+    def _accept(self) -> socket.socket:
+        """Return the next connection."""
+        with selectors.DefaultSelector() as waiting:
+            for listener in self._listeners:
+                waiting.register(listener, selectors.EVENT_READ, listener)
+            ready = waiting.select(self._stall)
+        if not ready:
+            raise TimeoutError("timed out")
+        listener = ready[0][0].data
+        listener.settimeout(self._stall)
+        return listener.accept()[0]
 
     def _greet(self, connection: socket.socket) -> int | None:
         """Return the rank that a connection says it is, or None for a stranger."""
@@ -224,7 +278,7 @@ class SocketTransport(Transport):
         # A stranger that says nothing must not keep the members waiting.
         connection.settimeout(min(GREETING_SECONDS, self._stall / 10))
         try:
-            _receive_exactly(connection, memoryview(hello))
+            receive_exactly(connection, memoryview(hello))
         except (EOFError, OSError):
             return None
         token, rank = HELLO.unpack(hello)
@@ -245,10 +299,13 @@ class SocketTransport(Transport):
                 return
             if not arrived:
                 raise OSError(f"rank {rank} did not connect within {self._stall:.0f} s")
-        connection = self._arrived[rank]
+        connection, shared = self._arrived[rank], self._shared.get(rank)
         for buffer in buffers:
             try:
-                _receive_exactly(connection, memoryview(buffer))
+                if shared is None:
+                    receive_exactly(connection, memoryview(buffer))
+                else:
+                    shared.receive(buffer)
             except EOFError as error:
                 raise EOFError(f"rank {rank} stopped sending (it failed or died)") from error
 
@@ -258,11 +315,3 @@ def _reset(connection: socket.socket) -> None:
     # Without lingering, closing is a reset. An ordinary end leaves a sender whose window is full where it is.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
-
-
-def _receive_exactly(connection: socket.socket, view: memoryview) -> None:
-    while len(view):
-        got = connection.recv_into(view)
-        if got == 0:
-            raise EOFError("connection closed")
-        view = view[got:]

@@ -27,10 +27,10 @@ from paddle_flexckpt.media.backend import Backend, Location, exists, map_files, 
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import reopen
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
 from paddle_flexckpt.native.manifest import read_save_token
-from paddle_flexckpt.native.save_directory import remove_dead_saves
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -122,7 +122,7 @@ class StepDirectories:
         if known is not None and known.token == token:
             return known
         try:
-            with LockedManifest(SourceDirectory(directory), UNIQUE_ID) as manifest:
+            with LockedManifest(SourceDirectory(directory), UNIQUE_ID, [RECORD]) as manifest:
                 record = None
                 if RECORD in manifest.catalog.keys:
                     ((_, array),) = iterate_tensors(directory, manifest, names=[RECORD])
@@ -259,7 +259,7 @@ class StepDirectories:
                 return False
             stack.callback(claim.release)
             try:
-                manifest = directory.read_manifest(UNIQUE_ID)
+                manifest = directory.read_manifest(UNIQUE_ID, ())
             except (CorruptCheckpointError, ValidationError) as error:
                 logger.warning(f"the checkpoint of step {step} is left alone: {error}")
                 return False

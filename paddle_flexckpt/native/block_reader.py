@@ -3,49 +3,74 @@
 Where a file or a block turns out to be damaged, the same bytes are read from a replica in another file, if the
 checkpoint has one. A block is read again whole, so that nothing of the damaged one stays in the target.
 
-Many reads are made in portions: what neighbours in a file is one request, and the checksums of a portion are compared
-as arrays. Where a portion cannot be read, its blocks are read one by one.
+Many reads are made in portions, several at a time: what neighbours in a file is one request, and whoever has read a
+portion hashes it while it is in cache, and compares its checksums as arrays. Where a portion cannot be read, its blocks
+are read one by one.
 
 Tested in tests/native/test_reader.py and tests/native/test_replica_reads.py.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Location, map_files
 from paddle_flexckpt.media.opening import open_backend
-from paddle_flexckpt.native.checksums import HashThread, VerifyMode, hash_block, hash_blocks, verify_mode
+from paddle_flexckpt.native.checksums import VerifyMode, hash_block, hash_blocks, verify_mode
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.replicas import ReplicaChoice
-from paddle_flexckpt.native.row_files import DamagedCopy, RowFiles
-from paddle_flexckpt.native.stretches import Stretches
+from paddle_flexckpt.native.row_files import DamagedCopy, RowFiles, Runs
+from paddle_flexckpt.native.stretches import ADDRESSES, FIRST_ADDRESS, Stretches
 
-# Blocks, or as many bytes, that are hashed at once while as many are read: handing them to a thread costs about as much
-# as hashing one.
-HASHED_AT_ONCE = 8
-# Groups of them that may wait for their hashes: reading gets no further ahead, and meets them while they are in cache.
-HASHED_BEHIND = 2
+# Blocks, or as many bytes, that a thread reads before it hashes them: few enough to be in its processor's cache still.
+BLOCKS_AT_ONCE = 2
 # Stretches that are read at once: as many buffers as the system takes in one request.
 STRETCHES_AT_ONCE = 1024
 # Blocks kept that were read whole for a part of them; bounds their memory to 16 MiB.
 KEPT_BLOCKS = 16
 
 
-class _Hashed(NamedTuple):
-    """Hold whole blocks that are being hashed: which they are, the rows that were read, their bytes, their hashes."""
+class Portions:
+    """Hold stretches that are each of one block, and what is looked up once for all portions of them.
 
-    blocks: Stretches
-    rows: np.ndarray
-    buffers: Sequence[memoryview]
-    hashes: Future[list[int]]
+    Attributes:
+        parts: The stretches.
+        rows: int64 per stretch, the row that serves.
+        quick: bool per stretch: whether it may be read along with others, straight to its memory.
+        hashed: bool per stretch: whether it is a whole block, and compared with its checksum.
+        expected: That checksum, per stretch.
+        edges: The first stretch of each portion, and the number of stretches.
+        runs: Where the stretches are in files.
+    """
+
+    def __init__(
+        self,
+        parts: Stretches,
+        rows: np.ndarray,
+        quick: np.ndarray,
+        hashed: np.ndarray,
+        expected: list[int],
+        edges: list[int],
+        runs: Runs,
+    ) -> None:
+        """Take what the attributes say."""
+        self.parts, self.rows, self.quick, self.hashed = parts, rows, quick, hashed
+        self.expected, self.edges, self.runs = expected, edges, runs
+        self.count = len(edges) - 1
+        begin = parts.address - FIRST_ADDRESS
+        self._begin, self._end = begin.tolist(), (begin + parts.length).tolist()
+
+    def buffers(self, first: int, last: int, address: int) -> list[memoryview]:
+        """Return the memory of some stretches, whose addresses count from this one."""
+        begin, end, memory = self._begin[first:last], self._end[first:last], ADDRESSES
+        if address:
+            return [memory[low + address : high + address] for low, high in zip(begin, end)]
+        return [memory[low:high] for low, high in zip(begin, end)]
 
 
 @dataclass
@@ -63,8 +88,6 @@ class BlockReader:
     Attributes:
         files: Reads the rows' bytes.
         choice: Says which row serves an item.
-        hashing_begun: Groups of blocks that have been read and given to the thread that hashes.
-        hashing_done: Those of them that have been compared with their checksums.
         count: What has been read.
     """
 
@@ -85,14 +108,10 @@ class BlockReader:
         self.files = RowFiles(backend, manifest)
         self.count = self.files.count
         self.choice = ReplicaChoice(backend, manifest, use_replicas)
-        self.hashing_begun = self.hashing_done = 0
         self._backend, self._manifest = backend, manifest
         self._verify: VerifyMode = "off" if manifest.foreign else mode
         self._block_bytes = manifest.checksums.block_bytes
         self._byte_length = manifest.catalog.byte_length
-        self._hashing = HashThread()
-        # What has been read into targets and is being hashed, in order.
-        self._hashed: deque[_Hashed] = deque()
         self._kept: OrderedDict[tuple[int, int], _KeptBlock] = OrderedDict()
 
     @property
@@ -102,7 +121,6 @@ class BlockReader:
 
     def close(self) -> None:
         """Close all files."""
-        self._hashing.close()
         self.files.close()
         self._kept.clear()
 
@@ -167,11 +185,9 @@ class BlockReader:
         row = self.resolve(item)
         if self.needs_whole_blocks(row):
             return False
-        before = self.count.bytes_read
         try:
             self.files.read(row, position, buffer)
         except (DamagedCopy, OSError):
-            self.count.bytes_extra += self.count.bytes_read - before
             self.choice.damaged.add(row)
             return False
         return True
@@ -192,14 +208,13 @@ class BlockReader:
         for row in self.choice.candidates(item):
             if row in tried:
                 continue
-            before = self.count.bytes_read
             try:
                 self.files.read(row, block * self._block_bytes, buffer)
                 got = None if self._verify == "off" else hash_block(buffer)
                 if got is not None and got != self._manifest.checksums.of_block(row, block):
+                    self.count.bytes_extra += len(buffer)
                     raise self._damage(row, block, len(buffer), got)
             except (CorruptCheckpointError, DamagedCopy, OSError) as error:
-                self.count.bytes_extra += self.count.bytes_read - before
                 self.choice.damaged.add(row)
                 failures.append((row, error))
                 continue
@@ -235,12 +250,8 @@ class BlockReader:
         elif not self.read_unverified(item, position, buffer):
             buffer[:] = self.keep_block(item, block, len(buffer))[start : start + len(buffer)]
 
-    def are_hashed_beside(self, blocks: int) -> bool:
-        """Return whether so many blocks are worth being hashed in a thread while the next ones are read."""
-        return self._verify != "off" and blocks > HASHED_AT_ONCE
-
     def read_stretches(self, stretches: Stretches) -> None:
-        """Fill memory with stretches of items, in the order of the files; some may still be hashed afterwards.
+        """Fill memory with stretches of items, in the order of the files.
 
         Raises:
             CorruptCheckpointError: No copy is as it was written.
@@ -249,77 +260,98 @@ class BlockReader:
         parts = stretches.cut_at(self._block_bytes)
         catalog = self._manifest.catalog
         order = np.lexsort((catalog.byte_offset[parts.item] + parts.position, catalog.file[parts.item]))
-        most = HASHED_AT_ONCE * self._block_bytes
-        beside = int(parts.length.sum()) > most
-        for portion in parts.take(order).portions(most, STRETCHES_AT_ONCE):
-            self._read_portion(portion, beside)
+        parts = parts.take(order)
+        portions = self.divide(parts)
+        self.files.threads.each(lambda i: self.read_portion(portions, i), portions.count)
 
-    def _read_portion(self, parts: Stretches, beside: bool) -> None:
-        """Fill memory with stretches that are each of one block; ``beside``: the thread hashes them."""
+    def divide(self, parts: Stretches) -> Portions:
+        """Divide stretches that are each of one block among portions, each of which a thread reads."""
         rows = self.choice.rows_serving(parts.item)
         whole = self._are_whole(parts)
-        quick = ~self.choice.are_damaged(rows)
-        if self._verify == "full":
-            quick &= whole
+        quick = whole if self._verify == "full" else np.ones(len(parts), dtype=bool)
+        hashed = whole & (self._verify != "off")
+        expected = np.zeros(len(parts), dtype=object)
+        number = parts.position[hashed] // self._block_bytes
+        expected[hashed] = self._manifest.checksums.of_blocks(rows[hashed], number).tolist()
+        edges = parts.edges(BLOCKS_AT_ONCE * self._block_bytes, STRETCHES_AT_ONCE)
+        runs = self.files.find_runs(rows, parts.position, parts.length)
+        return Portions(parts, rows, quick, hashed, expected.tolist(), edges, runs)
+
+    def read_portion(self, portions: Portions, number: int, address: int = 0) -> None:
+        """Fill memory with the stretches of a portion, and verify these; threads may do so at the same time.
+
+        ``address`` is where the memory begins that the stretches' addresses count from.
+
+        Raises:
+            CorruptCheckpointError: No copy is as it was written.
+            OSError: The only copy cannot be read.
+        """
+        first, last = portions.edges[number : number + 2]
+        buffers, quick = portions.buffers(first, last, address), portions.quick[first:last]
+        if self.choice.damaged:  # what has turned out to be damaged by now is read no more
+            quick = quick & ~self.choice.are_damaged(portions.rows[first:last])
         if not quick.all():
-            self._read_one_by_one(parts.take(~quick))
-            parts, rows, whole = parts.take(quick), rows[quick], whole[quick]
-        if not len(parts):
+            self._read_one_by_one(portions, first, np.flatnonzero(~quick), buffers)
+            left = np.flatnonzero(quick)
+            for run in filter(len, np.split(left, np.flatnonzero(np.diff(left) != 1) + 1)):
+                begin, end = int(run[0]), int(run[-1]) + 1
+                self._read_some(portions, first + begin, first + end, buffers[begin:end])
             return
-        buffers, before = parts.buffers(), self.count.bytes_read
+        self._read_some(portions, first, last, buffers)
+
+    def _read_some(self, portions: Portions, first: int, last: int, buffers: Sequence[memoryview]) -> None:
+        """Fill buffers with stretches of which nothing is known to be damaged, and verify these."""
         try:
-            self.files.read_neighbours(rows, parts.position, buffers)
+            self.files.read_runs(portions.runs, first, last, buffers)
         except (CorruptCheckpointError, DamagedCopy, OSError):
-            self.count.bytes_extra += self.count.bytes_read - before
-            self.wait_for_hashes(HASHED_BEHIND)
-            self._read_one_by_one(parts)
+            self._read_one_by_one(portions, first, np.arange(last - first), buffers)
             return
-        if self._verify == "off":
+        hashed = portions.hashed[first:last]
+        if not hashed.any():
             return
-        if not whole.all():
-            buffers = [buffers[i] for i in np.flatnonzero(whole).tolist()]
-            parts, rows = parts.take(whole), rows[whole]
-        if not beside:
-            self._check(parts, rows, buffers, hash_blocks(buffers))
-            return
-        hashed = _Hashed(parts, rows, buffers, self._hashing.hash(buffers))
-        self.wait_for_hashes(HASHED_BEHIND)
-        self._hashed.append(hashed)
-        self.hashing_begun += 1
+        expected = portions.expected[first:last]
+        if not hashed.all():
+            members = np.flatnonzero(hashed).tolist()
+            buffers, expected = [buffers[i] for i in members], [expected[i] for i in members]
+        got = hash_blocks(buffers)
+        if got == expected:
+            self.count.add(bytes_verified=sum(map(len, buffers)))
+        else:
+            self._mend(portions, (first + np.flatnonzero(hashed)).tolist(), buffers, expected, got)
+
+    def _mend(
+        self,
+        portions: Portions,
+        numbers: Sequence[int],
+        buffers: Sequence[memoryview],
+        expected: Sequence[int],
+        got: Sequence[int],
+    ) -> None:
+        """Read blocks again that do not have their checksums."""
+        with self.count.lock:
+            for number, buffer, right, found in zip(numbers, buffers, expected, got):
+                if found == right:
+                    self.count.bytes_verified += len(buffer)
+                    continue
+                row, block = int(portions.rows[number]), int(portions.parts.position[number]) // self._block_bytes
+                error = self._damage(row, block, len(buffer), found)
+                self.count.bytes_extra += len(buffer)
+                self.choice.damaged.add(row)
+                self.read_block(int(portions.parts.item[number]), block, buffer, [(row, error)])
 
     def _are_whole(self, parts: Stretches) -> np.ndarray:
         """Return bool per stretch: whether it is a whole block."""
         rest = self._byte_length[parts.item] - parts.position
         return (parts.position % self._block_bytes == 0) & (parts.length == np.minimum(self._block_bytes, rest))
 
-    def _read_one_by_one(self, parts: Stretches) -> None:
-        """Fill memory with stretches that are each of one block, each with the replicas there are."""
-        for item, position, buffer in zip(parts.item.tolist(), parts.position.tolist(), parts.buffers()):
-            self.fill(item, position, buffer)
-
-    def wait_for_hashes(self, behind: int = 0) -> None:
-        """Wait until at most ``behind`` groups of blocks are being hashed, and read damaged ones again.
-
-        Raises:
-            CorruptCheckpointError: A block does not have its checksum, and there is no replica.
-        """
-        while len(self._hashed) > behind:
-            blocks, rows, buffers, hashes = self._hashed.popleft()
-            self._check(blocks, rows, buffers, hashes.result())
-            self.hashing_done += 1
-
-    def _check(self, blocks: Stretches, rows: np.ndarray, buffers: Sequence[memoryview], got: list[int]) -> None:
-        """Compare the checksums of whole blocks with what they should be, and read damaged ones again."""
-        number = blocks.position // self._block_bytes
-        expected = self._manifest.checksums.of_blocks(rows, number)
-        wrong = np.flatnonzero(expected != np.asarray(got, dtype=np.uint64))
-        self.count.bytes_verified += int(blocks.length.sum()) - int(blocks.length[wrong].sum())
-        for i in wrong.tolist():
-            row, block = int(rows[i]), int(number[i])
-            error = self._damage(row, block, len(buffers[i]), got[i])
-            self.count.bytes_extra += len(buffers[i])
-            self.choice.damaged.add(row)
-            self.read_block(int(blocks.item[i]), block, buffers[i], [(row, error)])
+    def _read_one_by_one(
+        self, portions: Portions, first: int, members: np.ndarray, buffers: Sequence[memoryview]
+    ) -> None:
+        """Fill buffers with stretches behind a first one, each with the replicas there are."""
+        item, position = portions.parts.item, portions.parts.position
+        with self.count.lock:
+            for i in members.tolist():
+                self.fill(int(item[first + i]), int(position[first + i]), buffers[i])
 
     def _damage(self, row: int, block: int, length: int, got: int) -> DamagedCopy:
         """Return what is wrong with a whole block whose checksum is another than it should be."""

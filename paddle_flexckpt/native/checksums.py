@@ -101,6 +101,14 @@ class Checksums:
         """Make no checksums, for so many items of files that came without."""
         return cls(np.zeros(0, dtype=np.uint64), np.zeros(items + 1, dtype=np.int64))
 
+    def take(self, items: np.ndarray) -> Checksums:
+        """Return the checksums of some items, by their numbers, in this order."""
+        first, count = self.first[items], self.first[items + 1] - self.first[items]
+        start = np.concatenate([[0], np.cumsum(count)]).astype(np.int64)
+        return Checksums(
+            self.values[np.repeat(first - start[:-1], count) + np.arange(start[-1])], start, self.block_bytes
+        )
+
     def of_item(self, item: int) -> np.ndarray:
         """Return the checksums of all blocks of one item, uint64."""
         return self.values[self.first[item] : self.first[item + 1]]

@@ -7,22 +7,24 @@ Removers and replacers must take this lock exclusively first.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Location, Lock, map_files
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.partition_files import check_partition, read_rows
 
 # What makes a checkpoint exist.
 MANIFEST = re.compile(r"(\d+)\.manifest", re.ASCII)
 # What says that a save has begun: id, and generation (none: 0).
 MARKER = re.compile(r"(\d+)(?:\.(\d+))?\.saving", re.ASCII)
-# What each rank writes, and has not finished: rank, id, generation (none: 0), and what it is.
-OF_RANK = re.compile(
-    r"(\d+)_(\d+)(?:\.(\d+))?\.(safetensors|(?:part|failed|prepared)(?:\.[0-9a-f]{32}\.tmp)?)", re.ASCII
+# The other files of a save: rank (of a partition: its number), id, generation (none: 0), and kind.
+OF_SAVE = re.compile(
+    r"(\d+)_(\d+)(?:\.(\d+))?\.(safetensors|partition|(?:part|failed|prepared)(?:\.[0-9a-f]{32}\.tmp)?)", re.ASCII
 )
 
 
@@ -48,6 +50,10 @@ class SaveNames:
         """Return the name of a rank's part."""
         return f"{rank}_{self._stem}.part"
 
+    def partition_file(self, number: int) -> str:
+        """Return the name of a partition of the manifest."""
+        return f"{number}_{self._stem}.partition"
+
     def failure_file(self, rank: int) -> str:
         """Return the name of what a rank says if it cannot write."""
         return f"{rank}_{self._stem}.failed"
@@ -67,13 +73,17 @@ class SaveNames:
         return f"{self.unique_id}.{self.generation}" if self.generation else f"{self.unique_id}"
 
     def owns(self, name: str) -> bool:
-        """Return whether a file is a rank's of this save, by its name."""
+        """Return whether a file is of this save, by its name; not its manifest or marker."""
         return save_of(name) == (self.unique_id, self.generation)
+
+    def owns_partition(self, name: str) -> bool:
+        """Return whether a file is a partition of this save's manifest, by its name."""
+        return name.endswith(".partition") and self.owns(name)
 
 
 def save_of(name: str) -> tuple[int, int] | None:
-    """Return id and generation of the save that a rank's file is of; None for other files."""
-    match = OF_RANK.fullmatch(name)
+    """Return id and generation of the save that a file is of; None for manifests, markers and others."""
+    match = OF_SAVE.fullmatch(name)
     return (int(match[2]), int(match[3] or 0)) if match else None
 
 
@@ -99,8 +109,10 @@ class CheckpointDirectory:
         """Return the ids of the checkpoints that have a manifest, in rising order."""
         return sorted(int(match[1]) for match in map(MANIFEST.fullmatch, self.backend.names()) if match)
 
-    def read_manifest(self, unique_id: int | None = None) -> Manifest:
+    def read_manifest(self, unique_id: int | None = None, keys: Sequence[str] | None = None) -> Manifest:
         """Read the manifest of a checkpoint; None takes the highest id.
+
+        With ``keys`` it has the rows of these keys, and perhaps others': of its partitions only theirs are read.
 
         Raises:
             ValidationError: There is no such checkpoint.
@@ -110,21 +122,21 @@ class CheckpointDirectory:
         if not ids or (unique_id is not None and unique_id not in ids):
             wanted = "" if unique_id is None else f" with id {unique_id}"
             raise ValidationError(f"{self.path} has no checkpoint{wanted}; complete ids here: {ids or 'none'}")
-        return self.read_committed(ids[-1] if unique_id is None else unique_id)
+        return self.read_committed(ids[-1] if unique_id is None else unique_id, keys)
 
-    def read_committed(self, unique_id: int) -> Manifest:
-        """Read the manifest of an id; FileNotFoundError if there is none."""
+    def read_committed(self, unique_id: int, keys: Sequence[str] | None = None) -> Manifest:
+        """Read the manifest of an id, as :meth:`read_manifest` does; FileNotFoundError if there is none."""
         name = f"{unique_id}.manifest"
         file = self.backend.where(name)
         manifest = Manifest.decode(self.backend.read(name), file)
         if manifest.unique_id != unique_id:
             raise CorruptCheckpointError(f"{file} is the manifest of id {manifest.unique_id}: it has been renamed")
-        return manifest
+        return read_rows(self.backend, manifest, keys)
 
     def save_token(self, unique_id: int) -> str | None:
         """Return the save token of the manifest in place; None if there is none, or none that can be read."""
         try:
-            return self.read_committed(unique_id).save_token
+            return self.read_committed(unique_id, ()).save_token
         except (OSError, CorruptCheckpointError, ValidationError):
             return None
 
@@ -141,19 +153,26 @@ class CheckpointDirectory:
 
     def data_files(self) -> list[tuple[int, int, str]]:
         """Return id, rank and name of all data files, committed or not, in the order of ids, ranks and generations."""
-        matches = [match for match in map(OF_RANK.fullmatch, self.backend.names()) if match]
+        matches = [match for match in map(OF_SAVE.fullmatch, self.backend.names()) if match]
         found = [(int(m[2]), int(m[1]), int(m[3] or 0), m[0]) for m in matches if m[4] == "safetensors"]
         return [(unique_id, rank, name) for unique_id, rank, _, name in sorted(found)]
 
     def files_of(self, manifest: Manifest) -> list[str]:
-        """Return the names of a checkpoint's data files, and of older ones that it has replaced."""
-        named = list(manifest.catalog.files)
-        newest = max((save[1] for save in map(save_of, named) if save), default=0)
+        """Return the names of a checkpoint's files but its manifest, and of those that it has replaced."""
+        named = manifest.files
+        newest = _generation(manifest)
         older = [name for name in self.backend.names() if is_before(save_of(name), manifest.unique_id, newest)]
-        return named + sorted(set(older) - set(named))
+        return named + sorted({*older, *self.repaired_partitions(manifest)} - set(named))
+
+    def repaired_partitions(self, manifest: Manifest) -> list[str]:
+        """Return the names of partitions of a checkpoint's save that its manifest does not name: a repair has not."""
+        own, named = SaveNames(manifest.unique_id, _generation(manifest), manifest.save_token), set(manifest.files)
+        return [name for name in self.backend.names() if own.owns_partition(name) and name not in named]
 
     def check_complete(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
         """Check that data files of a checkpoint (None: all) are there, of their size and of the same save.
+
+        All partitions of its manifest have to be there too, of their size.
 
         Raises:
             CorruptCheckpointError: One is not.
@@ -164,6 +183,7 @@ class CheckpointDirectory:
             check_data_file(self.backend, manifest, name, sizes[name]).close()
 
         map_files(self.backend, check, sizes if names is None else names)
+        map_files(self.backend, partial(check_partition, self.backend), manifest.partitions)
 
     def usable_files(self, manifest: Manifest) -> tuple[list[bool], dict[str, str]]:
         """Find out which data files of a checkpoint are here as they were written.
@@ -185,10 +205,16 @@ class CheckpointDirectory:
         return [problems.get(name) == "" for name in sizes], {name: text for name, text in problems.items() if text}
 
 
+def _generation(manifest: Manifest) -> int:
+    return max((save[1] for save in map(save_of, manifest.catalog.files) if save), default=0)
+
+
 class LockedManifest:
     """Keep a checkpoint while it is read: its manifest, and the lock, which leaving the context releases."""
 
-    def __init__(self, directory: CheckpointDirectory, unique_id: int | None = None) -> None:
+    def __init__(
+        self, directory: CheckpointDirectory, unique_id: int | None = None, keys: Sequence[str] | None = None
+    ) -> None:
         """Take the lock, then read; arguments and errors as of :meth:`CheckpointDirectory.read_manifest`."""
         before: list[int] | None = None
         while True:
@@ -197,9 +223,9 @@ class LockedManifest:
             try:
                 if chosen is None or chosen not in ids:
                     # Another program's checkpoint, or none.
-                    self._lock, self.manifest = Lock(), directory.read_manifest(unique_id)
+                    self._lock, self.manifest = Lock(), directory.read_manifest(unique_id, keys)
                 else:
-                    self._lock, self.manifest = _lock_and_read(directory, chosen)
+                    self._lock, self.manifest = _lock_and_read(directory, chosen, keys)
                 return
             except FileNotFoundError as error:
                 # It has just been removed, and perhaps saved again: another one may be the highest now.
@@ -218,10 +244,10 @@ class LockedManifest:
         self._lock.release()
 
 
-def _lock_and_read(directory: CheckpointDirectory, unique_id: int) -> tuple[Lock, Manifest]:
+def _lock_and_read(directory: CheckpointDirectory, unique_id: int, keys: Sequence[str] | None) -> tuple[Lock, Manifest]:
     lock = directory.backend.locks.share(f"{unique_id}.manifest")
     try:
-        return lock, directory.read_committed(unique_id)
+        return lock, directory.read_committed(unique_id, keys)
     except BaseException:
         lock.release()
         raise

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Backend, Location, map_files, reading
 from paddle_flexckpt.media.opening import open_backend
@@ -115,7 +113,7 @@ def _broken(path: str, unique_id: int, error: Exception) -> CheckpointInfo:
 def _info(directory: CheckpointDirectory, unique_id: int) -> CheckpointInfo | None:
     """Describe what there is of an id; None if it has been removed meanwhile."""
     try:
-        manifest = directory.read_committed(unique_id)
+        manifest = directory.read_committed(unique_id, ())
     except FileNotFoundError as error:
         return None if unique_id not in directory.list_ids() else _broken(directory.path, unique_id, error)
     except (CorruptCheckpointError, ValidationError, OSError) as error:
@@ -127,14 +125,13 @@ def _info(directory: CheckpointDirectory, unique_id: int) -> CheckpointInfo | No
         problem = _broken("", 0, error).problem
         if directory.save_token(unique_id) != manifest.save_token:
             return _info(directory, unique_id)  # it has just been removed or replaced, and its files with it
-    catalog = manifest.catalog
     return CheckpointInfo(
         path=directory.path,
         unique_id=unique_id,
         step=manifest.step,
         world_size=manifest.world_size,
-        keys=len(np.unique(catalog.key)),
-        total_bytes=int(catalog.byte_length.sum()),
+        keys=manifest.key_count,
+        total_bytes=manifest.data_bytes,
         complete=not problem,
         problem=problem,
     )

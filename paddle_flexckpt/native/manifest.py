@@ -1,14 +1,16 @@
 """Encode and decode manifests: safetensors containers with the columns of a checkpoint's catalog.
 
 A rank's *part* has the same form and holds the rows of that rank's data file; the manifest is the parts, one after the
-other. It carries a checksum of its own, so that a flipped bit in it cannot send a reader to wrong bytes.
+other. It carries a checksum of its own, so that a flipped bit in it cannot send a reader to wrong bytes. One of very
+many rows has them in :mod:`partitions <paddle_flexckpt.native.partitions>`.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import xxhash
@@ -19,20 +21,26 @@ from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationE
 from paddle_flexckpt.media.backend import InputFile
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.checksums import ALGORITHM, BLOCK_BYTES, Checksums
+from paddle_flexckpt.native.column_checks import check_columns
+from paddle_flexckpt.native.partitions import Partition
+from paddle_flexckpt.native.partitions import from_arrays as partitions_from_arrays
+from paddle_flexckpt.native.partitions import to_arrays as partitions_to_arrays
 from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header, read_header
 
 # Version 2 has tensors whose elements lie part by part: a reader of version 1 would take them for natural order.
-FORMAT_VERSIONS = ("1", "2")
+# Version 3 has its rows in partitions: earlier readers would find none.
+FORMAT_VERSIONS = ("1", "2", "3")
 FORMAT_VERSION = int(FORMAT_VERSIONS[-1])
-# It describes 16 columns, however many items there are.
+PARTITIONED = FORMAT_VERSIONS[-1]
+# What is raised where a container has not what it should.
+UNUSABLE = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
+# It describes some 20 columns, however many items there are.
 _MAX_HEADER_BYTES = 1 << 16
 # A reader has memory for some blocks; the writer's have 1 MiB.
 _MAX_BLOCK_BYTES = 1 << 26
-# Numpy's own limit.
-_MAX_AXES = 64
 _MAX_REPORTED = 300
 _CREATOR = "paddle_flexckpt"
-_CATALOG = "catalog."
+CATALOG = "catalog."
 
 NATIVE = "native"
 
@@ -62,6 +70,8 @@ class Manifest:
         origin: Whose files they are, ``"native"`` or another program's name. Another program's have neither checksums
             nor a save token, and may be in a directory right below the checkpoint's.
         nodes: Where nodes share no storage: by name of a node, the data files that it has.
+        partitions: Where the rows are in files of their own: these. The catalog and the checksums have the rows of
+            those that have been read, and the catalog's table of files has all files.
     """
 
     catalog: Catalog
@@ -73,6 +83,7 @@ class Manifest:
     step: int | None = None
     origin: str = NATIVE
     nodes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    partitions: tuple[Partition, ...] = ()
 
     @classmethod
     def of_save(
@@ -96,6 +107,12 @@ class Manifest:
         file_bytes = np.asarray([sizes[name] for name in catalog.files], dtype=np.int64)
         return cls(catalog, Checksums.none(len(catalog)), file_bytes, digest, unique_id, world_size, origin=origin)
 
+    @classmethod
+    def of_partitions(cls, info: SaveInfo, sizes: Mapping[str, int], partitions: Sequence[Partition]) -> Manifest:
+        """Make a manifest whose rows are in partitions; ``sizes`` has all data files, by name."""
+        catalog = replace(concat([]), files=tuple(sizes))
+        return replace(cls.of_save(info, catalog, (), sizes), partitions=tuple(partitions))
+
     @property
     def info(self) -> SaveInfo:
         """Return the save that it is of."""
@@ -111,6 +128,53 @@ class Manifest:
         return dict(zip(self.catalog.files, self.file_bytes.tolist()))
 
     @property
+    def files(self) -> list[str]:
+        """Return the names of all files that belong to the checkpoint, but the manifest's own."""
+        return [*self.catalog.files, *(each.file for each in self.partitions)]
+
+    @cached_property
+    def _ranks(self) -> tuple[np.ndarray, np.ndarray]:
+        owner = np.asarray([int(name.partition("_")[0]) for name in self.catalog.files], dtype=np.int64)
+        order = np.argsort(owner, kind="stable").astype(np.int32)
+        return owner[order], order
+
+    def files_of_ranks(self, ranks: np.ndarray) -> np.ndarray:
+        """Return int32 per rank, the number of its data file: the one whose name begins with the rank.
+
+        Raises:
+            ValueError: A rank has none.
+        """
+        owner, order = self._ranks
+        place = np.searchsorted(owner, ranks)
+        if len(ranks) and (place.max() >= len(owner) or (owner[place] != ranks).any()):
+            raise ValueError("there are rows of a rank without a data file")
+        return order[place]
+
+    @property
+    def has_rows(self) -> bool:
+        """Return whether all rows have been read."""
+        return len(self.catalog) == self.rows
+
+    @property
+    def rows(self) -> int:
+        """Return the number of rows, whether they have been read or not."""
+        return sum(each.rows for each in self.partitions) or len(self.catalog)
+
+    @property
+    def key_count(self) -> int:
+        """Return the number of keys, whether their rows have been read or not."""
+        return sum(each.keys for each in self.partitions) or len(np.unique(self.catalog.key))
+
+    @property
+    def data_bytes(self) -> int:
+        """Return the bytes of all shards, whether their rows have been read or not."""
+        return sum(each.data_bytes for each in self.partitions) or int(self.catalog.byte_length.sum())
+
+    def take(self, rows: np.ndarray) -> Manifest:
+        """Return the manifest of some rows, by their numbers, with the names that they use and all files."""
+        return replace(self, catalog=self.catalog.take(rows).compact(), checksums=self.checksums.take(rows))
+
+    @property
     def foreign(self) -> bool:
         """Return whether the files are another program's."""
         return self.origin != NATIVE
@@ -118,30 +182,40 @@ class Manifest:
     @property
     def format_version(self) -> str:
         """Return the oldest version whose readers understand all that is here."""
-        return format_version(self.catalog)
+        return PARTITIONED if self.partitions else format_version(self.catalog)
 
     def encode(self) -> bytes:
-        """Return the container's bytes."""
-        arrays = {f"{_CATALOG}{name}": _narrow(array) for name, array in self.catalog.to_arrays().items()}
-        arrays["checksums"] = self.checksums.values
+        """Return the container's bytes; without rows where these are in partitions."""
+        kept = self
+        if self.partitions:
+            kept = replace(self.of_partitions(self.info, self.sizes, self.partitions), nodes=self.nodes)
+        arrays = kept.to_arrays()
         arrays["file_bytes"] = self.file_bytes.astype(np.int64)
+        arrays.update(partitions_to_arrays(self.partitions) if self.partitions else {})
         if self.nodes:
             # Not in the header, which is small.
             arrays["nodes"] = np.frombuffer(json.dumps(self.nodes).encode(), dtype=np.uint8)
-        info = {
-            "format": "flexckpt",
-            "format_version": self.format_version,
-            "creator": _CREATOR,
-            "unique_id": str(self.unique_id),
-            "world_size": str(self.world_size),
-            "save_token": self.save_token,
-            "checksum": ALGORITHM,
-            "block_bytes": str(self.checksums.block_bytes),
-        }
+        info = self.describe() | {"unique_id": str(self.unique_id), "world_size": str(self.world_size)}
         if self.step is not None:
             info["step"] = str(self.step)
         info["digest"] = _digest(arrays, info)
         return safetensors_numpy.save(arrays, metadata=info)
+
+    def describe(self) -> dict[str, str]:
+        """Return what ``__metadata__`` of every container says."""
+        return {
+            "format": "flexckpt",
+            "format_version": self.format_version,
+            "creator": _CREATOR,
+            "save_token": self.save_token,
+            "checksum": ALGORITHM,
+            "block_bytes": str(self.checksums.block_bytes),
+        }
+
+    def to_arrays(self) -> dict[str, np.ndarray]:
+        """Return the rows as the arrays of a container."""
+        arrays = {f"{CATALOG}{name}": _narrow(array) for name, array in self.catalog.to_arrays().items()}
+        return {**arrays, "checksums": self.checksums.values}
 
     @classmethod
     def decode(cls, data: bytes, file: str) -> Manifest:
@@ -151,15 +225,7 @@ class Manifest:
             CorruptCheckpointError: The bytes are not a manifest, or not the ones that were written.
             ValidationError: The manifest is of a newer format version.
         """
-        try:
-            length = header_bytes(data[:8], len(data), file, _MAX_HEADER_BYTES)
-            info = dict(parse_header(data[8 : 8 + length], len(data), file).metadata)
-            arrays = safetensors_numpy.load(data)
-        except (CorruptCheckpointError, SafetensorError, ValueError, KeyError) as error:
-            raise CorruptCheckpointError(f"{file} is damaged or not a manifest: {error}") from error
-        if info.get("format") != "flexckpt" or "format_version" not in info:
-            got = info.get("format")
-            raise CorruptCheckpointError(f"{file} is damaged or not a manifest of this library (format {got!r})")
+        info, arrays = read_container(data, file)
         version = info["format_version"]
         digest = info.pop("digest", None)
         # A changed digit of the version must not send the user to look for a newer library: with one of this library's
@@ -168,7 +234,7 @@ class Manifest:
         if version not in FORMAT_VERSIONS and not intact:
             raise ValidationError(
                 f"{file} has format version {version!r}; this library reads versions "
-                f"{' and '.join(FORMAT_VERSIONS)}. Remedy: update paddle-flexckpt"
+                f"{', '.join(FORMAT_VERSIONS[:-1])} and {FORMAT_VERSIONS[-1]}. Remedy: update paddle-flexckpt"
             )
         if version not in intact:
             raise CorruptCheckpointError(
@@ -180,31 +246,64 @@ class Manifest:
     @classmethod
     def _from_arrays(cls, arrays: dict[str, np.ndarray], info: dict[str, str], file: str) -> Manifest:
         try:
-            if info["checksum"] != ALGORITHM:
-                raise ValueError(f"unknown checksum algorithm {info['checksum']!r}")
-            catalog = Catalog.from_arrays(
-                {name[len(_CATALOG) :]: array for name, array in arrays.items() if name.startswith(_CATALOG)}
-            )
-            for name in catalog.dtypes:
-                dtype_of(name)
+            catalog = catalog_of(arrays)
             for name in catalog.files:
                 check_file_name(name)
-            _check_columns(catalog, arrays["file_bytes"])
-            block_bytes = int(info["block_bytes"])
-            if not 1 <= block_bytes <= _MAX_BLOCK_BYTES:
-                raise ValueError(f"blocks of {block_bytes} bytes")
+            check_columns(catalog, arrays["file_bytes"])
+            partitions = partitions_from_arrays(arrays)
+            if bool(partitions) != (info["format_version"] == PARTITIONED) or (partitions and len(catalog)):
+                raise ValueError(f"version {info['format_version']}, {len(catalog)} rows, {len(partitions)} partitions")
             return cls(
                 catalog=catalog,
-                checksums=Checksums.of_items(arrays["checksums"], catalog.byte_length, block_bytes),
+                checksums=checksums_of(arrays, info, catalog),
                 file_bytes=arrays["file_bytes"],
                 save_token=info["save_token"],
                 unique_id=int(info["unique_id"]),
                 world_size=int(info["world_size"]),
                 step=int(info["step"]) if "step" in info else None,
                 nodes=_decode_nodes(arrays.get("nodes")),
+                partitions=partitions,
             )
-        except (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        except UNUSABLE as error:
             raise CorruptCheckpointError(f"{file} is not a usable manifest: {repr(error)[:_MAX_REPORTED]}") from error
+
+
+def read_container(data: bytes, file: str) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """Return ``__metadata__`` and arrays of a container of this library.
+
+    Raises:
+        CorruptCheckpointError: The bytes are none.
+    """
+    try:
+        length = header_bytes(data[:8], len(data), file, _MAX_HEADER_BYTES)
+        info = dict(parse_header(data[8 : 8 + length], len(data), file).metadata)
+        arrays = safetensors_numpy.load(data)
+    except (CorruptCheckpointError, SafetensorError, ValueError, KeyError) as error:
+        raise CorruptCheckpointError(f"{file} is damaged or not a manifest: {error}") from error
+    if info.get("format") != "flexckpt" or "format_version" not in info:
+        got = info.get("format")
+        raise CorruptCheckpointError(f"{file} is damaged or not a manifest of this library (format {got!r})")
+    return info, arrays
+
+
+def catalog_of(arrays: Mapping[str, np.ndarray]) -> Catalog:
+    """Return the catalog of a container's arrays; one of the errors in :data:`UNUSABLE` if they have none."""
+    catalog = Catalog.from_arrays(
+        {name[len(CATALOG) :]: array for name, array in arrays.items() if name.startswith(CATALOG)}
+    )
+    for name in catalog.dtypes:
+        dtype_of(name)
+    return catalog
+
+
+def checksums_of(arrays: Mapping[str, np.ndarray], info: Mapping[str, str], catalog: Catalog) -> Checksums:
+    """Return the checksums of a container; one of the errors in :data:`UNUSABLE` if they are not the catalog's."""
+    if info["checksum"] != ALGORITHM:
+        raise ValueError(f"unknown checksum algorithm {info['checksum']!r}")
+    block_bytes = int(info["block_bytes"])
+    if not 1 <= block_bytes <= _MAX_BLOCK_BYTES:
+        raise ValueError(f"blocks of {block_bytes} bytes")
+    return Checksums.of_items(arrays["checksums"], catalog.byte_length, block_bytes)
 
 
 def _decode_nodes(column: np.ndarray | None) -> dict[str, tuple[str, ...]]:
@@ -216,48 +315,6 @@ def _decode_nodes(column: np.ndarray | None) -> dict[str, tuple[str, ...]]:
         for name in files:
             check_file_name(name)
     return nodes
-
-
-def _check_columns(catalog: Catalog, file_bytes: np.ndarray) -> None:
-    """Check that columns index their tables and that every item lies in its file.
-
-    Raises:
-        ValueError: They do not.
-    """
-    count = len(catalog)
-    wide = (catalog.global_shape, catalog.offset, catalog.shape)
-    if any(getattr(catalog, name).shape != (count,) for name in _FLAT_COLUMNS):
-        raise ValueError("a column has another shape than [n]")
-    if any(column.ndim != 2 or column.shape != wide[0].shape for column in wide) or len(wide[0]) != count:
-        raise ValueError("the columns of boxes differ in shape")
-    if not 1 <= wide[0].shape[1] <= _MAX_AXES:
-        raise ValueError(f"tensors of {wide[0].shape[1]} axes")
-    for name, table in (("key", catalog.keys), ("dtype", catalog.dtypes), ("file", catalog.files)):
-        column = getattr(catalog, name)
-        if count and not (column.min() >= 0 and column.max() < len(table)):
-            raise ValueError(f"column {name} points beyond its table")
-    if file_bytes.shape != (len(catalog.files),) or (count and (min(map(np.min, wide), default=0) < 0)):
-        raise ValueError("a file without a size, or a negative extent or offset")
-    # In floating point: products of extents that are no tensor's must not wrap around.
-    if count and float(catalog.shape.astype(np.float64).prod(axis=1).max()) >= float(1 << 62):
-        raise ValueError("a shard has more elements than a file can have bytes")
-    if count and not ((catalog.ndim >= 0) & (catalog.ndim <= wide[0].shape[1])).all():
-        raise ValueError("a tensor has more axes than its columns")
-    for number, order in enumerate(catalog.orders if count else ()):
-        rows = np.flatnonzero(catalog.key_order[catalog.key] == number)
-        if order.axis is None or not len(rows):
-            continue
-        if order.axis >= catalog.ndim[rows].min():
-            raise ValueError("an order along an axis that a tensor does not have")
-        extent = catalog.global_shape[rows, wide[0].shape[1] - catalog.ndim[rows] + order.axis]
-        if (extent % (order.parts or 1)).any():
-            raise ValueError("an order in parts that are not equal")
-    begin, length = catalog.byte_offset, catalog.byte_length
-    if count and not ((begin >= 0) & (length >= 0) & (length <= file_bytes[catalog.file] - begin)).all():
-        raise ValueError("a shard lies outside its file")
-
-
-_FLAT_COLUMNS = ("key", "dtype", "ndim", "flat_start", "flat_stop", "rank", "file", "byte_offset")
 
 
 def format_version(catalog: Catalog) -> str:

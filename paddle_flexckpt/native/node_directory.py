@@ -20,9 +20,10 @@ from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.media.backend import Lock
+from paddle_flexckpt.native.dead_saves import find_markers, find_prepared, read_marker
 from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.manifest import Manifest, read_save_token
-from paddle_flexckpt.native.save_directory import SaveDirectory, find_markers, find_prepared, read_marker
+from paddle_flexckpt.native.save_directory import SaveDirectory
 
 
 class NodeSaves(NamedTuple):
@@ -82,6 +83,7 @@ class NodeDirectory(SaveDirectory):
             CorruptCheckpointError: A data file of this node is not as it was written.
             OSError: The file system refused.
         """
+        manifest = self.write_partitions(save, manifest)
         self.check_complete(manifest, manifest.nodes[node])
         with self.backend.create(save.prepared_file(rank), "replace") as file:
             file.write(manifest.encode())

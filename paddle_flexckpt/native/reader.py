@@ -7,7 +7,8 @@ call per run.
 With ``verify="full"`` no byte reaches a target unverified: a block of which only a part is needed is read whole, and
 the part is copied out of it; the latest such blocks are kept, as the next run or the next target often goes on there.
 
-Many copies come in columns (:mod:`paddle_flexckpt.native.stretches`); what is special is read one by one.
+Many copies come in columns (:mod:`paddle_flexckpt.native.stretches`), and several threads carry them out; what is
+special is read one by one.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import dtype_of
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native import row_files
-from paddle_flexckpt.native.block_reader import STRETCHES_AT_ONCE, BlockReader
+from paddle_flexckpt.native.block_reader import BLOCKS_AT_ONCE, BlockReader
 from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.read_threads import SpareMemory
+from paddle_flexckpt.native.spread_copies import SpreadCopies
 from paddle_flexckpt.native.stretches import AlikeCopies, Stretches, reach
 
 # A run at least this long is worth a system call of its own (a pread costs about as much as copying 16 KiB).
 MIN_PREAD_BYTES = 16 << 10
-# Blocks, or as many bytes, that are read at once for copies out of them; bounds their memory to 4 MiB.
-THROUGH_AT_ONCE = 4
 
 
 class FileReader(BlockReader):
@@ -67,10 +68,6 @@ class FileReader(BlockReader):
 
     def read(self, item: int, copy: StridedCopy, target: np.ndarray) -> None:
         """Carry out one strided copy from an item to memory.
-
-        Blocks of large copies may still be hashed when this returns, and damage in them be found by a later call or by
-        :meth:`wait_for_hashes`: a copy is as it was written when :attr:`hashing_done` has come up to what
-        :attr:`hashing_begun` is now.
 
         Args:
             item: Row of the manifest's catalog.
@@ -114,7 +111,13 @@ class FileReader(BlockReader):
             self._read_through_blocks(copies, whole=False)
             return
         if run_bytes < MIN_PREAD_BYTES:
-            self._read_through_blocks(self._read_mapped(copies), whole=True)
+            low, high = reach(copy.extents, copy.source_strides)
+            if self._verify == "full":
+                self._read_through_blocks(copies, whole=True)
+            elif (high - low) * copies.dtype.itemsize > row_files.MAP_SPAN_BYTES:
+                self._read_each(copies)
+            else:
+                self._read_through_blocks(self._read_mapped(copies), whole=True)
             return
         # What has no memory map is remote: a request takes as long as some MiB of its answer.
         remote = self._are_remote(copies) & (run_bytes < self._block_bytes)
@@ -134,11 +137,7 @@ class FileReader(BlockReader):
 
     def _read_mapped(self, copies: AlikeCopies) -> AlikeCopies:
         """Carry out copies of short scattered runs out of memory maps; return those that need verified blocks."""
-        catalog, copy = self._manifest.catalog, copies.copy
-        low, high = reach(copy.extents, copy.source_strides)
-        # A long one goes through the map step by step.
-        if self._verify == "full" or (high - low) * copies.dtype.itemsize > row_files.MAP_SPAN_BYTES:
-            return copies
+        catalog = self._manifest.catalog
         rows = self.choice.rows_serving(copies.item)
         file, offset = catalog.file[rows], catalog.byte_offset[rows] + copies.position
         left = self.choice.are_damaged(rows)
@@ -161,7 +160,10 @@ class FileReader(BlockReader):
         low, high = (each * itemsize for each in reach(copies.copy.extents, copies.copy.source_strides))
         first, end = copies.position + low, copies.position + high + itemsize
         inside = first // size == (end - 1) // size
-        self._read_each(copies.take(~inside))
+        if whole and copies.copy.is_ascending() and not self.files.reads_ahead:
+            self._read_spread(copies.take(~inside))
+        else:
+            self._read_each(copies.take(~inside))
         copies, first, end = copies.take(inside), first[inside], end[inside]
         whole = whole or self._verify == "full"
         if whole:
@@ -172,22 +174,46 @@ class FileReader(BlockReader):
         copies, first, end = copies.take(order), first[order], end[order]
         new = np.ones(len(first), dtype=bool)
         new[1:] = (copies.item[1:] != copies.item[:-1]) | (first[1:] != first[:-1]) | (end[1:] != end[:-1])
-        edges, number = np.flatnonzero(new), np.cumsum(new) - 1
-        length = (end - first)[edges]
+        starts, number = np.flatnonzero(new), np.cumsum(new) - 1
+        length = (end - first)[starts]
         places = np.cumsum(length) - length
-        blocks = Stretches(copies.item[edges], first[edges], length, places)
+        blocks = Stretches(copies.item[starts], first[starts], length, places)
         # What several copies want of a block was needed once.
-        needed = np.bincount(number, minlength=len(edges)) * copies.copy.size * itemsize
-        memory, done = np.empty(min(int(length.sum()), THROUGH_AT_ONCE * size), dtype=np.uint8), 0
-        for portion in blocks.portions(THROUGH_AT_ONCE * size, STRETCHES_AT_ONCE):
-            at = portion.address - portion.address[0]
-            self.read_stretches(replace(portion, address=at + memory.ctypes.data))
-            self.wait_for_hashes()
-            members = np.flatnonzero((number >= done) & (number < done + len(portion)))
-            begin = at[number[members] - done] + copies.position[members] - first[members]
-            copies.take(members).carry_out(memory, begin)
-            self.count.bytes_extra += int(np.maximum(portion.length - needed[done : done + len(portion)], 0).sum())
-            done += len(portion)
+        needed = np.bincount(number, minlength=len(starts)) * copies.copy.size * itemsize
+        portions = self.divide(blocks)
+        edges = portions.edges
+        bounds = np.searchsorted(number, edges).tolist()
+        spare = SpareMemory(BLOCKS_AT_ONCE * size)
+
+        def work(i: int) -> None:
+            some, members = slice(edges[i], edges[i + 1]), slice(bounds[i], bounds[i + 1])
+            begin = places[number[members]] - places[edges[i]] + copies.position[members] - first[members]
+            with spare.use() as memory:
+                self.read_portion(portions, i, memory.ctypes.data - int(places[edges[i]]))
+                copies.take(members).carry_out(memory, begin)
+            self.count.add(bytes_extra=int(np.maximum(length[some] - needed[some], 0).sum()))
+
+        self.files.threads.each(work, portions.count)
+
+    def _read_spread(self, copies: AlikeCopies) -> None:
+        """Carry out ascending copies that each reach over several blocks out of these, which are read and verified."""
+        size, catalog = self._block_bytes, self._manifest.catalog
+        spread, spare = SpreadCopies(copies, size), SpareMemory(BLOCKS_AT_ONCE * size)
+        groups = spread.groups(BLOCKS_AT_ONCE)
+        groups.sort(key=lambda group: (catalog.file[group.item], catalog.byte_offset[group.item], group.first))
+
+        def work(number: int) -> None:
+            group = groups[number]
+            with spare.use() as memory:
+                place = np.arange(group.last - group.first) * size
+                position = place + group.first * size
+                length = np.minimum(size, self._byte_length[group.item] - position)
+                item = np.full(len(place), group.item)
+                self.read_portion(self.divide(Stretches(item, position, length, place + memory.ctypes.data)), 0)
+                extra = int(length.sum()) - spread.carry_out(group, memory)
+            self.count.add(bytes_extra=max(extra, 0))
+
+        self.files.threads.each(work, len(groups))
 
     def _read_each(self, copies: AlikeCopies) -> None:
         """Carry out copies one by one."""
@@ -206,7 +232,7 @@ class FileReader(BlockReader):
         position = begin
         while position < end:
             whole_blocks = 0 if position % block_bytes else (end - position) // block_bytes
-            if raw_target is not None and self.are_hashed_beside(whole_blocks):
+            if raw_target is not None and whole_blocks > 1:
                 stop = position + whole_blocks * block_bytes
                 columns = (item, position, stop - position, raw_target.ctypes.data + position + shift)
                 self.read_stretches(Stretches(*(np.asarray([value], dtype=np.int64) for value in columns)))

@@ -5,10 +5,15 @@ Tested in tests/native/test_reader.py.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import ctypes
 import mmap
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,15 +23,16 @@ from paddle_flexckpt.media.backend import Backend, InputFile
 from paddle_flexckpt.media.read_ahead import Wanted
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.read_threads import ReadThreads
 from paddle_flexckpt.native.stretches import AlikeCopies, reach
 
-# Pages of a memory map count as resident until they are given back; this bounds them.
-MAP_SPAN_BYTES = 16 << 20
+# Pages of a memory map count as resident until they are given back; this bounds those of one thread.
+MAP_SPAN_BYTES = 8 << 20
 
 
 @dataclass
 class ReadCount:
-    """Count what has been read.
+    """Count what has been read; threads add under the lock.
 
     Attributes:
         bytes_read: Bytes of tensors copied out of files.
@@ -42,18 +48,46 @@ class ReadCount:
     bytes_extra: int = 0
     reads: int = 0
     files: set[str] = field(default_factory=set)
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
+
+    def add(self, bytes_read: int = 0, bytes_verified: int = 0, bytes_extra: int = 0, reads: int = 0) -> None:
+        """Add to what has been counted."""
+        with self.lock:
+            self.bytes_read += bytes_read
+            self.bytes_verified += bytes_verified
+            self.bytes_extra += bytes_extra
+            self.reads += reads
 
 
 class DamagedCopy(Exception):
     """Tell what is wrong with a stretch of a row; caught where another copy may be read instead."""
 
 
+_madvise = ctypes.CDLL(None, use_errno=True).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class Runs(NamedTuple):
+    """Hold stretches of files: the number of each run's first one and that of all, and the file and bytes of each."""
+
+    first: list[int]
+    file: list[int]
+    offset: list[int]
+    end: list[int]
+
+
 class RowFiles:
-    """Read rows of a manifest from the files that hold them. Nothing is verified but the files' size and save token."""
+    """Read rows of a manifest from the files that hold them. Nothing is verified but the files' size and save token.
+
+    Attributes:
+        count: What has been read.
+        threads: Read at the same time, from file systems; elsewhere it is requests that run at the same time.
+    """
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:
         """Open nothing yet."""
         self.count = ReadCount()
+        self.threads = ReadThreads(several=backend.has_path)
         self._backend, self._manifest = backend, manifest
         self._byte_length = manifest.catalog.byte_length
         self._files: dict[int, InputFile] = {}
@@ -61,7 +95,8 @@ class RowFiles:
         self._maps: dict[int, mmap.mmap | None] = {}
 
     def close(self) -> None:
-        """Close all files."""
+        """End the threads, and close all files."""
+        self.threads.close()
         for mapped in filter(None, self._maps.values()):
             # The traceback of an error holds views of the map: it is closed with the last of them.
             with contextlib.suppress(BufferError):
@@ -82,17 +117,18 @@ class RowFiles:
             CorruptCheckpointError: It is missing, of another size, or of another save.
             OSError: It cannot be opened.
         """
-        if file in self._unusable:
-            raise self._unusable[file].with_traceback(None)  # which would grow with each raise
-        if file not in self._files:
-            name, size = self._manifest.catalog.files[file], int(self._manifest.file_bytes[file])
-            try:
-                self._files[file] = check_data_file(self._backend, self._manifest, name, size)
-            except (CorruptCheckpointError, OSError) as error:
-                self._unusable[file] = error
-                raise
-            self.count.files.add(name)
-        return self._files[file]
+        with self.count.lock:
+            if file in self._unusable:
+                raise self._unusable[file].with_traceback(None)  # which would grow with each raise
+            if file not in self._files:
+                name, size = self._manifest.catalog.files[file], int(self._manifest.file_bytes[file])
+                try:
+                    self._files[file] = check_data_file(self._backend, self._manifest, name, size)
+                except (CorruptCheckpointError, OSError) as error:
+                    self._unusable[file] = error
+                    raise
+                self.count.files.add(name)
+            return self._files[file]
 
     def map(self, row: int) -> mmap.mmap | None:
         """Map a row's file into memory; None if it is remote."""
@@ -122,7 +158,7 @@ class RowFiles:
             self.count.bytes_extra += extra
 
     def read(self, row: int, position: int, buffer: memoryview | np.ndarray) -> None:
-        """Fill a buffer from byte ``position`` of a row.
+        """Fill a buffer from byte ``position`` of a row. What is read before an error counts as read in vain.
 
         Raises:
             DamagedCopy: The file ends before.
@@ -132,30 +168,50 @@ class RowFiles:
         offset = int(catalog.byte_offset[row]) + position
         self._read_run(int(catalog.file[row]), offset, offset + len(view), [view])
 
-    def read_neighbours(self, rows: np.ndarray, position: np.ndarray, buffers: Sequence[memoryview]) -> None:
-        """Fill each buffer from a byte of a row; what follows each other in a file is one request.
+    def find_runs(self, rows: np.ndarray, position: np.ndarray, length: np.ndarray) -> Runs:
+        """Return what of stretches of rows follows each other in a file."""
+        catalog = self._manifest.catalog
+        file, offset = catalog.file[rows], catalog.byte_offset[rows] + position
+        end = offset + length
+        first = np.flatnonzero((file[1:] != file[:-1]) | (offset[1:] != end[:-1])) + 1
+        first = np.concatenate([[0], first, [len(rows)]])
+        return Runs(first.tolist(), file.tolist(), offset.tolist(), end.tolist())
+
+    def read_runs(self, runs: Runs, first: int, last: int, buffers: Sequence[memoryview]) -> None:
+        """Fill a buffer for each stretch from a first one to a last one; what of these is one run is one request.
+
+        Threads may do so at the same time. What is read before an error counts as read in vain.
 
         Raises:
             CorruptCheckpointError: A file is not as it was.
             DamagedCopy: A file ends before.
             OSError: The file system failed.
         """
-        catalog = self._manifest.catalog
-        file, offset = catalog.file[rows], catalog.byte_offset[rows] + position
-        end = offset + np.fromiter(map(len, buffers), dtype=np.int64, count=len(buffers))
-        edges = np.flatnonzero((file[1:] != file[:-1]) | (offset[1:] != end[:-1])) + 1
-        for first, last in zip([0, *edges.tolist()], [*edges.tolist(), len(buffers)]):
-            self._read_run(int(file[first]), int(offset[first]), int(end[last - 1]), buffers[first:last])
+        edges, begin, done = runs.first, first, 0
+        number = bisect.bisect_right(edges, first)
+        try:
+            while begin < last:
+                end = min(edges[number], last)
+                offset, beyond = runs.offset[begin], runs.end[end - 1]
+                self._read_run(runs.file[begin], offset, beyond, buffers[begin - first : end - first])
+                begin, done, number = end, done + beyond - offset, number + 1
+        except (CorruptCheckpointError, DamagedCopy, OSError):
+            self.count.add(bytes_extra=done)
+            raise
 
     def _read_run(self, file: int, offset: int, end: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers with the bytes of a file from one offset to another."""
-        opened = self.open(file)
+        """Fill buffers with the bytes of a file from one offset to another; errors as of :meth:`read`."""
+        opened, begin = self.open(file), offset
         while offset < end:
-            got = opened.read_into_each(buffers, offset)
-            self.count.reads += 1
+            try:
+                got = opened.read_into_each(buffers, offset)
+            except OSError:
+                self.count.add(bytes_extra=offset - begin)
+                raise
+            self.count.add(bytes_read=got, reads=1)
             if got == 0:
+                self.count.add(bytes_extra=offset - begin)
                 raise DamagedCopy(f"the file ends at byte {offset}")
-            self.count.bytes_read += got
             offset += got
             if offset < end:
                 buffers = _behind(buffers, got)
@@ -165,14 +221,19 @@ class RowFiles:
         copy, itemsize = copies.copy, copies.dtype.itemsize
         low, high = (each * itemsize for each in reach(copy.extents, copy.source_strides))
         first, end = offset + low, offset + high + itemsize
-        while len(offset):
-            # Portions keep the mapped span bounded.
-            count = max(1, int(np.searchsorted(end, first[0] + MAP_SPAN_BYTES, side="right")))
-            copies.take(slice(0, count)).carry_out(mapped, offset[:count])
-            _give_back(mapped, int(first[0]), int(end[count - 1]))
-            self.count.reads += count
-            self.count.bytes_read += copy.size * itemsize * count
-            copies, offset, first, end = copies.take(slice(count, None)), offset[count:], first[count:], end[count:]
+        edges = [0]
+        while edges[-1] < len(offset):
+            last = int(np.searchsorted(end, first[edges[-1]] + MAP_SPAN_BYTES, side="right"))
+            edges.append(max(edges[-1] + 1, last))
+
+        def work(number: int) -> None:
+            some = slice(edges[number], edges[number + 1])
+            count = some.stop - some.start
+            copies.take(some).carry_out(mapped, offset[some])
+            _give_back(mapped, int(first[some.start]), int(end[some.stop - 1]))
+            self.count.add(reads=count, bytes_read=copy.size * itemsize * count)
+
+        self.threads.each(work, len(edges) - 1)
 
     def copy_mapped(self, mapped: mmap.mmap, row: int, copy: StridedCopy, target: np.ndarray, dtype: np.dtype) -> None:
         """Carry out a strided copy of short scattered runs from a mapped file, a bounded span of it at a time.
@@ -188,13 +249,15 @@ class RowFiles:
         step = max(1, MAP_SPAN_BYTES // max(1, stride))
         inner = copy.size // copy.extents[0]
         begin += copy.source_base * dtype.itemsize
-        for first in range(0, copy.extents[0], step):
-            last = min(copy.extents[0], first + step)
+
+        def work(number: int) -> None:
+            first, last = number * step, min(copy.extents[0], (number + 1) * step)
             for part in copy.part(first * inner, last * inner):
                 part.scatter_into(target)[...] = part.gather_from(storage)
-            self.count.reads += 1
+            self.count.add(reads=1, bytes_read=(last - first) * inner * dtype.itemsize)
             _give_back(mapped, begin + first * stride, begin + last * stride)
-        self.count.bytes_read += copy.size * dtype.itemsize
+
+        self.threads.each(work, -(-copy.extents[0] // step))
 
 
 def _behind(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
@@ -207,5 +270,9 @@ def _behind(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
 
 
 def _give_back(mapped: mmap.mmap, begin: int, end: int) -> None:
+    """Give pages of a memory map back, while other threads run: Python's own call would keep them from it."""
     begin -= begin % mmap.PAGESIZE
-    mapped.madvise(mmap.MADV_DONTNEED, begin, min(end, len(mapped)) - begin)
+    address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data + begin
+    if _madvise(address, min(end, len(mapped)) - begin, mmap.MADV_DONTNEED):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))

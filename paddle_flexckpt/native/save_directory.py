@@ -1,7 +1,8 @@
 """Save into a directory of checkpoints: the id, the files of a save in their order, and the commit.
 
 1. Take the right to save, and write a marker, which tells the files of a dead save from others.
-2. Write the data files, then the ranks' parts; each is durable at once.
+2. Write the data files, then the ranks' parts, and the partitions of a manifest of very many rows; each is durable at
+   once.
 3. Make the directory's entries durable, then put the manifest in place, whole or not at all.
 4. Bring the companion file, for another program's loader, up to date.
 5. Remove what has been replaced, then the marker.
@@ -9,7 +10,7 @@
 A crash at any point leaves the manifests that were there, and the files that they name, as they were. The next save
 finds the marker and cleans up. The companion is there before the first data file, and names files that are there.
 
-Tested in tests/native/test_directory.py and tests/native/test_dead_saves.py.
+Tested in tests/native/test_directory.py and tests/native/test_partition_files.py.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import os
 import re
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -31,14 +32,22 @@ from paddle_flexckpt.media.backend import Location, Lock, SaveLock, map_files, p
 from paddle_flexckpt.native.data_file import write_data_file
 from paddle_flexckpt.native.directory import MANIFEST, MARKER, CheckpointDirectory, SaveNames, is_before, save_of
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
+from paddle_flexckpt.native.partition_files import describe_partition, encode_partition, split_rows
+from paddle_flexckpt.native.partitions import Partition, count_partitions
 
 logger = logging.getLogger("paddle_flexckpt")
 
 
 class Companion(ABC):
-    """Make the file beside the manifests, of a name of its own, that tells another program's loader what is here."""
+    """Make the file beside the manifests, of a name of its own, that tells another program's loader what is here.
+
+    Attributes:
+        name: Its name.
+        most_rows: It refuses checkpoints of more shards: to tell of them would take longer than to save them.
+    """
 
     name: str
+    most_rows: int
 
     @abstractmethod
     def refuse(self, reason: str) -> bytes:
@@ -141,9 +150,11 @@ class SaveDirectory(CheckpointDirectory):
         *,
         world_size: int,
         step: int | None = None,
-    ) -> None:
-        """Write a rank's data file, as :func:`write_data_file` does, and then its part."""
-        self.write_part(save, rank, self.write_data(save, items, data, world_size=world_size, step=step))
+    ) -> Manifest:
+        """Write a rank's data file, as :func:`write_data_file` does, and then its part, which is returned."""
+        part = self.write_data(save, items, data, world_size=world_size, step=step)
+        self.write_part(save, rank, part)
+        return part
 
     def write_data(
         self, save: SaveNames, items: Catalog, data: Iterable[np.ndarray], *, world_size: int, step: int | None = None
@@ -166,10 +177,37 @@ class SaveDirectory(CheckpointDirectory):
         failed = {rank: save.failure_file(rank) for rank in ranks if save.failure_file(rank) in names}
         return written, {rank: self.backend.read(name) for rank, name in failed.items()}
 
+    def write_partition(self, save: SaveNames, number: int, count: int, rows: Manifest) -> Partition:
+        """Write all rows of some keys as a partition of the manifest, durably; any rank may do so.
+
+        Args:
+            save: The save that it is of.
+            number: Which partition it is; :func:`partition_of` of every key has to say the same.
+            count: How many there are.
+            rows: The rows. Each is in the data file of its rank, which the table of files has.
+
+        Returns:
+            What :meth:`commit_manifest` needs of it.
+
+        Raises:
+            ValueError: There are rows of other partitions.
+            OSError: The file system refused.
+        """
+        data, name = encode_partition(rows, number, count), save.partition_file(number)
+        write_file(self.backend, name, data, "new")
+        return describe_partition(name, data, rows)
+
+    def write_partitions(self, save: SaveNames, manifest: Manifest) -> Manifest:
+        """Write the rows of a manifest in partitions, if they are too many for one file; return what is to be put."""
+        count = count_partitions(len(manifest.catalog))
+        written = [
+            self.write_partition(save, number, count, rows)
+            for number, rows in (split_rows(manifest, count) if count else ())
+        ]
+        return replace(manifest, partitions=tuple(written))
+
     def commit(self, save: SaveNames, ranks: Sequence[int]) -> Manifest:
         """Merge the parts of all ranks into the manifest and make the checkpoint exist.
-
-        The data files are looked at once more right before: they have to be there, of their size and of this save.
 
         Raises:
             CheckpointError: A part or a data file is not there, or the directory is another one by now: nothing has
@@ -187,7 +225,15 @@ class SaveDirectory(CheckpointDirectory):
                     "that all ranks share"
                 ) from error
 
-        manifest = merge_parts(map_files(self.backend, part, ranks))
+        manifest = self.write_partitions(save, merge_parts(map_files(self.backend, part, ranks)))
+        self.commit_manifest(save, manifest)
+        return manifest
+
+    def commit_manifest(self, save: SaveNames, manifest: Manifest) -> None:
+        """Make the checkpoint exist, of which every file but the manifest is durable; errors as of :meth:`commit`.
+
+        The files are looked at once more right before: they have to be there, of their size and of this save.
+        """
 
         def check() -> None:
             try:
@@ -205,7 +251,6 @@ class SaveDirectory(CheckpointDirectory):
         finally:
             if replaced is not None:
                 replaced.release()
-        return manifest
 
     def publish(self, save: SaveNames, manifest: bytes, check: Callable[[], None] = lambda: None) -> Lock | None:
         """Put the manifest of a save in place: from then on the checkpoint exists.
@@ -264,7 +309,8 @@ class SaveDirectory(CheckpointDirectory):
         with contextlib.suppress(OSError):
             if self.is_committed(save):
                 return
-            for name in (save.prepared_file(rank), save.data_file(rank), save.part_file(rank)):
+            own = (save.prepared_file(rank), save.data_file(rank), save.part_file(rank))
+            for name in (*own, *filter(save.owns_partition, self.backend.names())):
                 self.backend.remove(name)
             if not any(map(save.owns, self.backend.names())):
                 self.remove_uploads(save)
@@ -279,7 +325,7 @@ class SaveDirectory(CheckpointDirectory):
         keep: set[str] = set()
         committed = self.is_committed(save)
         if committed:
-            keep = set(self.read_committed(save.unique_id).catalog.files)
+            keep = set(self.read_committed(save.unique_id, ()).files)
         useless = []
         for name in names:
             other, temporary = save_of(name), self._temporary.fullmatch(name)
@@ -326,13 +372,19 @@ class SaveDirectory(CheckpointDirectory):
             data = refuse("it takes the files of one id for those of another where a directory has several")
         else:
             try:
-                manifest = only or self.read_committed(ids[0])
-                several = bool(manifest.nodes)
-                data = refuse("its files are on several nodes") if several else self.companion.encode(manifest)
+                data = self._companion_of(only or self.read_committed(ids[0], ()))
             except (CorruptCheckpointError, ValidationError):
                 data = refuse("its manifest is damaged")
         write_file(self.backend, self.companion.name, data, "replace")
         self.backend.sync()
+
+    def _companion_of(self, manifest: Manifest) -> bytes:
+        """Return the companion of the only checkpoint, whose rows need not have been read."""
+        if manifest.nodes:
+            return self.companion.refuse("its files are on several nodes")
+        if manifest.rows > self.companion.most_rows:
+            return self.companion.refuse(f"it has more than {self.companion.most_rows} shards")
+        return self.companion.encode(manifest if manifest.has_rows else self.read_committed(manifest.unique_id))
 
     def remove_refusal(self, marker: str = "") -> None:
         """Remove the companion where it has nothing to protect but a save that ends now. The caller has the lock."""
@@ -344,60 +396,3 @@ class SaveDirectory(CheckpointDirectory):
             return
         if own.is_ours(self.backend.read(own.name)):
             self.backend.remove(own.name)
-
-
-def find_markers(directory: CheckpointDirectory) -> list[str]:
-    """Return the names of the files that say that a save has begun."""
-    return sorted(filter(MARKER.fullmatch, directory.backend.names()))
-
-
-def read_marker(directory: CheckpointDirectory, marker: str) -> SaveNames | None:
-    """Return the save that a marker is of; None if it died before the marker was whole, so before any other file."""
-    try:
-        said = json.loads(directory.backend.read(marker))
-        save = SaveNames(int(said["unique_id"]), int(said["generation"]), str(said["token"]))
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return save if save.marker_file == marker else None
-
-
-def find_prepared(directory: CheckpointDirectory, save: SaveNames) -> list[str]:
-    """Return the files that say that a save is complete here and perhaps published elsewhere; none if it is here."""
-    names = [name for name in directory.backend.names() if save.owns(name) and name.endswith(".prepared")]
-    return [] if not names or directory.is_committed(save) else names
-
-
-def remove_dead_saves(
-    directory: SaveDirectory, current: SaveNames | None = None, aborted: Collection[str] = ()
-) -> list[str]:
-    """Remove what saves left behind that died: those whose marker is here. The caller has the lock.
-
-    Files that no marker speaks of are left alone, whether a manifest names them or not: it may be the manifest that was
-    lost. But a manifest that was not put in place, by a save or a repair, is of no use to anybody. What is prepared
-    stays: another node may have published its part of that save.
-
-    ``current`` is the save that is being made, ``aborted`` has the tokens of prepared saves that no node has published.
-    Returns the names of the files removed.
-    """
-    names = directory.backend.names()
-    removed = directory.remove_temporaries()
-    for marker in find_markers(directory):
-        save = read_marker(directory, marker)
-        if current is not None and marker == current.marker_file:
-            continue
-        if save is None:
-            directory.remove_save_files([], marker)
-            removed.append(marker)
-            continue
-        if save.token not in aborted and find_prepared(directory, save):
-            continue
-        try:
-            useless = directory.find_useless(save, names)
-        except CorruptCheckpointError:
-            continue  # whose files these are cannot be told
-        directory.remove_uploads(save)
-        if directory.is_committed(save):
-            directory.update_companion()  # it may have died before that
-        directory.remove_save_files(useless, marker)
-        removed += [*useless, marker]
-    return removed

@@ -52,20 +52,15 @@ class Stretches(Columns):
         length = np.minimum(end, (number + 1) * step) - position
         return Stretches(self.item[part], position, length, self.address[part] + position - begin)
 
-    def portions(self, most_bytes: int, most: int) -> Iterator[Stretches]:
-        """Yield them in portions of at most so many bytes, or one stretch, and at most so many stretches."""
-        ends, first = np.cumsum(self.length), 0
-        while first < len(self):
+    def edges(self, most_bytes: int, most: int) -> list[int]:
+        """Return the edges of portions of at most so many bytes, or one stretch, and at most so many stretches."""
+        ends, edges = np.cumsum(self.length), [0]
+        while edges[-1] < len(self):
+            first = edges[-1]
             done = int(ends[first - 1]) if first else 0
             last = int(np.searchsorted(ends, done + most_bytes, side="right"))
-            last = min(max(last, first + 1), first + most)
-            yield self.take(slice(first, last))
-            first = last
-
-    def buffers(self) -> list[memoryview]:
-        """Return the memory of every stretch."""
-        begin, memory = self.address - FIRST_ADDRESS, ADDRESSES
-        return [memory[low:high] for low, high in zip(begin.tolist(), (begin + self.length).tolist())]
+            edges.append(min(max(last, first + 1), first + most, len(self)))
+        return edges
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, ReplicaGroups
+from paddle_flexckpt.planning.holder_sets import find_sets, share_out
 from paddle_flexckpt.planning.matching import Pieces
-from paddle_flexckpt.planning.write_plan import holder_sets, water_fill
 
 # A section at most. A reader holds up to four of them, so that reading and sending overlap within 64 MiB.
 MOST_SECTION_BYTES = 8 << 20
@@ -130,12 +130,14 @@ def _share_out(pairs: tuple[np.ndarray, np.ndarray], nbytes: np.ndarray, ranks: 
     """Give each section to one of the ranks that it is paired with, so that all read about as much."""
     section, start = np.unique(pairs[0], return_index=True)
     groups = ReplicaGroups(np.arange(len(pairs[0])), np.append(start, len(pairs[0])))
-    load, reader = np.zeros(ranks, dtype=np.int64), np.zeros(len(section), dtype=np.int64)
-    for members, places in holder_sets(groups, pairs[1]):
-        size = nbytes[section[members]]
-        edges = np.cumsum(water_fill(load[places], int(size.sum())))
-        reader[members] = places[np.minimum(_nearest(size, edges), len(places) - 1)]
-        np.add.at(load, reader[members], size)
+    sets, of_section = find_sets(groups, pairs[1])
+    size, order = nbytes[section], np.argsort(of_section, kind="stable")
+    amount = np.bincount(of_section, size, len(sets)).astype(np.int64)
+    # All sets' lines, one after the other; a section stays with its own.
+    member = _nearest(size[order], np.cumsum(share_out(sets, amount, ranks)))
+    of_section = of_section[order]
+    reader = np.zeros(len(section), dtype=np.int64)
+    reader[order] = sets.members[np.clip(member, sets.start[of_section], sets.start[of_section + 1] - 1)]
     return section, reader
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, ReplicaGroups, group_replicas
+from paddle_flexckpt.planning.holder_sets import HolderSets, find_sets, share_out
 
 # A shard below this is given to one rank whole: splitting it saves less than another item costs.
 MIN_SPLIT_BYTES = 1 << 20
@@ -68,98 +69,128 @@ def plan_write(
         indivisible: bool ``[n]``, rows of shards that one rank has to write whole.
     """
     ranks = np.unique(catalog.rank)
-    rank_index = np.searchsorted(ranks, catalog.rank)
+    groups = group_replicas(catalog) if groups is None else groups
     if save_replicas:
-        held = (catalog.size > 0) | (catalog.global_shape == 0).any(axis=1)
-        row = np.flatnonzero(held) if groups is None else np.sort(groups.order[held[groups.order]])
-        writer = rank_index[row]
-        start, stop = np.zeros(len(row), dtype=np.int64), catalog.size[row]
+        items = every_replica(catalog, groups)
     else:
-        groups = group_replicas(catalog) if groups is None else groups
-        row, writer, start, stop = _assign(catalog, groups, rank_index, len(ranks), min_split_bytes, indivisible)
-    return _lay_out(catalog, ranks, row, writer, start, stop, file_name)
+        lines = lay_lines(catalog, groups, np.searchsorted(ranks, catalog.rank), indivisible)
+        items = lines.cut(share_out(lines.sets, lines.amount, len(ranks)), min_split_bytes)
+    return lay_out(catalog, ranks, items, file_name)
 
 
-def _assign(
-    catalog: Catalog,
-    groups: ReplicaGroups,
-    rank_index: np.ndarray,
-    world: int,
-    min_split_bytes: int,
-    indivisible: np.ndarray | None,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Give every group's elements to its holders; return (row, writer, start, stop) per item."""
-    first_rows = groups.first
-    distinct = catalog.take(first_rows)
-    group_size, itemsize, unit = distinct.size, distinct.itemsize, _row_elements(distinct)
+@dataclass(frozen=True, eq=False)
+class Items:
+    """Hold what is to be written, in no order: parts of shards, by the rank that is to write them.
+
+    Attributes:
+        row: int64 ``[m]``, the row of the shard, as its writer owns it.
+        start: int64 ``[m]``, the first element of it that is written.
+        stop: int64 ``[m]``, the first element beyond.
+    """
+
+    row: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+
+def every_replica(catalog: Catalog, groups: ReplicaGroups) -> Items:
+    """Return all shards in the groups, each to be written whole by every rank that owns it."""
+    held = (catalog.size > 0) | (catalog.global_shape == 0).any(axis=1)
+    row = np.sort(groups.order[held[groups.order]])
+    return Items(row, np.zeros(len(row), dtype=np.int64), catalog.size[row])
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """Hold replica groups on the lines of the sets of ranks that own them.
+
+    Attributes:
+        catalog: The shards.
+        groups: Their replica groups.
+        sets: The sets of ranks, by places.
+        amount: int64 ``[s]``, bytes on each line.
+        order: int64 ``[g]``, the groups by set; those of a set in the order of their numbers.
+        of_set: int64 ``[g]``, the set of each, in that order.
+        unit: int64 ``[g]``, the elements of each that must stay together, in that order.
+    """
+
+    catalog: Catalog
+    groups: ReplicaGroups
+    sets: HolderSets
+    amount: np.ndarray
+    order: np.ndarray
+    of_set: np.ndarray
+    unit: np.ndarray
+
+    def cut(self, share: np.ndarray, min_split_bytes: int = MIN_SPLIT_BYTES, before: np.ndarray | None = None) -> Items:
+        """Cut the lines after each share, and return what each member of a set is to write.
+
+        Args:
+            share: int64, bytes for each member of each set; on whole lines they sum to the lines' bytes.
+            min_split_bytes: Shards below this stay whole.
+            before: int64 ``[s]``, where each line is a stretch of a longer one: the bytes in front of it.
+        """
+        catalog, groups, sets = self.catalog, self.groups, self.sets
+        first = groups.first[self.order]
+        size, itemsize = catalog.size[first], catalog.itemsize[first]
+        length = size * itemsize
+        end = np.cumsum(length)
+        begin = end - length
+        # All lines, one after the other.
+        base = np.cumsum(self.amount) - self.amount
+        of_member = np.repeat(np.arange(len(sets)), sets.count)
+        cut = np.cumsum(share)
+        cut -= np.append(0, cut)[sets.start[:-1]][of_member]
+        if before is not None:
+            cut = np.clip(cut - before[of_member], 0, self.amount[of_member])
+        cut += base[of_member]
+        # A cut inside a small shard moves to the nearer end of it; inside a large one, to the nearest row.
+        shard = np.minimum(np.searchsorted(end, cut, side="right"), len(size) - 1)
+        inside = np.clip(cut - begin[shard], 0, length[shard])
+        step = np.where(length[shard] < min_split_bytes, length[shard], self.unit[shard] * itemsize[shard])
+        step = np.maximum(step, 1)
+        inside = np.minimum((inside + step // 2) // step * step, length[shard])
+        high = np.maximum.accumulate(begin[shard] + inside)
+        low = np.append(0, high[:-1])
+        count = np.searchsorted(begin, high, side="left") - np.searchsorted(end, low, side="right")
+        count = np.where(high > low, np.maximum(count, 0), 0)
+        member = np.repeat(np.arange(len(share)), count)
+        within = np.arange(len(member)) - np.repeat(np.cumsum(count) - count, count)
+        item = within + np.searchsorted(end, low, side="right")[member]
+        start = np.maximum(low[member] - begin[item], 0) // itemsize[item]
+        stop = np.minimum(high[member] - begin[item], length[item]) // itemsize[item]
+        full = stop > start
+        item, member, start, stop = item[full], member[full], start[full], stop[full]
+        # Groups are sorted by rank and a set's members too, so a member's position is its replica's number.
+        row = groups.order[groups.start[self.order[item]] + member - sets.start[self.of_set[item]]]
+        # An empty tensor is on no line, but its key must not vanish from the checkpoint: its first owner writes it.
+        empty = groups.first[(catalog.global_shape[groups.first] == 0).any(axis=1)]
+        empty = empty[np.unique(catalog.key[empty], return_index=True)[1]]
+        zero = np.zeros(len(empty), dtype=np.int64)
+        return Items(np.append(row, empty), np.append(start, zero), np.append(stop, zero))
+
+
+def lay_lines(
+    catalog: Catalog, groups: ReplicaGroups, place: np.ndarray, indivisible: np.ndarray | None = None
+) -> Lines:
+    """Lay the shards of each set of ranks end to end.
+
+    Args:
+        catalog: The shards.
+        groups: Their replica groups; what is in none of them is on no line.
+        place: int64 ``[n]``, the place of each row's rank.
+        indivisible: bool ``[n]``, rows of shards that one rank has to write whole.
+    """
+    sets, of_group = find_sets(groups, place)
+    order = np.argsort(of_group, kind="stable")
+    distinct = catalog.take(groups.first)
+    unit, size = _row_elements(distinct), distinct.size
     if indivisible is not None and len(groups):
         # The smallest unit is all of it where any replica says so.
-        unit = np.where(np.logical_or.reduceat(indivisible[groups.order], groups.start[:-1]), group_size, unit)
-    load = np.zeros(world, dtype=np.int64)
-    parts = []
-    for members, holders in holder_sets(groups, rank_index):
-        size, width = group_size[members], itemsize[members]
-        if len(holders) == 1:
-            position, which = np.zeros(len(members), dtype=np.int64), np.arange(len(members))
-            start, stop = np.zeros(len(members), dtype=np.int64), size
-        else:
-            share = water_fill(load[holders], int((size * width).sum()))
-            which, position, start, stop = _cut_line(size, width, unit[members], share, min_split_bytes)
-        np.add.at(load, holders[position], (stop - start) * width[which])
-        # Groups are sorted by rank and this set's holders too, so a holder's position is its replica's number.
-        parts.append((groups.order[groups.start[members[which]] + position], holders[position], start, stop))
-    if not parts:
-        empty = np.zeros(0, dtype=np.int64)
-        return empty, empty, empty, empty
-    row, writer, start, stop = (np.concatenate(column) for column in zip(*parts))
-    # An empty tensor has no bytes, but its key must not vanish from the checkpoint.
-    empty = (catalog.global_shape[row] == 0).any(axis=1)
-    _, first_of_key = np.unique(np.where(empty, catalog.key[row], -1), return_index=True)
-    keep = stop > start
-    keep[first_of_key] |= empty[first_of_key]
-    return row[keep], writer[keep], start[keep], stop[keep]
-
-
-def holder_sets(groups: ReplicaGroups, rank_index: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return (group numbers, sorted distinct holders) for each set of ranks that hold groups, smallest first."""
-    if not len(groups):
-        return []
-    holder = rank_index[groups.order]
-    # Two sets are told apart by the sum of a random-looking 64-bit number per rank, then compared for real.
-    mixed = holder.astype(np.uint64) + np.uint64(1)
-    mixed *= np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(29)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
-    signature = np.add.reduceat(mixed, groups.start[:-1])
-    count = groups.count
-    order = np.lexsort((signature, count))
-    changed = np.append(True, (count[order][1:] != count[order][:-1]) | (signature[order][1:] != signature[order][:-1]))
-    bounds = np.append(np.flatnonzero(changed), len(order))
-    sets = []
-    for low, high in zip(bounds[:-1], bounds[1:]):
-        members = np.sort(order[low:high])
-        width = int(count[members[0]])
-        held = holder[groups.start[members][:, None] + np.arange(width)[None, :]]
-        while len(members):
-            same = (held == held[0]).all(axis=1)
-            sets.append((members[same], held[0].astype(np.int64)))
-            members, held = members[~same], held[~same]
-    return sets
-
-
-def water_fill(load: np.ndarray, amount: int) -> np.ndarray:
-    """Pour ``amount`` onto ``load`` so that the highest level is lowest; int64, sums to amount."""
-    order = np.argsort(load, kind="stable")
-    level = load[order]
-    below = np.arange(1, len(level) + 1)
-    # After raising the k lowest to the level of the (k+1)-th, this much is used up.
-    used = np.append(level[1:] * below[:-1] - np.cumsum(level)[:-1], np.iinfo(np.int64).max)
-    k = int(np.searchsorted(used, amount, side="left")) + 1
-    share = np.zeros(len(load), dtype=np.int64)
-    total = int(level[:k].sum()) + amount
-    target = total // k + (np.arange(k) < total % k)
-    share[order[:k]] = np.maximum(target - level[:k], 0)
-    return share
+        unit = np.where(np.logical_or.reduceat(indivisible[groups.order], groups.start[:-1]), size, unit)
+    amount = np.zeros(len(sets), dtype=np.int64)
+    np.add.at(amount, of_group, size * distinct.itemsize)
+    return Lines(catalog, groups, sets, amount, order, of_group[order], unit[order])
 
 
 def _row_elements(catalog: Catalog) -> np.ndarray:
@@ -171,59 +202,17 @@ def _row_elements(catalog: Catalog) -> np.ndarray:
     return np.where(catalog.is_flattened, 1, np.maximum(per_row, 1))
 
 
-def _cut_line(
-    size: np.ndarray, itemsize: np.ndarray, unit: np.ndarray, share: np.ndarray, min_split_bytes: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Lay shards end to end and cut the line after each share.
+def lay_out(catalog: Catalog, ranks: np.ndarray, items: Items, file_name: Callable[[int], str]) -> WritePlan:
+    """Order the items of each file, and compute their boxes and byte offsets.
 
     Args:
-        size: Elements of each shard.
-        itemsize: Bytes per element of each.
-        unit: Elements that must stay together in each.
-        share: Bytes for each holder; sums to the bytes of all shards.
-        min_split_bytes: Shards below this stay whole.
-
-    Returns:
-        ``(shard, holder, start, stop)`` per item; start and stop in elements of the shard.
+        catalog: The shards, with those of which something is written.
+        ranks: int64, the ranks whose files these are, rising.
+        items: What is written.
+        file_name: Gives the data file's name for a rank.
     """
-    length = size * itemsize
-    end = np.cumsum(length)
-    begin = end - length
-    cut = np.cumsum(share)[:-1]
-    # A cut inside a small shard moves to the nearer end of it; inside a large one, to the nearest row.
-    shard = np.minimum(np.searchsorted(end, cut, side="right"), len(size) - 1)
-    inside = np.clip(cut - begin[shard], 0, length[shard])
-    step = np.where(length[shard] < min_split_bytes, length[shard], unit[shard] * itemsize[shard])
-    step = np.maximum(step, 1)
-    inside = np.minimum((inside + step // 2) // step * step, length[shard])
-    cut = np.maximum.accumulate(begin[shard] + inside)
-    low, high = np.append(0, cut), np.append(cut, end[-1] if len(end) else 0)
-    first = np.searchsorted(end, low, side="right")
-    last = np.searchsorted(begin, high, side="left")
-    count = np.where(high > low, np.maximum(last - first, 0), 0)
-    holder = np.repeat(np.arange(len(share)), count)
-    item = np.arange(len(holder)) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
-    start = np.maximum(low[holder] - begin[item], 0) // itemsize[item]
-    stop = np.minimum(high[holder] - begin[item], length[item]) // itemsize[item]
-    # Shards without elements are on no part of the line; the first holder gets them.
-    empty = np.flatnonzero(size == 0)
-    zero = np.zeros(len(empty), dtype=np.int64)
-    full = stop > start
-    item, holder = np.concatenate([item[full], empty]), np.concatenate([holder[full], zero])
-    return item, holder, np.concatenate([start[full], zero]), np.concatenate([stop[full], zero])
-
-
-def _lay_out(
-    catalog: Catalog,
-    ranks: np.ndarray,
-    row: np.ndarray,
-    writer: np.ndarray,
-    start: np.ndarray,
-    stop: np.ndarray,
-    file_name: Callable[[int], str],
-) -> WritePlan:
-    """Order the items of each file and compute their boxes and byte offsets."""
-    itemsize = catalog.itemsize[row]
+    row, start, stop = items.row, items.start, items.stop
+    writer, itemsize = np.searchsorted(ranks, catalog.rank[row]), catalog.itemsize[row]
     # Widest elements first keeps every item aligned to its own element size without padding.
     order = np.lexsort(
         (start, catalog.flat_start[row], *catalog.offset[row].T[::-1], catalog.key[row], -itemsize, writer)

@@ -85,7 +85,7 @@ class _Shared:
         self.rounds: dict[int, dict[int, bytes]] = {}
         self.ended: set[int] = set()
         self.lock = threading.Lock()
-        self.streams: dict[tuple[int, int, int], queue.Queue[bytes | None]] = {}
+        self.streams: dict[tuple[bytes, int, int], queue.Queue[bytes | None]] = {}
 
     def gather(self, number: int, position: int, payload: bytes) -> list[bytes]:
         """Return what every rank contributes to one collective, in order of position."""
@@ -105,7 +105,7 @@ class _Shared:
             self.ended.add(position)
             self.changed.notify_all()
 
-    def stream(self, exchange: int, source: int, target: int) -> queue.Queue[bytes | None]:
+    def stream(self, exchange: bytes, source: int, target: int) -> queue.Queue[bytes | None]:
         """Return the queue of one stream of one exchange."""
         with self.lock:
             return self.streams.setdefault((exchange, source, target), queue.Queue())
@@ -135,7 +135,7 @@ class _QueueTransport(Transport):
         self._shared, self._exchange, self._rank = shared, exchange, rank
 
     def address(self) -> bytes:
-        return b""
+        return str(self._exchange).encode()
 
     def exchange_rounds(
         self,
@@ -146,19 +146,21 @@ class _QueueTransport(Transport):
         stop: Callable[[], None] = lambda: None,
     ) -> None:
         nothing: Streams = {}
+        # Ranks may have opened different numbers of transports: their addresses together are of this exchange alone.
+        exchange = b" ".join(addresses)
         try:
             for sent, received in itertools.zip_longest(outgoing, incoming, fillvalue=nothing):
                 for rank, chunks in sent.items():
-                    self._send(self._shared.stream(self._exchange, self._rank, rank), chunks)
+                    self._send(self._shared.stream(exchange, self._rank, rank), chunks)
                 for rank, buffers in received.items():
-                    self._receive(self._shared.stream(self._exchange, rank, self._rank), rank, buffers)
+                    self._receive(self._shared.stream(exchange, rank, self._rank), rank, buffers)
         except BaseException:
             stop()
             raise
         finally:
             # Whoever waits for more of this rank sees the end.
             for rank in peers[0]:
-                self._shared.stream(self._exchange, self._rank, rank).put(None)
+                self._shared.stream(exchange, self._rank, rank).put(None)
 
     def _send(self, stream: queue.Queue[bytes | None], chunks: Iterator[np.ndarray]) -> None:
         for chunk in chunks:

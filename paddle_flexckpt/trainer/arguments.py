@@ -19,6 +19,7 @@ _VERIFY = ("read", "full", "off")
 _REPLICAS: dict[str, CheckReplicas] = {
     "close": "close",
     **dict.fromkeys(("equal", "1", "true"), "equal"),
+    "all": "all",
     **dict.fromkeys(("first", "0", "false"), False),
 }
 # Of these flags PaddleFormers has its own, with its own defaults.
@@ -70,7 +71,8 @@ class FlexTrainingArguments:
     flex_check_replicas: str = _flag(
         "close",
         "Replicas that differ between ranks. close: one rank's values are saved, and a warning says by how much they "
-        "differ. equal: an error of the save. first: one rank's values are saved without comparing.",
+        "differ. equal: an error of the save; all: likewise, with every copy compared in full. "
+        "first: one rank's values are saved without comparing.",
     )
     flex_cast: bool = _flag(False, "Convert tensors whose dtype is another than the checkpoint's; else an error.")
     flex_convert_master_weights: bool = _flag(
@@ -146,7 +148,7 @@ def options_of(args: Any) -> TrainerOptions:
     if strict not in _STRICT:
         problems.append(f"--flex_strict has to be one of {', '.join(_STRICT)}; got {strict!r}")
     if replicas.lower() not in _REPLICAS:
-        problems.append(f"--flex_check_replicas has to be one of close, equal, first; got {replicas!r}")
+        problems.append(f"--flex_check_replicas has to be one of close, equal, all, first; got {replicas!r}")
     if save or load:
         problems += _contradictions(args, save, load)
     config: Any = None

@@ -103,6 +103,12 @@ def test_what_is_wrong_with_names(text: str, words: str):
     assert re.search(words, found), found
 
 
+def test_a_fill_needs_a_destination_that_says_how_large_it_is():
+    with pytest.raises(AoaError, match="shape and dtype of 'new' come from a destination, and none is given. Remedy"):
+        compiled(["_ -> new, fill=0"], SOURCE, None)
+    assert "new" not in compiled(["_ -> new, fill=0, optional"], SOURCE, None).outputs
+
+
 def test_the_expansion_is_shown():
     found = message("l.$LAYER_ID.e.$EXPERT_ID -> m.$LAYER_ID.$EXPERT_ID.x, m.$LAYER_ID.$EXPERT_ID.y, axis=1, "
                     'sizes="[1, 2]"')  # fmt: skip

@@ -241,3 +241,24 @@ def test_a_rank_that_does_not_hand_over_as_it_has_lost_another_tells_the_rest(tm
     assert sorted(os.listdir(tmp_path)) == [
         "0_1.safetensors", "1.manifest", "1_1.safetensors", "2_1.safetensors", PADDLE_METADATA
     ]  # fmt: skip
+
+
+def test_a_plan_serves_again_as_long_as_the_writers_are_the_same(tmp_path, ranks):
+    """Their addresses are part of what ranks describe: a writer that was started anew has another."""
+    first, second = ranks(2), ranks(2)
+
+    def job(comm):
+        sizes, gather, in_full = [], comm.all_gather, []
+        comm.all_gather = lambda payload: sizes.append(len(payload)) or gather(payload)
+        for version, writers in enumerate((first, first, second, second, (first[0], second[1]))):
+            sizes.clear()
+            handle = save_state_dict(
+                shards(comm.position, 2, version, 4), tmp_path, comm, async_save=writers[comm.position]
+            )
+            handle.result(PATIENCE_SECONDS)
+            assert load_shards(tmp_path, 2) == version
+            in_full.append(max(sizes) > 500)
+        return in_full
+
+    # In the end both have kept a plan, but of different times.
+    assert SimulatedWorld(2).run(job) == [[True, False, True, False, True]] * 2

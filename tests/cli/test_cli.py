@@ -42,6 +42,54 @@ def failed(capsys, *arguments: str) -> str:
     return captured.err
 
 
+def test_show_prints_values_and_statistics(checkpoint, tmp_path, capsys):
+    path, _ = checkpoint
+    values = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "odd[0]": np.asarray([np.nan, 0], dtype=np.float16)}
+    save(path, values)
+    lines = printed(capsys, "show", path, "w[1:, -1]", "w[...]", "odd[0]").splitlines()
+    assert lines[0] == "w[1:, -1]: float32 [2], from 7 to 11, mean 9, deviation 2, 0 zeros, 0 not finite"
+    assert lines[1] == "[ 7. 11.]"
+    assert lines[2].startswith("w[...]: float32 [3, 4], from 0 to 11, mean 5.5")
+    # A key that looks like a slice is a key.
+    assert lines[6] == "odd[0]: float16 [2], from 0 to 0, mean 0, deviation 0, 1 zeros, 1 not finite"
+    for wrong, words in (
+        ("w[9]", "9 is not in a tensor"),
+        ("w[a]", "cannot read a slice"),
+        ("w[1:2:3:4]", "cannot read a slice"),
+        ("v[0]", "flexckpt show: there is no such key (key 'v')"),
+    ):
+        assert words in failed(capsys, "show", path, wrong)
+
+
+def test_digest_prints_a_line_for_each_tensor(checkpoint, tmp_path, capsys):
+    path, values = checkpoint
+    text = printed(capsys, "digest", path)
+    assert [line.split("  ")[1] for line in text.splitlines()] == sorted(values)
+    save(tmp_path / "other", values, world=2)
+    assert printed(capsys, "digest", str(tmp_path / "other")) == text
+
+
+def test_diff_lists_what_differs_and_exits_with_1(checkpoint, tmp_path, capsys):
+    path, values = checkpoint
+    other = str(tmp_path / "other")
+    save(other, values, world=2)
+    assert "are equal: 4 tensors" in printed(capsys, "diff", path, other)
+    values["model.norm"][3] += 1
+    del values["model.layers.1.w"]
+    save(other, values, world=2)
+    assert main(["diff", path, other]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "- model.layers.1.w: only in the first"
+    assert lines[1].startswith("~ model.norm: float32 [5]: 1 elements differ (20.00%)")
+    assert lines[1].endswith("first at [3]")
+    assert len(lines) == 3
+    assert main(["diff", path, other, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["only_in_first"] == ["model.layers.1.w"]
+    assert report["differing"]["model.norm"]["first_index"] == [3]
+    assert "nowhere does not exist" in failed(capsys, "diff", path, str(tmp_path / "nowhere"))
+
+
 def test_explain_tells_where_each_target_comes_from(checkpoint, capsys):
     path, _ = checkpoint
     text = printed(capsys, "explain", path, "--aoa", CONFIG, "--key", "l.1.weight")

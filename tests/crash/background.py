@@ -46,17 +46,21 @@ class InlineWriter(BackgroundWriter):
 
 
 class _Slot:
+    is_locked = False
+
     def __init__(self, comm: JobCommunicator) -> None:
         self.timeout, self.address = _TIMEOUT_SECONDS, ""
         self._comm = comm
 
-    def stage(self, job: WriteJob) -> np.ndarray:
+    def stage(self, job: WriteJob, lock: object = None) -> np.ndarray:
         self._job = WriteJob.decode(job.encode())
         self._data = np.zeros(job.data_bytes, dtype=np.uint8)
         return self._data
 
-    def hand_over(self, report: SaveReport, begin: float, lock: SaveLock | None) -> SaveHandle:
-        handle = SaveHandle(report.path, report.unique_id)
+    def hand_over(
+        self, report: SaveReport, begin: float, lock: SaveLock | None, handle: SaveHandle | None = None
+    ) -> SaveHandle:
+        handle = handle or SaveHandle(report.path, report.unique_id)
         descriptor = None if lock is None else lock.handover()[1]
         rank, writer = self._comm.position, self._comm.job.new_writer()
         with self._comm.job.writing(rank, writer):

@@ -109,7 +109,7 @@ def _all_wrote(left: set[str], ranks: int) -> bool:
     return (
         endings.count(".part") == ranks
         and ".saving" in endings
-        and {".safetensors", ".part", ".saving", ".metadata"} >= {*endings}
+        and {".safetensors", ".partition", ".part", ".saving", ".metadata"} >= {*endings}
     )
 
 

@@ -254,7 +254,7 @@ class Bench:
             directory = CheckpointDirectory(folder)
             used = set()
             for unique_id in directory.list_ids():
-                used |= {f"{unique_id}.manifest", *directory.read_manifest(unique_id).catalog.files}
+                used |= {f"{unique_id}.manifest", *directory.read_manifest(unique_id).files}
             if used:
                 used.add(PADDLE_METADATA)
             below = os.path.relpath(folder, self.root)

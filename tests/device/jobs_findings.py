@@ -29,6 +29,7 @@ def measured(work):
     # The plugin keeps some of what was freed, poisoned, in this process's memory: let that be as much before as after.
     fillers = [paddle.zeros([8 * MIB], dtype="uint8") for _ in range(8)]
     del fillers
+    paddle.zeros([1])  # what was freed is poisoned before its stream's next work
     paddle.device.synchronize()
     gc.collect()
     rehearsal_device.reset()
@@ -101,6 +102,12 @@ def costs(directory, mib):
         target["w"].local_tensor.zero_()
         made[name] = measured(lambda: fc.reshard_sharded_state_dict(state, target, offload=offload))  # noqa: B023
         made[name]["right"] = right_columns(target, mib)
+    fc.save_state_dict(target, f"{directory}/columns")
+    rows = rows_shard(mib, fill=False)
+    made["load of rows from columns"] = measured(lambda: fc.load_state_dict(rows, f"{directory}/columns"))
+    made["load of rows from columns"]["right"] = bool(
+        (rows["w"].local_tensor.numpy() == state["w"].local_tensor.numpy()).all()
+    )
     return made
 
 

@@ -282,6 +282,27 @@ def check_an_event_orders_two_streams() -> None:
     assert all(stats()[name] >= 1 for name in ("events", "stream_waits", "event_syncs"))
 
 
+def check_an_event_of_a_stream_that_is_no_more_asks_nothing_of_a_later_one() -> None:
+    ones = tensor(np.ones(64, "float32"))
+    before = paddle.device.Stream()
+    for _ in range(20):
+        on_side(before, ones, tensor(np.zeros(64, "float32")))
+    event = before.record_event()
+    before.synchronize()
+    del before
+    gc.collect()
+    # One of these may be where the other was.
+    later = [(paddle.device.Stream(), tensor(np.zeros(64, "float32"))) for _ in range(8)]
+    with configured(lazy=1):
+        for stream, target in later:
+            on_side(stream, ones, target)
+        for _ in range(50):
+            assert event.query()
+            assert [target.numpy().max() for _, target in later] == [0.0] * 8
+        for stream, _ in later:
+            stream.synchronize()
+
+
 def check_an_event_and_a_wait_can_be_lost() -> None:
     ones, twos, target = (tensor(np.full(64, value, "float32")) for value in (1, 2, 0))
     side = paddle.device.Stream()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("paddle")
+from paddle_flexckpt.live.shared_stream import SLOT_BYTES, SLOTS
 from tests.device import jobs_findings as jobs
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
@@ -34,7 +35,17 @@ def test_a_load_moves_what_was_asked_for_once_and_nothing_back(costs, call):
     for made in costs:
         assert made[call]["h2d"] == STATE * MIB
         assert made[call]["d2h"] == made[call]["collectives"] == made[call]["device"] == 0
+        assert made[call]["host"] <= LIMIT
         assert made[call]["right"]
+
+
+def test_a_load_of_rows_from_columns_is_scattered_on_the_device(costs):
+    for made in costs:
+        assert made["load of rows from columns"]["right"]
+        assert made["load of rows from columns"]["h2d"] == STATE * MIB
+        assert made["load of rows from columns"]["d2h"] == 0
+        assert made["load of rows from columns"]["device"] <= LIMIT
+        assert made["load of rows from columns"]["host"] <= LIMIT
 
 
 def test_a_reshard_stays_on_the_devices_in_bounded_memory(costs):
@@ -55,8 +66,9 @@ def test_a_reshard_through_the_host_takes_no_collective_and_little_memory(costs)
         assert cost["d2h"] == cost["h2d"] == STATE * MIB // 2
         assert cost["collectives"] == 0
         assert cost["device"] <= 8 * MIB  # columns are gathered on the device before they cross
-        # What a rank lacks waits on the host once, and pages are counted whole.
-        assert cost["host"] <= STATE * MIB // 2 + MIB
+        # What a rank lacks waits on the host once; pages are counted whole, and so is the memory that a rank shares
+        # with the one that it sends to, and with the one that it receives from.
+        assert cost["host"] <= STATE * MIB // 2 + MIB + 2 * SLOTS * SLOT_BYTES
 
 
 def test_nothing_is_touched_that_the_host_cannot_or_must_not_reach(costs):

@@ -221,8 +221,10 @@ def test_copies_damaged_in_different_blocks_still_make_a_whole(world2, checkpoin
         assert (result["error"], result["wrong"]) == (None, [])
         assert list(result["report"]["replicas_used"]) == ["w"]
         assert result["report"]["bytes_verified"] == NEEDED
-        # Each reads its own copy in one stretch, and the one damaged block of it in vain.
-        assert result["report"]["bytes_extra"] == (BLOCK if rank == 0 else W_BYTES - 2 * BLOCK)
+        # Each reads the damaged block of its own copy in vain. Threads read the blocks: where one finds the damage
+        # before another begins, that one turns to the other copy, and reads the damaged block of it in vain too.
+        own, both = BLOCK if rank == 0 else W_BYTES - 2 * BLOCK, W_BYTES - BLOCK
+        assert result["report"]["bytes_extra"] in (own, both)
 
 
 def test_whole_tensors_in_one_process(checkpoint):

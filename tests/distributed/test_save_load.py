@@ -17,6 +17,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.live import communicator, planners
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_common import LAYOUTS, ZOO, zoo_bytes
 
@@ -40,6 +41,22 @@ def save_zoo(directory, layout):
         "source_untouched": before == common.snapshot(state),
         "keys": report.keys,
     }
+
+
+def save_zoo_spread(directory, layout):
+    """As save_zoo, by the ways of a job so large that each key is planned by one rank; and to nodes, and in turns."""
+    common.here()
+    before, planners.SPREAD_ROWS = planners.SPREAD_ROWS, -1
+    communicator._kept_plans.cache_clear()
+    try:
+        report = save_zoo(directory, layout)
+        state = common.zoo_state(layout, *common.here())
+        handle = fc.save_state_dict(state, directory + ".async", async_save=True)
+        node = fc.save_state_dict(state, directory + ".node", storage="per_node")
+        return {**report, "async": handle.result().total_bytes, "node": node.total_bytes}
+    finally:
+        planners.SPREAD_ROWS = before
+        communicator._kept_plans.cache_clear()
 
 
 def load_zoo(directory, layout):
@@ -205,6 +222,23 @@ def test_each_layout_loads_into_another(world2, saved, source, target):
         assert report["total"] == sum(other["local"] for other in reports)
         assert report["missing"] == report["unexpected"] == []
         assert report["collectives"] == report["calls"] == 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_key_is_planned_by_one_rank(world2, tmp_path, layout):
+    """What a large job does: agree, four exchanges to plan, write, compare and commit."""
+    directory = str(tmp_path / "saved")
+    reports = world2.run(save_zoo_spread, directory=directory, layout=layout)
+    assert sum(report["written"] for report in reports) == zoo_bytes()
+    for report in reports:
+        assert report["total"] == report["stored"] == report["async"] == report["node"] == zoo_bytes()
+        assert report["collectives"] == report["calls"] == 8
+        assert report["source_untouched"]
+        assert report["keys"] == len(ZOO)
+    for suffix in ("", ".async", ".node"):
+        for report in world2.run(load_zoo, directory=directory + suffix, layout=layout):
+            assert report["unequal_before"]
+            assert report["wrong"] == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -51,6 +51,10 @@ class Held(Memory):
         self.arrays, self.staged, self.on_devices = list(arrays), frozenset(staged), on_devices
         self.events: list[Any] = []
 
+    @property
+    def devices(self) -> list[str]:
+        return ["held:0"] if self.on_devices else []
+
     def open(self, row: int, fresh: bool) -> Open:
         return Open(self, row, fresh)
 

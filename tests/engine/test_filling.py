@@ -64,17 +64,21 @@ def test_a_target_is_opened_once_and_when_it_is_first_asked_for():
     assert memory.events == [("open", 0, True), ("open", 1, False)]
 
 
-def test_a_device_is_written_in_place_unless_pieces_are_counted():
+def test_a_device_is_written_in_place():
     device = object()
-    memory = memory_of_two(on_devices={1: device})
-    filling = Filling(two(), memory)
-    assert filling.storage(1) is filling.storage(1) is device
-    assert np.shares_memory(filling.storage(0), memory.arrays[0])
-    assert memory.events == [("on device", 1), ("on device", 0), ("open", 0, True)]
-    memory = memory_of_two(on_devices={1: device})
-    filling = Filling(two(), memory, np.asarray([0, 1]))
-    assert np.shares_memory(filling.storage(1), memory.arrays[1])
-    assert memory.events == [("open", 1, True)]
+    for piece_targets in (None, np.asarray([0, 1])):
+        memory = memory_of_two(on_devices={1: device})
+        filling = Filling(two(), memory, piece_targets)
+        assert filling.on_device.tolist() == [False, True]
+        assert filling.storage(1) is filling.device_storage(1) is device
+        assert np.shares_memory(filling.storage(0), memory.arrays[0])
+        assert memory.events == [("on device", 0), ("on device", 1), ("open", 0, True)]
+
+
+def test_where_no_target_is_on_a_device_none_is_asked():
+    memory = memory_of_two()
+    assert not Filling(two(), memory).on_device.any()
+    assert memory.events == []
 
 
 def test_scratch_and_what_is_compared_are_never_on_a_device():
@@ -86,7 +90,8 @@ def test_scratch_and_what_is_compared_are_never_on_a_device():
     assert (compared.dtype, compared.shape) == (np.float32, (3,))
     assert filling.storage(2) is scratch and filling.storage(1) is compared
     assert not any(np.shares_memory(compared, array) for array in memory.arrays)
-    assert memory.events == []
+    assert filling.on_device.tolist() == [True, False, False]
+    assert memory.events == [("on device", 0)]
 
 
 def test_what_is_compared_is_as_long_as_its_own_range():

@@ -25,7 +25,7 @@ def test_contiguous_pieces_are_stretches_and_the_others_go_by_their_form():
     table = pieces(
         (0, 0, *ALL), (0, 1, *CUT), (1, 1, (6, 3), 5, (8, 1), 18, (3, 1)), (1, 0, (1, 4), 8, (1, 1), 4, (9, 1))
     )
-    found = PieceColumns.of(table, SOURCE, TARGET, np.asarray([1000, 2000, -1]))
+    found = PieceColumns.of(table, SOURCE, TARGET, np.asarray([1000, 2000, -1])[table.target])
     assert found.direct.tolist() == [True] * 4
     straight = found.stretches
     assert (straight.item.tolist(), straight.position.tolist()) == ([0, 1], [0, 32])
@@ -39,7 +39,7 @@ def test_contiguous_pieces_are_stretches_and_the_others_go_by_their_form():
 
 def test_what_has_to_be_opened_or_cast_is_left():
     table = pieces((0, 0, *ALL), (2, 1, *ALL), (0, 2, *ALL), (2, 2, *ALL), (1, 1, (0, 8), 0, (8, 1), 0, (8, 1)))
-    found = PieceColumns.of(table, SOURCE, TARGET, np.asarray([-1, 2000, 3000]))
+    found = PieceColumns.of(table, SOURCE, TARGET, np.asarray([-1, 2000, 3000])[table.target])
     assert not found.direct.any()
     assert not len(found.stretches)
     assert found.alike == []
@@ -53,13 +53,13 @@ def test_what_has_to_be_opened_or_cast_is_left():
 ])  # fmt: skip
 def test_a_piece_that_leaves_its_memory_is_an_error(piece, what):
     with pytest.raises(IndexError, match=f"a piece leaves its {what}"):
-        PieceColumns.of(pieces((0, 0, *piece)), SOURCE, TARGET, np.asarray([1000, 2000, 3000]))
+        PieceColumns.of(pieces((0, 0, *piece)), SOURCE, TARGET, np.asarray([1000]))
 
 
 def test_pieces_that_run_backwards_stay_inside_each_for_itself():
     backwards = ((6, 8), 0, (8, 1), 40, (-8, 1))
-    found = PieceColumns.of(pieces((0, 0, *backwards), (1, 1, *backwards)), SOURCE, TARGET,
-                            np.asarray([1000, 2000, -1]))  # fmt: skip
+    table = pieces((0, 0, *backwards), (1, 1, *backwards))
+    found = PieceColumns.of(table, SOURCE, TARGET, np.asarray([1000, 2000]))
     (alike,) = found.alike
     assert alike.copy == StridedCopy((6, 8), 0, (8, 1), 0, (-8, 1))
     assert alike.address.tolist() == [1160, 2160]

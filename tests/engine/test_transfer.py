@@ -94,7 +94,7 @@ def test_all_steps_are_taken_in_order_and_the_source_is_closed():
     Transfer(comm, source, describe, options, "load_state_dict", CONTEXT).run()
     assert done == [
         "open", "prepare", ("plan", [(b"mine",), (b"too",)]), "move",
-        ("on device", 0), ("open", 0, True), ("on device", 1), ("open", 1, True), ("store", 0), ("store", 1),
+        ("open", 0, True), ("open", 1, True), ("store", 0), ("store", 1),
         ("finish", []), "close",
     ]  # fmt: skip
     assert [array.tobytes() for array in targets.memory.arrays] == [value.tobytes() for value in values.values()]

@@ -66,7 +66,11 @@ def test_what_statements_make(tmp_path, monkeypatch, tile):
     save(tmp_path, values)
     manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
     mapping = statements(
-        manifest, 'a, b -> s, sum, weights="[0.25, 4.0]"', "s -> t, scale=3.0", "_ -> c, fill=2", "a, b -> ab, axis=1"
+        manifest,
+        'a, b -> s, sum, weights="[0.25, 4.0]"',
+        "s -> t, scale=3.0",
+        "_ -> c, fill=2, optional",
+        "a, b -> ab, axis=1",
     )
     with pytest.raises(ValidationError, match="no such key .key 'a'"):
         next(iterate_tensors(str(tmp_path), manifest, mapping, ["a"]))

@@ -16,6 +16,7 @@ import numpy as np
 from paddle_flexckpt.catalog import dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.native import partitions
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 
@@ -151,6 +152,31 @@ def make_fused(root: Path) -> None:
     SimulatedWorld(2).run(lambda comm: save_state_dict(fused(comm.position, 2), root / "fused", comm, step=5))
 
 
+PARTITIONED: Tensors = {f"layers.{i}.weight": ("float32", (4, 1 + i)) for i in range(12)} | {
+    "名前": ("bfloat16", (7,)),
+    "extra_state.common": ("uint8", (5,)),
+    "extra_state.rng.rank0": ("uint8", (3,)),
+}
+
+
+def make_partitioned(root: Path) -> None:
+    """Version 3: a manifest in partitions, of a save that has replaced another, by two ranks."""
+    partitions.MOST_ROWS_IN_ONE_FILE, partitions.ROWS_PER_PARTITION = 5, 6
+    state = {}
+    for position in range(2):
+        state[position] = whole(PARTITIONED)
+        for key, (_, shape) in PARTITIONED.items():
+            if key.startswith("layers."):
+                part = value_of(key, *PARTITIONED[key])[position * 2 : position * 2 + 2].copy()
+                state[position][key] = ShardedWeight(key, part, part.shape, shape, (position * 2, 0))
+    for step in (1, 2):
+        SimulatedWorld(2).run(
+            lambda comm, step=step: save_state_dict(
+                state[comm.position], root / "partitioned", comm, unique_id=0, step=step
+            )
+        )
+
+
 if __name__ == "__main__":
     target = HERE / sys.argv[1]
     if target.exists():
@@ -158,6 +184,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "v1":
         make(target)
         make_extra_state(target)
-    else:
+    elif sys.argv[1] == "v2":
         make_fused(target)
+    else:
+        make_partitioned(target)
     print(f"made {target}")

@@ -16,7 +16,7 @@ from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from tests.golden.make import DTYPES_AND_SHAPES, FUSED, HERE, SHARDED, fused, fused_parts, value_of
+from tests.golden.make import DTYPES_AND_SHAPES, FUSED, HERE, PARTITIONED, SHARDED, fused, fused_parts, value_of
 
 VERSIONS = ["v1"]
 CHECKPOINTS = {"sharded": (4, None, 2), "replaced": (0, 2, 2), "replicas": (0, 9, 2), "dtypes": (0, None, 1)}
@@ -124,3 +124,19 @@ def test_fused_parameters_of_version_2():
     for degree in (1, 2):
         for rank, found in enumerate(SimulatedWorld(degree).run(load)):
             assert found == {key: fused_parts(key, degree)[rank].tobytes() for key in FUSED}
+
+
+def test_a_manifest_in_partitions():
+    directory = CheckpointDirectory(HERE / "v3" / "partitioned")
+    manifest = directory.read_manifest()
+    assert (manifest.format_version, manifest.step, manifest.world_size, len(manifest.partitions)) == ("3", 2, 2, 5)
+    found = dict(iterate_tensors(directory.backend, manifest, names=sorted(PARTITIONED), verify="full"))
+    assert {key: array.tobytes() for key, array in found.items()} == {
+        key: value_of(key, *what).tobytes() for key, what in PARTITIONED.items()
+    }
+    for key in PARTITIONED:
+        one = directory.read_manifest(keys=[key])
+        assert key in one.catalog.keys and len(one.catalog) < manifest.rows
+    report = verify_checkpoint(directory.backend)
+    assert report.ok, report.problems
+    assert [info.complete for info in list_checkpoints(HERE / "v3")] == [True]

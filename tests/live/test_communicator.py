@@ -33,6 +33,33 @@ def test_the_text_is_the_same_on_every_rank_and_names_the_rank():
     }
 
 
+def trade(errors: dict[int, Exception], size: int = 3) -> list:
+    def job(comm):
+        def work():
+            if comm.position in errors:
+                raise errors[comm.position]
+            note = b"" if comm.position == 1 else b"note %d" % comm.position
+            return comm.rank, note, {to: b"%d to %d" % (comm.position, to) for to in range(comm.position + 1)}
+
+        return comm.trade(work, "cannot x"), comm.collectives
+
+    return SimulatedWorld(size).run_all(job)
+
+
+def test_each_gets_what_is_for_it_alone_in_one_collective():
+    notes = {0: b"note 0", 2: b"note 2"}
+    for own, (traded, collectives) in enumerate(trade({})):
+        assert traded == (own, notes, {source: b"%d to %d" % (source, own) for source in range(own, 3)})
+        assert collectives == 1
+    assert trade({}, 1) == [((0, {0: b"note 0"}, {0: b"0 to 0"}), 1)]
+
+
+def test_an_error_in_a_step_that_trades_is_everybodys():
+    outcomes = trade({1: ValidationError(["bad"])})
+    assert {(type(outcome), str(outcome)) for outcome in outcomes} == {(ValidationError, "cannot x: [rank 1] bad")}
+    assert {str(outcome) for outcome in trade({0: MemoryError("full")}, 1)} == {"cannot x: [rank 0] MemoryError: full"}
+
+
 def test_global_ranks_are_named_not_positions():
     outcomes = agree({1: ValidationError(["bad"])}, 2, ranks=(4, 7))
     assert {str(outcome) for outcome in outcomes} == {"cannot x: [rank 7] bad"}

@@ -211,6 +211,47 @@ def test_each_payload_leaves_and_reaches_a_rank_once_in_few_messages(ranks, size
     assert [channel.messages for channel in group.channels] == [3 * math.ceil(math.log2(size))] * size
 
 
+# -- to each its own ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [*SIZES, 13])
+def test_every_rank_gets_what_is_for_it_and_all_notes(ranks, size):
+    """Some say nothing to some, and the larger the rank the more it says; itself is among those it speaks to."""
+    members = tuple(range(10, 10 + size))
+
+    def word(source: int, target: int) -> bytes:
+        return b"%d to %d," % (source, target) * (source * target % 5 * 3000)
+
+    def work(channel: HostChannel) -> list[Any]:
+        own = channel.position
+        payloads = {target: word(own, target) for target in range(size) if (own + target) % 3}
+        note = b"note of %d" % own if own % 3 == 1 else b""
+        return [channel.all_to_all(note, payloads), channel.all_gather(b"%d" % own), channel.all_to_all(b"", {})]
+
+    outcomes = ranks(members).run(work)
+    notes = {source: b"note of %d" % source for source in range(1, size, 3)}
+    for own, rank in enumerate(members):
+        received = {source: word(source, own) for source in range(size) if (source + own) % 3}
+        assert outcomes[rank] == [(notes, received), [b"%d" % source for source in range(size)], ({}, {})]
+        assert [*outcomes[rank][0][1]] == sorted(received)
+
+
+def test_what_is_for_one_rank_is_passed_on_by_few(ranks):
+    group = ranks(8)
+    group.run(lambda channel: channel.all_to_all(b"", {target: bytes(1000) for target in range(8)}))
+    assert [channel.messages for channel in group.channels] == [3] * 8
+    # Of 7 words 12 copies leave a rank, 1.5 for each on average; the others' too, and 16 bytes for each.
+    assert [channel.bytes_sent for channel in group.channels] == [12 * 1016 + 3 * 2 * 8] * 8
+
+
+def test_a_rank_that_dies_is_named_when_each_gets_its_own(ranks):
+    group = ranks(4)
+    group.run(lambda channel: channel.all_gather(b""))
+    group.channels[2].close()
+    outcomes = group.run(lambda channel: channel.all_to_all(b"", {0: b"x"}), absent=(2,))
+    assert all(isinstance(outcomes[rank], LostRankError) for rank in (0, 1, 3))
+
+
 # -- strangers ---------------------------------------------------------------------------------------------------------
 
 

@@ -38,6 +38,8 @@ STATEMENTS = {"aoa_statements": ["w -> w"]}
 VALUES = {
     "aoa_config": (None, STATEMENTS),
     "async_save": (False, True),
+    "slice_bytes": (None, 4096),
+    "staging_bytes": (None, 64 << 20),
     "blocking": (True, False),
     "check_replicas": (True, False),
     "comm_method": ("direct", "cooperative"),
@@ -85,6 +87,8 @@ def call(name, tmp_path, comm, **options):
     if name == "save_state_dict":
         if "node_copies" in options:
             options["storage"] = "per_node"
+        if "slice_bytes" in options or "staging_bytes" in options:
+            options["async_save"] = True
         return fc.save_state_dict(shards(), tmp_path / "new", comm, **options)
     if name == "load_state_dict":
         return fc.load_state_dict(shards(), tmp_path / "there", comm, **options)

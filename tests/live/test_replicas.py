@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import threading
+from collections import Counter
 
 import numpy as np
 import pytest
 
 import paddle_flexckpt as fc
+import paddle_flexckpt.live.replica_digests as digests_module
 import paddle_flexckpt.live.replicas as replicas_module
+from paddle_flexckpt.live import staging
+from paddle_flexckpt.native.checksums import HashThread, hash_block
+from paddle_flexckpt.planning.comparison import SAMPLE_BYTES
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 
 
@@ -23,10 +30,12 @@ def held_by(comm, odd):
     return values
 
 
-@pytest.mark.parametrize("save_replicas", [False, True])
-def test_one_element_that_differs_on_one_of_four_ranks_stops_the_save(tmp_path, save_replicas):
+@pytest.mark.parametrize(
+    "options", [{"check_replicas": "all"}, {"check_replicas": {"experts.*": "all"}}, {"save_replicas": True}]
+)
+def test_one_element_that_differs_on_one_of_four_ranks_stops_the_save(tmp_path, options):
     def save(comm):
-        return fc.save_state_dict(replicated(held_by(comm, odd=2)), tmp_path, comm, save_replicas=save_replicas)
+        return fc.save_state_dict(replicated(held_by(comm, odd=2)), tmp_path, comm, **options)
 
     outcomes = SimulatedWorld(4).run_all(save)
     assert all(isinstance(outcome, fc.ValidationError) for outcome in outcomes)
@@ -34,6 +43,114 @@ def test_one_element_that_differs_on_one_of_four_ranks_stops_the_save(tmp_path, 
     for part in ("replicas of one shard differ", "key 'experts.0.w'", "rank 2", "on rank 0", "Remedy"):
         assert part in text
     assert list(tmp_path.iterdir()) == []
+
+
+SIZES = {"bias": 7, "w": 600_000, "x": 3_000, "z": 123}
+
+
+def state_of_sizes(dtype=np.float32):
+    return {key: np.arange(size, dtype=dtype) for key, size in SIZES.items()}
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_what_a_rank_writes_is_never_others_values_without_a_word(tmp_path, world, background):
+    """One rank deviates in one element: either that is found, or what is saved is what all the others have.
+
+    Of what the rank itself writes it is always found.
+    """
+    random = np.random.default_rng(world)
+    with contextlib.ExitStack() as stack:
+        writers = [stack.enter_context(fc.BackgroundWriter()) for _ in range(world)] if background else []
+        for turn in range(4 if background else 10):
+            odd, key = int(random.integers(world)), str(random.choice(["w", "w", "x", "z"]))
+            element = int(random.integers(SIZES[key]))
+            if turn % 2:
+                key, element = "w", int((odd + 0.5) * SIZES["w"] / world)
+
+            def save(comm, turn=turn, odd=odd, key=key, element=element):
+                state = state_of_sizes()
+                if comm.rank == odd:
+                    state[key][element] += 1
+                done = fc.save_state_dict(
+                    state, tmp_path / str(turn), comm, async_save=writers[comm.rank] if background else False
+                )
+                return done.result() if background else done
+
+            outcomes = SimulatedWorld(world).run_all(save)
+            if isinstance(outcomes[0], fc.ValidationError):
+                (text,) = {str(outcome) for outcome in outcomes}
+                assert f"key '{key}'" in text and "replicas of one shard differ" in text
+                assert f"rank {odd}" in text and "on rank " in text and "got others" in text
+            else:
+                saved = load(tmp_path / str(turn), {name: (size,) for name, size in SIZES.items()})
+                assert all(np.array_equal(saved[name], values) for name, values in state_of_sizes().items())
+                assert world > 2 and not turn % 2
+
+
+@pytest.mark.parametrize("size", [1, 7, 100, 600_000])
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_ranks_that_drift_apart_in_groups_are_found_in_every_save(tmp_path, world, size):
+    """Ranks out of step, or two experts under one name: whichever ranks hold the one, and whichever the other."""
+    random = np.random.default_rng(size)
+    for turn in range(6):
+        apart = np.append(0, np.append(1, random.integers(0, 2, world - 2)))
+
+        random.shuffle(apart)
+
+        def save(comm, turn=turn, apart=apart):
+            return fc.save_state_dict({"w": np.full(size, apart[comm.rank])}, tmp_path / str(turn), comm)
+
+        for outcome in SimulatedWorld(world).run_all(save):
+            assert isinstance(outcome, fc.ValidationError) and "replicas of one shard differ" in str(outcome)
+
+
+def count_hashed(monkeypatch):
+    """Bytes that each rank has hashed to compare replicas, by what for; ranks are threads."""
+    counts = Counter()
+
+    def add(what, blocks):
+        counts[what, threading.get_ident()] += sum(block.nbytes for block in blocks)
+
+    class Counting(HashThread):
+        def hash(self, blocks):
+            add("read", blocks)
+            return super().hash(blocks)
+
+    def one(block):
+        add("copied", [block])
+        return hash_block(block)
+
+    monkeypatch.setattr(digests_module, "HashThread", Counting)
+    monkeypatch.setattr(staging, "hash_block", one)
+    return counts
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_a_rank_hashes_what_it_writes_and_what_its_neighbour_writes(tmp_path, world, monkeypatch):
+    def save(check_replicas, background):
+        counts = count_hashed(monkeypatch)
+        state = {f"w{number}": np.arange(1 << 18, dtype=np.float32) for number in range(4)}
+        with contextlib.ExitStack() as stack:
+            writers = [stack.enter_context(fc.BackgroundWriter()) for _ in range(world if background else 0)]
+
+            def one(comm):
+                path, options = tmp_path / f"{check_replicas} {background}", {"check_replicas": check_replicas}
+                if background:
+                    fc.save_state_dict(state, path, comm, async_save=writers[comm.rank], **options).result()
+                else:
+                    fc.save_state_dict(state, path, comm, **options)
+
+            SimulatedWorld(world).run(one)
+        return [[count for (what, _), count in counts.items() if what == kind] for kind in ("read", "copied")]
+
+    unique, samples = 4 << 20, 4 * SAMPLE_BYTES if world > 2 else 0
+    # The checksums of the file serve for what a rank writes.
+    assert save(True, False) == [[unique // world + samples] * world, []]
+    assert save(True, True) == [[unique // world + samples] * world, [unique // world] * world]
+    assert save(False, True) == [[], []]
+    whole = save("all", False)
+    assert len(whole[0]) == world and min(whole[0]) >= unique - unique // world
 
 
 def load(path, shapes):
@@ -188,7 +305,7 @@ def test_what_is_no_policy_is_said(tmp_path, bad):
     for outcome in SimulatedWorld(2).run_all(save):
         assert isinstance(outcome, fc.ValidationError)
         assert "check_replicas has " in str(outcome)
-        assert "Remedy: give 'equal', 'close' or 'first'" in str(outcome)
+        assert "Remedy: give 'equal', 'all', 'close' or 'first'" in str(outcome)
 
 
 def test_extra_state_is_never_only_close(tmp_path):

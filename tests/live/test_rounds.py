@@ -94,7 +94,7 @@ def test_each_round_has_the_pieces_of_its_rows_in_their_order():
     ]
     assert sent == [
         [(1, [bytes([0, 1, 2, 3])])],
-        [(1, [bytes([20, 21, 22, 23]), bytes([20, 21, 22, 23])])],
+        [(1, [bytes([20, 21, 22, 23, 20, 21, 22, 23])])],
     ]
     target = {row: np.full(4, 99, dtype=np.uint8) for row in range(4)}
     received = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,9 @@ import numpy as np
 import pytest
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.engine import transfer
+from paddle_flexckpt.live import saver
+from paddle_flexckpt.live import state as live_state
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from tests.ramdisk import memory_directory
@@ -68,3 +72,25 @@ def test_a_tensor_more_costs_a_few_calls(kind):
         many = calls_of_a_save(state_of(kind, 1024), path / "many")
     more = {name: count / 512 for name, count in (many - few).items()}
     assert sum(more.values()) <= MOST_CALLS, sorted(more.items(), key=lambda item: -item[1])[:10]
+
+
+def test_a_save_and_a_load_describe_and_plan_without_the_garbage_collector(tmp_path, monkeypatch):
+    seen = {}
+
+    def spy(module, name):
+        function = getattr(module, name)
+
+        def call(*args, **kwargs):
+            seen.setdefault(name, []).append(gc.isenabled())
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    spy(live_state, "_usual_rows")
+    spy(saver, "Planners")
+    spy(transfer, "plan_fill")
+    tensors = {f"layers.{i}.weight": np.ones(4, np.float32) for i in range(9)}
+    fc.save_state_dict(tensors, tmp_path / "made", SoloCommunicator())
+    fc.load_state_dict(tensors, tmp_path / "made", SoloCommunicator())
+    assert seen == {"_usual_rows": [False, False], "Planners": [False], "plan_fill": [False]}
+    assert gc.isenabled()

@@ -95,6 +95,29 @@ def all_to_all(members: Members, size_of: Callable[[int, int], int | None]) -> d
     return arrived
 
 
+@pytest.fixture(autouse=True, params=["memory", "network"])
+def way(request, monkeypatch):
+    """Between ranks of one machine, and of two."""
+    if request.param == "network":
+        monkeypatch.setattr(SocketTransport, "_connect_here", lambda self, name: None)
+    return request.param
+
+
+def test_ranks_of_one_machine_share_memory(way):
+    members = Members((0, 1))
+    all_to_all(members, lambda source, target: 3 << 20)
+    assert set(members.outcomes.values()) == {None}
+    shared = [len(transport._shared) for transport in members.transports]
+    assert shared == ([1, 1] if way == "memory" else [0, 0])
+
+
+def test_a_rank_of_our_host_s_name_on_another_machine_is_reached_by_the_network():
+    """Containers have networks of their own, and may have one name."""
+    transport = SocketTransport((0, 1), 0, stall_seconds=1.0)
+    assert transport._connect_here(b"flexckpt-nobody-has-this-name") is None
+    transport.close()
+
+
 @pytest.mark.parametrize("ranks", [(0, 1), (3, 1, 7, 2), tuple(range(8))], ids=["two", "out of order", "eight"])
 def test_everybody_gets_what_was_sent(ranks):
     members = Members(ranks)
@@ -131,7 +154,7 @@ def test_a_member_without_any_stream_returns():
 
 
 def connect(address: bytes) -> socket.socket:
-    port, host = struct.unpack("<H", address[16:18])[0], address[18:].decode()
+    port, host = struct.unpack("<H", address[16:18])[0], address[18:].partition(b"\0")[0].decode()
     return socket.create_connection((host, port), timeout=STALL)
 
 

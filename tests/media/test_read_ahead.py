@@ -225,14 +225,15 @@ def test_no_more_is_under_way_than_the_budget_allows(requests, size, under_way):
 
 def test_bytes_that_have_arrived_count_until_they_are_read():
     source = Source()
-    ahead = of(source, (0, 0, 4000), size=1024)
-    assert read_all(ahead, 0, 0, 1) == source.files[0, :1].tobytes()
-    assert read_all(ahead, 0, 512, 513) == source.files[0, 512:513].tobytes()
-    # Sorted: requests under way at a time begin in any order.
-    assert sorted(source.asked) == [(0, 0, 512), (0, 512, 1024)]
-    assert read_all(ahead, 0, 513, 1025) == source.files[0, 513:1025].tobytes()
-    ahead.close()
-    assert sorted(source.asked)[:3] == [(0, 0, 512), (0, 512, 1024), (0, 1024, 1536)]
+    first, second, third = (0, 0, 512), (1, 0, 512), (2, 0, 512)
+    with contextlib.closing(of(source, first, second, third, size=1024)) as ahead:
+        for file, begin, _ in (first, second):
+            assert read_all(ahead, file, begin, 1) == source.files[file, :1].tobytes()
+        # Both have arrived. Sorted: requests under way at a time begin in any order.
+        assert sorted(source.asked) == [first, second]
+        assert read_all(ahead, 0, 1, 512) == source.files[0, 1:512].tobytes()
+        assert read_all(ahead, 2, 0, 1) == source.files[2, :1].tobytes()
+        assert sorted(source.asked) == [first, second, third]
 
 
 def test_what_is_passed_over_makes_room():
@@ -273,8 +274,10 @@ def test_a_file_that_has_become_shorter():
 def test_closing_waits_for_what_is_under_way_and_begins_nothing():
     source = Source(waits=True)
     stopped = threading.Event()
+    begun = threading.Barrier(3, timeout=30)
 
     def read(file: int, begin: int, end: int, stop: threading.Event) -> bytes:
+        begun.wait()
         # As a try that waits for the next one.
         stop.wait(30)
         stopped.set()
@@ -283,6 +286,7 @@ def test_closing_waits_for_what_is_under_way_and_begins_nothing():
     with pytest.MonkeyPatch.context() as patch:
         small_lengths(patch)
         ahead = ReadAhead(read, plan_requests(wanted((0, 0, 4000))), Budget(2, 4000))
+    begun.wait()
     source.open()
     ahead.close()
     assert stopped.is_set()

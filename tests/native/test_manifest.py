@@ -140,7 +140,7 @@ def test_a_newer_version_says_what_to_do(manifest, monkeypatch):
     for words in (
         "x/3.manifest",
         f"format version '{FORMAT_VERSION + 1}'",
-        f"reads versions 1 and {FORMAT_VERSION}",
+        f"reads versions 1, 2 and {FORMAT_VERSION}",
         "Remedy",
     ):
         assert words in str(caught.value)

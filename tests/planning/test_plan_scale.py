@@ -44,7 +44,7 @@ def test_numbers_are_printed_and_written(benchmark, tmp_path, capsys):
     file = tmp_path / "result.json"
     assert benchmark.main(["--ranks", "8", "--tensors", "5", "--replicas", "2", "--json", str(file)]) == 0
     printed = capsys.readouterr().out
-    result = json.loads(file.read_text())
+    (result,) = json.loads(file.read_text())["jobs"]
     assert printed.startswith("40 shards: 8 ranks x 5 tensors, 2 replicas each\n")
     for name in ("validate", "group", "coverage", "write_plan", "total"):
         assert f"\n  {name} " in printed

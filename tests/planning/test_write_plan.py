@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paddle_flexckpt.catalog import concat, validate_coverage, validate_shards
 from paddle_flexckpt.catalog.replicas import group_replicas
 from paddle_flexckpt.planning import plan_write
-from paddle_flexckpt.planning.write_plan import MIN_SPLIT_BYTES, holder_sets, water_fill
+from paddle_flexckpt.planning.write_plan import MIN_SPLIT_BYTES
 from tests.planning.simulate import file_storages, storages, write_files
 from tests.property import examples
 from tests.property.layouts import (
@@ -444,45 +444,3 @@ def test_a_large_world_in_which_every_shard_has_other_holders():
             shards.append(Shard("w", "bfloat16", (40, 40), offset, shape, None, rank))
     shards.sort(key=lambda s: s.rank)
     check_everything(shards, plan_of(shards, min_split_bytes=8))
-
-
-@examples(60)
-@given(st.lists(st.frozensets(st.integers(0, 6), min_size=1), max_size=12))
-def test_groups_with_the_same_holders_are_planned_together(holders):
-    shards = [
-        Shard(f"t{i:02}", "uint8", (1,), (0,), (1,), None, rank)
-        for rank in range(7)
-        for i, ranks in enumerate(holders)
-        if rank in ranks
-    ]
-    catalog = catalog_of(shards)
-    sets = holder_sets(group_replicas(catalog), catalog.rank.astype(np.int64))
-    expected: dict = {}
-    for i, ranks in enumerate(holders):
-        expected.setdefault(tuple(sorted(ranks)), []).append(f"t{i:02}")
-    first = group_replicas(catalog).first
-    found = [(tuple(ranks.tolist()), [shards[first[group]].key for group in members]) for members, ranks in sets]
-    assert dict(found) == expected
-    assert [len(ranks) for ranks, _ in found] == sorted(map(len, expected))
-
-
-@examples(200)
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=8), st.integers(0, 300))
-def test_water_is_poured_on_the_lowest(load, amount):
-    share = water_fill(np.asarray(load, dtype=np.int64), amount)
-    assert share.sum() == amount
-    assert (share >= 0).all()
-    level = np.asarray(load) + share
-    # Whoever got water stands within one of the lowest: nobody lower was left dry.
-    assert (level[share > 0] <= level.min() + 1).all()
-
-
-def test_of_ranks_with_the_same_load_the_first_get_what_is_left_over():
-    load = np.arange(64, dtype=np.int64) % 2
-    assert np.flatnonzero(water_fill(load, 5)).tolist() == [0, 2, 4, 6, 8]
-    assert np.flatnonzero(water_fill(load, 32 + 3) == 2).tolist() == [0, 2, 4]
-
-
-def test_no_byte_is_lost_where_there_are_very_many():
-    amount = (1 << 61) + 1
-    assert water_fill(np.zeros(3, dtype=np.int64), amount).sum() == amount

@@ -106,6 +106,8 @@ def _drifted(case: Case) -> str | None:
     tensor = state[case.pick.choice(keys)].local_tensor
     flat = tensor.reshape(-1)
     flat[case.pick.integer(0, flat.size - 1)] += flat.dtype.type(1)
+    for options in case.save if case.way != "memory" else ():
+        options["check_replicas"] = "all"  # by default a copy that is not what is saved is compared in part
     return "either"
 
 

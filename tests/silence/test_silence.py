@@ -8,9 +8,10 @@ import re
 import numpy as np
 import pytest
 
+from paddle_flexckpt.catalog import findings
 from paddle_flexckpt.catalog.validate import Coverage
 from paddle_flexckpt.engine import files, options, resolution
-from paddle_flexckpt.live import peers, saver, sources, targets
+from paddle_flexckpt.live import replicas, targets
 from tests.ramdisk import memory_directory
 from tests.silence import campaign
 from tests.silence.mistakes import MISTAKES
@@ -70,11 +71,11 @@ def nothing(*_args, **_kwargs):
 # What the library could forget, the runs that notice it, and what they say.
 MUTANTS = {
     "replicas are not compared": (
-        [(saver, "replica_digests", lambda *_: b""), (peers, "replica_digests", lambda *_: b"")],
+        [(replicas.Replicas, "compare", lambda self, *_: np.zeros(len(self._groups), dtype=bool))],
         "a rank is a step behind", "(saved|resharded), though .*differs from another",
     ),
     "holes are not seen": (
-        [(sources, "validate_coverage", lambda *_: Coverage())],
+        [(findings, "validate_coverage", lambda *_: Coverage())],
         "a rank leaves a tensor out", "(saved|resharded), though .*nobody holds|raw|refused|left waiting",
     ),
     "what is missing is left out": (

@@ -55,7 +55,14 @@ def test_switches(name):
 
 def test_replicas():
     assert options(**FLEX).check_replicas == "close"
-    for value, expected in (("equal", "equal"), ("1", "equal"), (True, "equal"), ("first", False), (False, False)):
+    for value, expected in (
+        ("equal", "equal"),
+        ("all", "all"),
+        ("1", "equal"),
+        (True, "equal"),
+        ("first", False),
+        (False, False),
+    ):
         assert options(**FLEX, flex_check_replicas=value).check_replicas == expected
 
 
@@ -63,7 +70,7 @@ def test_replicas():
     ("flags", "said"),
     [
         ({"flex_verify": "some"}, "--flex_verify has to be one of read, full, off; got 'some'"),
-        ({"flex_check_replicas": "any"}, "--flex_check_replicas has to be one of close, equal, first; got 'any'"),
+        ({"flex_check_replicas": "any"}, "--flex_check_replicas has to be one of close, equal, all, first; got 'any'"),
         ({"flex_strict": "yes"}, "--flex_strict has to be one of missing, unexpected, both, none; got 'yes'"),
         ({"unified_checkpoint": True}, "leave --unified_checkpoint out"),
         ({"save_sharded_model": True}, "leave --save_sharded_model out"),

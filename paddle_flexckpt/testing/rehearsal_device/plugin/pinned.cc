@@ -12,6 +12,11 @@ namespace {
 std::mutex mutex;
 std::map<uintptr_t, size_t> ranges;
 
+void count(size_t more) {
+  tally().pinned_bytes += more;
+  raise_peak(tally().pinned_peak, tally().pinned_bytes);
+}
+
 }  // namespace
 
 bool pinned_allocate(void** out, size_t size) {
@@ -20,8 +25,7 @@ bool pinned_allocate(void** out, size_t size) {
   if (at == MAP_FAILED) return false;
   std::lock_guard<std::mutex> lock(mutex);
   ranges[reinterpret_cast<uintptr_t>(at)] = need;
-  tally().pinned_bytes += need;
-  raise_peak(tally().pinned_peak, tally().pinned_bytes);
+  count(need);
   *out = at;
   return true;
 }
@@ -47,11 +51,19 @@ bool is_pinned(const void* pointer) {
 
 }  // namespace rehearsal
 
-REHEARSAL_EXPORT void rehearsal_register_host(void* pointer, size_t size) {
+// Both return 0 if that was right: what is registered must not be registered again, nor anything else be taken back.
+REHEARSAL_EXPORT int rehearsal_register_host(void* pointer, size_t size) {
+  if (rehearsal::is_pinned(pointer)) return 1;
   std::lock_guard<std::mutex> lock(rehearsal::mutex);
   rehearsal::ranges[reinterpret_cast<uintptr_t>(pointer)] = size;
+  rehearsal::count(size);
+  return 0;
 }
-REHEARSAL_EXPORT void rehearsal_unregister_host(void* pointer) {
+REHEARSAL_EXPORT int rehearsal_unregister_host(void* pointer) {
   std::lock_guard<std::mutex> lock(rehearsal::mutex);
-  rehearsal::ranges.erase(reinterpret_cast<uintptr_t>(pointer));
+  auto found = rehearsal::ranges.find(reinterpret_cast<uintptr_t>(pointer));
+  if (found == rehearsal::ranges.end()) return 1;
+  rehearsal::tally().pinned_bytes -= found->second;
+  rehearsal::ranges.erase(found);
+  return 0;
 }

@@ -67,6 +67,10 @@ void Mark::wait() {
 }
 
 bool Mark::query() {
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (done) return true;  // its stream may be no more, and another one be where that was
+  }
   demand(stream, position);  // it may be asked for again and again until it is done
   std::lock_guard<std::mutex> lock(mutex);
   return done;

@@ -1,0 +1,190 @@
+"""Saves and loads of a simulated device, against the slower of its link and the medium alone; both are throttled.
+
+The device is the rehearsal device of the tests (docs/rehearsal_device.md), the medium a file system whose writes and
+reads wait until a medium of the given bandwidth would have taken or brought the bytes. Both are slow on purpose, so
+that waiting for them takes the time, and not the machine: what is shown is whether copies, writes and reads go on at
+the same time.
+
+    python -m benchmarks.device                       # 256 MiB, 0.125 GiB/s each
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from benchmarks.harness import MIB, arguments, finish, random_tensors, ratios, row, turns
+from paddle_flexckpt.media.local import LocalInputFile, LocalOutputFile
+from paddle_flexckpt.testing import rehearsal_device
+
+GIB = 1 << 30
+
+
+class Medium:
+    """Take bytes at a bandwidth: whoever writes waits until all bytes before and its own would be there."""
+
+    def __init__(self, gibs: float) -> None:
+        self._rate, self._lock, self._free_at = gibs * GIB, threading.Lock(), 0.0
+
+    def take(self, begin: float, nbytes: int) -> None:
+        """Wait for bytes whose writing began at a time of ``time.monotonic()``."""
+        with self._lock:
+            self._free_at = max(self._free_at, begin) + nbytes / self._rate
+            until = self._free_at
+        time.sleep(max(0.0, until - time.monotonic()))
+
+    @contextmanager
+    def throttles(self) -> Iterator[None]:
+        """Slow down all files that this process writes or reads, for the duration of a block."""
+        real, read = LocalOutputFile.write_many, LocalInputFile.read_into_each
+
+        def write_many(file: LocalOutputFile, parts: Any) -> None:
+            begin = time.monotonic()
+            real(file, parts)
+            self.take(begin, sum(memoryview(part).nbytes for part in parts))
+
+        def read_into_each(file: LocalInputFile, buffers: Any, offset: int) -> int:
+            begin = time.monotonic()
+            got = read(file, buffers, offset)
+            self.take(begin, got)
+            return got
+
+        writes = mock.patch.object(LocalOutputFile, "write_many", write_many)
+        with writes, mock.patch.object(LocalInputFile, "read_into_each", read_into_each):
+            yield
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = arguments(__doc__, pairs=5)
+    parser.add_argument("--mib", type=int, default=256, help="size of the state")
+    parser.add_argument("--tensors", type=int, default=16, help="tensors in the state")
+    parser.add_argument("--gibs", type=float, default=0.125, help="bandwidth of link and medium, GiB/s")
+    options = parser.parse_args(argv)
+    reason = rehearsal_device.missing_tools()
+    if reason:
+        sys.exit(f"no simulated device: {reason}")
+    if "CUSTOM_DEVICE_ROOT" not in os.environ:
+        # Paddle finds devices when it is imported.
+        os.environ.update(rehearsal_device.environment(1))
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.device", *(sys.argv[1:] if argv is None else argv)])
+    directory = Path(tempfile.mkdtemp(prefix="device-", dir=options.directory))
+    try:
+        seconds, details = measure(options, directory)
+    finally:
+        shutil.rmtree(directory)
+    slower = list(map(max, zip(seconds["link"], seconds["medium"])))
+    slower_in = list(map(max, zip(seconds["link, to the device"], seconds["medium, reading"])))
+    rows = [
+        row("device load / the slower of link and medium alone", ratios(slower_in, seconds["load"]), ">= 0.90"),
+        row("device save / the slower of link and medium alone", ratios(slower, seconds["save"]), ">= 0.90"),
+        row("device async call / the link alone", ratios(seconds["async"], seconds["link"]), "<= 1.10"),
+        *(row(f"{name}, {options.mib} MiB", values, unit="s") for name, values in seconds.items()),
+    ]
+    finish(options, rows, seconds=seconds, **details)
+
+
+def measure(options: Any, directory: Path) -> tuple[dict[str, list[float]], dict[str, Any]]:
+    """Run all subjects in turns; return seconds by subject, and counters."""
+    import paddle
+
+    import paddle_flexckpt as fc
+    from paddle_flexckpt.live.device_memory import DeviceMemory
+
+    paddle.set_device(f"{rehearsal_device.DEVICE_TYPE}:0")
+    shape = (options.mib * MIB // options.tensors // 4096, 1024)
+    state = {key: paddle.to_tensor(values) for key, values in random_tensors(options.tensors, shape)}
+    nbytes = sum(4 * int(tensor.size) for tensor in state.values())
+    whole = np.zeros(nbytes, dtype=np.uint8)
+    rehearsal_device.page_lock(whole.ctypes.data, whole.nbytes)
+    rehearsal_device.configure(d2h_gibs=options.gibs, h2d_gibs=options.gibs)
+    medium = Medium(options.gibs)
+    writer = fc.BackgroundWriter()
+
+    def link() -> None:
+        end = 0
+        for tensor in state.values():
+            begin, end = end, end + 4 * int(tensor.size)
+            DeviceMemory(tensor).read_into(0, whole[begin:end])
+
+    def alone() -> None:
+        with medium.throttles():
+            file = LocalOutputFile(str(directory / "raw"))
+            for begin in range(0, nbytes, 8 * MIB):
+                file.write_many([memoryview(whole[begin : begin + 8 * MIB])])
+            file.finish()
+
+    def save() -> None:
+        with medium.throttles():
+            fc.save_state_dict(state, str(directory / "save"))
+
+    kept = directory / "kept"
+    fc.save_state_dict(state, str(kept))
+    target = {key: paddle.zeros_like(tensor) for key, tensor in state.items()}
+    (kept / "raw").write_bytes(whole)
+
+    def link_in() -> None:
+        end = 0
+        for tensor in target.values():
+            begin, end = end, end + 4 * int(tensor.size)
+            storage = DeviceMemory(tensor)
+            storage.write(storage.whole(), whole[begin:end].view(np.float32))
+
+    def open_raw() -> LocalInputFile:
+        return LocalInputFile(os.open(kept / "raw", os.O_RDONLY), "raw")
+
+    def alone_in() -> None:
+        with medium.throttles(), contextlib.closing(open_raw()) as file:
+            for begin in range(0, nbytes, 8 * MIB):
+                file.read_into_each([memoryview(whole[begin : begin + 8 * MIB])], begin)
+
+    def load() -> None:
+        with medium.throttles():
+            fc.load_state_dict(target, str(kept))
+
+    handles = []
+    pageable = 0  # but for what is only looked at below
+
+    def clean(name: str) -> None:
+        nonlocal pageable
+        pageable += rehearsal_device.stats()["d2h"]["pageable_bytes"]
+        if name == "async":
+            handles.pop().result()
+        if name == "load":
+            for key, tensor in target.items():
+                if not bool((tensor == state[key]).all()):
+                    raise RuntimeError(f"{key} was not loaded as it was saved")
+                tensor.zero_()
+            paddle.device.synchronize()
+        for path in set(directory.iterdir()) - {kept}:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        rehearsal_device.reset()
+
+    subjects = {
+        "link": link,
+        "medium": alone,
+        "save": save,
+        "link, to the device": link_in,
+        "medium, reading": alone_in,
+        "load": load,
+        "async": lambda: handles.append(fc.save_state_dict(state, str(directory / "async"), async_save=writer)),
+    }
+    rehearsal_device.reset()
+    seconds = turns(subjects, options.pairs, after=clean)
+    writer.close()
+    return seconds, {"pageable bytes": pageable}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What is wrong with a state: found by the ranks that plan its keys, told in one order and number by all of them.
+
+Tested in tests/catalog/test_key_rows.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from paddle_flexckpt.catalog.errors import Problem, ValidationError
+from paddle_flexckpt.catalog.replicas import ReplicaGroups, group_replicas
+from paddle_flexckpt.catalog.table import Catalog
+from paddle_flexckpt.catalog.validate import MAX_ROWS, Coverage, find_shard_problems, validate_coverage
+
+
+class Finding(NamedTuple):
+    """Tell one thing that is wrong.
+
+    Attributes:
+        stage: What is found in one stage is told only if nothing is in those before.
+        kind: Of one kind so many are told at most.
+        number: The row that it is about, of the catalog of all keys.
+        text: The problem.
+    """
+
+    stage: int
+    kind: int
+    number: int
+    text: str
+
+
+class Layout(NamedTuple):
+    """Hold what a rank finds out about the shards that it plans.
+
+    Attributes:
+        findings: What is wrong with them.
+        groups: Their replica groups, if they could be told.
+        coverage: What is covered, likewise.
+    """
+
+    findings: list[Finding]
+    groups: ReplicaGroups
+    coverage: Coverage
+
+
+def inspect(catalog: Catalog, number: np.ndarray, contradictions: Iterable[tuple[int, Problem]] = ()) -> Layout:
+    """Check that shards make whole tensors, as far as their descriptions tell.
+
+    Args:
+        catalog: All shards of some keys.
+        number: int64 ``[n]``, rising: which row each is of the catalog of all keys.
+        contradictions: What is known to be wrong already, by number.
+    """
+    found = [Finding(0, 0, row, str(problem)) for row, problem in contradictions]
+    for kind, problems in enumerate(find_shard_problems(catalog)):
+        found += [Finding(1, kind, int(number[row]), str(problem)) for row, problem in problems]
+    if found:
+        return Layout(found, ReplicaGroups(number[:0], np.zeros(1, dtype=np.int64)), Coverage())
+    groups = group_replicas(catalog)
+    coverage = validate_coverage(catalog, groups)
+    first = dict(zip(catalog.key[::-1].tolist(), number[::-1].tolist())) if coverage.problems else {}
+    by_name = {catalog.keys[key]: row for key, row in first.items()}
+    found = [Finding(2, 0, by_name[problem.key or ""], str(problem)) for problem in coverage.problems]
+    return Layout(found, groups, coverage)
+
+
+def raise_findings(findings: Iterable[Finding], context: str) -> None:
+    """Raise what all ranks have found, if that is anything: the first of each kind, in the order of the rows.
+
+    Raises:
+        ValidationError: The same, however many ranks have looked for it.
+    """
+    told: list[str] = []
+    stage: int | None = None
+    count: dict[int, int] = {}
+    for each in sorted(findings):
+        stage = each.stage if stage is None else stage
+        count[each.kind] = count.get(each.kind, 0) + 1
+        if each.stage == stage and count[each.kind] <= MAX_ROWS:
+            told.append(each.text)
+    if told:
+        raise ValidationError(told, context)

@@ -1,0 +1,130 @@
+"""Bring bytes of device tensors to the host, ahead of their user: the first stage of a save from a device.
+
+A thread copies into a ring of buffers, while the caller hashes and writes what has come. The thread waits for the
+device without the interpreter's lock.
+
+Tested in tests/device/test_saves.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.live.device_memory import DeviceMemory, use_current_device
+from paddle_flexckpt.live.page_lock import lock_pages
+from paddle_flexckpt.media.ring import BufferRing
+from paddle_flexckpt.native.checksums import BLOCK_BYTES
+from paddle_flexckpt.native.data_file import BATCH_BLOCKS, BATCH_BYTES
+
+# As large as what is written at once, so that few gaps lie between copies. The user keeps up to two, and the one that
+# it has come to; as many are filled meanwhile.
+BUFFER_BYTES = BATCH_BYTES
+BUFFERS = 6
+# Elements of all dtypes can stand at multiples of it.
+ALIGNMENT = 16
+
+# A tensor, its first byte, and its last one exclusive; bytes count in row-major order.
+Span = tuple[Any, int, int]
+
+
+class DeviceBytes:
+    """Read spans of device tensors in their order.
+
+    An array is valid until ``BATCH_BYTES`` more, or ``BATCH_BLOCKS`` more arrays, have been asked for: so much the
+    writer of a data file keeps. A context manager: at its end nothing is running, and the memory is given back.
+    """
+
+    def __init__(self, spans: Iterable[Span], device: str, nbytes: int) -> None:
+        """Take the spans, the device that most are on, and how many bytes they have with room for their alignment."""
+        # A buffer may lack a block at its end.
+        count = min(BUFFERS, nbytes // (BUFFER_BYTES - BLOCK_BYTES) + 1)
+        memory = np.empty(count * BUFFER_BYTES, dtype=np.uint8)
+        self._unlock = lock_pages(memory, device)
+        self._ring = BufferRing(list(memory.reshape(count, BUFFER_BYTES)), self._fill)
+        # The thread's: the tensor that it is copying, and which of its bytes are left.
+        self._spans = iter(spans)
+        self._storage: DeviceMemory | None = None
+        self._next = self._stop = 0
+        # The caller's: views of the buffer that it has come to, and buffers that it may still use, with the bytes and
+        # arrays that had been given when their last one was.
+        self._views: deque[np.ndarray] = deque()
+        self._buffer: np.ndarray | None = None
+        self._used: deque[tuple[int, int, np.ndarray]] = deque()
+        self._bytes = self._arrays = 0
+
+    def read(self, nbytes: int) -> Iterator[np.ndarray]:
+        """Yield the next span, of so many bytes, as uint8 arrays, one at least; all but the last have whole blocks."""
+        if not nbytes:
+            yield np.empty(0, dtype=np.uint8)
+        while nbytes:
+            if not self._views:
+                self._take()
+            view = self._views.popleft()
+            nbytes -= view.nbytes
+            self._bytes += view.nbytes
+            self._arrays += 1
+            yield view
+
+    def _take(self) -> None:
+        """Get the next buffer; give back those that nobody uses any more."""
+        if self._buffer is not None:
+            self._used.append((self._bytes, self._arrays, self._buffer))
+        while self._used and (
+            self._used[0][0] <= self._bytes - BATCH_BYTES or self._used[0][1] <= self._arrays - BATCH_BLOCKS
+        ):
+            self._ring.give_back(self._used.popleft()[2])
+        taken = self._ring.take()
+        if taken is None:
+            raise RuntimeError("more bytes of device tensors were asked for than were announced")
+        self._buffer, views = taken
+        self._views.extend(views)
+
+    # The following run in the thread.
+
+    def _fill(self, buffer: np.ndarray) -> list[np.ndarray] | None:
+        if self._storage is None:
+            use_current_device()
+        views: list[np.ndarray] = []
+        position = 0
+        while position < len(buffer):
+            filled = self._fill_rest(buffer[position:])
+            if filled is None:
+                break
+            views.append(filled)
+            position += -(-len(filled) // ALIGNMENT) * ALIGNMENT
+        return views or None
+
+    def _fill_rest(self, room: np.ndarray) -> np.ndarray | None:
+        """Copy more of the span that has been come to; None if there is no more, or too little room for a block."""
+        while self._next == self._stop:
+            span = next(self._spans, None)
+            if span is None:
+                return None
+            tensor, self._next, self._stop = span
+            self._storage = DeviceMemory(tensor) if self._next < self._stop else None
+        count = self._stop - self._next
+        if count > len(room):
+            count = len(room) // BLOCK_BYTES * BLOCK_BYTES
+        if not count or self._storage is None:
+            return None
+        filled = room[:count]
+        self._storage.read_into(self._next, filled)
+        self._next += count
+        return filled
+
+    def close(self) -> None:
+        """Copy no more, wait for the thread, and give the memory back."""
+        self._ring.close()
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
+
+    def __enter__(self) -> DeviceBytes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

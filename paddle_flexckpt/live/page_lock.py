@@ -1,0 +1,77 @@
+"""Page-lock host memory for a device, so that copies run at the link's speed and beside other work.
+
+Paddle gives Python page-locked memory of its own on CUDA only, and no way to lock memory that is there, such as the
+segment that a background writer shares. So the backend's own function is called, from the library that is loaded.
+
+Tested in tests/device/test_saves.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+logger = logging.getLogger("paddle_flexckpt")
+
+
+class _Backend(NamedTuple):
+    """Name a library, its function that locks (address, bytes, flags...; 0 is success), and the one that unlocks."""
+
+    library: str
+    lock: str
+    unlock: str
+    flags: tuple[int, ...] = ()
+
+
+# 1: page-locked for all contexts of the process (cudaHostRegisterPortable).
+_BACKENDS = {
+    "gpu": _Backend("libcudart.so", "cudaHostRegister", "cudaHostUnregister", (1,)),
+    "rehearsal": _Backend("libpaddle-rehearsal.so", "rehearsal_register_host", "rehearsal_unregister_host"),
+}
+
+
+def lock_pages(memory: np.ndarray, device: str) -> Callable[[], None] | None:
+    """Page-lock an array's memory for a device such as ``gpu:0``; it has to stay there until it is unlocked.
+
+    Returns:
+        What unlocks it. None where the backend has no function for it that is known here, or refuses, which is logged:
+        copies are slower then, and nothing else changes.
+    """
+    backend = _BACKENDS.get(device.partition(":")[0])
+    library = None if backend is None else _loaded(backend.library)
+    if backend is None or library is None or not memory.nbytes:
+        return None
+    address = ctypes.c_void_p(memory.ctypes.data)
+    flags = [ctypes.c_uint(flag) for flag in backend.flags]
+    status = library[backend.lock](address, ctypes.c_size_t(memory.nbytes), *flags)
+    if status:
+        logger.warning(
+            "%s refused to page-lock %d bytes for %s (status %d): copies from the device are slower. Remedy: raise the "
+            "limit of locked memory (ulimit -l)",
+            backend.lock,
+            memory.nbytes,
+            device,
+            status,
+        )
+        return None
+    return functools.partial(_unlock, library[backend.unlock], address)
+
+
+def _unlock(unlock: Callable[[ctypes.c_void_p], int], address: ctypes.c_void_p) -> None:
+    unlock(address)
+
+
+@functools.cache
+def _loaded(library: str) -> ctypes.CDLL | None:
+    """Return a library that is loaded in this process; None if it is not."""
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        path = line.partition("/")[2]
+        if path.rpartition("/")[2].startswith(library):
+            return ctypes.CDLL(f"/{path}")
+    return None

@@ -1,0 +1,265 @@
+"""What planning a save gives, and what one rank writes by it.
+
+Tested in tests/live/test_saver.py and tests/distributed/test_save_load.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import struct
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError
+from paddle_flexckpt.catalog.findings import raise_findings
+from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.dealing import Dealt
+from paddle_flexckpt.live.device_bytes import ALIGNMENT, DeviceBytes
+from paddle_flexckpt.live.device_memory import DeviceMemory
+from paddle_flexckpt.live.planners import Planners, decode_findings
+from paddle_flexckpt.live.replicas import Replicas
+from paddle_flexckpt.live.staging import Source
+from paddle_flexckpt.live.tensor_memory import device_of, host_bytes, host_memory, is_contiguous
+from paddle_flexckpt.live.tensors import HostTensor
+from paddle_flexckpt.planning.comparison import Comparison, Lines
+from paddle_flexckpt.planning.write_plan import lay_out
+
+# Host tensors whose memory is looked up in one call.
+_TENSORS_AT_ONCE = 1024
+# Of so many items so many bytes are compared, to notice that the state changes while it is staged in slices.
+_SAMPLES, _SAMPLE_BYTES = 32, 4096
+
+
+@dataclass(frozen=True, eq=False)
+class SavePlan:
+    """Say what one rank writes of a save, and which replicas it compares, for itself and as a planner.
+
+    It has no tensors and no names of files, and follows from what ranks described (and from ``differing``).
+
+    Attributes:
+        is_spread: Whether each key is planned by one rank alone.
+        catalog: The shards of the keys that this rank plans, of all ranks.
+        number: int64 ``[n]``, which row each is of the catalog of all keys.
+        groups: Their replica groups.
+        policies: uint8 ``[n]``, the policy of each of these shards' replicas.
+        differing: bool ``[number of groups]``, where replicas had to be compared first: whether they differ. Else None.
+        first_row: Where every rank plans all keys: the catalog's row that is the first of this rank's state.
+        compared: What this rank compares, as a planner; rows are the catalog's.
+        by_device: Whether digests have to be those that devices can take, as some ranks have no other.
+        items: What this rank writes, in the order of its file.
+        rows: int64 ``[number of items]``, of which row of this rank's state each is (a part).
+        starts: int64 ``[number of items]``, its first element in that shard's own storage.
+        lines: Of what this rank takes digests, by the position of the planner that compares them; rows are its state's.
+        counts: What of the report is this rank's (:data:`COUNTS`).
+    """
+
+    is_spread: bool
+    catalog: Catalog
+    number: np.ndarray
+    groups: ReplicaGroups
+    policies: np.ndarray
+    differing: np.ndarray | None
+    first_row: int
+    compared: Comparison
+    by_device: bool
+    items: Catalog
+    rows: np.ndarray
+    starts: np.ndarray
+    lines: Mapping[int, Lines]
+    counts: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that it takes, names included."""
+        tables = (self.catalog, self.items)
+        columns = [getattr(table, name) for table in tables for name in Catalog.COLUMNS]
+        columns += [self.number, self.groups.order, self.groups.start, self.policies, self.rows, self.starts]
+        columns += [column for lines in (self.compared, *self.lines.values()) for column in vars(lines).values()]
+        names = sum([sys.getsizeof(key) for table in tables for key in table.keys])
+        return names + sum([column.nbytes for column in columns])
+
+    @classmethod
+    def of(
+        cls, planners: Planners, dealt: Dealt, own: Catalog, policies: np.ndarray, differing: np.ndarray | None
+    ) -> SavePlan:
+        """Return what planners have dealt to a rank with these shards, and what it has to do as one of them."""
+        comm, catalog = planners.comm, planners.rows.catalog
+        written = lay_out(own.with_orders(dealt.orders), np.asarray([comm.rank]), dealt.items, str)
+        # Where all plan all keys, one rank tells how many there are.
+        keys = len(catalog.keys) if planners.is_spread or comm.position == 0 else 0
+        return cls(
+            is_spread=planners.is_spread,
+            catalog=catalog,
+            number=planners.rows.number,
+            groups=planners.groups,
+            policies=policies,
+            differing=differing,
+            first_row=int(planners.before[comm.position]),
+            compared=planners.lines,
+            by_device=planners.is_spread and planners.any_device,
+            items=written.catalog,
+            rows=written.source,
+            starts=written.source_start,
+            lines=dealt.lines,
+            counts=(keys, len(written.source), written.total_bytes, int(own.byte_length.sum()), len(own)),
+        )
+
+    @property
+    def all_lines(self) -> Lines:
+        """Return the lines of all planners, one planner's after the other's."""
+        columns = [[getattr(lines, name) for lines in self.lines.values()] for name in ("row", "start", "stop")]
+        return Lines(*(np.concatenate([np.zeros(0, dtype=np.int64), *column]) for column in columns))
+
+    @property
+    def written(self) -> Lines:
+        """Return what this rank writes, as stretches of its shards."""
+        return Lines(self.rows, self.starts, self.starts + self.items.size)
+
+    def number_of(self, problem: Problem) -> int:
+        """Return the first row that a problem of this rank's catalog may be about, as a row of all keys'."""
+        rows = self.catalog.rank == problem.rank
+        rows &= self.catalog.key == self.catalog.keys.index(problem.key or "")
+        return int(self.number[np.argmax(rows)])
+
+    def counted(self) -> bytes:
+        """Return what all ranks have to know of this one for the report."""
+        return COUNTS.pack(*self.counts)
+
+
+# Keys planned, items written, bytes written, bytes owned, shards owned.
+COUNTS = struct.Struct("<5q")
+
+
+def report_counts(said: Sequence[bytes], own: SavePlan) -> dict[str, Any]:
+    """Return the fields of the report that say how much is saved, from what all ranks :meth:`~SavePlan.counted`."""
+    counts = np.asarray([COUNTS.unpack(each) for each in said], dtype=np.int64)
+    keys, items, total, held, _ = counts.sum(axis=0).tolist()
+    loads = counts[counts[:, 4] > 0, 2]
+    return {
+        "keys": keys,
+        "items": items,
+        "bytes_written": own.counts[2],
+        "total_bytes": total,
+        "held_bytes": held,
+        "imbalance": float(loads.max() / loads.mean()) if total else 1.0,
+    }
+
+
+def compare_replicas(
+    comm: Communicator, replicas: Replicas, plan: SavePlan, digests: Sequence[bytes], context: str
+) -> np.ndarray:
+    """Compare the digests of all ranks; where planning is spread, those of this planner's keys. One collective then.
+
+    Returns:
+        Which groups differ, bool ``[number of groups]``.
+
+    Raises:
+        ValidationError: Replicas differ that have to be equal; the same on every rank.
+    """
+    if not plan.is_spread:
+        return replicas.compare(plan.compared, digests)
+
+    def work() -> tuple[np.ndarray, bytes, dict[int, bytes]]:
+        try:
+            return replicas.compare(plan.compared, digests), b"", {}
+        except ValidationError as error:
+            problems = [each for each in error.problems if isinstance(each, Problem)]
+            findings = [(0, 0, plan.number_of(each), str(each)) for each in problems]
+            return np.zeros(0, dtype=bool), json.dumps(findings).encode(), {}
+
+    differing, notes, _ = comm.trade(work, context)
+    raise_findings(decode_findings(notes.values()), context)
+    return differing
+
+
+class Share:
+    """Hold what one rank writes of a save.
+
+    Attributes:
+        items: Its items, all of one file.
+        step: Training step to record, if known.
+        devices: Those that some of the tensors are on.
+    """
+
+    def __init__(
+        self, plan: SavePlan, file: str, tensors: Sequence[Any], step: int | None, devices: Sequence[str]
+    ) -> None:
+        """Take a rank's items of a plan, the name of its data file, and its tensors."""
+        self.items = replace(plan.items, files=(file,), file=np.zeros(len(plan.items), dtype=np.int32))
+        self.step, self.devices = step, devices
+        self._tensors, self._rows = tensors, plan.rows
+        self._starts = plan.starts * self.items.itemsize
+        self._stops = self._starts + self.items.byte_length
+
+    @contextlib.contextmanager
+    def data(self) -> Iterator[Iterator[np.ndarray]]:
+        """Give the items' bytes for the duration of a block: uint8 arrays, as ``write_data_file`` wants them.
+
+        What is written of a device tensor, and no more, crosses to the host in steps of whole blocks, ahead of the
+        caller; a strided host view is copied when it is asked for.
+        """
+        if not self.devices:
+            yield chain.from_iterable(self._data(None))
+            return
+        spans = (span for group in self._groups() for span in zip(*group) if device_of(span[0]) is not None)
+        nbytes = int(self.items.byte_length.sum()) + ALIGNMENT * len(self.items)
+        with DeviceBytes(spans, self.devices[0], nbytes) as crossing:
+            yield chain.from_iterable(self._data(crossing))
+
+    def _groups(self) -> Iterator[tuple[Sequence[Any], Sequence[int], Sequence[int]]]:
+        """Yield the items' tensors, first bytes, and last ones exclusive, many items at a time."""
+        for first in range(0, len(self._rows), _TENSORS_AT_ONCE):
+            some = slice(first, first + _TENSORS_AT_ONCE)
+            tensors = [self._tensors[row] for row in self._rows[some].tolist()]
+            yield tensors, self._starts[some].tolist(), self._stops[some].tolist()
+
+    def _data(self, crossing: DeviceBytes | None) -> Iterator[Iterable[np.ndarray]]:
+        for group in self._groups():
+            ready: list[np.ndarray] = []
+            for tensor, start, stop, memory in zip(*group, host_bytes(*group, bool(self.devices))):
+                if memory is not None:
+                    ready.append(memory)
+                    continue
+                yield ready
+                if crossing is not None and device_of(tensor) is not None:
+                    yield crossing.read(stop - start)
+                else:
+                    yield [HostTensor(tensor).array.view(np.uint8)[start:stop]]
+                ready = []
+            yield ready
+
+    def sources(self) -> Iterator[Source]:
+        """Yield where each item's bytes are: in host memory, which may be a copy, or on a device."""
+        for group in self._groups():
+            for tensor, start, stop, memory in zip(*group, host_bytes(*group, bool(self.devices))):
+                if memory is not None:
+                    yield memory, 0, stop - start
+                elif device_of(tensor) is None:
+                    yield HostTensor(tensor).array.view(np.uint8), start, stop - start
+                else:
+                    yield DeviceMemory(tensor), start, stop - start
+
+    def signs(self) -> list[tuple[int, bytes]]:
+        """Return for each item what a change of its tensor would mostly show in, at little cost.
+
+        That is the counter of changes in place, which optimizers leave as it is, and the first bytes of some items.
+        """
+        signs = [(getattr(self._tensors[row], "inplace_version", 0), b"") for row in self._rows.tolist()]
+        some = np.linspace(0, len(signs) - 1, _SAMPLES).astype(int).tolist() if signs else ()
+        for i in {*some, *self.items.byte_length.argsort()[-1:].tolist()}:
+            tensor, start = self._tensors[int(self._rows[i])], int(self._starts[i])
+            sample = np.empty(min(_SAMPLE_BYTES, int(self._stops[i]) - start), dtype=np.uint8)
+            if not is_contiguous(tensor):
+                continue
+            if device_of(tensor) is None:
+                sample[...] = host_memory(tensor).view(np.uint8)[start : start + len(sample)]
+            else:
+                DeviceMemory(tensor).read_into(start, sample)
+            signs[i] = signs[i][0], sample.tobytes()
+        return signs

@@ -1,0 +1,115 @@
+"""Asynchronous saves that are staged in slices, between the micro-steps of a training step.
+
+Tested in tests/device/test_slices.py and tests/background/test_slices.py.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+from paddle_flexckpt.background import SaveHandle
+from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.undo import Undo
+
+
+class OpenSave(Protocol):
+    """Carry on a save that is agreed and planned, of which nothing is staged yet."""
+
+    def stage_slice(self) -> bool:
+        """Stage the next slice of this rank's share; return whether there is more."""
+
+    def hand_over(self, handle: SaveHandle, elsewhere: float) -> None:
+        """Stage what is left and hand the save over; the caller spent so many seconds elsewhere since it began."""
+
+    def give_up(self) -> None:
+        """Take back what this rank has begun."""
+
+
+class SlicedSave(SaveHandle):
+    """Stage an asynchronous save in slices, then follow it as any other.
+
+    The state must not change before :meth:`finish_staging` has returned: it is what it was when the save was asked for.
+    """
+
+    def __init__(self, path: str, unique_id: int, save: OpenSave) -> None:
+        """Args: path: the checkpoint's directory. unique_id: its id there. save: what is to be carried on."""
+        super().__init__(path, unique_id)
+        self._save: OpenSave | None = save
+        self._left = time.perf_counter()
+        self._elsewhere = 0.0
+
+    def stage_next(self) -> bool:
+        """Stage one slice more: at most ``slice_bytes``. Call it between micro-steps; ranks do not wait for each other.
+
+        Returns:
+            Whether there is more to stage.
+        """
+        save = self._come_back()
+        try:
+            return save.stage_slice()
+        finally:
+            self._left = time.perf_counter()
+
+    def finish_staging(self) -> SlicedSave:
+        """Stage what is left, wait until all is there, and hand the save over. Every rank calls this; one collective.
+
+        Returns:
+            The handle itself, which ``wait()`` and ``result()`` serve from now on.
+
+        Raises:
+            ValidationError: The state has changed meanwhile, or replicas differ that have to be equal.
+            CheckpointError: A rank could not stage its share. Nothing is saved.
+        """
+        save = self._come_back()
+        self._save = None
+        try:
+            save.hand_over(self, self._elsewhere)
+        except CheckpointError as error:
+            self.seen = True
+            self.finish(error)
+            raise
+        return self
+
+    def finish_before(self, optimizer: Any) -> Undo:
+        """Have the next ``optimizer.step()`` call :meth:`finish_staging` first. Nothing else of it is changed.
+
+        Returns:
+            What takes the hook back before that: ``put_back()``.
+        """
+        undo, step = Undo(), optimizer.step
+
+        def finish_and_step(*arguments: Any, **options: Any) -> Any:
+            undo.put_back()
+            if self._save is not None:
+                self.finish_staging()
+            return step(*arguments, **options)
+
+        undo.set(optimizer, "step", finish_and_step)
+        return undo
+
+    def give_up(self) -> None:
+        """Do not save after all. Every rank calls this in place of :meth:`finish_staging`."""
+        save = self._come_back()
+        self._save = None
+        save.give_up()
+        self.seen = True
+        self.finish(CheckpointError(f"the save of id {self.unique_id} to {self.path!r} was given up"))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait as :meth:`SaveHandle.wait` does.
+
+        Raises:
+            ValidationError: Not all is staged: the save would never be over.
+        """
+        if self._save is not None and timeout != 0:
+            raise ValidationError(
+                [f"the save of id {self.unique_id} to {self.path!r} is not staged. Remedy: call finish_staging() first"]
+            )
+        return super().wait(timeout)
+
+    def _come_back(self) -> OpenSave:
+        if self._save is None:
+            raise ValidationError([f"the save of id {self.unique_id} to {self.path!r} is staged, or was given up"])
+        self._elsewhere += time.perf_counter() - self._left
+        return self._save

@@ -1,0 +1,109 @@
+"""Copy a rank's share of a save into memory that its writer shares: at once, or in slices between micro-steps.
+
+Tested in tests/device/test_slices.py and tests/background/test_slices.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any, Union
+
+import numpy as np
+
+from paddle_flexckpt.live.device_memory import DeviceMemory, current_device
+from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_block
+
+# Where an item's bytes are, the first of them there, and how many they are; host memory is uint8.
+Source = tuple[Union[np.ndarray, DeviceMemory], int, int]
+# Slices end between elements of any dtype.
+_UNIT = 16
+
+
+def blocks_of(items: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yield first bytes and last ones exclusive of the blocks of items, of which these are given too."""
+    for begin, end in items:
+        for start in range(begin, end, BLOCK_BYTES):
+            yield start, min(start + BLOCK_BYTES, end)
+
+
+class Staging:
+    """Copy items, end to end, into a segment.
+
+    With a device whose copies can go on beside other work, a slice is begun on a stream of its own, and there when
+    :meth:`finish` returns. The other copies are done when the call returns that makes them.
+    """
+
+    def __init__(self, sources: Iterable[Source], space: np.ndarray, device: str | None) -> None:
+        """Take the items, uint8 memory of their size, and the device of which the memory is page-locked, if any."""
+        self._sources, self._space, self._device = iter(sources), space, device
+        self._source: Source | None = None
+        self._position = 0
+        self._stream: Any = None
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether all items are copied, or being copied."""
+        return self._position == len(self._space)
+
+    def advance(self, nbytes: int) -> None:
+        """Copy so many bytes more, or what is left; they may still be on their way when this returns."""
+        with self._side_stream():
+            self._copy(nbytes, wait=self._device is None)
+
+    def finish(self, hashed: Iterable[tuple[int, int]] = ()) -> list[int]:
+        """Copy what is left, and wait for all of it.
+
+        Returns the block checksums of ``hashed``: of items, by their first bytes in the memory and last ones exclusive.
+        What is copied now is hashed while it is in cache.
+        """
+        if self._stream is not None:
+            self._stream.synchronize()
+        checksums = []
+        for start, stop in blocks_of(hashed):
+            self._copy(stop - self._position, wait=True)
+            checksums.append(hash_block(self._space[start:stop]))
+        self._copy(len(self._space), wait=True)
+        return checksums
+
+    def fill(self, bucket: np.ndarray) -> int:
+        """Copy as much as fits to other memory, items cut into whole blocks; return the bytes, 0 at the end."""
+        return self._copy_to(bucket, BLOCK_BYTES, wait=True)
+
+    def _copy(self, nbytes: int, wait: bool) -> None:
+        target = self._space[self._position : self._position + nbytes]
+        self._position += self._copy_to(target, _UNIT, wait)
+
+    def _copy_to(self, space: np.ndarray, unit: int, wait: bool) -> int:
+        position = 0
+        while position < len(space):
+            self._source = self._source or next(self._sources, None)
+            if self._source is None:
+                break
+            memory, start, left = self._source
+            count = min(left, len(space) - position)
+            if count < left:
+                count -= count % unit
+                if not count:
+                    break
+            target = space[position : position + count]
+            if isinstance(memory, np.ndarray):
+                target[...] = memory[start : start + count]
+            elif count:
+                memory.read_into(start, target, wait)
+            position += count
+            self._source = (memory, start + count, left - count) if count < left else None
+        return position
+
+    @contextlib.contextmanager
+    def _side_stream(self) -> Iterator[None]:
+        if self._device is None:
+            yield
+            return
+        import paddle
+
+        with current_device(self._device):
+            if self._stream is None:
+                self._stream = paddle.device.Stream(self._device)
+            with paddle.device.stream_guard(self._stream):
+                yield

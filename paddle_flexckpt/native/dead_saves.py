@@ -1,0 +1,87 @@
+"""Find saves that died, by their markers, and remove what they left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.media.backend import map_files
+from paddle_flexckpt.native.directory import MARKER, CheckpointDirectory, SaveNames, save_of
+from paddle_flexckpt.native.save_directory import SaveDirectory
+
+
+def find_markers(directory: CheckpointDirectory) -> list[str]:
+    """Return the names of the files that say that a save has begun."""
+    return sorted(filter(MARKER.fullmatch, directory.backend.names()))
+
+
+def read_marker(directory: CheckpointDirectory, marker: str) -> SaveNames | None:
+    """Return the save that a marker is of; None if it died before the marker was whole, so before any other file."""
+    try:
+        said = json.loads(directory.backend.read(marker))
+        save = SaveNames(int(said["unique_id"]), int(said["generation"]), str(said["token"]))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return save if save.marker_file == marker else None
+
+
+def find_prepared(directory: CheckpointDirectory, save: SaveNames) -> list[str]:
+    """Return the files that say that a save is complete here and perhaps published elsewhere; none if it is here."""
+    names = [name for name in directory.backend.names() if save.owns(name) and name.endswith(".prepared")]
+    return [] if not names or directory.is_committed(save) else names
+
+
+def remove_dead_saves(
+    directory: SaveDirectory, current: SaveNames | None = None, aborted: Collection[str] = ()
+) -> list[str]:
+    """Remove what saves left behind that died: those whose marker is here. The caller has the lock.
+
+    Files that no marker speaks of are left alone, whether a manifest names them or not: it may be the manifest that was
+    lost. But a manifest that was not put in place, by a save or a repair, is of no use to anybody, nor are partitions
+    that a repair did without. What is prepared stays: another node may have published its part of that save.
+
+    ``current`` is the save that is being made, ``aborted`` has the tokens of prepared saves that no node has published.
+    Returns the names of the files removed.
+    """
+    names = directory.backend.names()
+    removed = directory.remove_temporaries()
+    removed += _remove_repaired_partitions(directory)
+    for marker in find_markers(directory):
+        save = read_marker(directory, marker)
+        if current is not None and marker == current.marker_file:
+            continue
+        if save is None:
+            directory.remove_save_files([], marker)
+            removed.append(marker)
+            continue
+        if save.token not in aborted and find_prepared(directory, save):
+            continue
+        try:
+            useless = directory.find_useless(save, names)
+        except CorruptCheckpointError:
+            continue  # whose files these are cannot be told
+        directory.remove_uploads(save)
+        if directory.is_committed(save):
+            directory.update_companion()  # it may have died before that
+        directory.remove_save_files(useless, marker)
+        removed += [*useless, marker]
+    return removed
+
+
+def _is_partition(name: str) -> bool:
+    return name.endswith(".partition")
+
+
+def _remove_repaired_partitions(directory: SaveDirectory) -> list[str]:
+    """Remove partitions of manifests that repairs have replaced, and return their names."""
+    removed: list[str] = []
+    for unique_id in sorted(
+        {save[0] for save in map(save_of, filter(_is_partition, directory.backend.names())) if save}
+    ):
+        try:
+            removed += directory.repaired_partitions(directory.read_committed(unique_id, ()))
+        except (FileNotFoundError, CorruptCheckpointError, ValidationError):
+            continue  # whose partitions these are cannot be told
+    map_files(directory.backend, directory.backend.remove, removed)
+    return removed

@@ -1,0 +1,97 @@
+"""Divide copies that each reach over several blocks of an item among groups of blocks, which are read one by one.
+
+Tested in tests/native/test_stretches.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from paddle_flexckpt.native.stretches import AlikeCopies, reach
+
+
+@dataclass(frozen=True, eq=False)
+class BlockGroup:
+    """Name consecutive blocks of an item, and the copies that want something of them.
+
+    Attributes:
+        item: Row of the manifest's catalog.
+        first: The first block.
+        last: The first one beyond.
+        members: Numbers of the copies.
+    """
+
+    item: int
+    first: int
+    last: int
+    members: np.ndarray
+
+
+class SpreadCopies:
+    """Hold ascending copies of one form, and what of each lies in a group of blocks.
+
+    That is the same for all items of which the copy takes the same place, so it is found once.
+    """
+
+    def __init__(self, copies: AlikeCopies, block_bytes: int) -> None:
+        """Take the copies."""
+        self._copies, self._block_bytes = copies, block_bytes
+        self._per_block = block_bytes // copies.dtype.itemsize
+        self._before = cache(self._count_before)
+        self._parts = cache(self._find_parts)
+
+    def groups(self, most: int) -> list[BlockGroup]:
+        """Return the blocks that are wanted, at most so many together, by items and in their order."""
+        copies, found = self._copies, []
+        order = np.argsort(copies.item, kind="stable")
+        edges = np.flatnonzero(np.diff(copies.item[order], prepend=-1, append=-1))
+        for begin, end in zip(edges, edges[1:]):
+            members = order[begin:end]
+            wanted = [np.flatnonzero(np.diff(self._before(each))) for each in copies.position[members].tolist()]
+            blocks = np.unique(np.concatenate(wanted))
+            item = int(copies.item[members[0]])
+            for run in np.split(blocks, np.flatnonzero(np.diff(blocks) != 1) + 1):
+                first, last = int(run[0]), int(run[-1]) + 1
+                found += [BlockGroup(item, i, min(i + most, last), members) for i in range(first, last, most)]
+        return found
+
+    def carry_out(self, group: BlockGroup, memory: np.ndarray) -> int:
+        """Copy what of the copies lies in a group of blocks, which memory holds; return how many bytes.
+
+        Threads may do so at the same time.
+        """
+        count = 0
+        for member in group.members.tolist():
+            copy = self._copies.take(slice(member, member + 1))
+            for part, begin, target in self._parts(int(copy.position[0]), group.first, group.last):
+                replace(part, item=copy.item, address=copy.address + target).carry_out(memory, begin)
+                count += part.copy.size * part.dtype.itemsize
+        return count
+
+    def _count_before(self, position: int) -> np.ndarray:
+        """Return how many elements of a copy, by its place, stand before each block of the item, and before the end."""
+        copy = replace(self._copies.copy, source_base=position // self._copies.dtype.itemsize)
+        last = copy.source_base + reach(copy.extents, copy.source_strides)[1]
+        edges = range(0, last + self._per_block + 1, self._per_block)
+        return np.asarray([copy.count_before(edge) for edge in edges], dtype=np.int64)
+
+    def _find_parts(self, position: int, first: int, last: int) -> list[tuple[AlikeCopies, np.ndarray, int]]:
+        """Return what of a copy, by its place, lies in some blocks.
+
+        Returns:
+            Copies without an item, the byte behind the first of the blocks where each begins, and how many bytes behind
+            the copy's own its memory begins.
+        """
+        dtype, before = self._copies.dtype, self._before(position)
+        copy = replace(self._copies.copy, source_base=position // dtype.itemsize)
+        start, stop = (int(before[min(block, len(before) - 1)]) for block in (first, last))
+        none, found = np.zeros(1, dtype=np.int64), []
+        for part in copy.part(start, stop) if start < stop else ():
+            begin = (part.source_base - first * self._per_block) * dtype.itemsize
+            form = replace(part, source_base=0, target_base=0).simplified()
+            target = part.target_base * dtype.itemsize
+            found.append((AlikeCopies(form, dtype, none, none, none), np.asarray([begin]), target))
+        return found

@@ -1,0 +1,128 @@
+"""Plan which replicas are compared, byte by byte: what a save writes on two ranks, or all that all ranks have.
+
+A save compares each item on its writer and one other rank of the replica group. Pairs form a ring through all ranks of
+the group, so wherever ranks differ as groups, the ring crosses between them. A number that each plan draws turns the
+ring: in time every rank is compared with every other. And of every replica all ranks compare a sample, which tells
+different tensors under one name, and ranks out of step, even where two neighbours go wrong alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, ReplicaGroups
+from paddle_flexckpt.planning.write_plan import Items
+
+# Of each replica that more than two ranks have, so much is compared on all of them.
+SAMPLE_BYTES = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """Hold stretches of shards, of which ranks take digests.
+
+    Attributes:
+        row: int64 ``[n]``, the shard: a row of the table of whoever has it.
+        start: int64 ``[n]``, the stretch's first element in that shard's own storage.
+        stop: int64 ``[n]``, the element behind its last.
+    """
+
+    row: np.ndarray
+    start: np.ndarray
+    stop: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison(Lines):
+    """Hold stretches of replicas, in the order in which every rank tells the digests of its own.
+
+    Attributes:
+        first: int64 ``[n]``, the line with which each has to be equal.
+    """
+
+    first: np.ndarray
+
+    def only(self, which: np.ndarray) -> Comparison:
+        """Return some lines, bool ``[m]``: all of a number or none."""
+        first = (np.cumsum(which) - 1)[self.first[which]]
+        return Comparison(self.row[which], self.start[which], self.stop[which], first)
+
+    def of_rank(self, catalog: Catalog, rank: int) -> Lines:
+        """Return the lines of one rank."""
+        mine = catalog.rank[self.row] == rank
+        return Lines(self.row[mine], self.start[mine], self.stop[mine])
+
+    def and_also(self, other: Comparison) -> Comparison:
+        """Return the lines of both."""
+        return Comparison(
+            np.concatenate([self.row, other.row]),
+            np.concatenate([self.start, other.start]),
+            np.concatenate([self.stop, other.stop]),
+            np.concatenate([self.first, other.first + len(self)]),
+        )
+
+
+def compare_whole(catalog: Catalog, groups: ReplicaGroups, which: np.ndarray | None = None) -> Comparison:
+    """Compare all of all replicas of some groups, bool ``[g]``; of all groups by default."""
+    rows, first = _members(catalog, groups, which)
+    return Comparison(rows, np.zeros(len(rows), dtype=np.int64), catalog.size[rows], first)
+
+
+def compare_written(items: Items, catalog: Catalog, groups: ReplicaGroups, which: np.ndarray, turn: int) -> Comparison:
+    """Compare each item that is written of some groups on its writer and on one other rank of its group.
+
+    Args:
+        items: What is written.
+        catalog: The shards of all ranks.
+        groups: Its replica groups.
+        which: bool ``[g]``, the groups.
+        turn: A number that all ranks agree on, another one for each plan.
+    """
+    item = np.flatnonzero((which & (groups.count > 1))[groups.of_row[items.row]] & (items.stop > items.start))
+    writer = items.row[item]
+    group, position = groups.of_row[writer], np.empty(len(catalog), dtype=np.int64)
+    position[groups.order] = np.arange(len(catalog)) - np.repeat(groups.start[:-1], groups.count)
+    neighbour = groups.order[groups.start[group] + ring_neighbour(position[writer], groups.count[group], turn)]
+    return Comparison(
+        np.stack([writer, neighbour], axis=1).reshape(-1),
+        np.repeat(items.start[item], 2),
+        np.repeat(items.stop[item], 2),
+        np.repeat(2 * np.arange(len(item)), 2),
+    )
+
+
+def compare_samples(catalog: Catalog, groups: ReplicaGroups, which: np.ndarray, turn: int) -> Comparison:
+    """Compare a few bytes of all replicas of some groups, from another place in each save; arguments as above.
+
+    Groups of two are left out: of these all that is written is compared on both ranks.
+    """
+    rows, first = _members(catalog, groups, which & (groups.count > 2))
+    size, count = catalog.size[rows], np.maximum(SAMPLE_BYTES // np.maximum(catalog.itemsize[rows], 1), 1)
+    start = turn % np.maximum(-(-size // count), 1) * count
+    return Comparison(rows, start, np.minimum(start + count, size), first)
+
+
+def _members(catalog: Catalog, groups: ReplicaGroups, which: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the rows of the groups that have several, and for each the position of its group's first among them."""
+    several = (groups.count > 1) & (catalog.size[groups.first] > 0)
+    several = several if which is None else several & which
+    count = groups.count[several]
+    return groups.order[np.repeat(several, groups.count)], np.repeat(np.cumsum(count) - count, count)
+
+
+def ring_neighbour(position: np.ndarray, count: np.ndarray, turn: int) -> np.ndarray:
+    """Return who follows each rank of a group of ``count`` (at least 2) in the ring of a turn, as positions in it.
+
+    The ring goes through all ranks: 0, 1, -1, 2, -2 and so on, counted from one that the turn says, modulo the count.
+    These differ by 1, 2, 3 and so on; so ``2 * count`` turns bring everybody together with everybody, either way round.
+    """
+    place = (position - turn) % count
+    order = np.where(place == 0, 0, np.where(place <= count // 2, 2 * place - 1, 2 * (count - place)))
+    order = (order + 1 - 2 * (turn // count % 2)) % count
+    place = np.where(order % 2 == 1, (order + 1) // 2, -(order // 2))
+    return (place + turn) % count

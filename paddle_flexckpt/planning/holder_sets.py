@@ -1,0 +1,125 @@
+"""Sets of ranks that own the same shards, and how many bytes of them each of these ranks gets to write or read.
+
+The shards of one set lie end to end, on its *line*. The line is cut where each rank of the set has its share. Sets of
+few ranks come first: what only one rank can write is counted before what can be shifted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_flexckpt.catalog import ReplicaGroups
+
+# How many sets are looked at for those that have no rank in common, at first.
+_WINDOW = 256
+
+
+@dataclass(frozen=True, eq=False)
+class HolderSets:
+    """Hold the sets of ranks that own shards, in the order in which their lines are shared out.
+
+    Attributes:
+        members: int64, the ranks of all sets, those of a set in rising order.
+        start: int64 ``[s + 1]``, set ``i`` is ``members[start[i]:start[i + 1]]``.
+    """
+
+    members: np.ndarray
+    start: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.start) - 1
+
+    @property
+    def count(self) -> np.ndarray:
+        """Return int64 ``[s]``, ranks in each set."""
+        return np.diff(self.start)
+
+
+def find_sets(groups: ReplicaGroups, holder: np.ndarray) -> tuple[HolderSets, np.ndarray]:
+    """Return the sets of ranks that own replica groups, and the set of each group, int64 ``[g]``.
+
+    Args:
+        groups: The replica groups.
+        holder: int64 per row, the place of its rank, which rises with the rank.
+    """
+    count = groups.count
+    if not len(groups):
+        return HolderSets(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)), np.zeros(0, dtype=np.int64)
+    of_member = holder[groups.order]
+    first, last = of_member[groups.start[:-1]], of_member[groups.start[1:] - 1]
+    # Sets of one kind (the ranks along one axis of a mesh) come together: they have no rank in common. Sets are told
+    # apart by the sum of a random-looking number per rank, then compared for real.
+    order = np.lexsort((np.add.reduceat(_mixed(of_member), groups.start[:-1]), first, last - first, count))
+    width = count[order]
+    start = np.append(0, np.cumsum(width))
+    members = of_member[np.arange(start[-1]) + np.repeat(groups.start[:-1][order] - start[:-1], width)]
+    same_width = np.append(False, width[1:] == width[:-1])
+    before = np.maximum(np.arange(len(members)) - np.repeat(width, width), 0)
+    is_new = ~(same_width & np.logical_and.reduceat(members == members[before], start[:-1]))
+    of_group = np.empty(len(groups), dtype=np.int64)
+    of_group[order] = np.cumsum(is_new) - 1
+    return HolderSets(members[np.repeat(is_new, width)], np.append(0, np.cumsum(width[is_new]))), of_group
+
+
+def _mixed(holder: np.ndarray) -> np.ndarray:
+    mixed = holder.astype(np.uint64) + np.uint64(1)
+    mixed *= np.uint64(0x9E3779B97F4A7C15)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    return mixed
+
+
+def share_out(sets: HolderSets, amount: np.ndarray, world: int) -> np.ndarray:
+    """Return how much of each set's line each of its members gets, int64 like ``sets.members``.
+
+    Args:
+        sets: The sets, by places below ``world``.
+        amount: int64 ``[s]``, bytes on each line.
+        world: Number of ranks.
+    """
+    load, share = np.zeros(world, dtype=np.int64), np.zeros(len(sets.members), dtype=np.int64)
+    count, begin, window = sets.count, 0, _WINDOW
+    while begin < len(sets):
+        stop = int(np.searchsorted(count, count[begin], side="right"))
+        width, stop = int(count[begin]), min(begin + window, stop)
+        some = slice(int(sets.start[begin]), int(sets.start[stop]))
+        places = sets.members[some].reshape(-1, width)
+        if width > 1:
+            # As many as have no rank in common, so that none changes what another finds.
+            order = np.argsort(places, axis=None, kind="stable")
+            rank = places.reshape(-1)[order]
+            again = order[1:][rank[1:] == rank[:-1]] // width
+            alone = max(int(again.min(initial=len(places))), 1)
+            window, stop = max(4 * alone, _WINDOW), begin + alone
+            places, some = places[:alone], slice(some.start, some.start + alone * width)
+            share[some] = pour(load[places], amount[begin:stop]).reshape(-1)
+        else:
+            share[some] = amount[begin:stop]
+            window *= 4
+        np.add.at(load, sets.members[some], share[some])
+        begin = stop
+    return share
+
+
+def pour(load: np.ndarray, amount: np.ndarray) -> np.ndarray:
+    """Pour each amount onto a row of loads so that its highest level is lowest; int64 ``[n, k]``.
+
+    Args:
+        load: int64 ``[n, k]``.
+        amount: int64 ``[n]``; each row of the result sums to its amount.
+    """
+    order = np.argsort(load, axis=1, kind="stable")
+    level = np.take_along_axis(load, order, axis=1)
+    below = np.arange(1, level.shape[1] + 1)
+    filled = np.cumsum(level, axis=1)
+    # After raising the k lowest to the level of the (k+1)-th, this much is used up.
+    used = level[:, 1:] * below[:-1] - filled[:, :-1]
+    k = (used < amount[:, None]).sum(axis=1) + 1
+    total = filled[np.arange(len(level)), k - 1] + amount
+    target = (total // k)[:, None] + (below <= (total % k)[:, None])
+    poured = np.where(below <= k[:, None], np.maximum(target - level, 0), 0)
+    share = np.empty_like(poured)
+    np.put_along_axis(share, order, poured, axis=1)
+    return share

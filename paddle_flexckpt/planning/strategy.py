@@ -1,0 +1,182 @@
+"""Say how a job is parallel: degrees, which rank stands where, and which layers a pipeline stage has.
+
+Tested in tests/planning/test_strategy.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from paddle_flexckpt.catalog.errors import Problem, ValidationError
+
+# How a sharded optimizer gives states to ranks; "none" where each rank has those of all its parameters.
+SHARDING_KINDS = ("none", "v1", "v2", "stage2", "stage3")
+_ALIASES = {"mp": "tp"}
+_CONTEXT = "cannot read a strategy"
+
+
+class Place(NamedTuple):
+    """Hold a rank's places along the axes of a strategy."""
+
+    dp: int
+    pp: int
+    sharding: int
+    sep: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Hold the degrees of a job.
+
+    Attributes:
+        dp: Data parallel degree.
+        pp: Pipeline stages.
+        sharding: Degree of the sharded optimizer.
+        sep: Segment parallel degree.
+        tp: Tensor parallel degree.
+        vpp: Virtual stages of each rank of the pipeline.
+        ep: Ranks that a layer's experts are spread over, among those with different data.
+        kind: How the optimizer is sharded, one of :data:`SHARDING_KINDS`.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    sharding: int = 1
+    sep: int = 1
+    tp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    kind: str = "none"
+
+    def __post_init__(self) -> None:
+        """Check that the degrees fit each other.
+
+        Raises:
+            ValidationError: They do not.
+        """
+        problems = [
+            Problem(
+                "a degree has to be a positive number", key=each.name, expected=">= 1", got=getattr(self, each.name)
+            )
+            for each in fields(self)
+            if each.name != "kind" and getattr(self, each.name) < 1
+        ]
+        if self.kind not in SHARDING_KINDS:
+            problems.append(Problem("unknown kind of sharding", expected=f"one of {SHARDING_KINDS}", got=self.kind))
+        elif (self.kind == "none") != (self.sharding == 1) and not (self.sharding == 1 and self.kind != "none"):
+            problems.append(Problem("a sharded optimizer has a kind", expected="such as sharding=v2:4", got=str(self)))
+        if not problems and self.vpp > 1 and self.pp == 1:
+            problems.append(Problem("virtual stages need a pipeline", expected="pp > 1 beside vpp", got=str(self)))
+        if not problems and (self.dp * self.sharding) % self.ep:
+            what = "experts are spread over ranks with different data"
+            problems.append(
+                Problem(what, expected=f"ep to divide dp x sharding = {self.dp * self.sharding}", got=self.ep)
+            )
+        if problems:
+            raise ValidationError(problems, _CONTEXT)
+
+    def __str__(self) -> str:
+        """Return the text that :func:`parse_strategy` reads."""
+        parts = [
+            f"{name}={getattr(self, name)}"
+            for name in ("tp", "pp", "vpp", "dp", "ep", "sep")
+            if getattr(self, name) > 1
+        ]
+        if self.kind != "none":
+            parts.append(f"sharding={self.kind}:{self.sharding}")
+        return ",".join(parts) or "dp=1"
+
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks there are."""
+        return self.dp * self.pp * self.sharding * self.sep * self.tp
+
+    def place(self, rank: int) -> Place:
+        """Return where a rank stands.
+
+        The order is that of fleet's default ``hybrid_configs["order"]``: dp, pp, sharding, sep, mp; ranks of tensor
+        parallelism are neighbours.
+        """
+        extents = (self.dp, self.pp, self.sharding, self.sep, self.tp)
+        places = []
+        for extent in reversed(extents):
+            rank, place = divmod(rank, extent)
+            places.append(place)
+        return Place(*reversed(places))
+
+
+def parse_strategy(text: str) -> Strategy:
+    """Return the strategy that a text such as ``"tp=8,pp=16,vpp=2,dp=4,sharding=v2:4,ep=8"`` says.
+
+    Raises:
+        ValidationError: An entry is unknown, is there twice, or has no positive number.
+    """
+    found: dict[str, int] = {}
+    kind = "none"
+    names = [each.name for each in fields(Strategy) if each.name != "kind"]
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (part.strip() for part in entry.partition("="))
+        name = _ALIASES.get(name, name)
+        if not equals or name not in names:
+            raise ValidationError(
+                [Problem("unknown entry", key=entry, expected=f"NAME=DEGREE, one of {names}")], _CONTEXT
+            )
+        if name in found:
+            raise ValidationError([Problem("an entry is there twice", key=entry)], _CONTEXT)
+        if name == "sharding":
+            kind, colon, value = (part.strip() for part in value.partition(":"))
+            if not colon or kind not in SHARDING_KINDS[1:]:
+                expected = f"sharding=KIND:DEGREE, one of {SHARDING_KINDS[1:]}"
+                raise ValidationError([Problem("sharding without its kind", key=entry, expected=expected)], _CONTEXT)
+        if not (value.isascii() and value.isdigit() and 0 < int(value) <= 1 << 20):
+            raise ValidationError([Problem("not a degree", key=entry, expected="a number from 1 to 2 ** 20")], _CONTEXT)
+        found[name] = int(value)
+    return Strategy(**found, kind=kind)
+
+
+def stage_layers(
+    strategy: Strategy, layers: int, counted: Collection[int] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Return the layers of each pipeline stage, by their position in the description of the model.
+
+    Args:
+        strategy: The degrees.
+        layers: How many layers the description has.
+        counted: The layers that are spread evenly (``seg_method="layer:Name"``); the others go with the one before,
+            those in front with the first. None: all layers are alike (``"uniform"``). Rules as in ``SegmentLayers`` of
+            ``paddle/distributed/fleet/meta_parallel/parallel_layers/pp_layers.py``.
+
+    Raises:
+        ValidationError: The layers cannot be spread like this.
+    """
+    parts = strategy.pp * strategy.vpp
+    if parts == 1:
+        return (tuple(range(layers)),)
+    bounds = [0]
+    if counted is None:
+        if layers < parts:
+            problem = Problem("too few layers for the pipeline", expected=f"at least {parts}", got=layers)
+            raise ValidationError([problem], _CONTEXT)
+        for part in range(1, parts):
+            bounds.append(bounds[-1] + layers // parts + (part > parts - layers % parts))
+        bounds.append(layers)
+    else:
+        if not counted or len(counted) % parts:
+            what = "layers cannot be spread evenly over the stages of the pipeline"
+            expected = f"a multiple of pp x vpp = {parts}"
+            raise ValidationError([Problem(what, expected=expected, got=f"{len(counted)} layers")], _CONTEXT)
+        ends = sorted(counted)[len(counted) // parts - 1 :: len(counted) // parts]
+        bounds += [end + 1 for end in ends[:-1]] + [layers]
+    stages: list[list[int]] = [[] for _ in range(strategy.pp)]
+    for part in range(parts):
+        stages[part % strategy.pp] += range(bounds[part], bounds[part + 1])
+    return tuple(map(tuple, stages))
+
+
+def aligned(size: Any, itemsize: int, alignment: int, degree: int = 1) -> Any:
+    """Return elements, a number or an array, rounded up to whole ``alignment`` bytes on each of ``degree`` ranks."""
+    unit = alignment // itemsize * degree
+    return -(-size // unit) * unit

@@ -1,0 +1,82 @@
+"""Digests of live states: those of their checkpoints, in every layout, with every byte read once."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.engine.digests import digest_checkpoint
+from paddle_flexckpt.live import digests
+from paddle_flexckpt.live.digests import digest_state_dict
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.engine.samples import SHAPES, cut, values_of
+
+KINDS = {f"m.{name}": (name, SHAPES[i % 4]) for i, name in enumerate(DTYPES)}
+
+
+@pytest.fixture(scope="module")
+def values():
+    return values_of(KINDS)
+
+
+@pytest.mark.parametrize(("cuts", "replicas"), [(1, 1), (1, 3), (2, 1), (3, 2)])
+def test_a_state_has_the_digests_of_its_checkpoint(values, tmp_path, cuts, replicas):
+    def both(comm):
+        state = cut(values, comm.rank % cuts, cuts)
+        fc.save_state_dict(state, tmp_path, comm)
+        return digest_state_dict(state, comm)
+
+    found = SimulatedWorld(cuts * replicas).run(both)
+    assert all(each == found[0] for each in found)
+    assert found[0] == digest_checkpoint(tmp_path)
+    assert list(found[0]) == sorted(values)
+
+
+def test_every_element_is_read_on_one_rank(values, monkeypatch):
+    """Four ranks, two of them with replicas of what the others have."""
+    counts = []
+    whole = digests.box_sums
+    monkeypatch.setattr(digests, "box_sums", lambda part, *box: counts.append(part.nbytes) or whole(part, *box))
+    SimulatedWorld(4).run(lambda comm: digest_state_dict(cut(values, comm.rank % 2, 2), comm))
+    assert sum(counts) == sum(value.nbytes for value in values.values())
+
+
+def test_a_value_that_differs_shows_in_its_key_alone(values):
+    world = SimulatedWorld(2)
+    before = world.run(lambda comm: digest_state_dict(cut(values, comm.rank, 2), comm))[0]
+    changed = {**values, "m.int32": values["m.int32"] ^ 1}
+    after = world.run(lambda comm: digest_state_dict(cut(changed, comm.rank, 2), comm))[0]
+    assert {key for key in before if before[key] != after[key]} == {"m.int32"}
+
+
+def part(offset, size):
+    return {"w": fc.ShardedWeight("w", np.zeros(size, np.float32), (size,), (10,), (offset,))}
+
+
+@pytest.mark.parametrize(
+    ("states", "words"),
+    [
+        ([part(0, 5), part(6, 4)], "'w'"),
+        ([part(0, 6), part(5, 5)], "shards overlap without being replicas.*rank 1"),
+    ],
+)
+def test_what_is_no_whole_tensor_is_refused_on_every_rank(states, words):
+    outcomes = SimulatedWorld(2).run_all(lambda comm: digest_state_dict(states[comm.rank], comm))
+    assert all(isinstance(outcome, ValidationError) for outcome in outcomes)
+    (text,) = {str(outcome) for outcome in outcomes}
+    assert re.search(words, text, re.DOTALL)
+
+
+def test_a_fused_parameter_that_is_not_in_natural_order_is_refused():
+    def digest(comm):
+        weight = fc.ShardedWeight("w", np.zeros((2, 4), np.float32), (2, 4), (2, 8), (0, 4 * comm.rank))
+        weight.fused = fc.FusedAxis(1, "fused_ffn")
+        return digest_state_dict({"w": weight}, comm)
+
+    outcomes = SimulatedWorld(2).run_all(digest)
+    assert all("a fused parameter is not in natural order" in str(outcome) for outcome in outcomes)

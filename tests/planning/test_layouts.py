@@ -1,0 +1,123 @@
+"""Layouts without a job: whole tensors, each element owned once, at the size of thousands of ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paddle_flexckpt.catalog import ValidationError, concat
+from paddle_flexckpt.catalog.replicas import group_replicas
+from paddle_flexckpt.catalog.validate import validate_coverage, validate_shards
+from paddle_flexckpt.planning.layouts import ADAMW, Layout, Model, ModelTensor
+from paddle_flexckpt.planning.strategy import SHARDING_KINDS, Strategy, parse_strategy
+
+
+def tensors(layers: int, dtype: str = "float32", scale: int = 4) -> tuple[ModelTensor, ...]:
+    """Layers of a column, a row and a norm, behind a tied embedding."""
+    found = [ModelTensor("embedding", (8 * scale, 6), dtype, 0, (0, layers + 1))]
+    for layer in range(1, layers + 1):
+        found += [
+            ModelTensor(f"{layer}.norm", (6,), dtype, layers=(layer,)),
+            ModelTensor(f"{layer}.up", (6, 4 * scale), dtype, 1, (layer,)),
+            ModelTensor(f"{layer}.down", (4 * scale, 6), dtype, -2, (layer,)),
+            ModelTensor(f"{layer}.mask", (3,), "bool", layers=(layer,), is_trained=False),
+        ]
+    return (*found, ModelTensor("everywhere", (5, 7), dtype))
+
+
+DEGREES = st.sampled_from([1, 2])
+
+
+@st.composite
+def strategies(draw):
+    kind = draw(st.sampled_from(SHARDING_KINDS))
+    degree = 1 if kind == "none" else draw(st.integers(1, 4))
+    tp = draw(st.sampled_from([1, 2, 4]))
+    return Strategy(dp=draw(DEGREES), pp=draw(DEGREES), tp=tp, sharding=degree, kind=kind)
+
+
+@settings(deadline=None, max_examples=60)
+@given(strategies(), st.sampled_from(["float32", "bfloat16"]), st.sampled_from([0, 30, 10**6]))
+def test_every_element_has_an_owner(strategy, dtype, segment):
+    model = Model(tensors(4, dtype), 6, frozenset(range(1, 5)), segment_size=segment)
+    layout = Layout(model, strategy)
+    job = concat([layout.catalog(rank) for rank in range(strategy.ranks)])
+    # No shard outside its tensor, no hole, no overlap that is no replica.
+    groups = group_replicas(job)
+    assert validate_shards(job) == []
+    coverage = validate_coverage(job, groups)
+    assert (coverage.problems, len(coverage.overlaps)) == ([], 0)
+    states = [state for state in ADAMW if not state.is_master or dtype == "bfloat16"]
+    assert _names(job) == {
+        *(each.name for each in model.tensors),
+        *(f"{each.name}.{state.suffix}" for each in model.tensors if each.is_trained for state in states),
+    }
+    if strategy.kind in ("v1", "v2", "stage2"):
+        # A rank's share of a moment has no copy among the ranks that share the optimizer.
+        rows = np.flatnonzero([name.endswith("moment1_0") for name in np.asarray(job.keys, dtype=object)[job.key]])
+        sharers = {
+            (int(groups.of_row[row]), place.dp, place.pp, place.tp)
+            for row in rows
+            for place in [strategy.place(int(job.rank[row]))]
+        }
+        assert len(sharers) == len(rows)
+
+
+def test_experts_are_spread_over_ranks_with_different_data():
+    model = Model(tuple(ModelTensor(f"experts.{n}.up", (4, 8), tp_axis=1, expert=(n, 8)) for n in range(8)))
+    layout = Layout(model, parse_strategy("dp=4,tp=2,ep=4"))
+    found = [sorted({name.split(".")[1] for name in _names(layout.catalog(rank))}) for rank in range(8)]
+    assert found == [["0", "1"]] * 2 + [["2", "3"]] * 2 + [["4", "5"]] * 2 + [["6", "7"]] * 2
+
+
+def _names(catalog):
+    return {catalog.keys[key] for key in np.unique(catalog.key)}
+
+
+@pytest.mark.parametrize(
+    ("text", "tensor", "words"),
+    [
+        ("tp=3", ModelTensor("w", (4, 6), tp_axis=0), r"'w'.*multiple of tp=3 along axis 0.*\[4, 6\]"),
+        ("tp=2", ModelTensor("w", (4,), tp_axis=1), "cuts along no axis"),
+        ("dp=3,ep=3", ModelTensor("w", (4,), expert=(0, 4)), "experts cannot be spread evenly"),
+        ("sharding=v1:2,ep=2", ModelTensor("w", (4,), expert=(0, 4)), "no rule is known"),
+    ],
+)
+def test_what_a_strategy_cannot_cut_is_refused(text, tensor, words):
+    with pytest.raises(ValidationError, match=words):
+        Layout(Model((tensor,)), parse_strategy(text))
+
+
+def test_two_tensors_of_one_name_are_refused():
+    with pytest.raises(ValidationError, match="two tensors have one name"):
+        Layout(Model((ModelTensor("w", (4,)), ModelTensor("w", (5,)))), Strategy())
+
+
+def test_a_large_buffer_is_closed_when_it_is_full():
+    """256 MiB of float32: the second buffer begins anew on the first rank."""
+    big = 64 << 20
+    layout = Layout(Model((ModelTensor("a", (big,)), ModelTensor("b", (64,)))), parse_strategy("sharding=v2:2"))
+    first, second = layout.catalog(0), layout.catalog(1)
+    ranges = {
+        (rank, catalog.key_name(row)): (int(catalog.flat_start[row]), int(catalog.flat_stop[row]))
+        for rank, catalog in enumerate((first, second))
+        for row in range(len(catalog))
+        if catalog.key_name(row).endswith("moment1_0")
+    }
+    assert ranges == {
+        (0, "a.moment1_0"): (0, big // 2),
+        (1, "a.moment1_0"): (big // 2, big),
+        (0, "b.moment1_0"): (0, 64),
+    }
+
+
+def test_ranks_of_a_kind_are_worked_out_once(monkeypatch):
+    calls = []
+    whole = Layout._find_owned
+    monkeypatch.setattr(Layout, "_find_owned", lambda self, *place: calls.append(place) or whole(self, *place))
+    layout = Layout(Model(tensors(8), 10, frozenset(range(1, 9))), parse_strategy("tp=4,pp=4,dp=8,sharding=v2:4"))
+    for rank in range(layout.strategy.ranks):
+        layout.catalog(rank)
+    assert len(calls) == 4 * 4

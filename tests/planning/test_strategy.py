@@ -1,0 +1,79 @@
+"""Strategies: their text, their ranks, and the layers of each stage."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.planning.strategy import Place, Strategy, aligned, parse_strategy, stage_layers
+
+DEGREES = st.integers(1, 4)
+
+
+def test_a_strategy_is_read():
+    strategy = parse_strategy("tp=8, pp=16,vpp=2,dp=4,sharding=v2:4,ep=8,sep=1")
+    assert strategy == Strategy(dp=4, pp=16, sharding=4, tp=8, vpp=2, ep=8, kind="v2")
+    assert strategy.ranks == 8 * 16 * 4 * 4
+    assert str(strategy) == "tp=8,pp=16,vpp=2,dp=4,ep=8,sharding=v2:4"
+    assert parse_strategy("mp=2") == Strategy(tp=2)
+    assert parse_strategy("") == Strategy()
+
+
+@given(st.builds(Strategy, dp=DEGREES, pp=DEGREES, tp=DEGREES, sep=DEGREES, sharding=DEGREES, kind=st.just("v1")))
+def test_the_text_of_a_strategy_is_read_back(strategy):
+    assert parse_strategy(str(strategy)) == strategy
+    places = [strategy.place(rank) for rank in range(strategy.ranks)]
+    # Row-major: dp, pp, sharding, sep, tp.
+    assert places == sorted(set(places))
+    assert places[-1] == Place(
+        strategy.dp - 1, strategy.pp - 1, strategy.sharding - 1, strategy.sep - 1, strategy.tp - 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tq=2", "unknown entry.*tq=2.*one of"),
+        ("tp", "unknown entry"),
+        ("tp=0", "not a degree.*tp=0"),
+        ("tp=-1", "not a degree"),
+        ("tp=2.5", "not a degree"),
+        ("tp=99999999999", "not a degree"),
+        ("tp=2,mp=2", "twice"),
+        ("sharding=4", "sharding without its kind.*KIND:DEGREE"),
+        ("sharding=v3:4", "sharding without its kind.*stage3"),
+        ("vpp=2", "virtual stages need a pipeline"),
+        ("dp=2,ep=4", "dp x sharding = 2"),
+    ],
+)
+def test_what_is_no_strategy_is_refused(text, words):
+    with pytest.raises(ValidationError, match=words):
+        parse_strategy(text)
+
+
+def test_degrees_without_a_kind_are_refused():
+    with pytest.raises(ValidationError, match="a sharded optimizer has a kind"):
+        Strategy(sharding=2)
+    with pytest.raises(ValidationError, match="unknown kind of sharding"):
+        Strategy(sharding=2, kind="v9")
+
+
+def test_layers_are_spread_over_stages_as_paddle_does():
+    pipeline = parse_strategy("pp=4")
+    # By hand, from SegmentLayers.uniform: later stages have one more.
+    assert stage_layers(pipeline, 10) == ((0, 1), (2, 3), (4, 5, 6), (7, 8, 9))
+    assert stage_layers(pipeline, 10, range(1, 9)) == ((0, 1, 2), (3, 4), (5, 6), (7, 8, 9))
+    interleaved = parse_strategy("pp=2,vpp=2")
+    assert stage_layers(interleaved, 10, range(1, 9)) == ((0, 1, 2, 5, 6), (3, 4, 7, 8, 9))
+    assert stage_layers(Strategy(), 3) == ((0, 1, 2),)
+    with pytest.raises(ValidationError, match="too few layers"):
+        stage_layers(pipeline, 3)
+    with pytest.raises(ValidationError, match=r"pp x vpp = 4.*got 6 layers"):
+        stage_layers(pipeline, 10, range(6))
+
+
+def test_sizes_are_aligned_on_every_rank():
+    assert [aligned(size, 4, 256) for size in (0, 1, 64, 65)] == [0, 64, 64, 128]
+    assert aligned(65, 2, 256, degree=4) == 512

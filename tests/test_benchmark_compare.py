@@ -1,0 +1,80 @@
+"""The comparison runs, checks what is loaded, and writes what it says; times are not judged."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("paddle.distributed.flex_checkpoint")
+from benchmarks import compare, report, run
+from benchmarks.ranks import part
+from tests.ramdisk import memory_directory
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
+
+
+def test_small_cases_on_one_and_two_ranks(capsys):
+    names = ["one-64", "one-aoa", "one-1024", "two-1024", "two-bf16", "two-v2", "disk-64"]
+    with memory_directory() as path:
+        words = ["--mib", "1", "--scale", "32", "--pairs", "2", "--ram", str(path), "--directory", str(path)]
+        compare.main([*words, "--json", str(path / "result.json"), "--cases", *names])
+        result = json.loads((path / "result.json").read_text())
+        assert [file.name for file in path.iterdir()] == ["result.json"]
+        report.plot({"compare": result}, path)
+        assert (path / "benchmarks-compare.svg").stat().st_size < 100_000
+    assert list(result["cases"]) == names
+    assert result["failures"] == []
+    rows = {row["what"]: row for row in result["rows"]}
+    for what in ("save", "load", "load of columns"):
+        assert rows[f"Python calls a tensor: {what}, 1 rank"]["median"] <= 15
+        assert {len(seconds) for seconds in result["cases"]["two-1024"]["seconds"][what].values()} == {2}
+        assert {"raw", "ours", "Paddle", "Paddle safetensors"} <= set(result["cases"]["two-1024"]["seconds"][what])
+        assert rows[f"{what}, times Paddle: 2 ranks, 32 tensors, tmpfs, bf16"]["turns"] == 2
+    assert "export / raw: 1 rank, 32 tensors, tmpfs" in rows
+    assert "load of columns, times Paddle: 2 ranks, 32 tensors, tmpfs, V2 to TP" in rows
+    assert "save, times Paddle, then fsync: 2 ranks, 2 tensors, disk" in rows
+    text = report.table({"compare": result}, {"save / raw*": "a reason"})
+    assert "## compare" in text
+    short = report.summary({"compare": result}, {})
+    assert "| load of columns / raw |" not in short  # 2 and 32 tensors have no such bound
+    assert "| save / raw | >= 0.95 |" in short
+    assert "1 rank, 2 tensors, tmpfs" in capsys.readouterr().out
+
+
+def test_cases_with_bounds():
+    cases = compare.CASES
+    assert compare.bound_to_raw(cases["two-1024"], "save") == ">= 0.9"
+    assert compare.bound_to_raw(cases["disk-1024"], "save") == ">= 0.95"
+    assert compare.bound_to_raw(cases["two-16384"], "save") == ">= 0.6"
+    assert compare.bound_to_raw(cases["two-1024"], "load") == ">= 0.95"
+    assert compare.bound_to_raw(cases["two-1024"], "load of columns") == ">= 0.8"
+    assert compare.bound_to_raw(cases["two-16384"], "load") == ""
+    to_dcp = [compare.bound_to_peer(cases["two-1024"], what, "DCP") for what in ("save", "load", "load of columns")]
+    assert to_dcp == [">= 5", ">= 5", ">= 6"]
+    assert compare.bound_to_peer(cases["two-64"], "save", "DCP") == ">= 1.2"
+    assert compare.bound_to_peer(cases["two-64"], "load of columns", "Paddle") == ">= 5"
+    assert compare.bound_to_peer(cases["two-1024"], "load of columns", "Paddle") == ">= 20"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("layout", ["rows", "flat", "transposed"])
+def test_parts_are_the_whole(layout, size):
+    parts = [part(layout, (8, 16), rank, size) for rank in range(size)]
+    if layout == "flat":
+        assert [each.flat[0] for each in parts] == [0, *(each.flat[1] for each in parts[:-1])]
+        assert parts[-1].flat[1] == 128
+        assert size == 1 or parts[0].flat[1] % 16
+    else:
+        assert sum(each.shape[0] * each.shape[1] for each in parts) == 128
+        assert len({each.offset for each in parts}) == size
+
+
+def test_what_a_part_raises_does_not_lose_the_others(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(run.PARTS, "describe", ("--no-such-option",))
+    assert run.main(["describe", "--output", str(tmp_path)]) == 1
+    assert "no-such-option" in (tmp_path / "describe.log").read_text()
+    assert "0 of 0 bounded rows" in (tmp_path / "table.md").read_text()
+    with pytest.raises(SystemExit):
+        run.main(["nothing"])
+    assert "there is no benchmark nothing" in capsys.readouterr().err
