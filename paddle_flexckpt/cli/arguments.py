@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, overload
 
 from paddle_flexckpt.aoa.config import AoaConfig
@@ -36,6 +37,22 @@ def add_checkpoint(parser: argparse.ArgumentParser, required_id: bool = False) -
     parser.add_argument("source", metavar="CHECKPOINT", help="directory or URL of the checkpoint")
     chosen = "its id" if required_id else "its id; by default the highest"
     parser.add_argument("--id", type=int, dest="unique_id", metavar="ID", required=required_id, help=chosen)
+
+
+def table(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return lines of columns that stand below each other.
+
+    Args:
+        lines: The texts of each line; as many in each.
+        right: The columns that end below each other; the others begin so.
+    """
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return [
+        "  ".join(
+            text.rjust(width) if i in right else text.ljust(width) for i, (text, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    ]
 
 
 def aoa_config(value: str) -> AoaConfig:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
-from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, aoa_config
+from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, aoa_config, table
 from paddle_flexckpt.engine.comparison import diff
 from paddle_flexckpt.engine.digests import digest_checkpoint
 from paddle_flexckpt.engine.export import export_safetensors
@@ -218,20 +218,14 @@ def _rows_by_key(catalog: Catalog) -> list[tuple[str, np.ndarray]]:
 
 def _keys(catalog: Catalog) -> list[str]:
     length = catalog.byte_length
-    table = [("key", "dtype", "shape", "shards", "files", "bytes")]
+    lines = [("key", "dtype", "shape", "shards", "files", "bytes")]
     for key, rows in _rows_by_key(catalog) if len(catalog) else []:
         row = int(rows[0])
         shape = str(list(catalog.unpadded(row, catalog.global_shape)))
         files = len(np.unique(catalog.file[rows]))
         size = int(length[rows].sum())
-        table.append((key, catalog.dtype_name(row), shape, str(len(rows)), str(files), str(size)))
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    return [
-        "  ".join(
-            text.ljust(width) if i < 3 else text.rjust(width) for i, (text, width) in enumerate(zip(line, widths))
-        )
-        for line in table
-    ]
+        lines.append((key, catalog.dtype_name(row), shape, str(len(rows)), str(files), str(size)))
+    return table(lines, right=(3, 4, 5))
 
 
 def _totals(manifest: Manifest) -> list[str]:
