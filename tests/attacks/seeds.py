@@ -101,7 +101,7 @@ def metadata() -> list[bytes]:
 
 def distcp() -> list[bytes]:
     arrays = {"w": np.arange(6, dtype=np.float32), "v": np.arange(3)}
-    return [pickle.dumps(arrays, protocol) for protocol in (2, 4, 5)] + [
+    return [pickle.dumps(arrays, protocol) for protocol in (3, 4, 5)] + [
         pickle.dumps({**arrays, "StructuredToParameterName@@": {"w": "linear_0.w_0"}}, 4)
     ]
 
