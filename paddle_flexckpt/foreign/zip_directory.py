@@ -1,6 +1,8 @@
 """Read the directory of a zip archive, which may be a part of a file, and find where its members' bytes are.
 
 Only what a directory says is read, and it is compared with the bytes that are there; nothing is unpacked.
+
+Tested in tests/foreign/test_npz.py.
 """
 
 from __future__ import annotations
