@@ -24,6 +24,7 @@ from paddle_flexckpt.media.backend import SaveLock
 from paddle_flexckpt.native.checksums import Checksums, hash_block
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import SaveNames
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.report import SaveReport
 
@@ -46,6 +47,9 @@ class SharedSave:
         self.directory = directory
         self.lock: SaveLock | None = None
         self._comm, self._coordinator_rank, self._unique_id, self._context = comm, coordinator_rank, unique_id, context
+        # What the coordinator found here when it had the lock, and the parts of all ranks if it need not read them.
+        self._before: list[str] = []
+        self._parts: list[Manifest] | None = None
         # Whether there is something here that this rank may remove: not from the commit on.
         self._is_removable = False
 
@@ -62,7 +66,8 @@ class SharedSave:
         if not self.is_coordinator:
             return None, b""
         self.lock = self.directory.lock()
-        self.names = self.directory.open_save(self._unique_id, self._comm.size)
+        self._before = self.directory.backend.names()
+        self.names = self.directory.open_save(self._unique_id, self._comm.size, self._before)
         self._is_removable = True
         return self.names, b""
 
@@ -94,10 +99,14 @@ class SharedSave:
         Returns what the commit needs of it, and block checksums at least of the items ``hashed``, bool ``[n]``.
         """
         if self.is_coordinator:
-            remove_dead_saves(self.directory, self.names)
+            remove_dead_saves(self.directory, self.names, names=self._before)
         size, rank = self._comm.size, self._comm.rank
         with share.data() as data:
-            part = self.directory.write_share(self.names, rank, share.items, data, world_size=size, step=share.step)
+            if size > 1:
+                part = self.directory.write_share(self.names, rank, share.items, data, world_size=size, step=share.step)
+            else:  # nobody else has to read the part
+                part = self.directory.write_data(self.names, share.items, data, world_size=size, step=share.step)
+                self._parts = [part]
         return b"", part.checksums
 
     def commit(self, parts: Sequence[bytes]) -> None:
@@ -111,7 +120,7 @@ class SharedSave:
 
     def _commit(self) -> tuple[None, bytes]:
         if self.is_coordinator:
-            self.directory.commit(self.names, self._comm.ranks)
+            self.directory.commit(self.names, self._comm.ranks, self._parts)
         return None, b""
 
     def discard(self) -> None:
