@@ -190,7 +190,7 @@ class Locks:
         """
 
     def confirm(self) -> None:
-        """Ask whatever a release that follows at once would have to ask: beside another request it takes no time."""
+        """Ask what a release that follows soon would have to ask: beside another request it takes no time."""
 
     def share(self, name: str) -> Lock:
         """Keep a file from being claimed as long as it is read. Wait for whoever has claimed it.

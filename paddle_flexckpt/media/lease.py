@@ -10,8 +10,10 @@ stands right before every commit. Between that check and the commit remains a wi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -80,7 +82,8 @@ class LeaseLock(SaveLock):
         self._backend = backend
         self._claim = claim
         self._failure: Exception | None = None
-        self._is_confirmed = False
+        # When it was asked last whether the lease is still held, if it was.
+        self._confirmed_at = -math.inf
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="flexckpt-lease", daemon=True)
         self._thread.start()
@@ -127,9 +130,15 @@ class LeaseLock(SaveLock):
             )
 
     def confirm(self) -> None:
-        """Find out whether the lease is still held, so that a release that follows at once need not ask."""
+        """Find out whether the lease is still held, so that a release that follows soon need not ask."""
+        now = time.monotonic()
+        # The release asks where this could not.
+        with contextlib.suppress(OSError):
+            self._confirmed_at = now if self._is_held() else -math.inf
+
+    def _is_held(self) -> bool:
         claim = Claim.decode(_read(self._backend))
-        self._is_confirmed = claim is not None and claim.token == self._claim.token
+        return claim is not None and claim.token == self._claim.token
 
     def release(self) -> None:
         """Implement the base class."""
@@ -137,9 +146,8 @@ class LeaseLock(SaveLock):
             return
         self.detach()
         try:
-            if not self._is_confirmed:
-                self.confirm()
-            if self._is_confirmed:
+            age = time.monotonic() - self._confirmed_at
+            if age < self._claim.seconds / _RENEWALS or self._is_held():
                 self._backend.remove(LEASE_FILE)
         except OSError as error:
             # What was saved is saved, and the lease runs out by itself.

@@ -21,7 +21,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -185,10 +185,10 @@ class SaveDirectory(CheckpointDirectory):
         ]
         return replace(manifest, partitions=tuple(written))
 
-    def commit(self, save: SaveNames, ranks: Sequence[int], parts: Sequence[Manifest] | None = None) -> Manifest:
+    def commit(self, save: SaveNames, ranks: Sequence[int], parts: Mapping[int, Manifest] | None = None) -> Manifest:
         """Merge the parts of all ranks into the manifest and make the checkpoint exist.
 
-        ``parts`` are those of all ranks, if the caller has them; None reads their files.
+        ``parts`` has those that the caller knows, by rank; the files of the others are read.
 
         Raises:
             CheckpointError: A part or a data file is not there, or the directory is another one by now: nothing has
@@ -196,7 +196,11 @@ class SaveDirectory(CheckpointDirectory):
             OSError: The file system refused; :meth:`is_committed` tells whether that was before or after the commit.
         """
 
+        known = parts or {}
+
         def part(rank: int) -> Manifest:
+            if rank in known:
+                return known[rank]
             name = save.part_file(rank)
             try:
                 return Manifest.decode(self.backend.read(name), self.backend.where(name))
@@ -206,8 +210,7 @@ class SaveDirectory(CheckpointDirectory):
                     "that all ranks share"
                 ) from error
 
-        parts = map_files(self.backend, part, ranks) if parts is None else parts
-        manifest = self.write_partitions(save, merge_parts(parts))
+        manifest = self.write_partitions(save, merge_parts(map_files(self.backend, part, ranks)))
         self.commit_manifest(save, manifest)
         return manifest
 

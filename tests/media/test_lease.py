@@ -135,6 +135,31 @@ def test_a_free_lease_is_not_looked_for(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_was_confirmed_long_ago_is_asked_again(tmp_path, clock):
+    """A process that was stopped between its commit and the release of its lease."""
+    backend = LocalBackend(str(tmp_path), lease_seconds=PATIENCE)
+    lock = backend.locks.take()
+    backend.locks.confirm()
+    clock.now += PATIENCE
+    put(tmp_path, token="other")
+    lock.release()
+    assert said(tmp_path)["token"] == "other"
+
+
+def test_a_lease_that_cannot_be_confirmed_fails_nothing(tmp_path, monkeypatch):
+    backend = LocalBackend(str(tmp_path), lease_seconds=PATIENCE)
+    lock = backend.locks.take()
+
+    def fail(self, name):
+        raise OSError(errno.EIO, "injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "read", fail)
+        backend.locks.confirm()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_lease_of_another_is_not_given_back(tmp_path):
     backend = LocalBackend(str(tmp_path), lease_seconds=PATIENCE)
     lock = backend.locks.take()

@@ -13,6 +13,7 @@ from paddle_flexckpt.catalog import CheckpointError, UnreadableCheckpointError
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.live import shared_saves
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
@@ -22,6 +23,7 @@ from paddle_flexckpt.media.read_ahead import LONGEST_REQUEST, ReadAhead
 from paddle_flexckpt.media.remote_files import RemoteOutputFile
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.native import two_ranks
 from tests.object_store import running_store
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -168,9 +170,8 @@ def test_nothing_is_asked_for_that_was_not_announced(store, verify, dtype):
         (1, None, 10),
         # The replaced file goes before the marker.
         (1, 0, 11),
-        # The other rank's part is written, read and removed.
-        (2, None, 13),
-        (2, 0, 13),
+        (2, None, 10),
+        (2, 0, 11),
     ],
 )
 def test_so_many_requests_of_a_save_wait_for_each_other(store, ranks, unique_id, most):
@@ -211,6 +212,19 @@ def test_a_rank_alone_writes_no_part_and_lists_twice(store):
     store.set()
     save_state_dict(SMALL, storage.child("below"), SOLO)
     assert [each.status for each in store.log.of("PUT", ".lease")] == [200]
+
+
+def test_parts_that_are_too_much_to_tell_are_files(store, monkeypatch):
+    monkeypatch.setattr(shared_saves, "TOLD_BYTES", 0)
+    storage = open_run(store, "part-files")
+    store.set()
+    assert [each.unique_id for each in two_ranks.save(storage, 1, None)] == [0, 0]
+    log = store.log
+    assert {method: len(log.of(method, ".part")) for method in ("PUT", "GET", "DELETE")} == {
+        "PUT": 2, "GET": 2, "DELETE": 2
+    }  # fmt: skip
+    assert two_ranks.load(storage) == 1
+    assert sorted(storage.names()) == ["0.manifest", "0_0.safetensors", "1_0.safetensors"]
 
 
 def test_what_a_dead_save_left_is_removed_by_the_listing_of_the_next(store):
