@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from paddle_flexckpt._version import __version__
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.cli import checkpoints, patch, statements
+from paddle_flexckpt.cli import checkpoints, patch, rehearse, statements
 from paddle_flexckpt.cli.arguments import Outcome
 from paddle_flexckpt.patching import PatchError
 
-_COMMANDS = (checkpoints, statements, patch)
+_COMMANDS = (checkpoints, rehearse, statements, patch)
 
 
 def build_parser() -> argparse.ArgumentParser:

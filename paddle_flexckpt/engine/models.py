@@ -1,4 +1,4 @@
-"""Describe a model by what a checkpoint holds of it: the other half of a layout, beside the strategy.
+"""Describe a model by what a checkpoint holds of it, and with a strategy the layout of a job.
 
 Tested in tests/engine/test_models.py.
 """
@@ -12,15 +12,70 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from paddle_flexckpt.aoa import TensorInfo
+from paddle_flexckpt.aoa import AoaConfig, TensorInfo
 from paddle_flexckpt.aoa.sides import MASTER, split_state
-from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
-from paddle_flexckpt.planning.layouts import ADAMW, Model, ModelTensor, State
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, without_extra_state
+from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.planning.layouts import ADAMW, Layout, Model, ModelTensor, State
+from paddle_flexckpt.planning.strategy import parse_strategy
 
 _PIPELINE, _LAYER = re.compile(r"(\d+)\."), re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
+# The axis of a tensor whose parts are cut along several.
+_SEVERAL = 1 << 30
 # What stands in front of the numbered layers; whatever else has no number stands behind them.
 _IN_FRONT = re.compile(r"embed|wte|wpe|patch|stem", re.IGNORECASE)
+
+
+def layout_of(
+    path: Location,
+    strategy: str,
+    *,
+    unique_id: int | None = None,
+    aoa_config: AoaConfig | None = None,
+    model: Location | None = None,
+    cuts: Sequence[tuple[str, int | None]] = (),
+    states: bool = True,
+) -> tuple[Layout, list[str]]:
+    """Return the layout of a job that loads a checkpoint, and what is taken for granted in it.
+
+    Args:
+        path: The checkpoint.
+        strategy: The job's, as :func:`parse_strategy` reads it.
+        unique_id: The checkpoint's id; None takes the highest.
+        aoa_config: AOA statements; the job has what they make and leave alone.
+        model: A checkpoint of the job's model, where that is not what the first one holds.
+        cuts: As of :func:`model_of`.
+        states: Whether the job has an optimizer.
+
+    Raises:
+        ValidationError: There is no such checkpoint, or the strategy cannot cut the model.
+        CorruptCheckpointError: A manifest is damaged.
+    """
+    parsed = parse_strategy(strategy)
+    chosen = (path, unique_id) if model is None else (model, None)
+    stored = without_extra_state(SourceDirectory(chosen[0]).read_manifest(chosen[1]).catalog)
+    mapping = whole_mapping(aoa_config, stored) if model is None and aoa_config is not None else None
+    infos = tensor_infos(stored, mapping)
+    if mapping is not None:  # what statements make is cut otherwise than what it is made of
+        stored = stored.take(~np.asarray([key in mapping.tensors for key in stored.keys], dtype=bool)[stored.key])
+    described = model_of(infos, stored, cuts, states)
+    notes = []
+    if parsed.tp > 1:
+        whole = [each.name for each in described.tensors if each.tp_axis is None and len(each.shape) > 1]
+        if all(each.tp_axis is None for each in described.tensors):
+            raise ValidationError(
+                f"nothing says how tensor parallelism cuts the model: no tensor is stored in parts. Remedy: give the "
+                f"axis by names, such as --cut '*.q_proj.weight=1', for each of {listed(whole, 3)} that is cut"
+            )
+        if whole:
+            notes.append(f"each rank of tensor parallelism has all of {listed(whole, 3)} (--cut says otherwise)")
+    if parsed.kind != "none" and described.states:
+        notes.append("the optimizer has the parameters in the order of the checkpoint, layer by layer")
+    return Layout(described, parsed), notes
 
 
 def model_of(
@@ -66,14 +121,12 @@ def model_of(
         )
     if problems:
         raise ValidationError(problems)
+    tensors.sort(key=lambda tensor: tensor.layers[:1] or (-1,))
     kept = _states(found, infos) if states else ()
     kinds = [infos[key].dtype for each in found.values() for state, key in each.items() if state != MASTER]
     return Model(
         tuple(tensors), layers[1], layers[2], kept, Counter(kinds).most_common(1)[0][0] if kinds else "float32"
     )
-
-
-_SEVERAL = 1 << 30
 
 
 def _stored_cuts(stored: Catalog) -> dict[str, int]:
@@ -106,9 +159,9 @@ def _layers(
         return {}, 1, None
     order = {number: place for place, number in enumerate(sorted(set(numbered.values())), 1)}
     last = len(order) + 1
-    found = {
-        name: (order[numbered[name]] if name in numbered else 0 if _IN_FRONT.search(name) else last,) for name in names
-    }
+    found: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        found[name] = (order[numbered[name]] if name in numbered else 0 if _IN_FRONT.search(name) else last,)
     return found, last + 1, frozenset(order.values())
 
 

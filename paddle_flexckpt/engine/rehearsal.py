@@ -195,7 +195,7 @@ def rehearse(
     asked.check()
     directory = SourceDirectory(path)
     with LockedManifest(directory, asked.unique_id) as manifest:
-        said = {"source": directory.path, "unique_id": manifest.unique_id, "notes": list(notes)}
+        said: dict[str, Any] = {"source": directory.path, "unique_id": manifest.unique_id, "notes": list(notes)}
         said.update(strategy=str(layout.strategy), world_size=layout.strategy.ranks)
         try:
             found = _Rehearsal(path, manifest, layout, asked).run()
@@ -267,17 +267,16 @@ class _Rehearsal:
         """Return what ranks read, and which rows of the source are used."""
         resolution, mapping = task.resolution, task.mapping
         computes = mapping is not None and bool(mapping.regions)
-        number = {name: row for row, name in enumerate(resolution.targets.catalog.keys)}
-        rows = [number.get(name, -1) for name in self._layout.keys]
+        numbers = {name: row for row, name in enumerate(resolution.targets.catalog.keys)}
+        rows = [numbers.get(name, -1) for name in self._layout.keys]
         # Each key of the layout: its name in the source or in what statements make, and whether it is filled.
         keys = tuple(resolution.catalog.keys[row] if row >= 0 else name for row, name in zip(rows, self._layout.keys))
-        is_filled = np.zeros(len(number) + 1, dtype=bool)
+        is_filled = np.zeros(len(numbers) + 1, dtype=bool)
         is_filled[resolution.filled] = True
         is_filled = is_filled[rows]
         used, found = np.zeros(len(self._source), dtype=bool), []
         for ranks, catalogs in self._batches(1 if computes else ROWS_AT_ONCE):
             batch = concat(catalogs)
-            held = [int(catalog.byte_length.sum()) for catalog in catalogs]
             place = np.repeat(np.arange(len(ranks)), [len(catalog) for catalog in catalogs])
             batch = replace(batch, keys=keys)
             plan = plan_fill(batch, np.flatnonzero(is_filled[batch.key]), mapping if computes else None)
@@ -289,9 +288,18 @@ class _Rehearsal:
                 place = np.where(np.arange(len(plan.catalog)) < plan.targets, 0, -1)
             block_bytes = self._manifest.checksums.block_bytes
             counts = count_reads(pieces, self._source, plan.catalog, place, len(ranks), block_bytes)
-            columns = (counts.bytes_needed, counts.bytes_read, counts.reads, counts.files, np.asarray(held))
-            for each, values in zip(ranks, np.stack(columns, axis=1).tolist()):
-                found.append(RankReads(each, *values, scratch))
+            for number, (each, catalog) in enumerate(zip(ranks, catalogs)):
+                found.append(
+                    RankReads(
+                        ranks=each,
+                        bytes_needed=int(counts.bytes_needed[number]),
+                        bytes_read=int(counts.bytes_read[number]),
+                        reads=int(counts.reads[number]),
+                        files=int(counts.files[number]),
+                        target_bytes=int(catalog.byte_length.sum()),
+                        scratch_bytes=scratch,
+                    )
+                )
         return sorted(found, key=lambda each: each.ranks[0]), used
 
     def _batches(self, rows: int) -> Iterator[tuple[list[list[int]], list[Catalog]]]:
