@@ -306,12 +306,14 @@ class _Rehearsal:
         """Yield ranks that have the same, with the catalog of the first of them: together, up to so many rows."""
         ranks: list[list[int]] = []
         catalogs: list[Catalog] = []
+        count = 0
         for alike in self._alike.values():
             ranks.append(alike)
             catalogs.append(self._layout.catalog(alike[0]))
-            if sum(map(len, catalogs)) >= rows:
+            count += len(catalogs[-1])
+            if count >= rows:
                 yield ranks, catalogs
-                ranks, catalogs = [], []
+                ranks, catalogs, count = [], [], 0
         if ranks:
             yield ranks, catalogs
 

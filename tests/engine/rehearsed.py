@@ -40,7 +40,7 @@ def shard_of(catalog, row: int, value: np.ndarray) -> np.ndarray:
 def save(path, layout: Layout, save_replicas: bool = False) -> dict[str, np.ndarray]:
     """Saves a job's state as its ranks would; returns all tensors."""
     values, ranks = values_of(layout), range(layout.strategy.ranks)
-    job = concat([layout.catalog(rank) for rank in ranks])
+    job = concat([layout.catalog(rank) for rank in ranks]).compact()
     directory = open_to_save(path)
     with contextlib.ExitStack() as stack:
         stack.callback(directory.lock().release)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from paddle_flexckpt.engine.rehearsal import rehearse
@@ -85,3 +87,32 @@ def test_counts_are_those_of_loads_where_replicas_are_stored(tmp_path):
     save(tmp_path, layout("dp=3", states=()), save_replicas=True)
     report = check(tmp_path, layout("tp=2,dp=2", states=()))
     assert len(report.ranks) == 4  # which copy a rank reads depends on its number
+
+
+def many(layers: int) -> Model:
+    tensors = []
+    for layer in range(layers):
+        tensors += [ModelTensor(f"{layer}.w{n}", (16, 8), tp_axis=n % 2, layers=(layer,)) for n in range(10)]
+    return Model(tuple(tensors), layers)
+
+
+def test_a_rank_more_costs_few_calls(tmp_path):
+    """What grows with tensors is in columns: a rank costs the calls that describe it."""
+    save(tmp_path, Layout(many(96), parse_strategy("tp=4")))
+    calls = []
+    for sharding in (2, 4):
+        target = Layout(many(96), parse_strategy(f"tp=8,pp=16,sharding=v2:{sharding}"))
+        count = 0
+
+        def note(frame, event, argument):
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(note)
+        try:
+            report = rehearse(str(tmp_path), target)
+        finally:
+            sys.setprofile(None)
+        assert (report.error, len(report.ranks)) == ("", 128 * sharding)
+        calls.append(count)
+    assert (calls[1] - calls[0]) / 256 < 400, calls
