@@ -237,8 +237,8 @@ class Transfer:
         self._task.memory.finish({*self._task.resolution.missing, *self._keys(self._task.plan.kept)})
 
     def _keys(self, rows: Iterator[int] | Mapping[int, Any] | set[int]) -> list[str]:
-        catalog = self._task.resolution.targets.catalog
-        return sorted({catalog.key_name(row) for row in rows})
+        catalog, band_of = self._task.resolution.targets.catalog, self._task.plan.band_of
+        return sorted({catalog.key_name(row if band_of is None else int(band_of[row])) for row in rows})
 
     def report(self) -> LoadReport:
         """Return what was done; log it, and warn of damage and of orders that nobody knows."""
@@ -294,7 +294,7 @@ def make_task(
         mapping, resolution = complete(
             resolution, statements, source, options, targets.catalog if known is None else known
         )
-    plan = plan_fill(resolution.catalog, resolution.filled, mapping, resolution.same_memory)
+    plan = plan_fill(resolution.catalog, resolution.filled, mapping, resolution.same_memory, targets.bands)
     return Task(resolution, mapping, plan), needed
 
 
