@@ -107,6 +107,8 @@ def call(name, tmp_path, comm, **options):
     if name == "__init__":
         if "root" in options:
             options["root"] = tmp_path / options["root"]
+        if "slice_bytes" in options or "staging_bytes" in options:
+            options["async_save"] = True
         return manager_of(tmp_path, comm, **options).close()
     manager = manager_of(tmp_path / "managed", comm, keep=KeepBest(1, metric="loss"))
     if name == "save":
