@@ -19,7 +19,7 @@ from paddle_flexckpt import export_safetensors
 from paddle_flexckpt.aoa import compile_program
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.engine import export, plan
+from paddle_flexckpt.engine import export, plan, tensor_files
 from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media import local
@@ -464,7 +464,7 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path):
 
 def test_a_header_that_no_reader_would_take(checkpoint, tmp_path, monkeypatch):
     for size, fits in ((TINY_HEADER, True), (TINY_HEADER - 1, False)):
-        monkeypatch.setattr(export, "MAX_HEADER_BYTES", size)
+        monkeypatch.setattr(tensor_files, "MAX_HEADER_BYTES", size)
         save(tmp_path / f"in {size}", TINY)
         if fits:
             export_safetensors(tmp_path / f"in {size}", tmp_path / f"out {size}")
