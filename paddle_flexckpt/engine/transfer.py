@@ -210,21 +210,12 @@ class Transfer:
 
     @without_collector()
     def _resolve_targets(self, targets: Targets, head: bytes, statements: Sequence[str]) -> tuple[Task, bytes]:
-        source, options, mapping = self._source.catalog, self._options, targets.mapping
-        if options.aoa_config is not None:
-            mapping = compile_mapping(options.aoa_config, source, self._all_targets, options.master_weights)
-        resolution = resolve(targets, source, options, mapping)
-        needed = resolution.statements(source)
-        if not self._source.between_ranks:
-            statements = needed
-        if statements:
-            known = targets.catalog if self._all_targets is None else self._all_targets
-            mapping, resolution = complete(resolution, statements, source, options, known)
-        plan = plan_fill(resolution.catalog, resolution.filled, mapping, resolution.same_memory)
-        task = Task(resolution, mapping, plan)
-        used = np.packbits(resolution.used(source, mapping)).tobytes()
-        names = json.dumps(resolution.raw_meanings()).encode()
-        return task, join((head, json.dumps(needed).encode(), used, names, *self._source.prepare(task)))
+        source, known = self._source, self._all_targets
+        asked = statements if source.between_ranks else None
+        task, needed = make_task(targets, source.catalog, self._options, known, asked)
+        used = np.packbits(task.resolution.used(source.catalog, task.mapping)).tobytes()
+        names = json.dumps(task.resolution.raw_meanings()).encode()
+        return task, join((head, json.dumps(needed).encode(), used, names, *source.prepare(task)))
 
     def plan(self) -> None:
         """Plan what ranks send each other; check that what nobody asks for may be left."""
@@ -246,8 +237,8 @@ class Transfer:
         self._task.memory.finish({*self._task.resolution.missing, *self._keys(self._task.plan.kept)})
 
     def _keys(self, rows: Iterator[int] | Mapping[int, Any] | set[int]) -> list[str]:
-        catalog = self._task.resolution.targets.catalog
-        return sorted({catalog.key_name(row) for row in rows})
+        catalog, band_of = self._task.resolution.targets.catalog, self._task.plan.band_of
+        return sorted({catalog.key_name(row if band_of is None else int(band_of[row])) for row in rows})
 
     def report(self) -> LoadReport:
         """Return what was done; log it, and warn of damage and of orders that nobody knows."""
@@ -271,6 +262,40 @@ class Transfer:
         if self._comm.position == self._options.coordinator_rank:
             logger.log(_report_level.get(), report.summary())
         return report
+
+
+def make_task(
+    targets: Targets,
+    source: Catalog,
+    options: TransferOptions,
+    known: Catalog | None,
+    statements: Sequence[str] | None = None,
+) -> tuple[Task, tuple[str, ...]]:
+    """Resolve a rank's targets and plan what to fill; return also the statements that its fused parameters need.
+
+    Args:
+        targets: The rank's.
+        source: All source shards.
+        options: Of the call.
+        known: The targets of all ranks; None where they are not known, and there are no AOA statements.
+        statements: Those that put fused parameters right on some rank; None: this rank's count.
+
+    Raises:
+        ValidationError: Source and targets do not fit.
+    """
+    mapping = targets.mapping
+    if options.aoa_config is not None:
+        mapping = compile_mapping(options.aoa_config, source, known, options.master_weights)
+    resolution = resolve(targets, source, options, mapping)
+    needed = resolution.statements(source)
+    if statements is None:
+        statements = needed
+    if statements:
+        mapping, resolution = complete(
+            resolution, statements, source, options, targets.catalog if known is None else known
+        )
+    plan = plan_fill(resolution.catalog, resolution.filled, mapping, resolution.same_memory, targets.bands)
+    return Task(resolution, mapping, plan), needed
 
 
 @contextlib.contextmanager
