@@ -46,12 +46,13 @@ def count_shared_reads(
         block_bytes: Of a block with a checksum.
     """
     groups = group_replicas(stored)
-    sections, rows, pieces, overlap = match_sections(stored, groups, targets, ranks, block_bytes, maps, ranks)
+    matched = match_sections(stored, groups, targets, ranks, block_bytes, maps, ranks)
+    sections, rows, alike, coverage, pieces = matched
     wanted = find_wanted(pieces, targets.rank.astype(np.int64), ranks)
     reader = choose_readers(wanted, rows.byte_length, ranks, None, True)[1]
-    if overlap:  # what a rank reads itself comes first
+    if coverage.overlaps:  # what a rank reads itself comes first
         own = replace(rows, rank=np.where(reader < 0, ranks, reader).astype(np.int32))
-        pieces = ShardMatcher(own).match(targets, maps=maps)
+        pieces = ShardMatcher(own, alike, coverage).match(targets, maps=maps)
     place, by = targets.rank[pieces.target].astype(np.int64), reader[pieces.source]
     moved = _each_once(pieces.take(by != place), place[by != place])
     size = moved[0].size * rows.itemsize[moved[0].source]

@@ -99,8 +99,8 @@ class FilePeers(Peers):
         comm, stored, manifest = self._comm, self.catalog, self._files.manifest
         groups, block_bytes = group_replicas(stored), manifest.checksums.block_bytes
         nobody = max(comm.ranks) + 1
-        cut = match_sections(stored, groups, targets, comm.size, block_bytes, task.maps, nobody)
-        sections, rows, pieces = cut.sections, cut.rows, cut.pieces
+        matched = match_sections(stored, groups, targets, comm.size, block_bytes, task.maps, nobody)
+        sections, rows, alike, coverage, pieces = matched
         place = _places(comm.ranks)[targets.rank]
         wanted, nbytes, sees = find_wanted(pieces, place, comm.size), rows.byte_length, self._sees(groups, sections)
         together = choose_readers(wanted, nbytes, comm.size, sees, True)

@@ -13,6 +13,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.catalog import Catalog, ReplicaGroups, group_replicas, validate_coverage
+from paddle_flexckpt.catalog.validate import Coverage
 from paddle_flexckpt.planning.holder_sets import find_sets, share_out
 from paddle_flexckpt.planning.matching import Pieces, ShardMatcher, concat_pieces
 
@@ -79,12 +80,13 @@ def cut_sections(stored: Catalog, groups: ReplicaGroups, ranks: int, block_bytes
 
 
 class MatchedSections(NamedTuple):
-    """Hold sections, as shards that nobody holds yet, the pieces of them that fill targets, and whether any overlap."""
+    """Hold sections; the same as shards that nobody holds yet, and what is known of these; what fills targets."""
 
     sections: Sections
     rows: Catalog
+    alike: ReplicaGroups
+    coverage: Coverage
     pieces: Pieces
-    overlap: bool
 
 
 def match_sections(
@@ -114,8 +116,9 @@ def match_sections(
     rows = replace(sections.catalog, rank=np.full(len(sections.group), nobody, dtype=np.int32))
     alike = group_replicas(rows)
     coverage = validate_coverage(rows, alike)
-    pieces = ShardMatcher(rows, alike, coverage).match(targets, maps=maps)
-    return MatchedSections(sections, rows, pieces, bool(coverage.overlaps))
+    return MatchedSections(
+        sections, rows, alike, coverage, ShardMatcher(rows, alike, coverage).match(targets, maps=maps)
+    )
 
 
 def find_wanted(pieces: Pieces, place: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
