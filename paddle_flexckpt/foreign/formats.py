@@ -1,11 +1,12 @@
 """Tell whose checkpoint a directory holds, by the names of what is in it, and open it for reading or saving.
 
 In this order: a manifest (``{id}.manifest``) is this library's, whatever else is there. Of the others there has to be
-one alone: ``{id}.metadata`` is Paddle's own; the directories ``model_state``, ``optimizer_state`` and
-``master_weight`` with such files in them are a FlexCheckpoint of PaddleFormers; safetensors files of optimizer states,
-master weights or adapters are a unified checkpoint of PaddleNLP, and so are weights alone whose files say
-``format: np``; other safetensors files are a Hugging Face directory. Where there is none of these, ``.pdparams`` and
-``.pdopt`` are state dicts of ``paddle.save``, and ``.npz`` is an archive of numpy's.
+one alone: ``{id}.metadata`` is Paddle's own; ``.metadata`` is that of torch.distributed.checkpoint; the directories
+``model_state``, ``optimizer_state`` and ``master_weight`` with files of Paddle's in them are a FlexCheckpoint of
+PaddleFormers; safetensors files of optimizer states, master weights or adapters are a unified checkpoint of PaddleNLP,
+and so are weights alone whose files say ``format: np``; other safetensors files are a Hugging Face directory. Where
+there is none of these, ``.pdparams`` and ``.pdopt`` are state dicts of ``paddle.save``, and ``.npz`` is an archive of
+numpy's.
 
 Tested in tests/foreign/test_huggingface.py and tests/foreign/test_paddleformers_checkpoint.py.
 """
@@ -35,6 +36,7 @@ from paddle_flexckpt.foreign.paddle_pickles import (
     find_paddle_pickles,
     read_pickles_manifest,
 )
+from paddle_flexckpt.foreign.torch_dcp import DCP_METADATA_FILE, read_dcp_manifest
 from paddle_flexckpt.foreign.unified_checkpoint import is_unified_checkpoint, read_unified_manifest
 from paddle_flexckpt.media.backend import Backend, Location, exists, map_files
 from paddle_flexckpt.media.opening import open_backend
@@ -43,7 +45,9 @@ from paddle_flexckpt.native.directory import MANIFEST, CheckpointDirectory, save
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.node_directory import NodeDirectory
 
-Origin = Literal["native", "paddle", "paddleformers", "unified_checkpoint", "huggingface", "paddle_pickle", "npz"]
+Origin = Literal[
+    "native", "paddle", "paddleformers", "unified_checkpoint", "huggingface", "paddle_pickle", "npz", "torch_dcp"
+]
 # How errors and reports call them.
 ORIGINS: Mapping[str, str] = MappingProxyType(
     {
@@ -54,6 +58,7 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
         "huggingface": "a Hugging Face directory",
         "paddle_pickle": "state dicts of paddle.save",
         "npz": "an npz archive of numpy",
+        "torch_dcp": "a checkpoint of torch.distributed.checkpoint",
     }
 )
 # What no directory is called that a save makes: a load takes such a path for a file's.
@@ -193,6 +198,8 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
     sources: list[ForeignSource] = []
     if paddle_ids(backend):
         sources.append(ForeignSource("paddle", partial(read_paddle_manifest, backend)))
+    if DCP_METADATA_FILE in names:
+        sources.append(_source_without_ids(backend, "torch_dcp", partial(read_dcp_manifest, backend)))
     directories = paddleformers_directories(backend, backend.names("directories"))
     if directories:
         sources.append(ForeignSource("paddleformers", partial(read_paddleformers_manifest, backend, directories)))
