@@ -14,6 +14,7 @@ Tested in tests/foreign/test_huggingface.py and tests/foreign/test_paddleformers
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -67,6 +68,20 @@ _FILE_NAMES = (TENSOR_FILE, ".index.json")
 _SOURCES = (TENSOR_FILE, INDEX_FILE, PARAMETERS_FILE, OPTIMIZER_FILE, NPZ_FILE)
 # Weights in pickles of tensors, which no reader here takes.
 _PICKLES = (".bin", ".pt", ".pth")
+# Programs whose checkpoints are not read, names of files by which they are known, and what to do.
+_UNREAD = (
+    (
+        "DeepSpeed",
+        re.compile(r"zero_to_fp32\.py|(?:bf16_|fp16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_(?:model|optim)_states\.pt"),
+        "the script that it puts beside them writes the weights as safetensors: python zero_to_fp32.py . out "
+        "--safe_serialization; then give the path of that directory",
+    ),
+    (
+        "Orbax",
+        re.compile(r"manifest\.ocdbt|_CHECKPOINT_METADATA"),
+        "restore it in JAX, and save the arrays by safetensors.flax.save_file or numpy.savez",
+    ),
+)
 _MOST_DIRECTORIES = 20
 
 
@@ -289,6 +304,9 @@ def explain_missing(backend: Backend, ids: Sequence[int], unique_id: int | None)
     inside = _directories_with_manifests(backend)
     if inside:
         return f"{start}, but in {', '.join(inside)}. Remedy: give the path of that directory"
+    for program, mark, remedy in _UNREAD:
+        if any(map(mark.fullmatch, names)):
+            return f"{path} is a checkpoint of {program}, which is not read here. Remedy: {remedy}"
     pickles = sorted(name for name in names if name.endswith(_PICKLES))
     if pickles:
         return (

@@ -10,6 +10,7 @@ Tested in tests/foreign/test_torch_dcp.py.
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import re
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ from paddle_flexckpt.catalog import (
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
-from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, boxes_of, count_boxes, row_major
+from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of, row_major
 from paddle_flexckpt.foreign.torch_values import (
     DCP_METADATA,
     DCP_TENSOR,
@@ -155,6 +156,7 @@ def _read_file(backend: Backend, name: str, items: Sequence[_Item]) -> tuple[Cat
     builder = CatalogBuilder(int(match[1]) if match else 0, name)
     rows: list[tuple[str, str, Sequence[int], Sequence[int], Sequence[int]]] = []
     places: list[int] = []
+    budget = BoxBudget()
     pickles: dict[bytes, SavedTensor] = {}
     try:
         opened = backend.open(name)
@@ -170,8 +172,8 @@ def _read_file(backend: Backend, name: str, items: Sequence[_Item]) -> tuple[Cat
                 if item.begin + item.length > file.size:
                     raise damaged(where, f"the file has {file.size} bytes")
                 begin, strides = _locate(_reader(mapped, file.read, item), item, pickles, where)
-                if count_boxes(item.shape, strides) > MOST_BOXES:
-                    what = f"a chunk that is not in row-major order, of more than {MOST_BOXES} pieces, is not read"
+                if not budget.allows(item.shape, strides):
+                    what = f"chunks not in row-major order of more than {MOST_BOXES} pieces in all are not read"
                     remedy = "make the tensor contiguous, and save it in torch"
                     raise ValidationError(Problem(what, item.key, file=path, got=list(strides), remedy=remedy))
                 itemsize = DTYPES[item.entry.dtype].itemsize
@@ -235,6 +237,7 @@ def _locate(read: Read, item: _Item, pickles: dict[bytes, SavedTensor], where: s
     count = tensor.storage.number * (1 if tensor.storage.dtype == UNTYPED else itemsize)
     is_empty = 0 in tensor.size
     reach = tensor.offset + 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.size, tensor.stride))
+    reach = max(reach, math.prod(tensor.size))  # torch stores no element for several
     if count != member.size or (not is_empty and reach * itemsize > member.size):
         raise damaged(where, f"a storage of {count} bytes, of which {reach * itemsize} are needed, has {member.size}")
     strides = row_major(tensor.size) if is_empty else tensor.stride

@@ -113,6 +113,12 @@ def test_what_the_metadata_says_is_compared_with_the_archives(tmp_path):
         b"HalfStorage\nq\x02X\x01\x00\x00\x001",
     )
     assert "the elements (data/1) are missing or compressed" in why(tmp_path)
+    # Strides that lead out of the storage.
+    begin = b"K\x03K\x04\x86q\x06K\x01K\x03\x86"
+    change(tmp_path, "__1_0.distcp", b"HalfStorage\nq\x02X\x01\x00\x00\x001", b"HalfStorage\nq\x02X\x01\x00\x00\x000")
+    change(tmp_path, "__1_0.distcp", begin, begin[:-2] + b"\x09\x86")
+    assert "a storage of 48 bytes, of which 120 are needed, has 48" in why(tmp_path)
+    write(tmp_path)
     # Another tensor's chunk in the place of this one.
     metadata = load_pickle((DATA / ".metadata").read_bytes(), "f", DCP_METADATA)
     places = {index.fqn: place for index, place in metadata.storage_data.items()}
