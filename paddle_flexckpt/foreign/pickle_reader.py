@@ -314,7 +314,7 @@ class _Machine:
         (identifier,) = self._pop()
         make = self._vocabulary.persistent
         if make is None:
-            self._refuse(f"operation BINPERSID with {describe(identifier)}")
+            self._refuse(f"operation BINPERSID (0x51) with {describe(identifier)}")
         self._stack.append(make(identifier))
 
     def _build(self) -> None:
