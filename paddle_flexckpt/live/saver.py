@@ -28,11 +28,11 @@ from paddle_flexckpt.catalog import (
 from paddle_flexckpt.catalog.collector import without_collector
 from paddle_flexckpt.catalog.wire import encode_catalog, join, split
 from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
+from paddle_flexckpt.engine.kept_plans import BriefMessage, KeptPlan, fingerprint, in_full
 from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, takes
 from paddle_flexckpt.foreign.formats import open_to_save, shown
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
-from paddle_flexckpt.live.kept_plans import BriefMessage, KeptPlan, fingerprint, in_full
 from paddle_flexckpt.live.node_saves import NodeSave, meet_nodes
 from paddle_flexckpt.live.orders import indivisible_rows
 from paddle_flexckpt.live.planners import Planners, Said, describe_shards, tell_planners
@@ -225,18 +225,20 @@ class Save:
         policies = ReplicaPolicies(options.check_replicas).of(state.catalog.keys, state.weights)
         place = place_of(self.destination.directory.backend).encode()
         self._flags = whole | policies.astype(np.int64) << 1
-        said = describe_shards(comm, state.catalog, self._flags, policies, bool(self._devices))
         # Neither of these two has a part in a plan.
         lasting = replace(options, step=None, unique_id=None).encode("save_state_dict")
-        layout = message, self._flags.tobytes(), encode_catalog(state.catalog)
+        layout = message, self._flags.tobytes(), bytes([bool(self._devices)]), encode_catalog(state.catalog)
         own = fingerprint((lasting, repr(comm.ranks).encode(), *layout))
         called = json.dumps(names and asdict(names)).encode()
-        self._described = join((head, own, called, place, message, said.encode()))
-        self._kept_plan = comm.kept.find(own)
-        if self._kept_plan is None:
-            return state, self._described
-        brief = BriefMessage.of_save(fingerprint((self._kept_plan.origin, head)), place, names)
-        return state, brief.encode() if brief else self._described
+
+        def described() -> bytes:
+            said = describe_shards(comm, state.catalog, self._flags, policies, bool(self._devices))
+            return join((head, own, called, place, message, said.encode()))
+
+        self._described, self._kept_plan, brief = described, comm.kept.find(own), None
+        if self._kept_plan is not None:
+            brief = BriefMessage.of_save(fingerprint((self._kept_plan.origin, head)), place, names)
+        return state, brief.encode() if brief else described()
 
     def _open_destination(self) -> None:
         directory, options = self._directory(), self._options

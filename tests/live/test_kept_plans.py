@@ -17,9 +17,10 @@ import pytest
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import CheckpointError
-from paddle_flexckpt.live import kept_plans, saver
+from paddle_flexckpt.engine import kept_plans
+from paddle_flexckpt.engine.kept_plans import KeptPlan, KeptPlans
+from paddle_flexckpt.live import saver
 from paddle_flexckpt.live.communicator import SoloCommunicator, communicator_for
-from paddle_flexckpt.live.kept_plans import KeptPlan, KeptPlans
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.saver import save_state_dict
