@@ -39,6 +39,9 @@ MUTATION_STAMP := $(MUTATION_VENV)/.stamp
 BENCH_VENV ?= .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.stamp
 BENCH_PEERS ?= torch==2.13.* safetensors orbax-checkpoint jax numpy
+# mkdocs and its theme, which read the code but do not import Paddle.
+DOCS_VENV ?= .venv-docs
+DOCS_STAMP := $(DOCS_VENV)/.stamp
 DEMO_STAMP := $(VENV)/.stamp-demo
 TEST_STAMP := $(VENV)/.stamp-test
 
@@ -169,6 +172,12 @@ BENCH ?=
 bench: $(TEST_STAMP) $(BENCH_STAMP) ## measure BENCH, or everything, against the medium, Paddle's own, torch DCP, Orbax and others; results in bench-output/
 	@$(BIN)/python -m benchmarks.run $(BENCH) --peers $(BENCH_VENV)/bin/python
 
+.PHONY: docs
+docs: $(DOCS_STAMP) ## make the documentation a site, with references of names and commands; in build/site/
+	@echo "[make] making the site"
+	@$(DOCS_VENV)/bin/python docs/site.py build/site-source
+	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet
+
 .PHONY: clean
 clean: ## remove outputs, caches and the virtual environment
 	@rm -rf demo-output bench-output mutation-output log build dist paddle_flexckpt.egg-info
@@ -206,6 +215,12 @@ $(BENCH_STAMP):
 	@echo "[make] creating $(BENCH_VENV) with $(BENCH_PEERS)"
 	@$(PYTHON) -m venv $(BENCH_VENV)
 	@$(BENCH_VENV)/bin/python -m pip install $(INSTALL_FLAGS) $(BENCH_PEERS)
+	@touch $@
+
+$(DOCS_STAMP): $(METADATA)
+	@echo "[make] creating $(DOCS_VENV) with mkdocs"
+	@$(PYTHON) -m venv $(DOCS_VENV)
+	@$(DOCS_VENV)/bin/python -m pip install $(INSTALL_FLAGS) -e '.[docs]'
 	@touch $@
 
 $(DEMO_STAMP): $(METADATA) | $(VENV_STAMP)

@@ -51,6 +51,8 @@ EXTRAS_REQUIRE = {
     # aoa_config as a YAML file; JSON needs nothing.
     "yaml": ["pyyaml>=6"],
     "viz": ["matplotlib>=3.7"],
+    # Zensical, by the same people, reads the same configuration and follows it.
+    "docs": ["mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.28", "ruff>=0.6"],
     # tests/mutation uses functions of it that are not public. It needs Python 3.10.
     "mutation": ["mutmut>=3.8,<3.9"],
     "test": [

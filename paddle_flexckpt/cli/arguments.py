@@ -6,7 +6,9 @@ Tested in tests/cli/test_cli.py.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, overload
 
 from paddle_flexckpt.aoa.config import AoaConfig
@@ -36,6 +38,38 @@ def add_checkpoint(parser: argparse.ArgumentParser, required_id: bool = False) -
     parser.add_argument("source", metavar="CHECKPOINT", help="directory or URL of the checkpoint")
     chosen = "its id" if required_id else "its id; by default the highest"
     parser.add_argument("--id", type=int, dest="unique_id", metavar="ID", required=required_id, help=chosen)
+
+
+def byte_count(text: str) -> int:
+    """Return the bytes that a text such as ``5GiB``, ``5GB``, ``512 KiB`` or ``4096`` stands for.
+
+    Raises:
+        ArgumentTypeError: It stands for none, or for less than one.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
+    count = 0
+    if match:
+        unit = " KMGT".index((match[2] or " ").upper())
+        count = int(float(match[1]) * (1024 if match[3] else 1000) ** unit)
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"has to be a number of bytes such as 5GiB, 5GB or 4096; got {text!r}")
+    return count
+
+
+def table(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return lines of columns that stand below each other.
+
+    Args:
+        lines: The texts of each line; as many in each.
+        right: The columns that end below each other; the others begin so.
+    """
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return [
+        "  ".join(
+            text.rjust(width) if i in right else text.ljust(width) for i, (text, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    ]
 
 
 def aoa_config(value: str) -> AoaConfig:

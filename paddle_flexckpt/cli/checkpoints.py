@@ -6,14 +6,16 @@ Tested in tests/cli/test_cli.py and tests/cli/test_verify.py.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
-from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, aoa_config
+from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, aoa_config, byte_count, table
 from paddle_flexckpt.engine.comparison import diff
 from paddle_flexckpt.engine.digests import digest_checkpoint
 from paddle_flexckpt.engine.export import export_safetensors
@@ -35,6 +37,7 @@ def add_command(commands: Any) -> None:
     inspect.add_argument(
         "--key", action="append", default=[], help="the shards of this tensor; may be given several times"
     )
+    inspect.add_argument("--json", action="store_true", help="print all as JSON")
 
     show = commands.add_parser(
         "show",
@@ -90,7 +93,7 @@ def add_command(commands: Any) -> None:
     export.add_argument("--prefix", help="only keys that start with this and a dot, which are taken off")
     export.add_argument("--states", action="store_true", help="write optimizer states too")
     export.add_argument(
-        "--max-file-bytes", type=int, default=5 << 30, help="largest size of one file, in bytes (default: 5 GiB)"
+        "--max-file-bytes", type=byte_count, default=5 << 30, help="largest size of one file (default: 5GiB)"
     )
     export.add_argument(
         "--verify",
@@ -192,9 +195,46 @@ def _inspect(options: argparse.Namespace) -> str:
     """Return what the manifest alone says: all keys, or the shards of some."""
     directory = SourceDirectory(options.source)
     manifest = directory.read_manifest(options.unique_id, options.key or None)
+    if options.json:
+        rows = dict(_rows_by_key(manifest.catalog))
+        chosen = {key: _rows_of(manifest.catalog, key) for key in options.key} if options.key else rows
+        return json.dumps(_described(directory, manifest, chosen), indent=2)
     if options.key:
         return "\n".join(line for key in options.key for line in _shards(manifest.catalog, key))
     return "\n".join([_head(directory, manifest), *_keys(manifest.catalog), *_totals(manifest)])
+
+
+def _described(directory: CheckpointDirectory, manifest: Manifest, rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return the checkpoint, and the tensors of some rows with their shards, JSON-safe."""
+    catalog, length = manifest.catalog, manifest.catalog.byte_length
+    tensors = {}
+    for key, own in rows.items():
+        first, order = int(own[0]), catalog.order(int(catalog.key[own[0]]))
+        tensors[key] = {
+            "dtype": catalog.dtype_name(first),
+            "shape": list(catalog.unpadded(first, catalog.global_shape)),
+            "order": None if order is None or order.axis is None else order.describe(),
+            "shards": [
+                {
+                    "global_offset": list(catalog.unpadded(row, catalog.offset)),
+                    "local_shape": list(catalog.unpadded(row, catalog.shape)),
+                    "description": catalog.describe(row),
+                    "rank": int(catalog.rank[row]),
+                    "file": catalog.file_name(row),
+                    "byte_offset": int(catalog.byte_offset[row]),
+                    "bytes": int(length[row]),
+                }
+                for row in own.tolist()
+            ],
+        }
+    return {
+        "path": directory.path,
+        "unique_id": manifest.unique_id,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "format": ORIGINS[manifest.origin] if manifest.foreign else "flexckpt",
+        "tensors": tensors,
+    }
 
 
 def _head(directory: CheckpointDirectory, manifest: Manifest) -> str:
@@ -218,20 +258,14 @@ def _rows_by_key(catalog: Catalog) -> list[tuple[str, np.ndarray]]:
 
 def _keys(catalog: Catalog) -> list[str]:
     length = catalog.byte_length
-    table = [("key", "dtype", "shape", "shards", "files", "bytes")]
+    lines = [("key", "dtype", "shape", "shards", "files", "bytes")]
     for key, rows in _rows_by_key(catalog) if len(catalog) else []:
         row = int(rows[0])
         shape = str(list(catalog.unpadded(row, catalog.global_shape)))
         files = len(np.unique(catalog.file[rows]))
         size = int(length[rows].sum())
-        table.append((key, catalog.dtype_name(row), shape, str(len(rows)), str(files), str(size)))
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    return [
-        "  ".join(
-            text.ljust(width) if i < 3 else text.rjust(width) for i, (text, width) in enumerate(zip(line, widths))
-        )
-        for line in table
-    ]
+        lines.append((key, catalog.dtype_name(row), shape, str(len(rows)), str(files), str(size)))
+    return table(lines, right=(3, 4, 5))
 
 
 def _totals(manifest: Manifest) -> list[str]:
@@ -246,13 +280,23 @@ def _totals(manifest: Manifest) -> list[str]:
     ]
 
 
-def _shards(catalog: Catalog, key: str) -> list[str]:
+def _rows_of(catalog: Catalog, key: str) -> np.ndarray:
+    """Return the rows of a key.
+
+    Raises:
+        ValidationError: There is no such key.
+    """
     rows = np.flatnonzero(np.asarray([name == key for name in catalog.keys], dtype=bool)[catalog.key])
     if not len(rows):
-        alike = sorted(catalog.keys)[:3]
+        alike = difflib.get_close_matches(key, catalog.keys) or sorted(catalog.keys)[:3]
         raise ValidationError(
             [Problem("there is no such key", key=key, got=f"{len(catalog.keys)} keys such as {alike}")]
         )
+    return rows
+
+
+def _shards(catalog: Catalog, key: str) -> list[str]:
+    rows = _rows_of(catalog, key)
     length = catalog.byte_length
     order = catalog.order(int(catalog.key[rows[0]]))
     return [

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
 from paddle_flexckpt._version import __version__
-from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.cli import checkpoints, patch, statements
-from paddle_flexckpt.cli.arguments import Outcome
-from paddle_flexckpt.patching import PatchError
 
-_COMMANDS = (checkpoints, statements, patch)
+# Only the module of the command that is asked for is imported: `flexckpt --version` needs no numpy.
+_COMMANDS = {
+    "checkpoints": ("inspect", "show", "digest", "diff", "verify", "repair", "export"),
+    "overview": ("ls", "du", "doctor"),
+    "statements": ("explain", "expand", "invert", "rules"),
+    "patch": ("patch",),
+}
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """Return the parser of all commands."""
+def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of all commands, or of the modules that a command line needs.
+
+    Args:
+        words: The command line without the program's name.
+    """
     parser = argparse.ArgumentParser(prog="flexckpt", description="Inspect and transform flexible checkpoints.")
     parser.add_argument("--version", action="version", version=f"flexckpt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in _COMMANDS:
-        command.add_command(commands)
+    chosen = [module for module, names in _COMMANDS.items() if words and words[0] in names]
+    for module in () if list(words) == ["--version"] else chosen or _COMMANDS:
+        importlib.import_module(f"paddle_flexckpt.cli.{module}").add_command(commands)
     return parser
 
 
@@ -32,10 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program's name; by default the process's own.
 
     Returns:
-        0, or 1 with a message on stderr where the command failed, or where what it looked at is not sound. Wrong usage
-        exits with 2, as argparse does.
+        0, or 1 with a message on stderr where the command failed, or where what it looked at is not sound; 130 after
+        Ctrl-C. Wrong usage exits with 2, as argparse does.
     """
-    options = build_parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = build_parser(words).parse_args(words)
+    from paddle_flexckpt.catalog import CheckpointError
+    from paddle_flexckpt.cli.arguments import Outcome
+    from paddle_flexckpt.patching import PatchError
+
     try:
         result = options.run(options)
         outcome = result if isinstance(result, Outcome) else Outcome(result)
@@ -44,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader has seen enough (`flexckpt explain ... | head`).
         sys.stderr.close()
         return 0
+    except KeyboardInterrupt:
+        print(f"flexckpt {options.command}: interrupted", file=sys.stderr)
+        return 130  # 128 + SIGINT, as shells have it
     except (CheckpointError, PatchError, OSError) as error:
         print(f"flexckpt {options.command}: {error}", file=sys.stderr)
         return 1

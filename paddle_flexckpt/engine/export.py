@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,6 +29,8 @@ from paddle_flexckpt.media.backend import Backend, Location, OutputFile, exists,
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 from paddle_flexckpt.report import ExportReport, LoadReport
 
+# With the operands of a tile, and what the files' own reader and writer hold, an export stays below 256 MiB.
+BAND_BYTES = 128 << 20
 INDEX_FILE = "model.safetensors.index.json"
 # What the report has of that of the load.
 _OF_LOAD = (
@@ -42,9 +45,12 @@ def export_safetensors(
 ) -> ExportReport:
     """Write a checkpoint as ``model.safetensors``, or as numbered files and ``model.safetensors.index.json``.
 
-    One process does it; Paddle is not needed. At most one tensor, and the operands of one tile of a computed one, are
-    in memory. With AOA statements, what they make and do not touch is written; fused parameters that they do not touch
-    in natural order.
+    One process does it; Paddle is not needed. In memory are at most one tensor, or a band of 128 MiB of a larger one,
+    and the operands of one tile of a computed one. With AOA statements, what they make and do not touch is written;
+    fused parameters that they do not touch in natural order.
+
+    If any tensor is larger than 128 MiB, ``verify="read"`` is ``"full"``: bands end in the middle of blocks. Where rows
+    of such a tensor are columns of what is stored, as after ``^T``, all of that is read for each band.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
@@ -78,7 +84,7 @@ class _Export(WholeTensors):
     _left: int
 
     def __init__(self, sink: Backend, source: Files, options: ExportOptions) -> None:
-        super().__init__()
+        super().__init__(BAND_BYTES)
         self._sink, self._source, self._options = sink, source, options
         self._written: list[str] = []
 
@@ -108,10 +114,13 @@ class _Export(WholeTensors):
         self._files = _plan_files({name: infos[key] for name, key in keys.items()}, self._options.max_file_bytes)
         self._next = iter(self._files)
         order = [keys[name] for file in self._files for name in file.names]
-        return self.targets({key: infos[key] for key in order}, self._mapping)
+        targets = self.targets({key: infos[key] for key in order}, self._mapping)
+        count = Counter(self.keys)
+        self._bands = {name: count[key] for name, key in keys.items()}
+        return targets
 
     def filled(self, row: int) -> None:
-        """Write a tensor behind the one before."""
+        """Write a tensor, or a band of one, behind the one before."""
         stream = self._stream or self._begin(next(self._next))
         # No name for the array: it is gone before the next one is read.
         stream.write(memoryview(self.take(row)[1].ravel().view(np.uint8)))
@@ -126,7 +135,7 @@ class _Export(WholeTensors):
             self._sink.make_directory()
         self._stream = stream = self._sink.create(file.name, "replace", size=len(file.header) + file.data_bytes)
         self._written.append(file.name)
-        self._left = len(file.names)
+        self._left = sum(map(self._bands.__getitem__, file.names))
         stream.write(file.header)
         return stream
 

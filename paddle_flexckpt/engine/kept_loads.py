@@ -81,6 +81,8 @@ def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source
     """
     shared = _shared_memory(targets.spans)
     length = shared[:, 3] - shared[:, 2]
+    if targets.mapping is not None or targets.bands:  # which live targets never have
+        return None
     if (length != targets.catalog.byte_length[shared[:, 0]]).any():
         return None
     names = repr((targets.aliases, targets.raw_names)).encode()

@@ -10,7 +10,7 @@ Tested in tests/engine/test_plan.py and tests/live/test_aoa_tiles.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -66,6 +66,7 @@ class FillPlan:
         tiles: In the order in which they are computed.
         kept: By row: what stays as it is, as copies onto itself.
         covered: int64 per row: elements that come from tiles or stay as they are.
+        band_of: Where rows are bands of targets: int64 per row that is one, its target.
     """
 
     targets: int
@@ -75,6 +76,7 @@ class FillPlan:
     tiles: tuple[Tile, ...] = ()
     kept: dict[int, list[StridedCopy]] = field(default_factory=dict)
     covered: np.ndarray | None = None
+    band_of: np.ndarray | None = None
 
     def is_target(self, row: int) -> bool:
         """Return whether a row is a target, not scratch."""
@@ -109,16 +111,41 @@ class FillPlan:
 
 
 def plan_fill(
-    catalog: Catalog, rows: np.ndarray, mapping: TensorMapping | None, same_memory: dict[int, int] | None = None
+    catalog: Catalog,
+    rows: np.ndarray,
+    mapping: TensorMapping | None,
+    same_memory: dict[int, int] | None = None,
+    bands: Sequence[tuple[int, Box]] = (),
 ) -> FillPlan:
     """Plan what has to be filled for some of a rank's targets.
+
+    Args:
+        catalog: All targets.
+        rows: Those to fill.
+        mapping: What statements make.
+        same_memory: As in :class:`FillPlan`.
+        bands: Of targets that do not share memory, where they are filled in bands: the target and box of each band, of
+            all targets, in the order in which they are filled. The plan's rows are these.
 
     Raises:
         ValidationError: A value is to be computed from what a target has.
     """
     # What is planned is boxes: renamed targets may have one name and two orders.
     own = FillPlan(len(catalog), catalog.with_orders({}), rows, same_memory or {})
+    if bands:
+        own = _in_bands(own, bands)
     return own if mapping is None else _Builder(own, mapping).build()
+
+
+def _in_bands(plan: FillPlan, bands: Sequence[tuple[int, Box]]) -> FillPlan:
+    band_of = np.asarray([row for row, _ in bands], dtype=np.int64)
+    catalog = plan.catalog.take(band_of)
+    offset, shape = catalog.offset.copy(), catalog.shape.copy()
+    for number, (_, box) in enumerate(bands):
+        first = catalog.width - len(box.shape)
+        offset[number, first:], shape[number, first:] = box.offset, box.shape
+    order = np.flatnonzero(np.isin(band_of, plan.order))
+    return FillPlan(len(bands), replace(catalog, offset=offset, shape=shape), order, band_of=band_of)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.engine.copies import DeviceStorage
@@ -100,6 +101,8 @@ class Targets:
         spans: int64 ``[n, 2]``, first and last byte address (exclusive); equal where none shares its memory.
         memory: Reaches their memory.
         mapping: Where the targets are what statements make, and not the other way round: these, compiled.
+        bands: Where some are filled in bands: target and box of each band of all of them. The rows by which ``memory``
+            is asked are then these.
     """
 
     catalog: Catalog
@@ -108,6 +111,7 @@ class Targets:
     spans: np.ndarray
     memory: Memory
     mapping: TensorMapping | None = None
+    bands: tuple[tuple[int, Box], ...] = ()
 
     def place(self, row: int) -> Place | None:
         """Return where a target is: equal for the same part in the same memory; None without elements."""

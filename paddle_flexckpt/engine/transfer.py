@@ -284,7 +284,7 @@ class Transfer:
         if statements:
             known = targets.catalog if self._all_targets is None else self._all_targets
             mapping, resolution = complete(resolution, statements, source, options, known)
-        plan = plan_fill(resolution.catalog, resolution.filled, mapping, resolution.same_memory)
+        plan = plan_fill(resolution.catalog, resolution.filled, mapping, resolution.same_memory, targets.bands)
         task = self._task = Task(resolution, mapping, plan)
         used = np.packbits(resolution.used(source, mapping)).tobytes()
         names = json.dumps(resolution.raw_meanings()).encode()
@@ -311,8 +311,8 @@ class Transfer:
         self._task.memory.finish({*self._task.resolution.missing, *self._keys(self._task.plan.kept)})
 
     def _keys(self, rows: Iterator[int] | Mapping[int, Any] | set[int]) -> list[str]:
-        catalog = self._task.resolution.targets.catalog
-        return sorted({catalog.key_name(row) for row in rows})
+        catalog, band_of = self._task.resolution.targets.catalog, self._task.plan.band_of
+        return sorted({catalog.key_name(row if band_of is None else int(band_of[row])) for row in rows})
 
     def report(self) -> LoadReport:
         """Return what was done; log it, and warn of damage and of orders that nobody knows."""

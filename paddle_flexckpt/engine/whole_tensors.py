@@ -1,4 +1,4 @@
-"""Whole tensors, or boxes of them, as targets, one in memory at a time, as numpy arrays."""
+"""Whole tensors, or boxes of them, as targets, one in memory at a time, or a band of one, as numpy arrays."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from paddle_flexckpt.engine.agreement import Solo
 from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import FileOptions, TransferOptions
+from paddle_flexckpt.engine.plan import split_tiles
 from paddle_flexckpt.engine.targets import Memory, Targets
 from paddle_flexckpt.engine.transfer import Transfer
 from paddle_flexckpt.media.backend import Location
@@ -42,13 +43,22 @@ class _Array:
 
 
 class WholeTensors(Memory):
-    """Make the memory of a whole tensor when it is filled, and hold it until it is taken."""
+    """Make the memory of a whole tensor, or of a band, when it is filled, and hold it until it is taken.
+
+    Attributes:
+        keys: By row, the key of each band; of a tensor that is filled whole, once.
+    """
 
     one_at_a_time = True
-    _infos: list[tuple[str, TensorInfo]]
+    keys: list[str]
 
-    def __init__(self) -> None:
-        """Hold nothing yet."""
+    def __init__(self, band_bytes: int | None = None) -> None:
+        """Hold nothing yet.
+
+        Args:
+            band_bytes: Fill a larger tensor in bands, some of its rows each, in their order. None: no tensor.
+        """
+        self._band_bytes = band_bytes
         self._arrays: dict[int, np.ndarray] = {}
 
     def targets(
@@ -61,23 +71,29 @@ class WholeTensors(Memory):
             mapping: What statements make them of, compiled without a target; None takes the source's own tensors.
             boxes: What is wanted of a tensor, by key; by default all of it.
         """
-        builder, self._infos = CatalogBuilder(0), []
-        for key, info in infos.items():
+        builder, self.keys, self._infos = CatalogBuilder(0), [], []
+        bands: list[tuple[int, Box]] = []
+        for row, (key, info) in enumerate(infos.items()):
             box = (boxes or {}).get(key) or Box((0,) * len(info.shape), info.shape)
             builder.add(key, info.dtype, info.shape, box.offset, box.shape)
-            self._infos.append((key, replace(info, shape=box.shape)))
+            limit = box.size if self._band_bytes is None else self._band_bytes // dtype_of(info.dtype).itemsize
+            for band in split_tiles(box, max(limit, 1)) if box.size else (box,):
+                bands.append((row, band))
+                self.keys.append(key)
+                self._infos.append(replace(info, shape=band.shape))
         no_names, nowhere = ((),) * len(infos), np.zeros((len(infos), 2), dtype=np.int64)
-        return Targets(builder.build(), no_names, no_names, nowhere, self, mapping)
+        some = tuple(bands) if len(bands) > len(infos) else ()
+        return Targets(builder.build(), no_names, no_names, nowhere, self, mapping, some)
 
     def open(self, row: int, fresh: bool) -> _Array:
         """Return a fresh array, and keep it."""
-        info = self._infos[row][1]
+        info = self._infos[row]
         array = self._arrays[row] = np.empty(math.prod(info.shape), dtype=dtype_of(info.dtype).numpy)
         return _Array(array)
 
     def take(self, row: int) -> tuple[str, np.ndarray]:
-        """Return key and array of a tensor that is filled, and hold it no longer."""
-        key, info = self._infos[row]
+        """Return key and array of a tensor, or band, that is filled, and hold it no longer."""
+        key, info = self.keys[row], self._infos[row]
         array = self._arrays.pop(row, None)
         if array is None:  # without elements, which nobody fills
             array = np.empty(0, dtype=dtype_of(info.dtype).numpy)

@@ -4,7 +4,8 @@ In this order: a manifest (``{id}.manifest``) is this library's, whatever else i
 one alone: ``{id}.metadata`` is Paddle's own; the directories ``model_state``, ``optimizer_state`` and
 ``master_weight`` with such files in them are a FlexCheckpoint of PaddleFormers; safetensors files of optimizer states,
 master weights or adapters are a unified checkpoint of PaddleNLP, and so are weights alone whose files say
-``format: np``; other safetensors files are a Hugging Face directory.
+``format: np``; other safetensors files are a Hugging Face directory. Where there is none of these, ``.pdparams`` and
+``.pdopt`` are state dicts of ``paddle.save``, and ``.npz`` is an archive of numpy's.
 
 Tested in tests/foreign/test_huggingface.py and tests/foreign/test_paddleformers_checkpoint.py.
 """
@@ -18,7 +19,9 @@ from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.foreign.huggingface import INDEX_FILE, TENSOR_FILE, find_weights, manifest_of_weights, read_weights
+from paddle_flexckpt.foreign.npz import NPZ_FILE, read_npz_manifest
 from paddle_flexckpt.foreign.paddle_checkpoint import (
     paddle_ids,
     paddleformers_directories,
@@ -26,6 +29,12 @@ from paddle_flexckpt.foreign.paddle_checkpoint import (
     read_paddleformers_manifest,
 )
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA, PaddleMetadata
+from paddle_flexckpt.foreign.paddle_pickles import (
+    OPTIMIZER_FILE,
+    PARAMETERS_FILE,
+    find_paddle_pickles,
+    read_pickles_manifest,
+)
 from paddle_flexckpt.foreign.unified_checkpoint import is_unified_checkpoint, read_unified_manifest
 from paddle_flexckpt.media.backend import Backend, Location, exists, map_files
 from paddle_flexckpt.media.opening import open_backend
@@ -34,7 +43,7 @@ from paddle_flexckpt.native.directory import MANIFEST, CheckpointDirectory, save
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.node_directory import NodeDirectory
 
-Origin = Literal["native", "paddle", "paddleformers", "unified_checkpoint", "huggingface"]
+Origin = Literal["native", "paddle", "paddleformers", "unified_checkpoint", "huggingface", "paddle_pickle", "npz"]
 # How errors and reports call them.
 ORIGINS: Mapping[str, str] = MappingProxyType(
     {
@@ -43,17 +52,21 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
         "paddleformers": "a FlexCheckpoint of PaddleFormers",
         "unified_checkpoint": "a unified checkpoint of PaddleNLP",
         "huggingface": "a Hugging Face directory",
+        "paddle_pickle": "state dicts of paddle.save",
+        "npz": "an npz archive of numpy",
     }
 )
 # What no directory is called that a save makes: a load takes such a path for a file's.
 _FILE_NAMES = (TENSOR_FILE, ".index.json")
+# Files that are a source by themselves.
+_SOURCES = (TENSOR_FILE, INDEX_FILE, PARAMETERS_FILE, OPTIMIZER_FILE, NPZ_FILE)
 # Weights in pickles of tensors, which no reader here takes.
-_PICKLES = (".pdparams", ".pdopt", ".bin", ".pt", ".pth")
+_PICKLES = (".bin", ".pt", ".pth")
 _MOST_DIRECTORIES = 20
 
 
 class SourceDirectory(CheckpointDirectory):
-    """Read a directory of checkpoints, whoever wrote them, or one safetensors file or index.
+    """Read a directory of checkpoints, whoever wrote them, or one file that is a source by itself.
 
     Attributes:
         backend: Its files.
@@ -61,7 +74,7 @@ class SourceDirectory(CheckpointDirectory):
     """
 
     def __init__(self, location: Location) -> None:
-        """Open nothing yet; a safetensors file or index is one too. ValidationError if it is no location."""
+        """Open nothing yet; a file that is a source is one too. ValidationError if it is no location."""
         backend, self._file = _split_file(location)
         super().__init__(backend)
         self.path = backend.where(self._file) if self._file else backend.path
@@ -103,10 +116,11 @@ def detect_format(path: Location) -> Origin:
     """Tell whose checkpoint a directory holds.
 
     Args:
-        path: The directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file or index.
+        path: The directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file or index, or a file of
+            ``paddle.save`` or ``numpy.savez``.
 
     Returns:
-        ``"native"``, ``"paddle"``, ``"paddleformers"``, ``"unified_checkpoint"`` or ``"huggingface"``.
+        A key of :data:`ORIGINS`.
 
     Raises:
         ValidationError: There is no checkpoint, or there are several of different programs.
@@ -116,7 +130,7 @@ def detect_format(path: Location) -> Origin:
 
 
 def _split_file(location: Location) -> tuple[Backend, str | None]:
-    """Return the directory that a location stands for, and the safetensors file or index in it that it names.
+    """Return the directory that a location stands for, and the file in it that it names, if that is a source.
 
     Raises:
         ValidationError: It is no location.
@@ -124,7 +138,7 @@ def _split_file(location: Location) -> tuple[Backend, str | None]:
     if isinstance(location, Backend):
         return location, None
     path = path_of(location)
-    if path.endswith((TENSOR_FILE, INDEX_FILE)) and not os.path.isdir(path):
+    if path.endswith(_SOURCES) and not os.path.isdir(path):
         directory, _, name = path.rpartition("/")
         return open_backend(directory or ("/" if path.startswith("/") else ".")), name
     return open_backend(location), None
@@ -167,14 +181,14 @@ class ForeignSource(NamedTuple):
 def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | None:
     """Find what another program has written into a directory; None if there is nothing of the kind.
 
-    Where ``file``, a safetensors file or index, is meant, everything else is left aside.
+    Where ``file`` is meant, everything else is left aside.
 
     Raises:
         ValidationError: It could be more than one thing; the text says how to choose.
         CorruptCheckpointError: Safetensors files are damaged.
     """
     if file is not None:
-        return _source_of_weights(backend, file)
+        return _source_of_file(backend, file)
     names = backend.names()
     sources: list[ForeignSource] = []
     if paddle_ids(backend):
@@ -196,7 +210,32 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
         )
     if weights:
         return _source_of_weights(backend, weights)
-    return sources[0] if sources else None
+    return sources[0] if sources else _source_of_arrays(backend, names)
+
+
+def _source_of_file(backend: Backend, file: str) -> ForeignSource:
+    if not file.endswith((TENSOR_FILE, INDEX_FILE)) and file not in backend.names():
+        raise ValidationError(f"{backend.where(file)}: there is no such file. Remedy: correct the path")
+    if file.endswith((PARAMETERS_FILE, OPTIMIZER_FILE)):
+        return _source_without_ids(backend, "paddle_pickle", partial(read_pickles_manifest, backend, [file]))
+    if file.endswith(NPZ_FILE):
+        return _source_without_ids(backend, "npz", partial(read_npz_manifest, backend, file))
+    return _source_of_weights(backend, file)
+
+
+def _source_of_arrays(backend: Backend, names: Sequence[str]) -> ForeignSource | None:
+    """Return what is taken where there is no checkpoint: files of ``paddle.save`` and of ``numpy.savez``."""
+    pickles = find_paddle_pickles(backend.path, names)
+    archives = sorted(name for name in names if name.endswith(NPZ_FILE))
+    if len(archives) > 1 or (archives and pickles):
+        found = [*pickles, *archives]
+        raise ValidationError(
+            f"{backend.path} has several files of arrays: {listed(found)}. Remedy: give the path of the one that is "
+            f"meant, such as {backend.path}/{found[0]}"
+        )
+    if pickles:
+        return _source_without_ids(backend, "paddle_pickle", partial(read_pickles_manifest, backend, pickles))
+    return _source_of_file(backend, archives[0]) if archives else None
 
 
 def _source_of_weights(backend: Backend, source: str) -> ForeignSource:
@@ -247,7 +286,7 @@ def explain_missing(backend: Backend, ids: Sequence[int], unique_id: int | None)
     if pickles:
         return (
             f"{start}, nor a safetensors file, but {', '.join(pickles[:3])}. Remedy: have their writer save "
-            "safetensors files (PaddleNLP: --unified_checkpoint 1); if there is no model in them, correct the path"
+            "safetensors files; if there is no model in them, correct the path"
         )
     return f"{start}. Remedy: correct the path"
 

@@ -11,7 +11,6 @@ Tested in tests/foreign/test_paddle_checkpoint.py and tests/foreign/test_paddlef
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -32,6 +31,7 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata
+from paddle_flexckpt.foreign.paddle_pickles import PARAMETER_NAMES, load_mapped, locate
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.media.backend import Backend, Location, inner
 from paddle_flexckpt.media.file_names import check_file_name
@@ -41,10 +41,6 @@ from paddle_flexckpt.native.safetensors_header import read_header
 
 _METADATA = re.compile(r"(\d+)\.metadata", re.ASCII)
 _DATA = re.compile(r"(\d{1,9})_\d+\.(distcp|safetensors)", re.ASCII)
-# A .distcp file without a memory map is read as a whole, by every rank, to find out where its tensors are.
-MOST_PICKLE_BYTES = 256 << 20
-# An entry that paddle.save puts into every dict of arrays: names of tensors to names of parameters.
-_PARAMETER_NAMES = "StructuredToParameterName@@"
 # A .distcp file has numpy's types: these stand for what numpy lacks (the .metadata has the true type).
 _STAND_INS = {"bfloat16": "uint16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
 # Only the last of them has keys that another has.
@@ -138,34 +134,24 @@ def _index(backend: Backend, name: str) -> tuple[Mapping[str, _Stretch], int]:
         if name.endswith(".safetensors"):
             tensors = read_header(file, path).tensors
             return {name: _Stretch(each.code, each.shape, each.begin) for name, each in tensors.items()}, file.size
-        if not file.size:
-            raise CorruptCheckpointError(f"{path} is empty. Remedy: restore the file or load another checkpoint")
-        # Of the pages with elements in them none is touched.
-        mapped = file.memory_map()
-        if mapped is not None:
-            return _index_distcp(mapped, path), file.size
-        if file.size > MOST_PICKLE_BYTES:
-            raise ValidationError(
-                f"{path} is a pickle of {file.size} bytes, which has to be in memory to be looked through; where "
-                f"it is not on a local disk it may have {MOST_PICKLE_BYTES}. Remedy: copy the checkpoint to a "
-                "local disk"
-            )
-        return _index_distcp(file.read(0, file.size), path), file.size
+        size = file.size
+    return _index_distcp(backend, name), size
 
 
-def _index_distcp(mapped: mmap.mmap | bytes, file: str) -> dict[str, _Stretch]:
-    state = load_pickle(memoryview(mapped), file)
+def _index_distcp(backend: Backend, name: str) -> dict[str, _Stretch]:
+    state, mapped = load_mapped(backend, name)
+    file = backend.where(name)
     if type(state) is not dict:
         raise CorruptCheckpointError(f"{file} has a {type(state).__name__} in it; expected a dict of arrays")
-    base = np.frombuffer(mapped, dtype=np.uint8).__array_interface__["data"][0]
     stretches = {}
-    for name, array in state.items():
-        if name == _PARAMETER_NAMES:
+    for key, array in state.items():
+        if key == PARAMETER_NAMES:
             continue
-        if type(name) is not str or type(array) is not np.ndarray or not array.flags.c_contiguous:
-            raise CorruptCheckpointError(f"{file}: entry {str(name)[:80]!r} is not an array in row-major order")
-        begin = array.__array_interface__["data"][0] - base if array.size else 0
-        stretches[name] = _Stretch(array.dtype.name, array.shape, int(begin))
+        is_array = type(key) is str and type(array) is np.ndarray and array.flags.c_contiguous
+        stretch = locate(array, mapped) if is_array else None
+        if stretch is None:
+            raise CorruptCheckpointError(f"{file}: entry {str(key)[:80]!r} is not an array in row-major order")
+        stretches[key] = _Stretch(stretch.dtype, stretch.shape, stretch.begin)
     return stretches
 
 
@@ -276,7 +262,7 @@ def read_plain_file(path: Location, name: str) -> Any:
     backend = open_backend(path)
     data = load_pickle(backend.read(name), backend.where(name))
     if isinstance(data, dict):
-        names = data.pop(_PARAMETER_NAMES, {})
+        names = data.pop(PARAMETER_NAMES, {})
         if not isinstance(names, dict):
             raise CorruptCheckpointError(f"{backend.where(name)} is not what paddle.save writes. Remedy: restore it")
     return data

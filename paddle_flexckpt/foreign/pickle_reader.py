@@ -14,8 +14,19 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from paddle_flexckpt.catalog import CorruptCheckpointError, LocalTensorIndex, LocalTensorMetadata, UnsafePickleError
-from paddle_flexckpt.foreign.pickle_values import ATOMS, INERT, NAMES, Arguments, Symbol, Unfinished, describe, is_flat
+from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError
+from paddle_flexckpt.foreign.pickle_values import (
+    ATOMS,
+    INERT,
+    PADDLE,
+    Arguments,
+    Symbol,
+    Unfinished,
+    Vocabulary,
+    describe,
+    is_flat,
+    is_named_array,
+)
 
 _REMEDY = (
     "Remedy: do not open this file with anything else either; if you trust its writer, let that program save the data "
@@ -41,8 +52,8 @@ _MOST_NAME_BYTES = 256
 _LARGEST_KEY = 1 << 60
 
 
-def load_pickle(data: bytes | bytearray | memoryview, file: str = "pickle") -> Any:
-    """Load the plain data in a pickle: numbers, str, tuple, list, dict, ndarray, and the three metadata classes.
+def load_pickle(data: bytes | bytearray | memoryview, file: str = "pickle", vocabulary: Vocabulary = PADDLE) -> Any:
+    """Load the plain data in a pickle: numbers, str, tuple, list, dict, ndarray, and what the vocabulary has in it.
 
     The pickle is of protocol 2 to 5; ``file`` is its name, for errors. Arrays are read-only views of the data, maybe
     not aligned; numpy's numbers become Python's.
@@ -51,14 +62,14 @@ def load_pickle(data: bytes | bytearray | memoryview, file: str = "pickle") -> A
         UnsafePickleError: It names anything else, or costs too much. Nothing was called.
         CorruptCheckpointError: It is cut short or not a pickle.
     """
-    return _Machine(memoryview(data).toreadonly().cast("B"), file).run()
+    return _Machine(memoryview(data).toreadonly().cast("B"), file, vocabulary).run()
 
 
 class _Machine:
     """Hold a stack, the starts of its open sequences, and the memo."""
 
-    def __init__(self, data: memoryview, file: str) -> None:
-        self._data, self._file = data, file
+    def __init__(self, data: memoryview, file: str, vocabulary: Vocabulary) -> None:
+        self._data, self._file, self._vocabulary = data, file, vocabulary
         self._position = 0
         self._stack: list[Any] = []
         self._marks: list[int] = []
@@ -217,7 +228,7 @@ class _Machine:
             kind = type(key)
             # The hash of other keys could be slow, deep, or chosen so that all of them collide.
             small = kind is int and -_LARGEST_KEY < key < _LARGEST_KEY
-            if not (kind is str or small or kind is LocalTensorIndex):
+            if not (kind is str or small or kind in self._vocabulary.keys):
                 self._refuse(f"{describe(key)} as the key of a dict")
             if key in target:
                 self._refuse("the same key twice in a dict")
@@ -228,9 +239,9 @@ class _Machine:
         inert = False
         for item in items:
             kind = type(item)
-            if kind in ATOMS or kind is np.ndarray or kind is LocalTensorMetadata or kind is LocalTensorIndex:
+            if kind in ATOMS or kind is np.ndarray or kind in self._vocabulary.records:
                 continue
-            if kind is tuple and is_flat(item):
+            if kind is tuple and (is_flat(item) or is_named_array(item)):
                 continue
             if kind not in INERT or kind is Unfinished or kind is Arguments:
                 self._refuse(f"{describe(item)} in a tuple")
@@ -256,14 +267,14 @@ class _Machine:
         # Lists in lists, each twice, are small in a file and endless for whoever walks through them.
         if kind is list or kind is dict or kind is Unfinished or kind is Arguments:
             self._refuse(f"{describe(value)} referred to more than once, or from within itself")
-        if kind is tuple and (len(value) > _LONGEST_SHARED_TUPLE or not is_flat(value)):
+        if kind is tuple and (len(value) > _LONGEST_SHARED_TUPLE or not (is_flat(value) or is_named_array(value))):
             self._refuse(f"a tuple that is long or nested, of length {len(value)}, referred to more than once")
         if (kind is str or kind is memoryview) and len(value) > _LONGEST_SHARED_TEXT:
             self._refuse(f"{describe(value)} of length {len(value)} referred to more than once")
         self._stack.append(value)
 
     def _find(self, module: Any, name: Any) -> None:
-        symbol = NAMES.get((module, name)) if type(module) is str and type(name) is str else None
+        symbol = self._vocabulary.names.get((module, name)) if type(module) is str and type(name) is str else None
         if symbol is None:
             described = ".".join(x[:80] if type(x) is str else describe(x) for x in (module, name))
             self._refuse(f"the name {described!r} is not among those of plain data")

@@ -9,7 +9,7 @@ Tested in tests/foreign/test_pickle_reader.py and tests/attacks/test_pickles.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +30,22 @@ class Symbol:
 
     name: str
     call: Callable[[tuple[Any, ...]], Any] | None = None
-    make: Callable[[], Unfinished] | None = None
+    make: Callable[[], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Say what the pickles of one program may name.
+
+    Attributes:
+        names: (module, name) as a pickle writes it -> what it stands for here.
+        records: The classes of what is made, of which tuples may be.
+        keys: Those of them that may be keys of dicts.
+    """
+
+    names: Mapping[tuple[str, str], Symbol]
+    records: frozenset[type]
+    keys: frozenset[type]
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,11 @@ INERT = frozenset({Symbol, Arguments, Unfinished, memoryview, *(type(np.dtype(na
 def is_flat(value: tuple[Any, ...]) -> bool:
     """Return whether a tuple holds atoms alone."""
     return all(type(item) in ATOMS for item in value)
+
+
+def is_named_array(value: tuple[Any, ...]) -> bool:
+    """Return whether a tuple is what ``paddle.save`` makes of a tensor inside a list or dict: its name, its array."""
+    return len(value) == 2 and type(value[0]) is str and type(value[1]) is np.ndarray
 
 
 def describe(value: Any) -> str:
@@ -172,6 +192,12 @@ def _no_bytes(arguments: tuple[Any, ...]) -> Any:
     return memoryview(b"")
 
 
+def _named_array(arguments: tuple[Any, ...]) -> Any:
+    if len(arguments) != 1 or type(arguments[0]) is not tuple or not is_named_array(arguments[0]):
+        raise UnsafePickleError("tuple with other arguments than a pair of a name and an array")
+    return arguments[0]
+
+
 def _is_integers(value: Any) -> bool:
     return type(value) is tuple and len(value) <= _MAX_AXES and all(map(_is_integer, value))
 
@@ -258,13 +284,15 @@ def _record(cls: type) -> Callable[[], Unfinished]:
 NDARRAY = Symbol("numpy.ndarray")
 
 
-# (module, name) as a pickle writes it -> what it stands for here. There are names of numpy 1 and numpy 2.
-NAMES = MappingProxyType(
+# There are names of numpy 1 and numpy 2.
+_NAMES = MappingProxyType(
     {
         ("numpy", "ndarray"): NDARRAY,
         ("numpy", "dtype"): Symbol("dtype", _dtype),
         ("_codecs", "encode"): Symbol("encode", _encode),
         ("__builtin__", "bytes"): Symbol("bytes", _no_bytes),
+        ("builtins", "tuple"): Symbol("tuple", _named_array),
+        ("__builtin__", "tuple"): Symbol("tuple", _named_array),
     }
     | {
         (f"{core}.{module}", name): Symbol(name, function)
@@ -281,3 +309,4 @@ NAMES = MappingProxyType(
         for cls in _FIELDS
     }
 )
+PADDLE = Vocabulary(_NAMES, frozenset({LocalTensorMetadata, LocalTensorIndex}), frozenset({LocalTensorIndex}))

@@ -38,6 +38,12 @@ class SlicedSave(SaveHandle):
         self._save: OpenSave | None = save
         self._left = time.perf_counter()
         self._elsewhere = 0.0
+        self._hook = Undo()
+
+    @property
+    def is_staged(self) -> bool:
+        """Return whether there is nothing more to stage: :meth:`finish_staging` or :meth:`give_up` was called."""
+        return self._save is None
 
     def stage_next(self) -> bool:
         """Stage one slice more: at most ``slice_bytes``. Call it between micro-steps; ranks do not wait for each other.
@@ -61,8 +67,7 @@ class SlicedSave(SaveHandle):
             ValidationError: The state has changed meanwhile, or replicas differ that have to be equal.
             CheckpointError: A rank could not stage its share. Nothing is saved.
         """
-        save = self._come_back()
-        self._save = None
+        save = self._close()
         try:
             save.hand_over(self, self._elsewhere)
         except CheckpointError as error:
@@ -75,24 +80,22 @@ class SlicedSave(SaveHandle):
         """Have the next ``optimizer.step()`` call :meth:`finish_staging` first. Nothing else of it is changed.
 
         Returns:
-            What takes the hook back before that: ``put_back()``.
+            What takes the hook back before that: ``put_back()``. So does the end of the staging, whoever calls it.
         """
-        undo, step = Undo(), optimizer.step
+        self._hook.put_back()
+        step = optimizer.step
 
         def finish_and_step(*arguments: Any, **options: Any) -> Any:
-            undo.put_back()
             if self._save is not None:
                 self.finish_staging()
             return step(*arguments, **options)
 
-        undo.set(optimizer, "step", finish_and_step)
-        return undo
+        self._hook.set(optimizer, "step", finish_and_step)
+        return self._hook
 
     def give_up(self) -> None:
         """Do not save after all. Every rank calls this in place of :meth:`finish_staging`."""
-        save = self._come_back()
-        self._save = None
-        save.give_up()
+        self._close().give_up()
         self.seen = True
         self.finish(CheckpointError(f"the save of id {self.unique_id} to {self.path!r} was given up"))
 
@@ -107,6 +110,11 @@ class SlicedSave(SaveHandle):
                 [f"the save of id {self.unique_id} to {self.path!r} is not staged. Remedy: call finish_staging() first"]
             )
         return super().wait(timeout)
+
+    def _close(self) -> OpenSave:
+        save, self._save = self._come_back(), None
+        self._hook.put_back()
+        return save
 
     def _come_back(self) -> OpenSave:
         if self._save is None:

@@ -1,8 +1,5 @@
 """Collect what the manager saves: shards of model, optimizer and caller, the run's extra state, its record.
 
-The record is one small tensor among those of the extra state, ``extra_state.manager``: step, time and metrics, as JSON.
-It is all that retention and the choice of the best checkpoint have to read.
-
 Tested in tests/manager/test_manager.py and tests/manager/test_check.py.
 """
 
@@ -14,22 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from paddle_flexckpt.catalog import EXTRA_STATE, CorruptCheckpointError, Problem, ValidationError
+from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
 from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.engine.options import GROUP, SHARDS, encode_options, same_on_all_ranks
+from paddle_flexckpt.engine.step_record import RECORD, StepRecord
 from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.sources import check_state
 from paddle_flexckpt.live.state import flatten_state_dict
-from paddle_flexckpt.manager.policies import StepRecord
 from paddle_flexckpt.parallel import install, optimizer_sharded_state_dict
 from paddle_flexckpt.parallel.state_creation import no_new_states
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
-from paddle_flexckpt.run_state.portable import decode, encode
 
-RECORD = f"{EXTRA_STATE}manager"
-_VERSION = 1
 _TAKEN = ("lr_scheduler", "scaler", "step", "rng", "dataloader")
 OWN_OBJECTS = {
     **dict.fromkeys(("model", "optimizer", "state"), SHARDS),
@@ -57,7 +49,7 @@ class StepContents:
         """
         answered = agree_and_collect(answers, context)
         check_same_metrics(ranks, [each["metrics"] for each in answered], context)
-        self.shards[RECORD] = encode_record(StepRecord(step, answered[0]["time"], self.metrics))
+        self.shards[RECORD] = StepRecord(step, answered[0]["time"], self.metrics).encode()
 
 
 def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -170,33 +162,6 @@ def agree_and_collect(answers: list[bytes], context: str) -> list[Any]:
         ValidationError: Heads differ; the same on every rank.
     """
     return [json.loads(text) for text in check_heads(answers, context)[0]]
-
-
-def encode_record(record: StepRecord) -> np.ndarray:
-    """Return the record as it is saved: uint8 ``[bytes]``, the same on every rank."""
-    text = encode(
-        {"version": _VERSION, "step": record.step, "time": record.time, "metrics": dict(record.metrics)}, RECORD
-    )
-    return np.frombuffer(text, dtype=np.uint8).copy()
-
-
-def decode_record(array: np.ndarray) -> StepRecord:
-    """Return the record of :func:`encode_record`.
-
-    Raises:
-        CorruptCheckpointError: It is not one.
-        ValidationError: It is one of a newer version.
-    """
-    fields = decode(array.tobytes(), RECORD)
-    try:
-        if fields["version"] != _VERSION:
-            raise ValidationError(
-                [f"{RECORD} is of version {fields['version']!r}; this library reads {_VERSION}. Remedy: update it"]
-            )
-        metrics = {str(name): float(value) for name, value in fields["metrics"].items()}
-        return StepRecord(int(fields["step"]), float(fields["time"]), metrics)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise CorruptCheckpointError(f"{RECORD} is damaged: {error!r}") from error
 
 
 def given(options: Mapping[str, Any]) -> dict[str, bool]:

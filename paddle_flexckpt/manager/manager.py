@@ -14,7 +14,7 @@ from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.engine.options import GROUP, encode_options, same_on_all_ranks, takes
 from paddle_flexckpt.live.communicator import communicator_for
-from paddle_flexckpt.live.save_options import CheckReplicas, ReplicaPolicies
+from paddle_flexckpt.live.save_options import CheckReplicas, ReplicaPolicies, SaveOptions
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager.contents import (
     OWN_OBJECTS,
@@ -77,6 +77,8 @@ class CheckpointManager:
         keep: KeepPolicy | Sequence[KeepPolicy] = (),
         process_group: Any = None,
         async_save: bool | BackgroundWriter = False,
+        slice_bytes: int | None = None,
+        staging_bytes: int | None = None,
         preemption_signals: Iterable[int] = (signal.SIGTERM,),
         model: Any = None,
         optimizer: Any = None,
@@ -93,6 +95,9 @@ class CheckpointManager:
                 :func:`~paddle_flexckpt.manager.policies.steps_to_remove`). Without policies nothing ever is.
             process_group: The ranks that take part, as in :func:`save_state_dict`.
             async_save: Whether saves run in the background, as in :func:`save_state_dict`.
+            slice_bytes: As in :func:`save_state_dict`, for saves in the background that are given an optimizer. Call
+                :meth:`stage_next` between micro-steps; the next ``optimizer.step()`` copies what is left first.
+            staging_bytes: As in :func:`save_state_dict`, for saves in the background.
             preemption_signals: Signals that say that this process will soon be ended. They are caught, until
                 :meth:`close`: the loop saves at its next step and stops. That needs the main thread.
             model: What :meth:`save` will be given; so are ``optimizer``, ``lr_scheduler``, ``scaler`` and ``state``.
@@ -103,7 +108,7 @@ class CheckpointManager:
         """
         options = locals()
         self._comm = communicator_for(process_group)
-        self._async_save = async_save
+        self._async_save, self._slice_bytes, self._staging_bytes = async_save, slice_bytes, staging_bytes
         self._pending = PendingSteps(self._comm)
         self._closed = False
         # Steps that a restore has found damaged: a save may replace them.
@@ -113,6 +118,7 @@ class CheckpointManager:
         def open_root() -> tuple[None, bytes]:
             if not isinstance(async_save, (bool, BackgroundWriter)):
                 raise ValidationError([f"async_save has to be a bool or a BackgroundWriter; got {async_save!r}"])
+            SaveOptions(async_save=async_save, slice_bytes=slice_bytes, staging_bytes=staging_bytes).check()
             self._steps = StepDirectories(root)
             self.path = self._steps.path
             self._keep = check_policies("keep", keep, KeepPolicy)
@@ -127,6 +133,7 @@ class CheckpointManager:
                 save_when=repr(policies),
                 keep=repr(self._keep),
                 async_save=bool(async_save),
+                slice_bytes=slice_bytes is not None,
                 preemption_signals=sorted(map(int, numbers)),
                 **given(options),
             )
@@ -218,7 +225,7 @@ class CheckpointManager:
             save_replicas: As in :func:`save_state_dict`, like ``check_replicas``.
 
         Returns:
-            A SaveReport; without ``blocking`` a SaveHandle.
+            A SaveReport; without ``blocking`` a SaveHandle, with ``slice_bytes`` and an optimizer a SlicedSave.
 
         Raises:
             ValidationError: What is to be saved is not sound, the step is there already, or metrics differ between
@@ -256,18 +263,28 @@ class CheckpointManager:
                 save_replicas=save_replicas,
                 check_replicas=check_replicas,
                 async_save=(self._async_save or True) if background else False,
+                # Without an optimizer nothing tells when the state begins to change.
+                slice_bytes=self._slice_bytes if background and optimizer is not None else None,
+                staging_bytes=self._staging_bytes if background else None,
             )
         except CheckpointError as error:
             self._steps.give_up(step, error, bool(self._keep))
             raise
         if isinstance(report, SaveHandle):
-            self._pending.add(step, report)
+            self._pending.add(step, report, optimizer)
         else:
             self._damaged.discard(step)
         self._schedule.note(step, saved=True)
         state_of_new = "on its way" if background else "complete"
         self._retain(f"the checkpoint of step {step} is {state_of_new}", None if background else step)
         return report
+
+    def stage_next(self) -> bool:
+        """Copy at most ``slice_bytes`` of a save that is staged in slices, between micro-steps; communicate nothing.
+
+        Returns whether there is more to copy; without such a save, False.
+        """
+        return self._pending.stage_next()
 
     def wait(self) -> None:
         """Wait for the saves in the background, and remove what need not be kept any longer.

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.sliced_saves import SlicedSave
 
 # One byte for each save, in a message of each rank.
 _RUNNING, _ENDED, _FAILED = range(3)
 
 
 class PendingSteps:
-    """Track the saves in the background. Every rank has the same ones: only :meth:`collect` communicates."""
+    """Track the saves in the background. Every rank has the same ones. Two methods communicate, and say so."""
 
     def __init__(self, comm: Communicator) -> None:
         """Take the ranks that save."""
@@ -26,20 +27,43 @@ class PendingSteps:
         """Return their steps."""
         return {step for step, _ in self._saves}
 
-    def add(self, step: int, handle: SaveHandle) -> None:
-        """Note a save that has begun."""
+    def add(self, step: int, handle: SaveHandle, optimizer: Any = None) -> None:
+        """Note a save that has begun; of one in slices, have the next ``optimizer.step()`` stage what is left first."""
+        if optimizer is not None and isinstance(handle, SlicedSave):
+            handle.finish_before(optimizer)
         self._saves.append((step, handle))
 
-    def collect(self, context: str, wait_for: int | Literal["all"] | None = None) -> None:
-        """Forget those that have ended on all ranks, after waiting for those of a step, or all.
+    def stage_next(self) -> bool:
+        """Stage a slice of the save that is being staged in slices; return whether there is more, False without one."""
+        return any([save.stage_next() for save in self._unstaged()])
 
-        Without any, nothing is communicated.
+    def finish_staging(self) -> None:
+        """Stage what is left of it. One collective, and none without such a save.
+
+        Raises:
+            CheckpointError: As of :meth:`SlicedSave.finish_staging`.
+        """
+        for save in self._unstaged():
+            save.finish_staging()
+
+    def _unstaged(self) -> list[SlicedSave]:
+        return [handle for _, handle in self._saves if isinstance(handle, SlicedSave) and not handle.is_staged]
+
+    def collect(self, context: str, wait_for: int | Literal["all"] | None = None) -> None:
+        """Forget those that have ended on all ranks, after waiting for those of a step, or all. Communicates.
+
+        What is not staged is staged first. Without any save, nothing is communicated.
 
         Raises:
             CheckpointError: One has failed that nobody was told of; the same on every rank, once.
         """
         if not self._saves:
             return
+        for save in self._unstaged():
+            try:
+                save.finish_staging()
+            except CheckpointError:
+                save.seen = False  # told below, as the failures of other saves are
 
         def look() -> tuple[None, bytes]:
             for step, handle in self._saves:

@@ -9,29 +9,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.engine.step_record import StepRecord
 
 Mode = Literal["min", "max"]
 Policy = TypeVar("Policy")
-
-
-@dataclass(frozen=True)
-class StepRecord:
-    """Hold what is known about the checkpoint of one step without reading its tensors.
-
-    Attributes:
-        step: Training step.
-        time: When it was saved, in seconds since the epoch, by the coordinator's clock.
-        metrics: What it was saved with.
-    """
-
-    step: int
-    time: float
-    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class _Checked:

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from typing import Literal, Union
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError, ValidationError
-from paddle_flexckpt.engine.whole_tensors import iterate_tensors
+from paddle_flexckpt.engine.step_record import RECORD, StepRecord, read_record
 from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination, open_to_save
-from paddle_flexckpt.manager.contents import RECORD, decode_record
-from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, StepRecord, best_first, steps_to_remove
+from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, best_first, steps_to_remove
 from paddle_flexckpt.media.backend import Backend, Location, exists, map_files, write_file
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.media.local import LocalBackend
@@ -123,12 +122,9 @@ class StepDirectories:
             return known
         try:
             with LockedManifest(SourceDirectory(directory), UNIQUE_ID, [RECORD]) as manifest:
-                record = None
-                if RECORD in manifest.catalog.keys:
-                    ((_, array),) = iterate_tensors(directory, manifest, names=[RECORD])
-                    record = decode_record(array)
-                    if record.step != step:
-                        raise CorruptCheckpointError(f"{directory.path} is the checkpoint of step {record.step}")
+                record = read_record(directory, manifest)
+                if record is not None and record.step != step:
+                    raise CorruptCheckpointError(f"{directory.path} is the checkpoint of step {record.step}")
                 return _Known(manifest.save_token, record)
         except (CorruptCheckpointError, ValidationError) as error:
             logger.warning(f"the checkpoint of step {step} is damaged, and is left alone: {error}")

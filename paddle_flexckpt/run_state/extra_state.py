@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
+from paddle_flexckpt.catalog.portable import decode, encode
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.engine.options import GROUP, PATH, same_on_all_ranks
@@ -41,7 +42,6 @@ from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import empty_tensors
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.directory import LockedManifest
-from paddle_flexckpt.run_state.portable import decode, encode
 from paddle_flexckpt.run_state.random_state import collect_random_state, restore_random_state
 
 _PREFIX = EXTRA_STATE
@@ -95,7 +95,7 @@ def collect_extra_state(
         Names to CPU tensors (those in ``more`` as they are).
 
     Raises:
-        ValidationError: A value is not portable (see :mod:`~paddle_flexckpt.run_state.portable`).
+        ValidationError: A value is not portable (see :mod:`~paddle_flexckpt.catalog.portable`).
     """
     tensors: dict[str, Any] = {}
     rank = _rank()

@@ -13,7 +13,7 @@ import numpy as np
 
 
 def collect_random_state() -> dict[str, Any]:
-    """Return the state of every generator, as values that :mod:`~paddle_flexckpt.run_state.portable` takes."""
+    """Return the state of every generator, as values that :mod:`~paddle_flexckpt.catalog.portable` takes."""
     version, words, gauss = random.getstate()
     return {
         "python": {"version": version, "words": np.asarray(words, dtype=np.uint32), "gauss": gauss},

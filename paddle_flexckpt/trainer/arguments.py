@@ -9,7 +9,7 @@ from typing import Any, Literal, Optional
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.options import LoadOptions
-from paddle_flexckpt.live.save_options import CheckReplicas
+from paddle_flexckpt.live.save_options import CheckReplicas, SaveOptions
 from paddle_flexckpt.native.checksums import VerifyMode
 
 FLEX = "flex_checkpoint"
@@ -59,6 +59,15 @@ class FlexTrainingArguments:
         "aoa_statements, or the path of a JSON or YAML file.",
     )
     flex_async_save: bool = _flag(False, "Write checkpoints in the background; training stops for one copy in memory.")
+    flex_slice_bytes: Optional[int] = _flag(  # noqa: UP045
+        None,
+        "With flex_async_save: copy nothing in the save, so many bytes between the micro-steps of the next step "
+        "(gradient_accumulation_steps), and what is left before its optimizer's.",
+    )
+    flex_staging_bytes: Optional[int] = _flag(  # noqa: UP045
+        None,
+        "With flex_async_save: take no more memory for the copy, 67108864 at least; the save waits for writes then.",
+    )
     flex_verify: str = _flag("read", "Checksums on load. read: of blocks read whole. full: of all blocks. off: none.")
     flex_strict: str = _flag(
         "missing",
@@ -95,6 +104,7 @@ class TrainerOptions:
         load: Whether they are loaded by it.
         aoa_config: As of :func:`load_state_dict`.
         async_save: Whether saves are written in the background.
+        slice_bytes: As of :func:`save_state_dict`; so is ``staging_bytes``.
         verify: As of :func:`load_state_dict`; so is ``strict``.
         fallback: Whether an older checkpoint may serve.
         export_hf: Whether weights are exported after each save.
@@ -109,6 +119,8 @@ class TrainerOptions:
     load: bool = False
     aoa_config: str | Mapping[str, Any] | None = None
     async_save: bool = False
+    slice_bytes: int | None = None
+    staging_bytes: int | None = None
     verify: VerifyMode = "read"
     strict: bool | Literal["missing", "unexpected"] = "missing"
     fallback: bool = False
@@ -118,6 +130,10 @@ class TrainerOptions:
     cast: bool = False
     convert_master_weights: bool = False
     ignore_optimizer_states: bool = False
+
+    def staging(self) -> dict[str, Any]:
+        """Return how a save is staged: options of :func:`save_state_dict`."""
+        return {name: getattr(self, name) for name in ("async_save", "slice_bytes", "staging_bytes")}
 
     def loading(self) -> LoadOptions:
         """Return the options of :func:`load_state_dict`."""
@@ -156,11 +172,16 @@ def options_of(args: Any) -> TrainerOptions:
         config = _aoa_config(getattr(args, "aoa_config", None))
     except ValueError as error:
         problems.append(str(error))
-    if problems:
-        raise ValidationError(problems, "training arguments")
     switches = {name: bool(getattr(args, f"flex_{name}", False)) for name in _SWITCHES}
     # PaddleFormers' own name for the same.
     switches["save_replicas"] |= bool(getattr(args, "replicate_saved_into_local", False))
+    sizes: dict[str, Any] = {name: getattr(args, f"flex_{name}", None) for name in ("slice_bytes", "staging_bytes")}
+    try:
+        SaveOptions(async_save=switches["async_save"], **sizes).check()
+    except ValidationError as error:
+        problems.append(f"--flex_async_save {int(switches['async_save'])}: {error}")
+    if problems:
+        raise ValidationError(problems, "training arguments")
     return TrainerOptions(
         save=save,
         load=load,
@@ -169,6 +190,7 @@ def options_of(args: Any) -> TrainerOptions:
         strict=_STRICT[strict],
         check_replicas=_REPLICAS[replicas.lower()],
         **switches,
+        **sizes,
     )
 
 
@@ -218,6 +240,13 @@ def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
                 "--flex_fallback: the semi-automatic trainer (--enable_auto_parallel) reads its step before the "
                 "tensors, and cannot go back to another. Remedy: leave it out; where a checkpoint is damaged, the "
                 "error names it, and --resume_from_checkpoint can name the one before it",
+            )
+        )
+        rules.append(
+            (
+                getattr(args, "flex_slice_bytes", None) is not None,
+                "--flex_slice_bytes: the semi-automatic trainer (--enable_auto_parallel) may step in a static graph, "
+                "where nothing can be copied before. Remedy: leave it out",
             )
         )
         remedy = f"is of the trainer's own format; {flag} has one for all. Remedy: leave it out"

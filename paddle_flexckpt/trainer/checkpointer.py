@@ -6,6 +6,7 @@ A save, on all ranks:
 2. The trainer's own ``_save_checkpoint`` writes its small files (configuration, tokenizer, state), and no tensors.
 3. The coordinator makes these durable.
 4. Model, optimizer and extra state are saved as one checkpoint; its manifest is the commit.
+   In slices it is copied later: by callbacks of the trainer, between micro-steps and before its optimizer's step.
 5. What comes after a commit: the export, the signal of the job's scheduler, rotation. For a save in the background this
    is done when it is collected: at the next save, or at the end of the training.
 Tested in tests/trainer/test_trainer.py.
@@ -174,14 +175,14 @@ class TrainerCheckpointer:
             return self._contents(everything), b""
 
         shards, _ = self._comm.together(contents, context)
-        report = self._write(shards, path, options.async_save)
+        report = self._write(shards, path, **options.staging())
         if isinstance(report, SaveHandle):
             self._pending.add(step, report)
         else:
             self._committed([step])
         return result
 
-    def _write(self, shards: dict[str, Any], path: Path, async_save: bool) -> SaveReport | SaveHandle:
+    def _write(self, shards: dict[str, Any], path: Path, **staging: Any) -> SaveReport | SaveHandle:
         """Save shards as the checkpoint in a directory of the trainer's."""
         return save_state_dict(
             shards,
@@ -189,10 +190,22 @@ class TrainerCheckpointer:
             self._comm,
             unique_id=UNIQUE_ID,
             step=int(self._trainer.state.global_step),
-            async_save=async_save,
             save_replicas=self.options.save_replicas,
             check_replicas=self.options.check_replicas,
+            **staging,
         )
+
+    def stage_next(self) -> None:
+        """Copy a slice of a save that is staged in slices; without one, do nothing. Communicates nothing."""
+        self._pending.stage_next()
+
+    def finish_staging(self) -> None:
+        """Copy what is left of it: the state is about to change.
+
+        Raises:
+            CheckpointError: It could not be copied, or has changed already; nothing is saved.
+        """
+        self._pending.finish_staging()
 
     def _collect(self, context: str, wait_for: Any = None) -> None:
         """Finish the background saves that have ended, or all that are waited for."""
@@ -328,7 +341,7 @@ class TrainerCheckpointer:
         context = f"cannot save the model to {path}"
         self._on_coordinator(context, mark_directory, path, int(self._trainer.state.global_step))
         shards, _ = self._comm.together(lambda: (dict(model_shards(self._trainer)), b""), context)
-        self._write(shards, path, async_save=False)
+        self._write(shards, path)
         self._on_coordinator(context, write_small_files, self._trainer, path)
 
     def restore_average(self) -> None:

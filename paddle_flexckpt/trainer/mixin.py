@@ -56,7 +56,7 @@ class FlexTrainerMixin:
             resume_from_checkpoint = flex.resolve(resume_from_checkpoint)
         self._flex_resuming = resume_from_checkpoint if flex.options.load else None
         try:
-            with keep_best_model(self, flex):
+            with keep_best_model(self, flex), stage_between_steps(self, flex):
                 result = upstream(resume_from_checkpoint, *args, **kwargs)
         finally:
             self._flex_resuming = None
@@ -232,10 +232,7 @@ def keep_best_model(trainer: Any, flex: TrainerCheckpointer) -> Iterator[None]:
 
 def _callbacks(trainer: Any, flex: TrainerCheckpointer) -> tuple[Any, Any]:
     """Return the first and the last of the trainer's callbacks."""
-    kinds = [cls for callback in trainer.callback_handler.callbacks for cls in type(callback).__mro__]
-    base: Any = next((cls for cls in kinds if cls.__name__ == "TrainerCallback"), None)
-    if base is None:
-        raise TypeError(f"{type(trainer).__name__} has no callbacks derived from TrainerCallback")
+    base = _callback_class(trainer)
 
     class First(base):  # type: ignore[misc, valid-type]
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -250,3 +247,38 @@ def _callbacks(trainer: Any, flex: TrainerCheckpointer) -> tuple[Any, Any]:
             args.load_best_model_at_end = False
 
     return First(), Last()
+
+
+@contextlib.contextmanager
+def stage_between_steps(trainer: Any, flex: TrainerCheckpointer) -> Iterator[None]:
+    """Copy saves with ``slice_bytes`` between micro-steps, and what is left before the optimizer's, in this context.
+
+    The trainer may call ``_step()`` of a hybrid optimizer and move offloaded states before, so its callbacks are what
+    tells, not the optimizer.
+    """
+    if not flex.options.save or flex.options.slice_bytes is None:
+        yield
+        return
+
+    class Slices(_callback_class(trainer)):  # type: ignore[misc]
+        def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            flex.stage_next()
+
+        def on_optimizer_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            flex.finish_staging()
+
+    slices, callbacks = Slices(), trainer.callback_handler.callbacks
+    callbacks.insert(0, slices)
+    try:
+        yield
+    finally:
+        callbacks.remove(slices)
+
+
+def _callback_class(trainer: Any) -> Any:
+    """Return the class that the trainer's callbacks are derived from."""
+    kinds = [cls for callback in trainer.callback_handler.callbacks for cls in type(callback).__mro__]
+    base = next((cls for cls in kinds if cls.__name__ == "TrainerCallback"), None)
+    if base is None:
+        raise TypeError(f"{type(trainer).__name__} has no callbacks derived from TrainerCallback")
+    return base

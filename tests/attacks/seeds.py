@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from collections.abc import Callable
@@ -100,9 +101,25 @@ def metadata() -> list[bytes]:
 
 def distcp() -> list[bytes]:
     arrays = {"w": np.arange(6, dtype=np.float32), "v": np.arange(3)}
-    return [pickle.dumps(arrays, protocol) for protocol in (2, 4, 5)] + [
+    return [pickle.dumps(arrays, protocol) for protocol in (3, 4, 5)] + [
         pickle.dumps({**arrays, "StructuredToParameterName@@": {"w": "linear_0.w_0"}}, 4)
     ]
+
+
+def paddle_pickles() -> list[bytes]:
+    nested = {"master_weights": {"linear_0.w_0": np.zeros(2)}, "LR_Scheduler": {"last_epoch": 3}, "l": [1]}
+    columns = np.asfortranarray(np.zeros((2, 3)))
+    return [*distcp()[1:], *(pickle.dumps({**nested, "c": columns}, protocol) for protocol in (2, 4))]
+
+
+def archives() -> list[bytes]:
+    made = []
+    for arrays in ({"w": np.arange(6.0).reshape(2, 3)}, {"c": np.asfortranarray(np.zeros((2, 3))), "s": np.int64(3)}):
+        for save in (np.savez, np.savez_compressed):
+            target = io.BytesIO()
+            save(target, **arrays)
+            made.append(target.getvalue())
+    return made
 
 
 def foreign() -> list[bytes]:
@@ -159,6 +176,8 @@ FILES: dict[str, Callable[[], dict[str, bytes]]] = {
     "foreign": lambda: {"0.metadata": metadata()[3]},
     "index": _indexed,
     "weights": dict,
+    "paddle_pickle": dict,
+    "npz": dict,
     "unified": _unified,
 }
 
@@ -183,12 +202,19 @@ DATA_FILE_WORDS = (
     *HEADER_WORDS, b'"shards":"', b'\\"flattened_range\\": ', b'\\"global_shape\\": [', b"null", b'"unique_id":"1"',
     b'"world_size":"', b'"step":"', b'"format_version":"2"', b"[1, 1]",
 )  # fmt: skip
+ARCHIVE_WORDS = (
+    b"PK\1\2", b"PK\3\4", b"PK\5\6", b"PK\6\6", b"PK\6\7", b"\xff" * 2, b"\xff" * 4, b"\1\0\x10\0", bytes(8),
+    b"w.npy", b"../w.npy", b"\x93NUMPY\1\0", b"\x93NUMPY\2\0", b"'descr'", b"'<f4'", b"'|O'", b"'<V2'", b"True",
+    b"[('a', '<f4')]", b"False", b"(2,)", b"()", b"(2, 3)", b"'shape'", b"-1", b"999999999999999999", b"(", b")",
+    b",", b"}", b" ", b"\n", b"\x08\0",
+)  # fmt: skip
 PICKLE_WORDS = (
     *(bytes([code]) for code in b"(N])}.tbaesuR\x81\x85\x86\x87\x88\x89\x93\x94KJMGhjqr"),
     named(NEW, "Metadata") + b")\x81", named(NEW, "LocalTensorMetadata") + b")\x81",
     named(OLD, "LocalTensorIndex") + b")\x81", named("numpy._core.multiarray", "scalar"),
     named("numpy._core.numeric", "_frombuffer"), named("_codecs", "encode"), named("os", "system"), DTYPE,
     array(b"K\x01\x85"), short("w"), short("global_offset"), short("flattened_range"), short("0_0.distcp"),
+    named("builtins", "tuple"), short("StructuredToParameterName@@"), short("UnpackBigParamInfor@@"),
     b"C\x04\0\0\0\0", b"]\x94", b"}\x94", b"h\x00", b"K\xff", b"J\xff\xff\xff\xff", b"\x8a\x10" + b"\x7f" * 16,
     b"\x8e\xff\xff\xff\xff\xff\xff\xff\x7f", b"\x95\0\0\0\0\0\0\0\0", b"X\xff\xff\xff\x7f", b"B\xff\xff\xff\xff",
 )  # fmt: skip

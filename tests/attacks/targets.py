@@ -194,6 +194,16 @@ def _read_weights(data: bytes) -> None:
         _read_manifest_of(path)
 
 
+def _read_paddle_pickle(data: bytes) -> None:
+    with _in_place(_directory("paddle_pickle") / "model.pdparams", data) as path:
+        _read_manifest_of(path)
+
+
+def _read_npz(data: bytes) -> None:
+    with _in_place(_directory("npz") / "model.npz", data) as path:
+        _read_manifest_of(path)
+
+
 def _read_states_of_a_rank(data: bytes) -> None:
     with _in_place(_directory("unified") / "optimizer.tp01.safetensors", data) as path:
         _read_manifest_of(path)
@@ -220,6 +230,8 @@ TARGETS = {
         Target("pickle", _read_pickle, seeds.pickles, seeds.PICKLE_WORDS),
         Target("metadata", _read_metadata, seeds.metadata, seeds.PICKLE_WORDS),
         Target("distcp", _read_distcp, seeds.distcp, seeds.PICKLE_WORDS),
+        Target("paddle_pickle", _read_paddle_pickle, seeds.paddle_pickles, seeds.PICKLE_WORDS),
+        Target("npz", _read_npz, seeds.archives, seeds.ARCHIVE_WORDS),
         Target("index", _read_index, seeds.indices, seeds.INDEX_WORDS),
         Target("weights", _read_weights, seeds.weights, seeds.HEADER_WORDS, has_length=True),
         Target("rank_states", _read_states_of_a_rank, seeds.states_of_a_rank, seeds.HEADER_WORDS, has_length=True),

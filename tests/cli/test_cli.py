@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import json
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 
+from paddle_flexckpt.cli.arguments import byte_count
 from paddle_flexckpt.cli.main import main
 from tests.engine.samples import save, values_of
 
@@ -59,6 +61,36 @@ def test_show_prints_values_and_statistics(checkpoint, tmp_path, capsys):
         ("v[0]", "flexckpt show: there is no such key (key 'v')"),
     ):
         assert words in failed(capsys, "show", path, wrong)
+
+
+def test_inspect_prints_json(checkpoint, capsys):
+    path, _ = checkpoint
+    report = json.loads(printed(capsys, "inspect", path, "--json"))
+    assert (report["path"], report["unique_id"], report["world_size"], report["format"]) == (path, 0, 3, "flexckpt")
+    assert len(report["tensors"]) == 4
+    tensor = report["tensors"]["model.layers.0.w"]
+    assert (tensor["dtype"], tensor["shape"], tensor["order"]) == ("float32", [4, 6], None)
+    assert [shard["global_offset"] for shard in tensor["shards"]] == [[0, 0], [0, 2], [0, 4]]
+    assert [(shard["local_shape"], shard["bytes"], shard["rank"]) for shard in tensor["shards"]] == [
+        ([4, 2], 32, rank) for rank in range(3)
+    ]
+    assert list(json.loads(printed(capsys, "inspect", path, "--json", "--key", "model.norm"))["tensors"]) == [
+        "model.norm"
+    ]
+    assert "such as ['model.layers.1.w'" in failed(capsys, "inspect", path, "--json", "--key", "model.layer.1.w")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("4096", 4096), ("5GB", 5 * 10**9), ("5 GiB", 5 << 30), ("1.5mib", 3 << 19), ("2K", 2000)]
+)
+def test_sizes_are_written_as_people_write_them(text, count):
+    assert byte_count(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "5XB", "GiB", "1e3", "5 Gib per s"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="number of bytes such as 5GiB"):
+        byte_count(text)
 
 
 def test_digest_prints_a_line_for_each_tensor(checkpoint, tmp_path, capsys):

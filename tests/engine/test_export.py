@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from paddle_flexckpt import export_safetensors
 from paddle_flexckpt.aoa import compile_program
@@ -23,6 +27,7 @@ from paddle_flexckpt.media.local import LocalBackend, LocalOutputFile
 from paddle_flexckpt.native.reader import FileReader
 from tests.engine.samples import SHAPES, save, values_of
 from tests.native.samples import flip
+from tests.property import examples
 
 # complex128 has no code in safetensors.
 KINDS = {f"m.{name}": (name, SHAPES[i % 4]) for i, name in enumerate(DTYPES) if name != "complex128"}
@@ -202,6 +207,95 @@ def test_one_tensor_and_a_tile_are_in_memory(tmp_path, monkeypatch):
         assert size < peak < 2 * size
     found = load_file(tmp_path / "out0" / "model-00006-of-00006.safetensors")
     assert {key: float(array[-1]) for key, array in found.items()} == {"u8": 16.0}
+
+
+PROGRAMS = (
+    None,
+    ["w^T -> t"],
+    ["w^T -> t, scale=0.5", 'v -> v, dtype="float16"'],
+    ["w, v -> wv, axis=1", "w -> w"],
+    ["w -> top, bottom, axis=0", 'v -> long, pad="[[1, 2], [0, 1]]", fill=3'],
+    ['w -> x, permute="[1, 0]"', 'w -> y, dtype="bfloat16"', 'v -> z, slice="[1:, :]"'],
+)
+
+
+@examples(30)
+@given(
+    rows=st.integers(1, 5).map(lambda n: 2 * n),
+    columns=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    program=st.sampled_from(PROGRAMS),
+    band_bytes=st.integers(1, 200),
+    limit=st.sampled_from([1, 300, 1 << 30]),
+    world=st.integers(1, 3),
+)
+def test_bands_make_the_same_files_as_whole_tensors(rows, columns, program, band_bytes, limit, world):
+    """Whatever statements make of them; a shard is cut by columns, three axes as flattened ranges."""
+    kinds = {"w": ("float32", (rows, columns[0])), "v": ("float32", (rows, columns[1])), "e": ("int8", (0, 3))}
+    kinds |= {"u": ("float64", (2, 3, columns[0])), "s": ("uint8", ()), "n": ("int16", (columns[1],))}
+    program = program and {"aoa_statements": program}
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
+        values = values_of(kinds)
+        for key in "wv":  # they are cast
+            values[key] = np.arange(values[key].size, dtype=np.float32).reshape(values[key].shape)
+        save(Path(root, "in"), values, world)
+        whole = export_safetensors(f"{root}/in", f"{root}/whole", program, max_file_bytes=limit)
+        patch.setattr(export, "BAND_BYTES", band_bytes)
+        bands = export_safetensors(f"{root}/in", f"{root}/bands", program, max_file_bytes=limit)
+        assert (bands.files, bands.keys, bands.total_bytes) == (whole.files, whole.keys, whole.total_bytes)
+        assert bands.maybe_fused == whole.maybe_fused
+        for file in whole.files:
+            assert Path(root, "bands", file).read_bytes() == Path(root, "whole", file).read_bytes()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [None, "w^T -> t", "w -> s, scale=2.0", 'w^T -> c, dtype="bfloat16"', 'w -> z, pad="[[0, 1], [0, 0]]", fill=0'],
+)
+def test_of_a_large_tensor_a_band_is_in_memory(tmp_path, monkeypatch, statement):
+    size, band = 64 << 20, 4 << 20
+    monkeypatch.setattr(plan, "TILE_ELEMENTS", 1 << 17)
+    monkeypatch.setattr(export, "BAND_BYTES", band)
+    written, write = [], LocalOutputFile.write
+    monkeypatch.setattr(LocalOutputFile, "write", lambda self, data: written.append(len(data)) or write(self, data))
+    save(tmp_path / "in", {"w": np.arange(size // 4, dtype=np.float32).reshape(-1, 1024)}, world=1)
+    written.clear()
+    tracemalloc.start()
+    try:
+        report = export_safetensors(tmp_path / "in", tmp_path / "out", statement and {"aoa_statements": [statement]})
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # Beside the band, its tile and that tile's operand: blocks that are read whole, at most KEPT_BLOCKS.
+    assert band < peak < band + 24 * (1 << 20)
+    assert len(written) >= report.total_bytes // band
+    assert max(written) <= band
+    assert report.bytes_verified == report.bytes_read >= size
+    if statement is None:
+        assert (report.bytes_read, report.bytes_extra) == (size, 0)
+
+
+@pytest.mark.parametrize(("verify", "notices"), [("read", True), ("full", True), ("off", False)])
+def test_a_damaged_block_between_two_bands_is_noticed(tmp_path, monkeypatch, verify, notices):
+    """No band has all of it."""
+    monkeypatch.setattr(export, "BAND_BYTES", 3 << 18)
+    save(tmp_path / "in", {"w": np.zeros((6, 3 << 17), np.uint8)}, world=1)
+    manifest = SourceDirectory(tmp_path / "in").read_manifest()
+    flip(tmp_path / "in" / "0_0.safetensors", int(manifest.catalog.byte_offset[0]) + (3 << 18))
+    if notices:
+        refused("are damaged", tmp_path / "in", tmp_path / "out", kind=CorruptCheckpointError, verify=verify)
+    else:
+        assert export_safetensors(tmp_path / "in", tmp_path / "out", verify=verify).bytes_verified == 0
+
+
+def test_another_programs_large_tensor_is_exported_in_bands(tmp_path, monkeypatch):
+    """Its files have no checksums."""
+    value = np.arange(4000, dtype=np.int16).reshape(40, 100)
+    (tmp_path / "in").mkdir()
+    save_file({"w": value}, tmp_path / "in" / "model.safetensors")
+    monkeypatch.setattr(export, "BAND_BYTES", 1000)
+    report = export_safetensors(tmp_path / "in", tmp_path / "out", {"aoa_statements": ["w^T -> t"]})
+    assert (report.keys, report.bytes_verified) == (1, 0)
+    assert load_file(tmp_path / "out" / "model.safetensors")["t"].tolist() == value.T.tolist()
 
 
 def test_tensors_without_elements_and_filled_ones_have_their_place(tmp_path):

@@ -244,7 +244,7 @@ def test_from_a_url(tmp_path):
         memory.rm("/huggingface", recursive=True)
 
 
-@pytest.mark.parametrize("name", ["model_state.pdparams", "pytorch_model.bin"])
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin"])
 def test_pickles_of_tensors_are_not_read(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(ValidationError, match=rf"but {name}\. Remedy: have their writer save safetensors files"):

@@ -13,7 +13,7 @@ from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError, ValidationError
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import verify_checkpoint
-from paddle_flexckpt.foreign import paddle_checkpoint
+from paddle_flexckpt.foreign import paddle_pickles
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_checkpoint import read_paddle_manifest
 from paddle_flexckpt.native.reader import FileReader
@@ -195,7 +195,7 @@ def test_remote_ones(tmp_path, monkeypatch, ending):
     url = f"memory://flexckpt-paddle/{ending}"
     fsspec.filesystem("memory").put(str(write(tmp_path, ending)) + "/", url, recursive=True)
     assert [elements(url, row) for row in range(4)] == [elements(tmp_path, row) for row in range(4)]
-    monkeypatch.setattr(paddle_checkpoint, "MOST_PICKLE_BYTES", 100)
+    monkeypatch.setattr(paddle_pickles, "MOST_PICKLE_BYTES", 100)
     if ending == "safetensors":
         read_catalog(url)
         return

@@ -14,6 +14,8 @@ from paddle_flexckpt.run_state.extra_state import restore_plain_scheduler
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.foreign import test_huggingface as huggingface
+from tests.foreign import test_npz as npz
+from tests.foreign import test_paddle_pickles as paddle_pickles
 from tests.foreign import test_paddleformers_checkpoint as paddleformers
 from tests.foreign import test_unified_checkpoint as unified
 
@@ -93,6 +95,18 @@ def test_paddleformers(tmp_path):
     load(path, paddleformers.EXPECTED, strict=True)
     # One directory is enough for its own keys.
     load(path / "model_state", paddleformers.HELD["model_state"], strict=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_arrays_of_numpy_and_state_dicts_of_paddle(tmp_path, ranks):
+    """Bit for bit, and of these files the bytes of the targets alone."""
+    for module in (npz, paddle_pickles):
+        path = tmp_path / module.__name__
+        path.mkdir()
+        expected = module.ARRAYS if module is npz else module.MODEL
+        for report in load(module.write(path), expected, ranks, strict=True):
+            assert report.bytes_read == report.bytes_needed
+            assert report.bytes_extra == 0
 
 
 def test_whole_tensors(tmp_path):

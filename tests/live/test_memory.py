@@ -19,7 +19,8 @@ pytest.importorskip("paddle")
 pytestmark = pytest.mark.paddle
 ROOT = Path(__file__).resolve().parents[2]
 STATE_MIB = 1024
-# An export holds a tensor at a time; those of this state have 128 MiB.
+# An export holds a tensor at a time; those of this state have 128 MiB. Of a larger one it holds a band.
+LARGE_MIB = 600
 BUDGET_MIB = {
     "save": 64,
     "load": 64,
@@ -29,16 +30,18 @@ BUDGET_MIB = {
     "reshard": 64,
     "reshard to columns": 64,
     "export": 256,
+    "export of one tensor": 256,
+    "export of one tensor, transposed and scaled": 256,
 }
 
 SCRIPT = """
-import gc, json, sys
+import gc, json, shutil, sys
 import numpy as np
 import paddle
 import paddle_flexckpt as fc
 from paddle_flexckpt.live.tensors import HostTensor
 
-path, mib = sys.argv[1], int(sys.argv[2])
+path, mib, large_mib = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 count = 8
 columns = 4096
 rows = mib * 1024 * 1024 // 4 // count // columns
@@ -108,6 +111,19 @@ result["load of columns, verified"] = extra(
 )
 del cut
 result["export"] = extra(lambda: fc.export_safetensors(path, path + "/../export", unique_id=1))
+
+for name in (path + "/../export", path):
+    shutil.rmtree(name)
+large = paddle.empty([large_mib * 256, 1024])
+HostTensor(large).array[...] = 1
+fc.save_state_dict({"large": large}, path)
+del large
+result["export of one tensor"] = extra(lambda: fc.export_safetensors(path, path + "/../export"))
+shutil.rmtree(path + "/../export")
+statements = {"aoa_statements": ["large^T -> large, scale=2.0"]}
+result["export of one tensor, transposed and scaled"] = extra(
+    lambda: fc.export_safetensors(path, path + "/../export", statements)
+)
 result["mib"] = count * rows * columns * 4 / 2**20
 print(json.dumps(result))
 """
@@ -116,7 +132,7 @@ print(json.dumps(result))
 def test_each_call_of_a_gibibyte_stays_within_its_budget():
     with memory_directory(2 * STATE_MIB << 20) as path:
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, str(path / "checkpoint"), str(STATE_MIB)],
+            [sys.executable, "-c", SCRIPT, str(path / "checkpoint"), str(STATE_MIB), str(LARGE_MIB)],
             cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -15,8 +15,12 @@ import pytest
 
 pytest.importorskip("paddle")
 
+import paddle
+
 import paddle_flexckpt as fc
+import paddle_flexckpt.manager.manager as manager_module
 from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.live.sliced_saves import SlicedSave
 from paddle_flexckpt.manager import KeepLatest
 from paddle_flexckpt.report import SaveReport
 from tests.manager.samples import directory_of, empty, files_of, manager_of, restore, save, tree
@@ -173,3 +177,133 @@ def test_no_removal_that_fails_hides_a_save_on_its_way(tmp_path, writer, monkeyp
     monkeypatch.undo()
     manager.wait()
     assert restore(manager)[:2] == (2, 2)
+
+
+# -- in slices ---------------------------------------------------------------------------------------------------------
+
+SLICE = 4096
+
+
+class Training:
+    """A model whose weight has four slices, each of its two moments as many."""
+
+    def __init__(self, seed: int = 1) -> None:
+        paddle.seed(seed)
+        with paddle.utils.unique_name.guard():
+            self.model = paddle.nn.Linear(64, 64, bias_attr=False)
+            self.optimizer = paddle.optimizer.AdamW(0.1, parameters=self.model.parameters())
+        self.step()
+
+    def step(self) -> None:
+        self.model(paddle.ones([1, 64])).sum().backward()
+        self.optimizer.step()
+        self.optimizer.clear_grad()
+
+    def save(self, manager, step: int, **options):
+        return manager.save(step, model=self.model, optimizer=self.optimizer, rng=False, **options)
+
+    def values(self) -> list[bytes]:
+        tensors = {**self.model.state_dict(), **self.optimizer.state_dict()}
+        return [value.numpy().tobytes() for value in tensors.values() if isinstance(value, paddle.Tensor)]
+
+    @classmethod
+    def restored(cls, root) -> list[bytes]:
+        other = cls(2)
+        manager_of(root).restore(model=other.model, optimizer=other.optimizer, rng=False)
+        return other.values()
+
+
+@pytest.fixture
+def training():
+    yield Training()
+    fc.uninstall()
+
+
+def test_slices_are_copied_between_micro_steps_and_the_rest_before_the_step(tmp_path, writer, training):
+    manager = manager_of(tmp_path, async_save=writer, slice_bytes=SLICE)
+    assert not manager.stage_next()  # nothing to do
+    expected, own_step = training.values(), training.optimizer.step
+    handle = training.save(manager, 1)
+    assert isinstance(handle, SlicedSave)
+    assert [manager.stage_next() for _ in range(3)] == [True] * 3
+    assert not handle.is_staged
+    assert not handle.done()
+    training.step()
+    assert handle.is_staged
+    assert training.optimizer.step == own_step
+    assert not manager.stage_next()
+    assert training.values() != expected
+    manager.wait()
+    assert Training.restored(tmp_path) == expected
+
+
+@pytest.mark.parametrize("call", ["save", "blocking save", "wait", "restore", "close"])
+def test_what_is_not_staged_is_staged_by_the_next_call(tmp_path, writer, training, call):
+    manager = manager_of(tmp_path, async_save=writer, slice_bytes=SLICE)
+    expected, own_step = training.values(), training.optimizer.step
+    first = training.save(manager, 1)
+    calls = {
+        "save": lambda: training.save(manager, 2),
+        "blocking save": lambda: training.save(manager, 2, blocking=True),
+        "wait": manager.wait,
+        "restore": lambda: manager.restore(1, model=training.model, optimizer=training.optimizer),
+        "close": manager.close,
+    }
+    calls[call]()
+    assert first.is_staged
+    manager.close()
+    assert training.optimizer.step == own_step
+    assert fc.list_checkpoints(tmp_path)[0].complete
+    assert Training.restored(tmp_path) == expected
+
+
+@pytest.mark.parametrize("seen", ["optimizer.step()", "wait()"])
+def test_a_change_before_the_step_is_an_error_once_and_nothing_is_saved(tmp_path, writer, training, seen):
+    manager = manager_of(tmp_path, async_save=writer, slice_bytes=SLICE)
+    training.save(manager, 1)
+    with paddle.no_grad():
+        training.model.weight.add_(paddle.ones([64, 64]))
+    changed = training.values()
+    with pytest.raises(fc.ValidationError, match="changed while the save was staged in slices") as caught:
+        training.step() if seen == "optimizer.step()" else manager.wait()
+    assert ("an earlier save failed" in str(caught.value)) == (seen == "wait()")
+    assert training.values() == changed  # nor was there a step
+    training.save(manager, 2)
+    manager.close()
+    assert manager_of(tmp_path).all_steps() == [2]
+    assert not directory_of(tmp_path, 1).exists()
+    assert Training.restored(tmp_path) == changed
+
+
+def test_without_an_optimizer_all_is_copied_by_the_call(tmp_path, writer):
+    manager = manager_of(tmp_path, async_save=writer, slice_bytes=SLICE)
+    state = {"w": np.ones(4 * SLICE, dtype=np.uint8)}
+    handle = manager.save(1, state=state, rng=False)
+    assert not isinstance(handle, SlicedSave)
+    state["w"][...] = 2
+    manager.close()
+    target = {"w": np.zeros(4 * SLICE, dtype=np.uint8)}
+    manager_of(tmp_path).restore(state=target)
+    assert (target["w"] == 1).all()
+
+
+def test_the_memory_that_a_save_may_take_is_passed_on_to_those_in_the_background(tmp_path, writer, monkeypatch):
+    seen, right = [], manager_module.save_state_dict
+
+    def spy(*arguments, **options):
+        seen.append((options["staging_bytes"], options["slice_bytes"]))
+        return right(*arguments, **options)
+
+    monkeypatch.setattr(manager_module, "save_state_dict", spy)
+    with manager_of(tmp_path, async_save=writer, staging_bytes=64 << 20) as manager:
+        save(manager, 1)
+        save(manager, 2, blocking=True)
+    assert seen == [(64 << 20, None), (None, None)]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"slice_bytes": 8192}, {"staging_bytes": 64 << 20}, {"async_save": True, "slice_bytes": 16}]
+)
+def test_options_of_staging_are_checked_when_the_manager_is_made(tmp_path, wrong):
+    with pytest.raises(fc.ValidationError, match="(slice|staging)_bytes=.* needs async_save"):
+        manager_of(tmp_path, **wrong)

@@ -14,8 +14,8 @@ from paddle.distributed.fleet.layers.mpu.random import get_rng_state_tracker
 from paddle.optimizer import lr
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.catalog.portable import decode, encode
 from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
-from paddle_flexckpt.run_state.portable import decode, encode
 
 pytestmark = pytest.mark.compat
 

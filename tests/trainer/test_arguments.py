@@ -53,6 +53,13 @@ def test_switches(name):
         assert getattr(options(**FLEX, **{f"flex_{name}": value}), name) is value
 
 
+def test_staging():
+    assert options(**FLEX).staging() == {"async_save": False, "slice_bytes": None, "staging_bytes": None}
+    sliced = options(**FLEX, flex_async_save=True, flex_slice_bytes=1 << 20)
+    assert sliced.staging() == {"async_save": True, "slice_bytes": 1 << 20, "staging_bytes": None}
+    assert options(**FLEX, flex_async_save=True, flex_staging_bytes=64 << 20).staging_bytes == 64 << 20
+
+
 def test_replicas():
     assert options(**FLEX).check_replicas == "close"
     for value, expected in (
@@ -80,6 +87,12 @@ def test_replicas():
         (
             {"enable_auto_parallel": True, "save_model_with_sharding_tensor_fusion": True},
             "--save_model_with_sharding_tensor_fusion is of the trainer's own format",
+        ),
+        ({"flex_slice_bytes": 1 << 20}, "--flex_async_save 0: slice_bytes=1048576 needs async_save"),
+        ({"flex_async_save": True, "flex_staging_bytes": 1}, "--flex_async_save 1: staging_bytes=1 needs async_save"),
+        (
+            {"enable_auto_parallel": True, "flex_async_save": True, "flex_slice_bytes": 1 << 20},
+            "--flex_slice_bytes: the semi-automatic trainer (--enable_auto_parallel) may step in a static graph",
         ),
         ({"aoa_config": "[no json"}, "--aoa_config is no JSON"),
         ({"aoa_config": 3}, "--aoa_config has to be statements or the path of a file; got a int"),

@@ -93,11 +93,14 @@ def test_every_arguments_class_has_the_flags_and_keeps_its_own(cls, tmp_path):
         "cpu",
         "--flex_async_save",
         "1",
+        "--flex_slice_bytes",
+        "8192",
         "--flex_check_replicas",
         "first",
     ]
     (args,) = PdArgumentParser((cls,)).parse_args_into_dataclasses(line)
     assert (args.flex_async_save, args.flex_check_replicas, args.flex_verify) == (True, "first", "read")
+    assert (args.flex_slice_bytes, args.flex_staging_bytes) == (8192, None)
     assert "flex_async_save" in PdArgumentParser((cls,)).format_help()
 
 

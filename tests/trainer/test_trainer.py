@@ -200,6 +200,35 @@ def test_saves_in_the_background_are_complete_when_the_training_is(whole, tmp_pa
     assert differences(first, second) == []
 
 
+def test_slices_are_copied_between_micro_steps_and_the_rest_before_the_optimizers_step(tmp_path, monkeypatch):
+    from paddle_flexckpt.live.sliced_saves import SlicedSave
+
+    events = []
+
+    def note(owner: Any, name: str, text: str) -> None:
+        right = getattr(owner, name)
+
+        def noted(self: Any, *args: Any, **options: Any) -> Any:
+            events.append(text)
+            return right(self, *args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    once = Run(tmp_path / "at once", gradient_accumulation_steps=2)
+    note(TrainerCheckpointer, "save", "save")
+    note(SlicedSave, "stage_next", "slice")
+    note(SlicedSave, "finish_staging", "rest")
+    note(paddle.optimizer.AdamW, "step", "step")
+    options = {"flex_async_save": True, "flex_slice_bytes": 8192}
+    sliced = Run(tmp_path / "slices", gradient_accumulation_steps=2, **options)
+    assert events == [*["step"] * 3, "save", "slice", "rest", *["step"] * 3, "save", "rest"]
+    assert sliced.losses == once.losses
+    for step in (3, 6):
+        one, other = (tensors(tmp_path / f"{run}/checkpoint-{step}/flex_checkpoint") for run in ("at once", "slices"))
+        assert differences(one, other) == []
+    assert not [each for each in sliced.trainer.callback_handler.callbacks if type(each).__name__ == "Slices"]
+
+
 @pytest.mark.parametrize("failing", [3, 6])
 def test_a_save_that_fails_in_the_background_is_an_error_of_the_training(tmp_path, monkeypatch, failing):
     from paddle_flexckpt.background import SaveHandle

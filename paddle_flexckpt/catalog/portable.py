@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import sys
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
@@ -112,6 +113,6 @@ def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
-    import paddle
-
-    return isinstance(value, paddle.Tensor)
+    # Who has a tensor has imported Paddle; who has not need not.
+    paddle = sys.modules.get("paddle")
+    return paddle is not None and isinstance(value, paddle.Tensor)

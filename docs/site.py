@@ -1,0 +1,80 @@
+"""Make the documentation's pages into a site: ``make docs`` calls this, and then mkdocs.
+
+The repository's documents are copied as they lie, so their links hold in the site, on a code host and in an editor.
+Added are pages that follow from the code: the reference of the Python names and that of the commands.
+
+    python docs/site.py build/site-source
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.cli.main import build_parser
+
+ROOT = Path(__file__).resolve().parents[1]
+#: What documents link to, besides each other.
+COPIED = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "docs", "patches", "examples")
+LINKED = ("paddle_flexckpt/testing/cpu_world/__init__.py",)
+#: Names that are public in a module of their own: what functions of the package take and return.
+MORE = {
+    "Options": [
+        "paddle_flexckpt.live.save_options.SaveOptions",
+        "paddle_flexckpt.engine.options.LoadOptions",
+        "paddle_flexckpt.live.peers.ReshardOptions",
+        "paddle_flexckpt.engine.options.ExportOptions",
+    ],
+    "Reports": [f"paddle_flexckpt.report.{name}" for name in fc._MOVED["report"]],
+    "Policies of the manager": [f"paddle_flexckpt.manager.{name}" for name in fc._MOVED["manager"]],
+    "State of a run": [f"paddle_flexckpt.run_state.{name}" for name in fc._MOVED["run_state"]],
+    "Tools": [
+        "paddle_flexckpt.engine.comparison.diff",
+        "paddle_flexckpt.engine.digests.digest_checkpoint",
+        "paddle_flexckpt.live.digests.digest_state_dict",
+        "paddle_flexckpt.engine.tensor_reader.TensorReader",
+    ],
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the site's sources to a directory, which is emptied first."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("output", type=Path, help="where to write")
+    output = parser.parse_args(argv).output
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+    for name in (*COPIED, *LINKED):
+        source, target = ROOT / name, output / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(source, target)
+    (output / "docs" / "api.md").write_text(reference(), encoding="utf-8")
+    (output / "docs" / "commands.md").write_text(commands(), encoding="utf-8")
+
+
+def reference() -> str:
+    """Return the page of all public names, from their docstrings."""
+    parts = ["# Python reference", "Names of `paddle_flexckpt` come first, then those of its modules."]
+    parts += [f"::: paddle_flexckpt.{fc._HOME[name]}.{name}" for name in fc.__all__ if name in fc._HOME]
+    for title, names in MORE.items():
+        parts += [f"## {title}", *(f"::: {name}" for name in names)]
+    return "\n\n".join(parts) + "\n"
+
+
+def commands() -> str:
+    """Return the page of all commands, from their own help."""
+    parser = build_parser()
+    (action,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    parts = ["# Commands", "`flexckpt COMMAND --help` prints this. The exit status of wrong usage is 2, of Ctrl-C 130."]
+    parts += [f"## {name}\n\n```text\n{each.format_help()}```" for name, each in action.choices.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,78 @@
+"""Keep what a manager knows of a checkpoint in one small tensor of it: step, time and metrics.
+
+It is all that retention, the choice of the best checkpoint and ``flexckpt ls`` have to read.
+
+Tested in tests/manager/test_manager.py and tests/cli/test_overview.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paddle_flexckpt.catalog import EXTRA_STATE, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog.portable import decode, encode
+from paddle_flexckpt.engine.whole_tensors import iterate_tensors
+from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.native.manifest import Manifest
+
+RECORD = f"{EXTRA_STATE}manager"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Hold what is known about the checkpoint of one step without reading its tensors.
+
+    Attributes:
+        step: Training step.
+        time: When it was saved, in seconds since the epoch, by the coordinator's clock.
+        metrics: What it was saved with.
+    """
+
+    step: int
+    time: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def encode(self) -> np.ndarray:
+        """Return it as it is saved: uint8 ``[bytes]``, the same on every rank."""
+        fields = {"version": _VERSION, "step": self.step, "time": self.time, "metrics": dict(self.metrics)}
+        return np.frombuffer(encode(fields, RECORD), dtype=np.uint8).copy()
+
+    @classmethod
+    def decode(cls, array: np.ndarray) -> StepRecord:
+        """Return the record that :meth:`encode` made an array of.
+
+        Raises:
+            CorruptCheckpointError: It is not one.
+            ValidationError: It is one of a newer version.
+        """
+        fields = decode(array.tobytes(), RECORD)
+        try:
+            if fields["version"] != _VERSION:
+                raise ValidationError(
+                    [f"{RECORD} is of version {fields['version']!r}; this library reads {_VERSION}. Remedy: update it"]
+                )
+            metrics = {str(name): float(value) for name, value in fields["metrics"].items()}
+            return cls(int(fields["step"]), float(fields["time"]), metrics)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CorruptCheckpointError(f"{RECORD} is damaged: {error!r}") from error
+
+
+def read_record(directory: Backend, manifest: Manifest) -> StepRecord | None:
+    """Return the record of a checkpoint; None if no manager saved it.
+
+    Args:
+        directory: The checkpoint's directory.
+        manifest: With the rows of :data:`RECORD` at least.
+
+    Raises:
+        CorruptCheckpointError: The record is damaged.
+        ValidationError: It is of a newer version.
+    """
+    if RECORD not in manifest.catalog.keys:
+        return None
+    ((_, array),) = iterate_tensors(directory, manifest, names=[RECORD])
+    return StepRecord.decode(array)

@@ -1,0 +1,157 @@
+"""``flexckpt ls``, ``du`` and ``doctor``: what they print, their JSON and their exit statuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from importlib import metadata
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.cli import main as cli
+from paddle_flexckpt.cli import overview
+from paddle_flexckpt.cli.main import build_parser, main
+from paddle_flexckpt.engine.step_record import RECORD, StepRecord
+from tests.engine.samples import save
+
+VALUES = {
+    "layers.0.w": np.ones((4, 8), np.float32),
+    "layers.0.w.w_0": np.ones((4, 8), np.float32),
+    "layers.0.w.moment1_0": np.ones((4, 8), np.float32),
+    "layers.1.w": np.ones((2, 8), np.float16),
+    "norm": np.ones(8, np.float32),
+    "extra_state.common": np.ones(10, np.uint8),
+}
+
+
+@pytest.fixture
+def root(tmp_path):
+    for step, age, loss in ((100, 7200, 2.5), (200, 30, float("nan"))):
+        record = StepRecord(step, time.time() - age, {"loss": loss}).encode()
+        save(tmp_path / "run" / f"step_{step:08d}", {**VALUES, RECORD: record}, world=1, step=step)
+    return tmp_path / "run"
+
+
+def printed(capsys, *arguments: str, code: int = 0) -> list[str]:
+    assert main(arguments) == code
+    return capsys.readouterr().out.splitlines()
+
+
+def test_ls_lists_steps_with_age_and_metrics(root, capsys):
+    lines = printed(capsys, "ls", str(root))
+    assert lines[0].split() == ["step", "id", "age", "bytes", "ranks", "complete", "metrics", "path"]
+    assert re.match(r" +100 +0 +2\.0 h +\d+ B +1 +yes +loss 2\.5 +\S+step_00000100$", lines[1])
+    assert re.match(r" +200 +0 +3\d s +\d+ B +1 +yes +loss nan +\S+step_00000200$", lines[2])
+    assert len(lines) == 3
+    entries = json.loads("\n".join(printed(capsys, "ls", str(root), "--json")))
+    assert [(each["step"], each["complete"]) for each in entries] == [(100, True), (200, True)]
+    assert entries[0]["metrics"] == {"loss": 2.5}
+
+
+def test_ls_tells_what_is_not_complete_and_exits_with_1(root, capsys):
+    step = root / "step_00000200"
+    (data,) = [name for name in os.listdir(step) if name.endswith(".safetensors")]
+    os.truncate(step / data, 100)
+    lines = printed(capsys, "ls", str(root), code=1)
+    assert " yes " in lines[1] and " no " in lines[2] and data in lines[2]
+    shutil.rmtree(root)
+    assert main(["ls", str(root)]) == 1
+    assert "there are no checkpoints" in capsys.readouterr().err
+
+
+def test_ls_lists_a_checkpoint_without_a_record(tmp_path, capsys):
+    save(tmp_path / "one", VALUES, world=1)
+    assert printed(capsys, "ls", str(tmp_path / "one"))[1].split()[2:3] == ["-"]
+
+
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [
+        (
+            "role",
+            {"parameters": 192, "master weights": 128, "state moment1_0": 128, "extra state": 10},
+        ),
+        ("layer", {"layers.0": 384, "layers.1": 32, "(no layer)": 32, "extra state": 10}),
+        ("dtype", {"float32": 416, "float16": 32, "uint8": 10}),
+        ("rank", {"0": 458}),
+    ],
+)
+def test_du_sums_up_bytes(tmp_path, capsys, by, expected):
+    save(tmp_path / "one", VALUES, world=1)
+    entries = json.loads("\n".join(printed(capsys, "du", str(tmp_path / "one"), "--by", by, "--json")))
+    assert {each[by]: each["bytes"] for each in entries} == expected
+    assert [each["bytes"] for each in entries] == sorted(expected.values(), reverse=True)
+    lines = printed(capsys, "du", str(tmp_path / "one"), "--by", by)
+    assert len(lines) == len(expected) + 2
+    assert lines[-1].split()[:2] == ["total", "458"]
+
+
+def test_du_by_rank_counts_what_each_wrote(tmp_path, capsys):
+    save(tmp_path / "one", {"w": np.ones((4, 8), np.float32)}, world=2)
+    entries = json.loads("\n".join(printed(capsys, "du", str(tmp_path / "one"), "--by", "rank", "--json")))
+    assert sorted((each["rank"], each["bytes"]) for each in entries) == [("0", 64), ("1", 64)]
+
+
+def test_doctor_finds_nothing_wrong_here(capsys):
+    report = json.loads("\n".join(printed(capsys, "doctor", "--json")))
+    assert report["problems"] == []
+    versions = {each["package"]: each["version"] for each in report["packages"]}
+    assert versions["numpy"] == np.__version__
+    assert printed(capsys, "doctor")[-1] == "no problems"
+
+
+def test_doctor_names_what_is_missing_or_not_supported(monkeypatch, capsys):
+    def version(name):
+        if name == "xxhash":
+            raise metadata.PackageNotFoundError(name)
+        return {"numpy": "1.20.3", "paddlepaddle": "2.6.2"}.get(name, "99.0")
+
+    monkeypatch.setattr(overview.metadata, "version", version)
+    lines = printed(capsys, "doctor", code=1)
+    assert "problem: xxhash is missing. Remedy: pip install xxhash" in lines
+    assert "problem: numpy 1.20.3 is not a version that the tests run with" in lines
+    assert "problem: paddlepaddle 2.6.2 is not a version that the tests run with" in lines
+    assert "no problems" not in lines
+
+
+def test_doctor_tells_which_patches_fit(monkeypatch, capsys):
+    monkeypatch.setattr(overview, "find_root", lambda package: None)
+    assert not [line for line in printed(capsys, "doctor") if "patch" in line]
+    monkeypatch.setattr(overview, "check_patch", lambda root, every, patch: ("fits", ""))
+    lines = printed(capsys, "doctor")
+    assert any(line.endswith("Remedy: flexckpt patch --apply paddle-3.3.1-nested-state") for line in lines)
+
+
+def test_every_command_is_found_by_its_name():
+    everything = build_parser().format_help()
+    for module, names in cli._COMMANDS.items():
+        for name in names:
+            assert f"    {name} " in everything
+            # Only this module was imported for it, and it has these commands and no others.
+            alone = build_parser([name]).format_help()
+            assert [each for each in names if f"    {each} " in alone] == list(names), module
+            assert len(re.findall(r"^    \w+ ", alone, re.MULTILINE)) == len(names)
+
+
+def test_the_version_needs_no_numpy():
+    code = (
+        "import sys\nfrom paddle_flexckpt.cli.main import main\ntry: main(['--version'])\n"
+        "except SystemExit: print(sorted({'numpy', 'paddle', 'xxhash'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[1:] == ["[]"]
+
+
+def test_ctrl_c_leaves_no_traceback(root, monkeypatch, capsys):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(overview, "list_checkpoints", interrupted)
+    assert main(["ls", str(root)]) == 130
+    assert capsys.readouterr().err == "flexckpt ls: interrupted\n"
