@@ -273,24 +273,15 @@ class Transfer:
 
     @without_collector()
     def _resolve(self, statements: Sequence[str]) -> bytes:
-        targets, head = self._described
-        source, options, mapping = self._source.catalog, self._options, targets.mapping
-        if options.aoa_config is not None:
-            mapping = compile_mapping(options.aoa_config, source, self._all_targets, options.master_weights)
-        resolution = resolve(targets, source, options, mapping)
-        needed = resolution.statements(source)
-        if not self._source.between_ranks:
-            statements = needed
-        if statements:
-            known = targets.catalog if self._all_targets is None else self._all_targets
-            mapping, resolution = complete(resolution, statements, source, options, known)
-        plan = plan_fill(resolution.catalog, resolution.filled, mapping, resolution.same_memory, targets.bands)
-        task = self._task = Task(resolution, mapping, plan)
-        used = np.packbits(resolution.used(source, mapping)).tobytes()
-        names = json.dumps(resolution.raw_meanings()).encode()
+        (targets, head), source, known = self._described, self._source, self._all_targets
+        asked = statements if source.between_ranks else None
+        task, needed = make_task(targets, source.catalog, self._options, known, asked)
+        self._task = task
+        used = np.packbits(task.resolution.used(source.catalog, task.mapping)).tobytes()
+        names = json.dumps(task.resolution.raw_meanings()).encode()
         # Names of tensors are no part of what a plan is kept for.
         own = b"" if "by_tensor_name" in vars(targets) else self._own or b""
-        return join((head, json.dumps(needed).encode(), used, names, own, *self._source.prepare(task)))
+        return join((head, json.dumps(needed).encode(), used, names, own, *source.prepare(task)))
 
     def plan(self) -> None:
         """Plan what ranks send each other; check that what nobody asks for may be left."""
@@ -336,6 +327,40 @@ class Transfer:
         if self._comm.position == self._options.coordinator_rank:
             logger.log(_report_level.get(), report.summary())
         return report
+
+
+def make_task(
+    targets: Targets,
+    source: Catalog,
+    options: TransferOptions,
+    known: Catalog | None,
+    statements: Sequence[str] | None = None,
+) -> tuple[Task, tuple[str, ...]]:
+    """Resolve a rank's targets and plan what to fill; return also the statements that its fused parameters need.
+
+    Args:
+        targets: The rank's.
+        source: All source shards.
+        options: Of the call.
+        known: The targets of all ranks; None where they are not known, and there are no AOA statements.
+        statements: Those that put fused parameters right on some rank; None: this rank's count.
+
+    Raises:
+        ValidationError: Source and targets do not fit.
+    """
+    mapping = targets.mapping
+    if options.aoa_config is not None:
+        mapping = compile_mapping(options.aoa_config, source, known, options.master_weights)
+    resolution = resolve(targets, source, options, mapping)
+    needed = resolution.statements(source)
+    if statements is None:
+        statements = needed
+    if statements:
+        mapping, resolution = complete(
+            resolution, statements, source, options, targets.catalog if known is None else known
+        )
+    plan = plan_fill(resolution.catalog, resolution.filled, mapping, resolution.same_memory, targets.bands)
+    return Task(resolution, mapping, plan), needed
 
 
 @contextlib.contextmanager
