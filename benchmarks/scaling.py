@@ -251,7 +251,10 @@ def measure_plan(job: str, most_rows: int) -> dict[str, Any]:
     """What planning takes: by every rank for all keys, and by the busiest rank for its own."""
     import numpy as np
 
+    from paddle_flexckpt.catalog import group_replicas
     from paddle_flexckpt.catalog.key_rows import encode_rows
+    from paddle_flexckpt.planning.holder_sets import least_peak
+    from paddle_flexckpt.planning.write_plan import lay_lines
 
     layout = layout_of(job)
     ranks = layout.strategy.ranks
@@ -274,7 +277,10 @@ def measure_plan(job: str, most_rows: int) -> dict[str, Any]:
     counts = np.asarray([len(each) for each in catalogs], dtype=np.int64)
     one = np.zeros(len(layout.keys), dtype=np.int64)
     told = {rank: encode_rows(each, one[each.key], one)[0] for rank, each in enumerate(catalogs)}
-    plan, seconds, mib = cost(lambda: plan_rows(told, ranks, np.cumsum(counts) - counts))
+    before = np.cumsum(counts) - counts
+    plan, seconds, mib = cost(lambda: plan_rows(told, ranks, before))
+    catalog = decode_rows(told, range(ranks), before).catalog
+    lines = lay_lines(catalog, group_replicas(catalog), catalog.rank.astype(np.int64))
     return result | {
         "rows": int(counts.sum()),
         "all_received": sum(map(len, told.values())),
@@ -283,6 +289,7 @@ def measure_plan(job: str, most_rows: int) -> dict[str, Any]:
         "files": len(plan.catalog.files),
         "written_rows": len(plan.catalog),
         "imbalance": plan.imbalance,
+        "of_least": float(plan.rank_bytes.max() / least_peak(lines.sets, lines.amount, plan.rank_bytes)),
     }
 
 
@@ -504,17 +511,18 @@ def show_jobs(found: list[dict[str, Any]]) -> str:
 def show_plans(found: list[dict[str, Any]]) -> str:
     def alone(each: dict[str, Any]) -> tuple[str, ...]:
         if each["all_seconds"] is None:
-            return ("-",) * 4
+            return ("-",) * 5
         return (
             f"{_units(each['all_received'])}, {each['all_seconds']:.2f} s, {each['all_mib']:.0f} MiB",
             f"{each['files']:,}",
             f"{each['written_rows']:,}",
             f"{each['imbalance']:.3f}",
+            f"{each['of_least']:.3f}",
         )
 
     return table(
         ("job", "ranks", "shards", "its own keys: received", "messages", "s", "MiB", "every rank all keys", "files",
-         "rows written", "most / mean bytes"),
+         "rows written", "most / mean bytes", "most / least possible"),
         [(each["job"], f"{each['ranks']:,}", _units(each["rows"], ""), _units(each["own_received"]),
           f"{each['own_messages']:,}", f"{each['own_seconds']:.3f}", f"{each['own_mib']:.1f}", *alone(each))
          for each in found],

@@ -28,13 +28,15 @@ MORE = {
         "paddle_flexckpt.live.peers.ReshardOptions",
         "paddle_flexckpt.engine.options.ExportOptions",
     ],
-    "Reports": [f"paddle_flexckpt.report.{name}" for name in fc._MOVED["report"]],
+    "Reports": [f"paddle_flexckpt.report.{name}" for name in [*fc._MOVED["report"], "PublishReport"]],
     "Policies of the manager": [f"paddle_flexckpt.manager.{name}" for name in fc._MOVED["manager"]],
     "State of a run": [f"paddle_flexckpt.run_state.{name}" for name in fc._MOVED["run_state"]],
     "Tools": [
         "paddle_flexckpt.engine.comparison.diff",
         "paddle_flexckpt.engine.digests.digest_checkpoint",
         "paddle_flexckpt.live.digests.digest_state_dict",
+        "paddle_flexckpt.live.publishing.publish",
+        "paddle_flexckpt.live.publishing.PublishOptions",
         "paddle_flexckpt.engine.tensor_reader.TensorReader",
     ],
 }

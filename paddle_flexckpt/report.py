@@ -264,6 +264,40 @@ class ExportReport(Report):
 
 
 @dataclass(frozen=True)
+class PublishReport(Report):
+    """Say what publishing a live model did.
+
+    Attributes:
+        output: The directory written to.
+        files: Names of the files of tensors of all ranks, in order.
+        keys: Tensors written by all ranks.
+        left_out: Optimizer states and tensors of extra state, which are not written.
+        total_bytes: Bytes of tensors that all ranks wrote.
+        bytes_written: Bytes of tensors that this rank wrote.
+        bytes_received: Bytes of tensors that it received for that from other ranks.
+        seconds: Wall time; ``total`` is all of it.
+    """
+
+    output: str
+    files: list[str]
+    keys: int
+    left_out: int
+    total_bytes: int
+    bytes_written: int
+    bytes_received: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        total = self.seconds.get("total", 0.0)
+        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        return (
+            f"published {_tensors(self.keys)} in {files} in {self.output}: {format_bytes(self.total_bytes)}, "
+            f"{total:.2f} s, {_rate(self.total_bytes, total)}"
+        )
+
+
+@dataclass(frozen=True)
 class VerifyReport(Report):
     """Say what is wrong with a checkpoint.
 

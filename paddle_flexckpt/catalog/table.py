@@ -233,8 +233,10 @@ def concat(catalogs: Sequence[Catalog]) -> Catalog:
     of_keys: list[np.ndarray] = []
     for table, column in (("keys", "key"), ("dtypes", "dtype"), ("files", "file")):
         first = getattr(catalogs[0], table)
-        if table != "keys" and all(getattr(catalog, table) is first for catalog in catalogs):
+        if all(getattr(catalog, table) is first for catalog in catalogs):
             tables[table] = first  # 100,000 files need not be numbered again for each of 1,000 partitions
+            if table == "keys":
+                of_keys += [np.arange(len(first))] * len(catalogs)
             continue
         merged: dict[str, int] = {}
         parts = []

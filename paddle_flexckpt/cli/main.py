@@ -13,6 +13,7 @@ from paddle_flexckpt._version import __version__
 _COMMANDS = {
     "checkpoints": ("inspect", "show", "digest", "diff", "verify", "repair", "export"),
     "overview": ("ls", "du", "doctor"),
+    "rehearse": ("rehearse",),
     "statements": ("explain", "expand", "invert", "rules"),
     "patch": ("patch",),
 }

@@ -3,35 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import math
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.aoa import AoaConfig, TensorInfo
-from paddle_flexckpt.aoa.sides import split_state
-from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype_of
+from paddle_flexckpt.aoa import AoaConfig
+from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.agreement import Solo
 from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import ALONE, ExportOptions, takes
 from paddle_flexckpt.engine.targets import Targets
+from paddle_flexckpt.engine.tensor_files import INDEX_FILE, TensorFile, choose_tensors, divide, make_index
 from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
 from paddle_flexckpt.engine.whole_tensors import CHOSEN, WholeTensors
 from paddle_flexckpt.foreign.formats import open_destination
 from paddle_flexckpt.media.backend import Backend, Location, OutputFile, exists, publish
-from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 from paddle_flexckpt.report import ExportReport, LoadReport
 
 # With the operands of a tile, and what the files' own reader and writer hold, an export stays below 256 MiB.
 BAND_BYTES = 128 << 20
-INDEX_FILE = "model.safetensors.index.json"
 # What the report has of that of the load.
 _OF_LOAD = (
     *("source", "unique_id", "keys", "bytes_read", "bytes_verified", "bytes_extra"),
@@ -110,8 +105,8 @@ class _Export(WholeTensors):
             raise ValidationError([f"{self._sink.path} is not empty. Remedy: give another output, or empty it"])
         self._mapping = whole_mapping(self._options.aoa_config, self._source.catalog)
         infos = tensor_infos(self._source.catalog, self._mapping, extra_state=True)
-        keys, self._left_out = _choose(infos, self._options.start, self._options.states)
-        self._files = _plan_files({name: infos[key] for name, key in keys.items()}, self._options.max_file_bytes)
+        keys, self._left_out = choose_tensors(infos, self._options.start, self._options.states)
+        self._files = divide({name: infos[key] for name, key in keys.items()}, self._options.max_file_bytes)
         self._next = iter(self._files)
         order = [keys[name] for file in self._files for name in file.names]
         targets = self.targets({key: infos[key] for key in order}, self._mapping)
@@ -129,7 +124,7 @@ class _Export(WholeTensors):
             stream.finish()
             self._stream = None
 
-    def _begin(self, file: _File) -> OutputFile:
+    def _begin(self, file: TensorFile) -> OutputFile:
         if not self._written:
             self._made = not exists(self._sink)
             self._sink.make_directory()
@@ -142,12 +137,8 @@ class _Export(WholeTensors):
     def finish(self, untouched: Collection[str]) -> None:
         """Write the index."""
         if len(self._files) > 1:
-            index = {
-                "metadata": {"total_size": sum(file.data_bytes for file in self._files)},
-                "weight_map": dict(sorted((name, file.name) for file in self._files for name in file.names)),
-            }
             self._written.append(INDEX_FILE)
-            publish(self._sink, INDEX_FILE, (json.dumps(index, ensure_ascii=False, indent=2) + "\n").encode())
+            publish(self._sink, INDEX_FILE, make_index(self._files))
         self._sink.sync()
 
     def report(self, done: LoadReport) -> ExportReport:
@@ -161,81 +152,3 @@ class _Export(WholeTensors):
             total_bytes=sum(file.data_bytes for file in self._files),
             seconds={"write" if name == "read" else name: value for name, value in done.seconds.items()},
         )
-
-
-def _choose(infos: Mapping[str, TensorInfo], start: str, states: bool) -> tuple[dict[str, str], int]:
-    """Return the keys to write by the names that they get, and how many states are left out."""
-    inside = [key for key in sorted(infos) if key.startswith(start)]
-    everything = set(infos)
-    chosen = [k for k in inside if states or not (k.startswith(EXTRA_STATE) or split_state(k, everything)[1])]
-    problems = [
-        Problem(
-            "safetensors has no such dtype",
-            key=key,
-            got=infos[key].dtype,
-            remedy="cast it, or leave it out, with an AOA statement",
-        )
-        for key in chosen
-        if dtype_of(infos[key].dtype).trailing > 1
-    ]
-    names = {key[len(start) :]: key for key in chosen}
-    if "__metadata__" in names:
-        problems.append(Problem("safetensors has another use for this name", key=names["__metadata__"]))
-    if not chosen:
-        among = "no key" if not start else f"no key that starts with {start!r}"
-        what = "optimizer states and extra state alone" if inside else f"{among} among {len(infos)}"
-        remedy = "give states=True" if inside else "correct prefix"
-        problems.append(Problem("there is nothing to export", got=what, remedy=remedy))
-    if problems:
-        raise ValidationError(problems)
-    return names, len(inside) - len(chosen)
-
-
-@dataclass(frozen=True)
-class _File:
-    """Describe one file of the export, complete but for its data.
-
-    Attributes:
-        name: Its name in the output directory.
-        names: Names of its tensors, in the order of their data.
-        header: The first bytes of it.
-        data_bytes: Bytes of its tensors.
-    """
-
-    name: str
-    names: tuple[str, ...]
-    header: bytes
-    data_bytes: int
-
-
-def _plan_files(infos: Mapping[str, TensorInfo], max_file_bytes: int) -> list[_File]:
-    """Divide tensors among files: in the order of their names, as many as fit."""
-    length = {name: math.prod(info.shape) * dtype_of(info.dtype).itemsize for name, info in infos.items()}
-    parts: list[list[str]] = [[]]
-    size = 0
-    for name in sorted(infos):
-        if parts[-1] and size + length[name] > max_file_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(name)
-        size += length[name]
-    files = []
-    for number, part in enumerate(parts, 1):
-        file = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
-        # Wide elements first, so that all are aligned.
-        part.sort(key=lambda name: (-dtype_of(infos[name].dtype).itemsize, name))
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name in part:
-            begin, end = end, end + length[name]
-            code = dtype_of(infos[name].dtype).safetensors
-            entries[name] = {"dtype": code, "shape": list(infos[name].shape), "data_offsets": [begin, end]}
-        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        if len(text) > MAX_HEADER_BYTES:
-            raise ValidationError(
-                f"the header of {file} would have {len(text)} bytes; safetensors allows {MAX_HEADER_BYTES}. "
-                "Remedy: a smaller max_file_bytes"
-            )
-        files.append(_File(file, tuple(part), len(text).to_bytes(8, "little") + text, end))
-    return files

@@ -61,7 +61,7 @@ class PieceColumns:
         strided = np.flatnonzero(direct & ~plain)
         forms = np.hstack([kind[:, None], pieces.extents, pieces.source_strides, pieces.target_strides])[strided]
         alike, all_rows = [], [np.flatnonzero(plain)]
-        for form, members in _groups(forms):
+        for form, members in group_forms(forms):
             rows, axes = strided[members], pieces.extents.shape[1]
             extents, from_strides, to_strides = (
                 tuple(form[1 + part * axes : 1 + (part + 1) * axes].tolist()) for part in range(3)
@@ -97,7 +97,7 @@ def are_contiguous(extents: np.ndarray, strides: np.ndarray) -> np.ndarray:
     return ((extents == 1) | (strides == row_major_strides(extents))).all(axis=1)
 
 
-def _groups(forms: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+def group_forms(forms: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return each distinct row with the numbers of the rows that are equal to it."""
     if not len(forms):
         return []

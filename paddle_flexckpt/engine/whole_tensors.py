@@ -52,13 +52,14 @@ class WholeTensors(Memory):
     one_at_a_time = True
     keys: list[str]
 
-    def __init__(self, band_bytes: int | None = None) -> None:
+    def __init__(self, band_bytes: int | None = None, rank: int = 0) -> None:
         """Hold nothing yet.
 
         Args:
             band_bytes: Fill a larger tensor in bands, some of its rows each, in their order. None: no tensor.
+            rank: The rank that fills them.
         """
-        self._band_bytes = band_bytes
+        self._band_bytes, self._rank = band_bytes, rank
         self._arrays: dict[int, np.ndarray] = {}
 
     def targets(
@@ -71,13 +72,13 @@ class WholeTensors(Memory):
             mapping: What statements make them of, compiled without a target; None takes the source's own tensors.
             boxes: What is wanted of a tensor, by key; by default all of it.
         """
-        builder, self.keys, self._infos = CatalogBuilder(0), [], []
+        builder, self.keys, self._infos = CatalogBuilder(self._rank), [], []
         bands: list[tuple[int, Box]] = []
         for row, (key, info) in enumerate(infos.items()):
             box = (boxes or {}).get(key) or Box((0,) * len(info.shape), info.shape)
             builder.add(key, info.dtype, info.shape, box.offset, box.shape)
             limit = box.size if self._band_bytes is None else self._band_bytes // dtype_of(info.dtype).itemsize
-            for band in split_tiles(box, max(limit, 1)) if box.size else (box,):
+            for band in split_tiles(box, max(limit, 1), aligned=False) if box.size else (box,):
                 bands.append((row, band))
                 self.keys.append(key)
                 self._infos.append(replace(info, shape=band.shape))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat
@@ -180,21 +180,50 @@ def _gather(
     call: str,
 ) -> tuple[Transfer, MemoryPeers, bytes]:
     """Describe the sources of all ranks; return what fills the targets from them, and a number that no other has."""
+
+    def said() -> tuple[bytes, ...]:
+        check_coordinator(comm, options.coordinator_rank)
+        return options.encode(call), secrets.token_bytes(PLAN_BYTES)
+
+    source, own, (numbers,) = gather_memory(comm, lambda: source_state_dict, said, _CONTEXT)
+    return *_between_ranks(comm, target_state_dict, source, own, options), numbers[0]
+
+
+def gather_memory(
+    comm: Communicator,
+    describe: Callable[[], Mapping[str, Any]],
+    said: Callable[[], tuple[bytes, ...]],
+    context: str,
+) -> tuple[Catalog, dict[str, dict[str, Any]], list[tuple[bytes, ...]]]:
+    """Describe what all ranks hold, each as a virtual file. One collective.
+
+    Args:
+        comm: The ranks.
+        describe: Gives this rank's shards, or raises.
+        said: Checks what else there is; gives what has to be the same on every rank, and then what need not.
+        context: What is being done, for errors.
+
+    Returns:
+        The catalog of all; this rank's tensors and shards by virtual file and name; of ``said``, what need not be the
+        same, each from every rank.
+
+    Raises:
+        ValidationError: A rank's shards or options are not sound, or ranks differ; the same on every rank.
+    """
     mine = virtual_file(comm.rank)
 
-    def describe() -> tuple[LocalState, bytes]:
-        check_coordinator(comm, options.coordinator_rank)
-        state = open_state(source_state_dict, comm.rank, mine)
-        return state, join((options.encode(call), encode_catalog(state.catalog), secrets.token_bytes(PLAN_BYTES)))
+    def look() -> tuple[LocalState, bytes]:
+        head, *more = said()
+        state = open_state(describe(), comm.rank, mine)
+        return state, join((head, encode_catalog(state.catalog), *more))
 
-    state, answers = comm.together(describe, _CONTEXT)
-    catalogs, numbers = check_heads(answers, _CONTEXT, comm.ranks)
-    source = concat([decode_catalog(catalog) for catalog in catalogs])
+    state, answers = comm.together(look, context)
+    catalogs, *others = check_heads(answers, context, comm.ranks)
     tensors = {
         key: tensor if weight is None else weight
         for key, weight, tensor in zip(state.catalog.keys, state.weights, state.tensors)
     }
-    return *_between_ranks(comm, target_state_dict, source, {mine: tensors}, options), numbers[0]
+    return concat([decode_catalog(catalog) for catalog in catalogs]), {mine: tensors}, others
 
 
 def brief_run(number: bytes, unchanged: bool, address: bytes) -> bytes:

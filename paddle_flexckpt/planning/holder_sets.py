@@ -2,6 +2,8 @@
 
 The shards of one set lie end to end, on its *line*. The line is cut where each rank of the set has its share. Sets of
 few ranks come first: what only one rank can write is counted before what can be shifted.
+
+Tested in tests/planning/test_holder_sets.py.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from paddle_flexckpt.catalog import ReplicaGroups
 
 # How many sets are looked at for those that have no rank in common, at first.
 _WINDOW = 256
+# Rounds of sharing out at most, and stretches of sets in those after the first. One round is enough for most jobs; of
+# axes that cross, some 10 make loads even.
+_ROUNDS, _STEPS = 64, 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,33 +79,62 @@ def _mixed(holder: np.ndarray) -> np.ndarray:
 def share_out(sets: HolderSets, amount: np.ndarray, world: int) -> np.ndarray:
     """Return how much of each set's line each of its members gets, int64 like ``sets.members``.
 
+    Sets one of which holds another, or that have no rank in common, are level after one round. Where sets cross, each
+    of them finds other loads than the sets after it leave; so lines are taken back and poured again, round by round.
+
     Args:
         sets: The sets, by places below ``world``.
         amount: int64 ``[s]``, bytes on each line.
         world: Number of ranks.
     """
     load, share = np.zeros(world, dtype=np.int64), np.zeros(len(sets.members), dtype=np.int64)
-    count, begin, window = sets.count, 0, _WINDOW
+    stretches = _find_stretches(sets)
+    for _ in range(min(_ROUNDS, 1 + _STEPS // max(len(stretches), 1))):
+        for begin, stop in stretches:
+            some = slice(int(sets.start[begin]), int(sets.start[stop]))
+            places = sets.members[some].reshape(stop - begin, -1)
+            others = load[places] - share[some].reshape(places.shape)
+            poured = pour(others, amount[begin:stop])
+            load[places], share[some] = others + poured, poured.reshape(-1)
+        if 100 * int(load.max(initial=0)) <= 101 * least_peak(sets, amount, load):
+            break
+    return share
+
+
+def _find_stretches(sets: HolderSets) -> list[tuple[int, int]]:
+    """Return first and last (exclusive) of sets with no rank in common: none changes what another of them finds."""
+    count, begin, window, found = sets.count, 0, _WINDOW, []
     while begin < len(sets):
         stop = int(np.searchsorted(count, count[begin], side="right"))
         width, stop = int(count[begin]), min(begin + window, stop)
-        some = slice(int(sets.start[begin]), int(sets.start[stop]))
-        places = sets.members[some].reshape(-1, width)
-        if width > 1:
-            # As many as have no rank in common, so that none changes what another finds.
-            order = np.argsort(places, axis=None, kind="stable")
-            rank = places.reshape(-1)[order]
-            again = order[1:][rank[1:] == rank[:-1]] // width
-            alone = max(int(again.min(initial=len(places))), 1)
-            window, stop = max(4 * alone, _WINDOW), begin + alone
-            places, some = places[:alone], slice(some.start, some.start + alone * width)
-            share[some] = pour(load[places], amount[begin:stop]).reshape(-1)
-        else:
-            share[some] = amount[begin:stop]
-            window *= 4
-        np.add.at(load, sets.members[some], share[some])
-        begin = stop
-    return share
+        places = sets.members[sets.start[begin] : sets.start[stop]]
+        order = np.argsort(places, kind="stable")
+        rank = places[order]
+        again = order[1:][rank[1:] == rank[:-1]] // width
+        alone = max(int(again.min(initial=stop - begin)), 1)
+        found.append((begin, begin + alone))
+        begin, window = begin + alone, max(4 * alone, _WINDOW)
+    return found
+
+
+def least_peak(sets: HolderSets, amount: np.ndarray, load: np.ndarray) -> int:
+    """Return what the most loaded rank gets at least, however the lines are shared out.
+
+    Of any k ranks one gets a k-th, or more, of what they alone own. Looked at are the k most loaded ones, for each k:
+    where loads cannot be made more even, these tell the highest load.
+
+    Args:
+        sets: The sets.
+        amount: int64 ``[s]``, bytes on each line.
+        load: int64 per rank, what it gets.
+    """
+    if not len(sets):
+        return 0
+    order = np.argsort(-load, kind="stable")
+    place, inside = np.empty_like(order), np.zeros(len(load), dtype=np.int64)
+    place[order] = np.arange(len(load))
+    np.add.at(inside, np.maximum.reduceat(place[sets.members], sets.start[:-1]), amount)
+    return int((-(-np.cumsum(inside) // np.arange(1, len(load) + 1))).max())
 
 
 def pour(load: np.ndarray, amount: np.ndarray) -> np.ndarray:

@@ -177,6 +177,12 @@ class Layout:
         if problems:
             raise ValidationError(problems, f"{strategy} does not fit the model")
 
+    def kind(self, rank: int) -> tuple[int, ...]:
+        """Return what a rank's catalog follows from: ranks of one kind have the same, but for their number."""
+        place = self.strategy.place(rank)
+        member = 0 if self.strategy.kind == "none" else place.sharding
+        return place.pp, self._expert_place(place.dp, place.sharding), member, place.tp
+
     def catalog(self, rank: int) -> Catalog:
         """Return what a rank has: first the model's tensors, then the states, state by state."""
         place = self.strategy.place(rank)

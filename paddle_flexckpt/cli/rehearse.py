@@ -1,0 +1,130 @@
+"""flexckpt rehearse: what a load under another layout would do, without ranks. Tested in tests/cli/test_rehearse.py."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, aoa_config
+from paddle_flexckpt.engine.models import layout_of
+from paddle_flexckpt.engine.options import LoadOptions
+from paddle_flexckpt.engine.rehearsal import RankReads, RehearsalReport, rehearse
+from paddle_flexckpt.report import format_bytes
+
+# Lines of the table, and keys of a list; all are in the JSON.
+_LINES, _KEYS = 16, 3
+
+
+def add_command(commands: Any) -> None:
+    """Add the parser of the command."""
+    parser = commands.add_parser(
+        "rehearse",
+        help="say whether a checkpoint loads under another layout, and what each rank would read",
+        description="Says whether a checkpoint loads under another layout, or why not, in the words of the job, and "
+        "what each rank would read and hold. Only the manifest is read, and whether the files are there. The exit "
+        "status is 0 where it loads, and 1 where it does not.",
+        epilog="example: flexckpt rehearse run/step_100 --to tp=4,pp=2,sharding=v2:8 --gbps 2",
+    )
+    add_checkpoint(parser)
+    parser.add_argument(
+        "--to",
+        required=True,
+        metavar="STRATEGY",
+        help="the degrees of the job: tp, pp, vpp, dp, ep, sep, and sharding=KIND:DEGREE (v1, v2, stage2, stage3)",
+    )
+    add_aoa(parser, required=False)
+    parser.add_argument(
+        "--model", metavar="OTHER", help="a checkpoint of the job's model, if it is not what CHECKPOINT holds"
+    )
+    parser.add_argument(
+        "--cut",
+        action="append",
+        default=[],
+        metavar="GLOB=AXIS",
+        help="along which axis tensor parallelism cuts these tensors, or none; may be given several times, and the "
+        "first that fits counts; by default as they were cut at the save",
+    )
+    parser.add_argument("--weights", action="store_true", help="the job has no optimizer")
+    parser.add_argument(
+        "--strict", choices=("both", "missing", "unexpected", "none"), default="missing", help="as in load_state_dict"
+    )
+    parser.add_argument("--dtype", choices=("raise", "cast"), default="raise", help="as in load_state_dict")
+    parser.add_argument("--master-weights", choices=("exact", "convert"), default="exact", help="as in load_state_dict")
+    parser.add_argument(
+        "--gbps", type=float, metavar="N", help="gigabytes a second that one rank reads while all do: to estimate time"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, with all ranks")
+    parser.set_defaults(run=_rehearse)
+
+
+def _rehearse(options: argparse.Namespace) -> Outcome:
+    """Return a table of the ranks and what is noticed, or the job's error; code 1 where it would fail."""
+    config = None if options.aoa is None else aoa_config(options.aoa)
+    if options.gbps is not None and not options.gbps > 0:
+        raise ValidationError([f"--gbps takes a positive number; got {options.gbps}"])
+    strict: Any = {"both": True, "none": False}.get(options.strict, options.strict)
+    asked = LoadOptions(
+        unique_id=options.unique_id,
+        aoa_config=config,
+        strict=strict,
+        dtype=options.dtype,
+        master_weights=options.master_weights,
+        optimizer_states="ignore" if options.weights else "raise",
+    )
+    layout, notes = layout_of(
+        options.source,
+        options.to,
+        unique_id=options.unique_id,
+        aoa_config=config,
+        model=options.model,
+        cuts=[_cut(text) for text in options.cut],
+        states=not options.weights,
+    )
+    rate = None if options.gbps is None else options.gbps * 1e9
+    report = rehearse(options.source, layout, asked, bytes_per_second=rate, notes=notes)
+    text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join([*_lines(report), report.summary()])
+    return Outcome(text, int(not report.ok))
+
+
+def _cut(text: str) -> tuple[str, int | None]:
+    glob, equals, axis = text.rpartition("=")
+    if not equals or not (axis == "none" or axis.lstrip("-").isdigit()):
+        raise ValidationError([f"--cut takes GLOB=AXIS, with a number or none; got {text!r}"])
+    return glob, None if axis == "none" else int(axis)
+
+
+def _lines(report: RehearsalReport) -> list[str]:
+    """Return a table of the ranks, those that read the most first, and a line for whatever else is to be known."""
+    table: list[tuple[str, ...]] = [("ranks", "needed", "read", "amplification", "requests", "files", "memory")]
+    order = sorted(report.ranks, key=lambda each: -each.bytes_read)
+    table += [_columns(each) for each in order[:_LINES]]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in table]
+    if len(order) > _LINES:
+        lines.append(f"... and {len(order) - _LINES} more, which read less; --json has all")
+    lines = lines if order else []
+    for name in ("missing", "unexpected", "aliases", "cast", "masters", "maybe_fused"):
+        keys = list(getattr(report, name))
+        if keys:
+            lines.append(f"{name.replace('_', ' ')}: {listed(keys, _KEYS)}")
+    return [*lines, *(f"note: {note}" for note in report.notes)]
+
+
+def _columns(each: RankReads) -> tuple[str, ...]:
+    sizes = map(format_bytes, (each.bytes_needed, each.bytes_read))
+    counts = (f"{each.amplification:.2f}", str(each.reads), str(each.files), format_bytes(each.memory_bytes))
+    return (_ranks(each.ranks), *sizes, *counts)
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Return ranks as text, those that follow each other as a range."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], rank]
+        else:
+            ranges.append([rank])
+    return listed(["-".join(map(str, each)) for each in ranges], _KEYS)

@@ -1,0 +1,186 @@
+"""Describe a model by what a checkpoint holds of it, and with a strategy the layout of a job.
+
+Tested in tests/engine/test_models.py.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from paddle_flexckpt.aoa import AoaConfig, TensorInfo
+from paddle_flexckpt.aoa.sides import MASTER, split_state
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, without_extra_state
+from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.planning.layouts import ADAMW, Layout, Model, ModelTensor, State
+from paddle_flexckpt.planning.strategy import parse_strategy
+
+_PIPELINE, _LAYER = re.compile(r"(\d+)\."), re.compile(r"\.(\d+)\.")
+_EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
+# The axis of a tensor whose parts are cut along several.
+_SEVERAL = 1 << 30
+# What stands in front of the numbered layers; whatever else has no number stands behind them.
+_IN_FRONT = re.compile(r"embed|wte|wpe|patch|stem", re.IGNORECASE)
+
+
+def layout_of(
+    path: Location,
+    strategy: str,
+    *,
+    unique_id: int | None = None,
+    aoa_config: AoaConfig | None = None,
+    model: Location | None = None,
+    cuts: Sequence[tuple[str, int | None]] = (),
+    states: bool = True,
+) -> tuple[Layout, list[str]]:
+    """Return the layout of a job that loads a checkpoint, and what is taken for granted in it.
+
+    Args:
+        path: The checkpoint.
+        strategy: The job's, as :func:`parse_strategy` reads it.
+        unique_id: The checkpoint's id; None takes the highest.
+        aoa_config: AOA statements; the job has what they make and leave alone.
+        model: A checkpoint of the job's model, where that is not what the first one holds.
+        cuts: As of :func:`model_of`.
+        states: Whether the job has an optimizer.
+
+    Raises:
+        ValidationError: There is no such checkpoint, or the strategy cannot cut the model.
+        CorruptCheckpointError: A manifest is damaged.
+    """
+    parsed = parse_strategy(strategy)
+    chosen = (path, unique_id) if model is None else (model, None)
+    stored = without_extra_state(SourceDirectory(chosen[0]).read_manifest(chosen[1]).catalog)
+    mapping = whole_mapping(aoa_config, stored) if model is None and aoa_config is not None else None
+    infos = tensor_infos(stored, mapping)
+    if mapping is not None:  # what statements make is cut otherwise than what it is made of
+        stored = stored.take(~np.asarray([key in mapping.tensors for key in stored.keys], dtype=bool)[stored.key])
+    described = model_of(infos, stored, cuts, states)
+    notes = []
+    if parsed.tp > 1:
+        whole = [each.name for each in described.tensors if each.tp_axis is None and len(each.shape) > 1]
+        if all(each.tp_axis is None for each in described.tensors):
+            raise ValidationError(
+                f"nothing says how tensor parallelism cuts the model: no tensor is stored in parts. Remedy: give the "
+                f"axis by names, such as --cut '*.q_proj.weight=1', for each of {listed(whole, 3)} that is cut"
+            )
+        if whole:
+            notes.append(f"each rank of tensor parallelism has all of {listed(whole, 3)} (--cut says otherwise)")
+    if parsed.kind != "none" and described.states:
+        notes.append("the optimizer has the parameters in the order of the checkpoint, layer by layer")
+    return Layout(described, parsed), notes
+
+
+def model_of(
+    infos: Mapping[str, TensorInfo], stored: Catalog, cuts: Sequence[tuple[str, int | None]] = (), states: bool = True
+) -> Model:
+    """Describe the model whose tensors and optimizer states have these names.
+
+    A tensor is cut by tensor parallelism as ``cuts`` say, else as it was where the checkpoint was saved, else not. Its
+    layer is the first number in its name. Where all names begin with a number, as in a PipelineLayer, the layers that
+    most are like are shared out; else all that have a number. An expert's number stands behind ``experts.``.
+
+    Args:
+        infos: Shape and dtype by key, in the order in which the optimizer has the parameters.
+        stored: The shards of the checkpoint.
+        cuts: Globs of names and the axis along which tensor parallelism cuts these; None for no axis. The first that
+            fits counts.
+        states: Whether the job has an optimizer.
+
+    Raises:
+        ValidationError: A tensor is stored in parts along several axes, and no cut is given.
+    """
+    keys = set(infos)
+    split = {key: split_state(key, keys) for key in infos}
+    names = [key for key, (_, state) in split.items() if not state]
+    found: dict[str, dict[str, str]] = {}
+    for key, (base, state) in split.items():
+        if state:
+            found.setdefault(base, {})[state] = key
+    axes, layers, experts = _stored_cuts(stored), _layers(names, infos), _experts(names)
+    problems: list[Problem | str] = []
+    tensors = []
+    for name in names:
+        given = [axis for glob, axis in cuts if fnmatch.fnmatchcase(name, glob)]
+        axis = given[0] if given else axes.get(name)
+        if axis is not None and axis == _SEVERAL:
+            remedy = f"say which one tensor parallelism cuts: --cut '{name}=AXIS', or ={name}=none"
+            problems.append(Problem("a tensor is stored in parts along several axes", key=name, remedy=remedy))
+            axis = None
+        trained = not found or name in found
+        info = infos[name]
+        tensors.append(
+            ModelTensor(name, info.shape, info.dtype, axis, layers[0].get(name, ()), trained, experts.get(name))
+        )
+    if problems:
+        raise ValidationError(problems)
+    tensors.sort(key=lambda tensor: tensor.layers[:1] or (-1,))
+    kept = _states(found, infos) if states else ()
+    kinds = [infos[key].dtype for each in found.values() for state, key in each.items() if state != MASTER]
+    return Model(
+        tuple(tensors), layers[1], layers[2], kept, Counter(kinds).most_common(1)[0][0] if kinds else "float32"
+    )
+
+
+def _stored_cuts(stored: Catalog) -> dict[str, int]:
+    """Return the axis along which the boxes of each key are parts of its tensor, for those that are cut."""
+    is_cut = (stored.shape != stored.global_shape) & (stored.size > 0)[:, None]
+    rows, axis = np.nonzero(is_cut)
+    pairs = np.unique(np.stack([stored.key[rows], axis - (stored.width - stored.ndim[rows])], axis=1), axis=0)
+    axes: dict[str, int] = {}
+    for key, along in pairs.tolist():
+        axes[stored.keys[key]] = _SEVERAL if stored.keys[key] in axes else along
+    return axes
+
+
+def _layers(
+    names: Sequence[str], infos: Mapping[str, TensorInfo]
+) -> tuple[dict[str, tuple[int, ...]], int, frozenset[int] | None]:
+    """Return the layers of each tensor, how many there are, and which of them stages share evenly."""
+    numbers = {name: match for name in names if (match := _PIPELINE.match(name))}
+    if names and len(numbers) == len(names):
+        places = {name: int(match[1]) for name, match in numbers.items()}
+        looks: dict[int, list[object]] = {}
+        for name, place in places.items():
+            looks.setdefault(place, []).append((name[numbers[name].end() :], infos[name].shape))
+        alike = Counter(tuple(sorted(map(str, look))) for look in looks.values())
+        usual = alike.most_common(1)[0][0]
+        counted = frozenset(place for place, look in looks.items() if tuple(sorted(map(str, look))) == usual)
+        return {name: (place,) for name, place in places.items()}, max(places.values()) + 1, counted
+    numbered = {name: int(match[1]) for name in names if (match := _LAYER.search(name))}
+    if not numbered:
+        return {}, 1, None
+    order = {number: place for place, number in enumerate(sorted(set(numbered.values())), 1)}
+    last = len(order) + 1
+    found: dict[str, tuple[int, ...]] = {}
+    for name in names:
+        found[name] = (order[numbered[name]] if name in numbered else 0 if _IN_FRONT.search(name) else last,)
+    return found, last + 1, frozenset(order.values())
+
+
+def _experts(names: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return the number of each expert's tensor, and of the experts beside it."""
+    matches = {name: match for name in names if (match := _EXPERT.fullmatch(name))}
+    beside = Counter((match[1], match[3]) for match in matches.values())
+    return {name: (int(match[2]), beside[match[1], match[3]]) for name, match in matches.items()}
+
+
+def _states(found: Mapping[str, Mapping[str, str]], infos: Mapping[str, TensorInfo]) -> tuple[State, ...]:
+    """Return the states that parameters have, those of AdamW in its own order."""
+    usual = [state.suffix for state in ADAMW]
+    suffixes = {suffix for each in found.values() for suffix in each}
+    scalars = {
+        suffix
+        for suffix in suffixes
+        if all(infos[each[suffix]].shape == (1,) for each in found.values() if suffix in each)
+        and any(infos[base].shape != (1,) for base, each in found.items() if suffix in each and base in infos)
+    }
+    order = sorted(suffixes, key=lambda suffix: (usual.index(suffix) if suffix in usual else len(usual), suffix))
+    return tuple(State(suffix, suffix in scalars, suffix == MASTER) for suffix in order)

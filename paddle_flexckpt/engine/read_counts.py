@@ -1,0 +1,261 @@
+"""Count the requests that a FileReader makes for pieces, without a file or memory: for many ranks at once, in columns.
+
+Each rule is one of :class:`~paddle_flexckpt.native.reader.FileReader` on a file system, with ``verify="read"``, where
+nothing is damaged; its counters are what tests compare with. Tested in tests/engine/test_read_counts.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_flexckpt.algebra import Columns, StridedCopy
+from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.engine.piece_columns import are_contiguous, group_forms
+from paddle_flexckpt.native.block_reader import BLOCKS_AT_ONCE, STRETCHES_AT_ONCE
+from paddle_flexckpt.native.reader import MIN_PREAD_BYTES
+from paddle_flexckpt.native.row_files import MAP_SPAN_BYTES
+from paddle_flexckpt.native.stretches import RUNS_AT_ONCE, reach
+from paddle_flexckpt.planning import Pieces
+
+# Whole blocks in the middle of a stretch are read so many to a request, whatever comes before; beyond this many of them
+# each further pair is one more request.
+_TOLD_BLOCKS = 3 * BLOCKS_AT_ONCE
+
+
+@dataclass(frozen=True, eq=False)
+class ReadCounts:
+    """Hold what ranks read; int64 per rank.
+
+    Attributes:
+        bytes_needed: Bytes of the pieces.
+        bytes_read: Bytes that come from files.
+        reads: Requests, and copies out of a memory map.
+        files: Files that are opened.
+    """
+
+    bytes_needed: np.ndarray
+    bytes_read: np.ndarray
+    reads: np.ndarray
+    files: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class _Stretches(Columns):
+    """Hold contiguous bytes of items that are read together, by who reads them together; int64 ``[n]`` each."""
+
+    reader: np.ndarray
+    item: np.ndarray
+    position: np.ndarray
+    length: np.ndarray
+
+
+def count_reads(
+    pieces: Pieces, source: Catalog, target: Catalog, place: np.ndarray, ranks: int, block_bytes: int
+) -> ReadCounts:
+    """Count what ranks read to fill targets that lie in host memory as they are, and scratch.
+
+    Args:
+        pieces: What is read.
+        source: What the files hold.
+        target: The rows that are filled. Rows of a place of -1 - p are scratch of the place p.
+        place: int64 per row of the targets: which of the ranks fills it.
+        ranks: Number of ranks.
+        block_bytes: Of a block with a checksum.
+    """
+    pieces = pieces.take(pieces.size > 0)
+    is_scratch = place[pieces.target] < 0
+    rank = np.where(is_scratch, -1 - place[pieces.target], place[pieces.target])
+    names = {name: i for i, name in enumerate(source.dtypes)}
+    kind = source.dtype[pieces.source].astype(np.int64)
+    same = kind == np.asarray([names.get(name, -1) for name in target.dtypes])[target.dtype[pieces.target]]
+    itemsize = source.itemsize[pieces.source]
+    size = pieces.size * itemsize
+    needed = _sums(rank, size, ranks)
+    counter = _Counter(source, ranks, block_bytes, needed)
+    direct = same & ~is_scratch
+    position = pieces.source_base * itemsize
+    plain = direct & are_contiguous(pieces.extents, pieces.source_strides)
+    plain &= are_contiguous(pieces.extents, pieces.target_strides)
+    counter.together(_Stretches(rank[plain], pieces.source[plain], position[plain], size[plain]))
+    rest = np.flatnonzero(~plain)
+    forms = np.hstack(
+        [
+            np.stack([direct, same, itemsize], axis=1),
+            pieces.extents,
+            pieces.source_strides,
+            pieces.target_strides,
+        ]
+    )[rest]
+    axes = pieces.extents.shape[1]
+    for form, members in group_forms(forms):
+        rows = rest[members]
+        extents, from_strides, to_strides = (
+            tuple(form[3 + part * axes : 3 + (part + 1) * axes].tolist()) for part in range(3)
+        )
+        copy = StridedCopy(extents, 0, from_strides, 0, to_strides).simplified()
+        alike = _Stretches(rank[rows], pieces.source[rows], position[rows], size[rows])
+        (counter.columns if form[0] else counter.one_by_one)(copy, int(form[2]), alike, bool(form[1]))
+    opened = np.unique(rank * len(source.files) + source.file[pieces.source])
+    files = np.bincount(opened // max(len(source.files), 1), minlength=ranks)
+    return ReadCounts(needed, counter.bytes_read, counter.reads, files)
+
+
+def _sums(rank: np.ndarray, values: np.ndarray, ranks: int) -> np.ndarray:
+    """Return int64 per rank, exact sums."""
+    found = np.zeros(ranks, dtype=np.int64)
+    np.add.at(found, rank, values)
+    return found
+
+
+class _Counter:
+    """Add up reads, form by form."""
+
+    def __init__(self, source: Catalog, ranks: int, block_bytes: int, needed: np.ndarray) -> None:
+        self._source, self._ranks, self._block = source, ranks, block_bytes
+        self._length = source.byte_length
+        self.bytes_read, self.reads = needed.copy(), np.zeros(ranks, dtype=np.int64)
+
+    def _add(self, rank: np.ndarray, reads: np.ndarray | int) -> None:
+        self.reads += _sums(rank, np.broadcast_to(np.asarray(reads, dtype=np.int64), rank.shape), self._ranks)
+
+    def columns(self, copy: StridedCopy, itemsize: int, alike: _Stretches, same: bool) -> None:
+        """Count copies of one form as ``read_alike`` makes them, each rank's together."""
+        tail, axes = copy.source_tail(), len(copy.extents)
+        run_bytes = math.prod(copy.extents[axes - tail :]) * itemsize
+        if tail == axes:
+            first, last = alike.position // self._block, (alike.position + alike.length - 1) // self._block
+            inside = first == last
+            self._one_by_one(copy, itemsize, alike.take(~inside), False)
+            self._once(alike.take(inside))
+        elif run_bytes < MIN_PREAD_BYTES:
+            low, high = reach(copy.extents, copy.source_strides)
+            if (high - low) * itemsize > MAP_SPAN_BYTES:
+                self._one_by_one(copy, itemsize, alike, False)
+            else:
+                self._add(alike.reader, 1)
+        elif tail == 1 and copy.target_strides[-1] == 1:
+            self._runs(copy, itemsize, alike)
+        else:
+            self._one_by_one(copy, itemsize, alike, False)
+
+    def one_by_one(self, copy: StridedCopy, itemsize: int, alike: _Stretches, same: bool) -> None:
+        """Count copies of one form as ``read`` makes each of them."""
+        tail = copy.source_tail()
+        inner = StridedCopy(
+            copy.extents[len(copy.extents) - tail :],
+            0,
+            copy.source_strides[len(copy.extents) - tail :],
+            0,
+            copy.target_strides[len(copy.extents) - tail :],
+        )
+        self._one_by_one(copy, itemsize, alike, same and inner.is_contiguous()[1])
+
+    def _one_by_one(self, copy: StridedCopy, itemsize: int, alike: _Stretches, straight: bool) -> None:
+        tail, axes = copy.source_tail(), len(copy.extents)
+        run_bytes = math.prod(copy.extents[axes - tail :]) * itemsize
+        if tail < axes and run_bytes < MIN_PREAD_BYTES:
+            step = max(1, MAP_SPAN_BYTES // max(1, copy.source_strides[0] * itemsize))
+            self._add(alike.reader, -(-copy.extents[0] // step))
+            return
+        each = copy.size * itemsize // max(run_bytes, 1)
+        for first in range(0, each * len(alike), RUNS_AT_ONCE):
+            reader, begin = self._run_begins(copy, itemsize, alike, first, each, tail)[:2]
+            end = begin + run_bytes
+            blocks = -(-end // self._block) - begin // self._block
+            if straight:
+                head = -(-begin // self._block) * self._block
+                whole = np.maximum(end - head, 0) // self._block
+                blocks = np.where(whole > 1, blocks - whole + -(-whole // BLOCKS_AT_ONCE), blocks)
+            self._add(reader, blocks)
+
+    def _run_begins(
+        self, copy: StridedCopy, itemsize: int, alike: _Stretches, first: int, each: int, tail: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return reader, first byte and member of some runs of copies of one form."""
+        number = np.arange(first, min(first + RUNS_AT_ONCE, each * len(alike)))
+        member, place = number // each, np.zeros(len(number), dtype=np.int64)
+        outer = len(copy.extents) - tail
+        if outer:
+            for index, stride in zip(np.unravel_index(number % each, copy.extents[:outer]), copy.source_strides):
+                place += index * (stride * itemsize)
+        return alike.reader[member], alike.position[member] + place, member
+
+    def _runs(self, copy: StridedCopy, itemsize: int, alike: _Stretches) -> None:
+        """Count the runs of copies, each rank's read together, but only so many of them."""
+        order = np.argsort(alike.reader, kind="stable")
+        alike, each = alike.take(order), copy.size // copy.extents[-1]
+        edges = [*np.flatnonzero(np.diff(alike.reader, prepend=-1)).tolist(), len(alike)]
+        some: list[_Stretches] = []
+        count = groups = 0
+        for begin, end in zip(edges, edges[1:]):
+            members = alike.take(slice(begin, end))
+            for first in range(0, each * (end - begin), RUNS_AT_ONCE):
+                reader, position, member = self._run_begins(copy, itemsize, members, first, each, 1)
+                length = np.full(len(reader), copy.extents[-1] * itemsize, dtype=np.int64)
+                # What is not read together with what comes before counts as another reader.
+                some.append(_Stretches(reader + groups * self._ranks, members.item[member], position, length))
+                count, groups = count + len(reader), groups + 1
+                if count >= RUNS_AT_ONCE:
+                    self.together(_Stretches.concat(some))
+                    some, count, groups = [], 0, 0
+        if some:
+            self.together(_Stretches.concat(some))
+
+    def _once(self, blocks: _Stretches) -> None:
+        """Count stretches inside blocks, those that are the same read once, each rank's together."""
+        table = np.stack([blocks.reader, blocks.item, blocks.position, blocks.length], axis=1)
+        table = np.unique(table, axis=0)
+        self.bytes_read += _sums(table[:, 0], table[:, 3], self._ranks)
+        self.bytes_read -= _sums(blocks.reader, blocks.length, self._ranks)
+        self.together(_Stretches(*table.T))
+
+    def together(self, stretches: _Stretches) -> None:
+        """Count stretches as ``read_stretches`` reads them, each reader's together."""
+        if not len(stretches):
+            return
+        size, source = self._block, self._source
+        offset = source.byte_offset[stretches.item] + stretches.position
+        file = source.file[stretches.item].astype(np.int64)
+        order = np.lexsort((offset, file, stretches.reader))
+        reader, file, offset = stretches.reader[order], file[order], offset[order]
+        position, length = stretches.position[order], stretches.length[order]
+        near = (reader[1:] == reader[:-1]) & (file[1:] == file[:-1])
+        end = offset + length
+        overlap = bool((near & (offset[1:] < end[:-1])).any())
+        joined = np.append(False, near & (offset[1:] == end[:-1]))
+        first, count = position // size, -(-(position + length) // size) - position // size
+        whole = (position + length) // size - -(-position // size)
+        # Blocks in the middle are counted, not listed; where stretches overlap, they are read between each other.
+        pairs = np.zeros_like(whole) if overlap else np.maximum(whole - _TOLD_BLOCKS, 0) // BLOCKS_AT_ONCE
+        self._add(reader % self._ranks, pairs)
+        length, count = length - pairs * (BLOCKS_AT_ONCE * size), count - pairs * BLOCKS_AT_ONCE
+        part = np.repeat(np.arange(len(count)), count)
+        number = np.arange(len(part)) - np.repeat(np.cumsum(count) - count - first, count)
+        begin = np.maximum(position[part], number * size)
+        lengths = np.minimum((position + length)[part], (number + 1) * size) - begin
+        is_new = np.ones(len(part), dtype=bool)
+        is_new[1:] = (part[1:] != part[:-1]) & ~joined[part[1:]]
+        reader = reader[part]
+        if overlap:
+            at = offset[part] + begin - position[part]
+            order = np.lexsort((at, file[part], reader))
+            reader, lengths, at, of = reader[order], lengths[order], at[order], file[part][order]
+            is_new[1:] = (reader[1:] != reader[:-1]) | (of[1:] != of[:-1]) | (at[1:] != (at + lengths)[:-1])
+        is_new[_portion_starts(reader, lengths, BLOCKS_AT_ONCE * size)] = True
+        self._add(reader[is_new] % self._ranks, 1)
+
+
+def _portion_starts(reader: np.ndarray, length: np.ndarray, most_bytes: int) -> list[int]:
+    """Return the first of the stretches of each portion, as :meth:`Stretches.edges` cuts those of each reader."""
+    ends, number = np.cumsum(length), np.arange(len(length))
+    last = np.searchsorted(ends, ends - length + most_bytes, side="right")
+    stop = np.searchsorted(reader, reader, side="right")
+    following = np.minimum(np.minimum(np.maximum(last, number + 1), number + STRETCHES_AT_ONCE), stop).tolist()
+    starts, at, count = [], 0, len(following)
+    while at < count:
+        starts.append(at)
+        at = following[at]
+    return starts

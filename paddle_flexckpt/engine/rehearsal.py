@@ -1,0 +1,346 @@
+"""Say what a load would do on each rank of a job, without the job: whether it fits, what is read, what is held.
+
+A layout makes each rank's targets. They are resolved, planned and matched by the functions of a load; the reads are
+counted instead of made. Ranks that have the same are worked out once, and many together.
+
+Tested in tests/engine/test_rehearsal.py and tests/distributed/test_rehearsal.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, CheckpointError, concat, group_replicas, validate_coverage
+from paddle_flexckpt.catalog.errors import Failure, combine
+from paddle_flexckpt.engine.files import Files, plan_reads
+from paddle_flexckpt.engine.filling import Filling
+from paddle_flexckpt.engine.options import FileOptions, LoadOptions
+from paddle_flexckpt.engine.plan import Tile, plan_fill
+from paddle_flexckpt.engine.read_counts import count_reads
+from paddle_flexckpt.engine.targets import Memory, Targets
+from paddle_flexckpt.engine.transfer import Task, check_unexpected, make_task
+from paddle_flexckpt.foreign.formats import SourceDirectory, shown
+from paddle_flexckpt.media.backend import Location, reading
+from paddle_flexckpt.native.directory import LockedManifest
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.planning import Pieces, ShardMatcher
+from paddle_flexckpt.planning.layouts import Layout
+from paddle_flexckpt.report import Report, format_bytes
+
+# Rows of targets that are matched at once: bounds memory.
+ROWS_AT_ONCE = 1 << 19
+# Where a load fails, so many ranks at most are asked for all that is wrong; of a larger job one of each kind.
+RANKS_ASKED = 1024
+
+
+@dataclass(frozen=True)
+class RankReads:
+    """Say what each of some ranks would do that all do the same.
+
+    Attributes:
+        ranks: They.
+        bytes_needed: Bytes of the pieces that fill a rank's targets.
+        bytes_read: Bytes of tensors read from files.
+        reads: Read calls.
+        files: Files opened.
+        target_bytes: Bytes of the targets.
+        scratch_bytes: The most memory that operands of computed values take at any time.
+    """
+
+    ranks: list[int]
+    bytes_needed: int
+    bytes_read: int
+    reads: int
+    files: int
+    target_bytes: int
+    scratch_bytes: int
+
+    @property
+    def amplification(self) -> float:
+        """Return the bytes read for each byte that is needed."""
+        return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the most memory that targets and scratch take; a few MiB to read into come on top."""
+        return self.target_bytes + self.scratch_bytes
+
+
+@dataclass(frozen=True)
+class RehearsalReport(Report):
+    """Say what a load under a layout would do.
+
+    Attributes:
+        source: The checkpoint's directory.
+        unique_id: Its id.
+        strategy: The layout's.
+        world_size: Its ranks.
+        error: Why the load would fail, in the words that the job would raise on every rank; "" where it would not.
+        missing: Keys that ranks ask for and the source does not have; their targets would stay as they are.
+        unexpected: Keys that the source has and no rank asks for.
+        aliases: Keys that would be found under another name.
+        cast: Keys whose values would be cast, with the dtypes.
+        masters: Master weights that would start from their parameters, and parameters taken from their master weights.
+        maybe_fused: Source keys that may be fused, for all that the source says.
+        notes: What the rehearsal has taken for granted.
+        ranks: What each rank would do; those that do the same together.
+        total_bytes: ``bytes_needed`` of all ranks.
+        seconds: By way of reading, how long the slowest rank takes at the given rate; empty without one.
+    """
+
+    source: str
+    unique_id: int | None
+    strategy: str
+    world_size: int
+    error: str = ""
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+    cast: dict[str, str] = field(default_factory=dict)
+    masters: dict[str, str] = field(default_factory=dict)
+    maybe_fused: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    ranks: list[RankReads] = field(default_factory=list)
+    total_bytes: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Return whether the checkpoint loads."""
+        return not self.error
+
+    @property
+    def worst(self) -> RankReads:
+        """Return the ranks that read the most; the first of these."""
+        return max(self.ranks, key=lambda each: each.bytes_read)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields, JSON-safe, and for each group of ranks what follows from them."""
+        groups = [
+            {**found, "amplification": each.amplification, "memory_bytes": each.memory_bytes}
+            for each, found in zip(self.ranks, super().as_dict()["ranks"])
+        ]
+        return {**super().as_dict(), "ok": self.ok, "ranks": groups}
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        if not self.ok:
+            return f"{self.source} (id {self.unique_id}) does not load under {self.strategy}: {self.error}"
+        worst, reads = self.worst, sum(len(each.ranks) * each.reads for each in self.ranks)
+        read = sum(len(each.ranks) * each.bytes_read for each in self.ranks)
+        text = (
+            f"{self.source} (id {self.unique_id}) loads under {self.strategy} on {self.world_size} ranks: "
+            f"{format_bytes(self.total_bytes)} needed, {format_bytes(read)} read in {reads} requests; rank "
+            f"{worst.ranks[0]} reads the most, {format_bytes(worst.bytes_read)}"
+        )
+        for name, count in (("missing", len(self.missing)), ("unexpected", len(self.unexpected))):
+            text += f", {count} {name}" if count else ""
+        return text + "".join(f"; {way}: {value:.1f} s" for way, value in self.seconds.items())
+
+
+class _Nowhere(Memory):
+    """Stand for the memory of targets that nobody fills."""
+
+
+class _Scratch(Filling):
+    """Hold scratch as a load would, untouched, and compute nothing."""
+
+    def _compute(self, tile: Tile) -> None:
+        for row in tile.operands:
+            self._scratch_of(row)
+        for row in tile.freed:
+            self._scratch_bytes -= self._scratch.pop(row).nbytes
+
+    def peak(self, pieces: Pieces) -> int:
+        """Return the most scratch that is held while pieces are read."""
+        for first, last in self.portions(pieces.target):
+            if first < last:
+                self.advance(int(pieces.target[first]))
+            for row in np.unique(pieces.target[first:last]).tolist():
+                if not self._plan.is_target(row):
+                    self._scratch_of(row)
+        self.advance_to(len(self._plan.order))
+        return self.peak_scratch_bytes
+
+
+def rehearse(
+    path: Location,
+    layout: Layout,
+    options: LoadOptions | None = None,
+    *,
+    bytes_per_second: float | None = None,
+    notes: Sequence[str] = (),
+) -> RehearsalReport:
+    """Say what loading a checkpoint into a layout would do.
+
+    Counts are those of a file system, on which every rank reads what it needs, with ``verify="read"``.
+
+    Args:
+        path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file.
+        layout: What each rank has.
+        options: Of the load.
+        bytes_per_second: What one rank reads while all do; by default no time is estimated.
+        notes: What the layout takes for granted, for the report.
+
+    Raises:
+        ValidationError: There is no such checkpoint.
+        CorruptCheckpointError: Its manifest is damaged.
+    """
+    asked = options or LoadOptions()
+    asked.check()
+    directory = SourceDirectory(path)
+    with LockedManifest(directory, asked.unique_id) as manifest:
+        said: dict[str, Any] = {"source": directory.path, "unique_id": manifest.unique_id, "notes": list(notes)}
+        said.update(strategy=str(layout.strategy), world_size=layout.strategy.ranks)
+        try:
+            found = _Rehearsal(path, manifest, layout, asked).run()
+        except CheckpointError as error:
+            return RehearsalReport(**said, error=str(error))
+        report = RehearsalReport(**said, **found)
+        if bytes_per_second:
+            report = replace(report, seconds={"direct": report.worst.bytes_read / bytes_per_second})
+        return report
+
+
+class _Rehearsal:
+    """Work out a load into a layout."""
+
+    def __init__(self, path: Location, manifest: Manifest, layout: Layout, options: LoadOptions) -> None:
+        self._manifest, self._layout, self._options = manifest, layout, options
+        self._source = manifest.catalog
+        self._context = f"cannot load from {shown(path)}"
+        self._files = Files(path, FileOptions(), manifest)
+        groups = group_replicas(self._source)
+        coverage = validate_coverage(self._source, groups)
+        self._matcher = ShardMatcher(self._source, groups, coverage)
+        # Which of several copies a rank reads depends on its number.
+        is_own = len(groups) < len(self._source) or bool(coverage.overlaps)
+        self._alike: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(layout.strategy.ranks):
+            self._alike.setdefault((rank,) if is_own else layout.kind(rank), []).append(rank)
+
+    def run(self) -> dict[str, Any]:
+        """Return the fields of the report.
+
+        Raises:
+            CheckpointError: The load would fail, with this text.
+        """
+        union, self._known = self._all_targets()
+        with self._files.closing:
+            self._files.open()
+            try:
+                task, _ = make_task(_targets(union), self._source, self._options, self._known)
+                groups, used = self._count(task)
+                # The files are looked at once for all ranks.
+                self._check_files(np.flatnonzero(used))
+            except CheckpointError as error:
+                raise self._failure(error) from error
+        bits = np.packbits(task.resolution.used(self._source, task.mapping)).tobytes()
+        unexpected = check_unexpected(self._source, [bits], task.mapping, self._options, self._context)
+        said = task.resolution.report()
+        names = ("missing", "aliases", "cast", "masters", "maybe_fused")
+        total = sum(len(each.ranks) * each.bytes_needed for each in groups)
+        found = {name: said[name] for name in names}
+        return {**found, "unexpected": unexpected, "ranks": groups, "total_bytes": total}
+
+    def _all_targets(self) -> tuple[Catalog, Catalog | None]:
+        """Return a row for each key of the job; and all shards, each once, where statements have to know them."""
+        seen = np.zeros(len(self._layout.keys), dtype=bool)
+        first, everything = [], []
+        for ranks in self._alike.values():
+            catalog = self._layout.catalog(ranks[0])
+            if self._options.aoa_config is not None:
+                everything.append(catalog)
+            first.append(catalog.take(~seen[catalog.key]))
+            seen[catalog.key] = True
+        if not everything:
+            return concat(first), None
+        known = concat(everything)
+        return concat(first), known.take(np.sort(group_replicas(known).first))
+
+    def _count(self, task: Task) -> tuple[list[RankReads], np.ndarray]:
+        """Return what ranks read, and which rows of the source are used."""
+        resolution, mapping = task.resolution, task.mapping
+        computes = mapping is not None and bool(mapping.regions)
+        numbers = {name: row for row, name in enumerate(resolution.targets.catalog.keys)}
+        rows = [numbers.get(name, -1) for name in self._layout.keys]
+        # Each key of the layout: its name in the source or in what statements make, and whether it is filled.
+        keys = tuple(resolution.catalog.keys[row] if row >= 0 else name for row, name in zip(rows, self._layout.keys))
+        is_filled = np.zeros(len(numbers) + 1, dtype=bool)
+        is_filled[resolution.filled] = True
+        is_filled = is_filled[rows]
+        used, found = np.zeros(len(self._source), dtype=bool), []
+        for ranks, catalogs in self._batches(1 if computes else ROWS_AT_ONCE):
+            batch = concat(catalogs)
+            place = np.repeat(np.arange(len(ranks)), [len(catalog) for catalog in catalogs])
+            batch = replace(batch, keys=keys)
+            plan = plan_fill(batch, np.flatnonzero(is_filled[batch.key]), mapping if computes else None)
+            pieces = plan_reads(self._matcher, plan, mapping).pieces
+            used[pieces.source] = True
+            scratch = 0
+            if computes:
+                scratch = _Scratch(plan, _Nowhere()).peak(pieces)
+                place = np.where(np.arange(len(plan.catalog)) < plan.targets, 0, -1)
+            block_bytes = self._manifest.checksums.block_bytes
+            counts = count_reads(pieces, self._source, plan.catalog, place, len(ranks), block_bytes)
+            for number, (each, catalog) in enumerate(zip(ranks, catalogs)):
+                found.append(
+                    RankReads(
+                        ranks=each,
+                        bytes_needed=int(counts.bytes_needed[number]),
+                        bytes_read=int(counts.bytes_read[number]),
+                        reads=int(counts.reads[number]),
+                        files=int(counts.files[number]),
+                        target_bytes=int(catalog.byte_length.sum()),
+                        scratch_bytes=scratch,
+                    )
+                )
+        return sorted(found, key=lambda each: each.ranks[0]), used
+
+    def _batches(self, rows: int) -> Iterator[tuple[list[list[int]], list[Catalog]]]:
+        """Yield ranks that have the same, with the catalog of the first of them: together, up to so many rows."""
+        ranks: list[list[int]] = []
+        catalogs: list[Catalog] = []
+        count = 0
+        for alike in self._alike.values():
+            ranks.append(alike)
+            catalogs.append(self._layout.catalog(alike[0]))
+            count += len(catalogs[-1])
+            if count >= rows:
+                yield ranks, catalogs
+                ranks, catalogs, count = [], [], 0
+        if ranks:
+            yield ranks, catalogs
+
+    def _failure(self, error: CheckpointError) -> CheckpointError:
+        """Return the error that the ranks of the job would raise together, by asking one after the other."""
+        total = self._layout.strategy.ranks
+        asked: Iterable[int] = range(total)
+        if total > RANKS_ASKED:
+            asked = sorted(ranks[0] for ranks in self._alike.values())[:RANKS_ASKED]
+        failures = []
+        for rank in asked:
+            try:
+                targets = _targets(self._layout.catalog(rank))
+                self._files.prepare(make_task(targets, self._source, self._options, self._known)[0])
+            except CheckpointError as own:
+                failures.append((rank, Failure.of(own)))
+        return combine(failures).error(self._context) if failures else error
+
+    def _check_files(self, rows: np.ndarray) -> None:
+        backend, options = self._files.directory.backend, self._options
+        with FileReader(backend, self._manifest, options.verify, options.use_replicas) as reader, reading(backend.path):
+            reader.check_files(rows)
+
+
+def _targets(catalog: Catalog) -> Targets:
+    """Return targets of which each has memory of its own."""
+    names = tuple(map(catalog.keys.__getitem__, catalog.key.tolist()))
+    nothing = ((),) * len(names)
+    own = replace(catalog, keys=names, key=np.arange(len(names), dtype=np.int32))
+    return Targets(own, nothing, nothing, np.zeros((len(names), 2), dtype=np.int64), _Nowhere())

@@ -1,0 +1,129 @@
+"""Divide tensors among safetensors files in the style of Hugging Face: names, headers, index.
+
+Tested in tests/engine/test_export.py and tests/live/test_publishing.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paddle_flexckpt.aoa import TensorInfo
+from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype_of
+from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
+
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def choose_tensors(infos: Mapping[str, TensorInfo], start: str, states: bool) -> tuple[dict[str, str], int]:
+    """Return the keys to write by the names that they get, and how many states are left out."""
+    inside = [key for key in sorted(infos) if key.startswith(start)]
+    everything = set(infos)
+    chosen = [k for k in inside if states or not (k.startswith(EXTRA_STATE) or split_state(k, everything)[1])]
+    problems = [
+        Problem(
+            "safetensors has no such dtype",
+            key=key,
+            got=infos[key].dtype,
+            remedy="cast it, or leave it out, with an AOA statement",
+        )
+        for key in chosen
+        if dtype_of(infos[key].dtype).trailing > 1
+    ]
+    names = {key[len(start) :]: key for key in chosen}
+    if "__metadata__" in names:
+        problems.append(Problem("safetensors has another use for this name", key=names["__metadata__"]))
+    if not chosen:
+        among = "no key" if not start else f"no key that starts with {start!r}"
+        what = "optimizer states and extra state alone" if inside else f"{among} among {len(infos)}"
+        remedy = "give states=True" if inside else "correct prefix"
+        problems.append(Problem("there is nothing to export", got=what, remedy=remedy))
+    if problems:
+        raise ValidationError(problems)
+    return names, len(inside) - len(chosen)
+
+
+@dataclass(frozen=True)
+class TensorFile:
+    """Describe one file, complete but for its data.
+
+    Attributes:
+        name: Its name in the output directory.
+        names: Names of its tensors, in the order of their data.
+        header: The first bytes of it.
+        data_bytes: Bytes of its tensors.
+    """
+
+    name: str
+    names: tuple[str, ...]
+    header: bytes
+    data_bytes: int
+
+
+def divide(infos: Mapping[str, TensorInfo], max_file_bytes: int) -> list[TensorFile]:
+    """Divide tensors among files: in the order of their names, as many as fit."""
+    parts: list[list[str]] = [[]]
+    size = 0
+    for name in sorted(infos):
+        length = _bytes_of(infos[name])
+        if parts[-1] and size + length > max_file_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(name)
+        size += length
+    return _files(parts, infos)
+
+
+def divide_evenly(infos: Mapping[str, TensorInfo], max_file_bytes: int, ranks: int) -> list[TensorFile]:
+    """Divide tensors among as many files for each rank, about equally large: in the order of their names."""
+    names = sorted(infos)
+    total = sum(_bytes_of(infos[name]) for name in names)
+    count = ranks * max(math.ceil(total / ranks / max_file_bytes), 1)
+    parts: list[list[str]] = [[] for _ in range(count)]
+    before = 0
+    for name in names:
+        length = _bytes_of(infos[name])
+        # By its middle: a large tensor is not always the last of its file.
+        parts[min((2 * before + length) * count // (2 * max(total, 1)), count - 1)].append(name)
+        before += length
+    return _files([part for part in parts if part], infos)
+
+
+def make_index(files: Sequence[TensorFile]) -> bytes:
+    """Return the text of the index: which file has which tensor."""
+    index = {
+        "metadata": {"total_size": sum(file.data_bytes for file in files)},
+        "weight_map": dict(sorted((name, file.name) for file in files for name in file.names)),
+    }
+    return (json.dumps(index, ensure_ascii=False, indent=2) + "\n").encode()
+
+
+def _bytes_of(info: TensorInfo) -> int:
+    return math.prod(info.shape) * dtype_of(info.dtype).itemsize
+
+
+def _files(parts: Sequence[list[str]], infos: Mapping[str, TensorInfo]) -> list[TensorFile]:
+    files = []
+    for number, part in enumerate(parts, 1):
+        file = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        # Wide elements first, so that all are aligned.
+        part.sort(key=lambda name: (-dtype_of(infos[name].dtype).itemsize, name))
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in part:
+            begin, end = end, end + _bytes_of(infos[name])
+            code = dtype_of(infos[name].dtype).safetensors
+            entries[name] = {"dtype": code, "shape": list(infos[name].shape), "data_offsets": [begin, end]}
+        text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        if len(text) > MAX_HEADER_BYTES:
+            raise ValidationError(
+                f"the header of {file} would have {len(text)} bytes; safetensors allows {MAX_HEADER_BYTES}. "
+                "Remedy: a smaller max_file_bytes"
+            )
+        files.append(TensorFile(file, tuple(part), len(text).to_bytes(8, "little") + text, end))
+    return files

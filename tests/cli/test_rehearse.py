@@ -1,0 +1,78 @@
+"""flexckpt rehearse: its table, its JSON, its exit status, and how it says that a checkpoint does not load."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from paddle_flexckpt.cli.main import main
+from paddle_flexckpt.planning.layouts import Layout
+from paddle_flexckpt.planning.strategy import parse_strategy
+from tests.engine.rehearsed import save
+from tests.engine.test_models import decoder
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    save(tmp_path / "one", Layout(decoder(), parse_strategy("tp=2")))
+    return str(tmp_path / "one")
+
+
+def test_the_table_has_a_line_for_ranks_that_do_the_same(checkpoint, capsys):
+    assert main(["rehearse", checkpoint, "--to", "tp=4,dp=2", "--gbps", "0.001"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["ranks", "needed", "read", "amplification", "requests", "files", "memory"]
+    assert [line.split("  ")[0] for line in lines[1:5]] == ["0, 4", "1, 5", "2, 6", "3, 7"]
+    assert "loads under tp=4,dp=2 on 8 ranks" in lines[-1]
+    assert "; direct: " in lines[-1]
+    assert [line.split(":")[0] for line in lines[5:-1]] == ["maybe fused"]
+
+
+def test_json_has_all_ranks(checkpoint, capsys):
+    assert main(["rehearse", checkpoint, "--to", "tp=2,pp=2", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["ok"], report["error"], report["world_size"]) == (True, "", 4)
+    assert [each["ranks"] for each in report["ranks"]] == [[0], [1], [2], [3]]
+    for each in report["ranks"]:
+        assert each["bytes_read"] == each["bytes_needed"] == each["memory_bytes"] > 0
+        assert each["amplification"] == 1.0
+    assert report["total_bytes"] == sum(each["bytes_needed"] for each in report["ranks"])
+
+
+def test_a_model_that_lacks_something_exits_with_1(checkpoint, tmp_path, capsys):
+    other = str(tmp_path / "other")
+    save(other, Layout(decoder(5), parse_strategy("tp=2")))
+    assert main(["rehearse", checkpoint, "--to", "tp=2", "--model", other]) == 1
+    text = capsys.readouterr().out
+    assert f"does not load under tp=2: cannot load from {checkpoint!r}: " in text
+    assert "[rank 0] the source has no such key (key 'model.layers.4.input_layernorm.weight', rank 0)" in text
+    assert main(["rehearse", checkpoint, "--to", "tp=2", "--model", other, "--strict", "none"]) == 0
+    assert "missing: model.layers.4.input_layernorm.weight, " in capsys.readouterr().out
+
+
+def test_states_that_nobody_asks_for_are_the_jobs_error(checkpoint, tmp_path, capsys):
+    other = str(tmp_path / "other")
+    save(other, Layout(decoder(states=()), parse_strategy("tp=2")))
+    assert main(["rehearse", checkpoint, "--to", "tp=2", "--model", other]) == 1
+    assert "no rank asks for" in capsys.readouterr().out
+    assert main(["rehearse", checkpoint, "--to", "tp=2", "--weights"]) == 0
+    assert "unexpected: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--to", "tp=3"], "tp=3 does not fit the model"),
+        (["--to", "tp"], "unknown entry"),
+        (["--to", "tp=2", "--cut", "w"], "--cut takes GLOB=AXIS"),
+        (["--to", "tp=2", "--gbps", "0"], "--gbps takes a positive number"),
+        (["--to", "tp=2", "--id", "7"], "7"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_an_error(checkpoint, capsys, arguments, words):
+    assert main(["rehearse", checkpoint, *arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("flexckpt rehearse: ")
+    assert words in captured.err

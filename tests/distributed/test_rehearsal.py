@@ -1,0 +1,89 @@
+"""What a rehearsal says without ranks is what the ranks of a real job count and raise."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("paddle")
+import paddle
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.engine.options import LoadOptions
+from paddle_flexckpt.engine.rehearsal import rehearse
+from paddle_flexckpt.planning.layouts import Layout, ModelTensor
+from paddle_flexckpt.planning.strategy import parse_strategy
+from tests.distributed.matrix import jobs
+from tests.distributed.matrix.strategies import BY_NAME
+from tests.distributed.matrix.table import Matrix
+from tests.distributed.test_layouts import model_of, text_of
+
+COUNTS = ("bytes_needed", "bytes_read", "reads", "peak_scratch_bytes", "missing", "unexpected")
+PAIRS = [
+    ("tied", "single", "tp2xpp2"),
+    ("tied", "tp2", "tp4"),
+    ("untied", "tp2xv2x2", "v2x2xpp2"),
+    ("untied", "v2x4", "stage3x2"),
+    ("untied", "stage3x4", "tp2"),
+    ("untied", "stage2x2", "dp2"),
+    ("tied", "pp2", "pp4xvpp2"),
+    ("untied", "v1x2", "v2x4"),
+    ("untied", "pp4", "tp2xv1x2"),
+    ("experts", "ep2", "ep4"),
+    ("experts", "ep4", "ep2xtp2"),
+]
+
+
+def load(strategy, model, folder, **options):
+    """What a rank counts."""
+    report = fc.load_state_dict(jobs.begin(strategy, model, "other").state(), folder, **options).as_dict()
+    return {name: report[name] for name in COUNTS}
+
+
+def load_more(strategy, model, folder):
+    """What a rank raises that also has a tensor which the checkpoint lacks, and one of another shape."""
+    state = jobs.begin(strategy, model, "other").state()
+    state["new.weight"] = paddle.zeros([3, 4])
+    state["1.frozen"] = paddle.zeros([5])
+    try:
+        fc.load_state_dict(state, folder)
+    except fc.ValidationError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def matrix(world, tmp_path_factory):
+    return Matrix(world, tmp_path_factory.mktemp("rehearsed"))
+
+
+def saved(matrix, model, name):
+    matrix.saved(model, name)
+    return os.path.join(matrix._folder, model, name, "checkpoint")
+
+
+@pytest.mark.parametrize(("model", "one", "other"), PAIRS)
+def test_counts_are_those_of_a_real_job(world, matrix, model, one, other):
+    path, strategy = saved(matrix, model, one), BY_NAME[other]
+    report = rehearse(path, Layout(model_of(strategy, model), parse_strategy(text_of(strategy))))
+    assert report.error == ""
+    counted = world(strategy.world).run(load, strategy=other, model=model, folder=path)
+    for each in report.ranks:
+        for rank in each.ranks:
+            said = {**each.__dict__, "peak_scratch_bytes": each.scratch_bytes}
+            said.update(missing=[], unexpected=report.unexpected)
+            assert {name: said[name] for name in COUNTS} == counted[rank]
+
+
+def test_errors_are_those_of_a_real_job(world, matrix):
+    path, strategy = saved(matrix, "untied", "single"), BY_NAME["tp2"]
+    known = model_of(strategy, "untied")
+    tensors = [replace(each, shape=(5,)) if each.name == "1.frozen" else each for each in known.tensors]
+    tensors = (*tensors, ModelTensor("new.weight", (3, 4), is_trained=False))
+    (text,) = {*world(2).run(load_more, strategy="tp2", model="untied", folder=path)}
+    layout = Layout(replace(known, tensors=tensors), parse_strategy("tp=2"))
+    report = rehearse(path, layout, LoadOptions())
+    assert "'new.weight'" in text and "'1.frozen'" in text
+    assert text == report.error

@@ -1,0 +1,95 @@
+"""A model is described by what a checkpoint holds of it: the same layouts, but for what names and shards do not say."""
+
+from __future__ import annotations
+
+import pytest
+
+from paddle_flexckpt.aoa import TensorInfo
+from paddle_flexckpt.catalog import ValidationError, concat
+from paddle_flexckpt.engine.models import layout_of, model_of
+from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
+from paddle_flexckpt.planning.strategy import parse_strategy
+from tests.engine.rehearsed import save
+from tests.engine.samples import Part, catalog
+
+
+def decoder(layers: int = 4, dtype: str = "bfloat16", **more) -> Model:
+    """As PaddleNLP names and cuts them; ``more``: of the model."""
+    tensors = [ModelTensor("model.embed_tokens.weight", (32, 8), dtype, 0, (0,))]
+    for layer in range(layers):
+        name, place = f"model.layers.{layer}", (layer + 1,)
+        tensors += [
+            ModelTensor(f"{name}.input_layernorm.weight", (8,), dtype, None, place),
+            ModelTensor(f"{name}.self_attn.qkv_proj.weight", (8, 24), dtype, 1, place),
+            ModelTensor(f"{name}.mlp.down_proj.weight", (16, 8), dtype, 0, place),
+        ]
+    last = (layers + 1,)
+    tensors += [
+        ModelTensor("model.norm.weight", (8,), dtype, None, last),
+        ModelTensor("lm_head.weight", (8, 32), dtype, 1, last),
+    ]
+    return Model(tuple(tensors), layers + 2, frozenset(range(1, layers + 1)), **more)
+
+
+def rows_of(layout: Layout, rank: int) -> set:
+    catalog = layout.catalog(rank)
+    return {(catalog.key_name(row), catalog.describe(row)) for row in range(len(catalog))}
+
+
+@pytest.mark.parametrize("saved", ["tp=2", "tp=4,pp=2", "tp=2,sharding=v1:2"])
+@pytest.mark.parametrize("to", ["dp=1", "tp=2", "tp=4,pp=2", "pp=4", "tp=2,pp=2,dp=2"])
+def test_a_layout_of_a_checkpoint_is_that_of_its_model(tmp_path, saved, to):
+    save(tmp_path, Layout(decoder(), parse_strategy(saved)))
+    found, notes = layout_of(str(tmp_path), to)
+    expected = Layout(decoder(), parse_strategy(to))
+    for rank in range(expected.strategy.ranks):
+        assert rows_of(found, rank) == rows_of(expected, rank)
+    assert notes == []
+
+
+def test_layers_of_a_pipeline_are_shared_out_by_their_look(tmp_path):
+    tensors = [ModelTensor("0.embedding.weight", (8, 4), layers=(0,))]
+    tensors += [ModelTensor(f"{layer}.fc.weight", (4, 4), layers=(layer,)) for layer in range(1, 5)]
+    tensors += [ModelTensor("5.head.weight", (4, 8), layers=(5,))]
+    model = Model(tuple(tensors), 6, frozenset(range(1, 5)))
+    save(tmp_path, Layout(model, parse_strategy("pp=2")))
+    found, _ = layout_of(str(tmp_path), "pp=2")
+    for rank in range(2):
+        assert rows_of(found, rank) == rows_of(Layout(model, parse_strategy("pp=2")), rank)
+
+
+def test_experts_are_spread(tmp_path):
+    model = Model(tuple(ModelTensor(f"experts.{n}.up", (4, 8), tp_axis=1, expert=(n, 4)) for n in range(4)))
+    save(tmp_path, Layout(model, parse_strategy("tp=2")))
+    found, _ = layout_of(str(tmp_path), "dp=2,ep=2,tp=2")
+    for rank in range(4):
+        assert rows_of(found, rank) == rows_of(Layout(model, parse_strategy("dp=2,ep=2,tp=2")), rank)
+
+
+def test_who_has_no_cut_is_told_to_give_it(tmp_path):
+    save(tmp_path, Layout(decoder(), parse_strategy("dp=1")))
+    with pytest.raises(ValidationError, match=r"nothing says how tensor parallelism cuts.*--cut"):
+        layout_of(str(tmp_path), "tp=2")
+    cuts = [("*.qkv_proj.weight", -1), ("*embed*", None), ("lm_head.*", 1)]
+    found, notes = layout_of(str(tmp_path), "tp=2", cuts=cuts)
+    boxes = dict(rows_of(found, 1))
+    assert boxes["model.layers.0.self_attn.qkv_proj.weight"] == "bfloat16 [0:8, 12:24] of [8, 24]"
+    assert boxes["model.embed_tokens.weight"] == "bfloat16 [0:32, 0:8] of [32, 8]"
+    (note,) = notes
+    assert "'model.embed_tokens.weight'" in note or "model.embed_tokens.weight" in note
+
+
+def test_states_are_left_out_and_their_order_is_told(tmp_path):
+    save(tmp_path, Layout(decoder(), parse_strategy("tp=2")))
+    found, _ = layout_of(str(tmp_path), "tp=2", states=False)
+    assert {key for key, _ in rows_of(found, 0)} == {each.name for each in decoder().tensors}
+    _, notes = layout_of(str(tmp_path), "tp=2,sharding=v2:2")
+    assert any("in the order of the checkpoint" in note for note in notes)
+
+
+def test_parts_along_two_axes_need_a_cut():
+    parts = [Part("w", (4, 4), shape=(2, 2), offset=(row, column)) for row in (0, 2) for column in (0, 2)]
+    infos, stored = {"w": TensorInfo((4, 4), "float32")}, concat([catalog(part) for part in parts])
+    with pytest.raises(ValidationError, match=r"parts along several axes \(key 'w'\).*--cut 'w=AXIS'"):
+        model_of(infos, stored)
+    assert model_of(infos, stored, [("w", 0)]).tensors[0].tp_axis == 0

@@ -1,0 +1,118 @@
+"""A rehearsal says exactly what loads count, and fails with their words."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from paddle_flexckpt.engine.rehearsal import rehearse
+from paddle_flexckpt.planning.layouts import ADAMW, Layout, Model, ModelTensor
+from paddle_flexckpt.planning.strategy import parse_strategy
+from tests.engine.rehearsed import load, save, shard_of
+
+
+def model(states=ADAMW[:3], scale: int = 1) -> Model:
+    """Tensors of which parts are whole blocks, long runs, short runs, and less than a block."""
+    found = [ModelTensor("embedding", (1024 * scale, 640), tp_axis=0, layers=(0,))]
+    for layer in range(1, 5):
+        found += [
+            ModelTensor(f"{layer}.norm", (640,), layers=(layer,)),
+            ModelTensor(f"{layer}.up", (64, 5 * 2048 * scale), tp_axis=1, layers=(layer,)),
+            ModelTensor(f"{layer}.down", (2048 * scale, 64), tp_axis=0, layers=(layer,)),
+            ModelTensor(f"{layer}.wide", (8, 8 * 16384 * scale), tp_axis=1, layers=(layer,)),
+            ModelTensor(f"{layer}.cube", (6, 40, 1000), tp_axis=1, layers=(layer,)),
+        ]
+    return Model(tuple(found), 5, frozenset(range(1, 5)), states, segment_size=4096)
+
+
+def layout(text: str, **more) -> Layout:
+    return Layout(model(**more), parse_strategy(text))
+
+
+TEXTS = [
+    "dp=1",
+    "tp=2",
+    "tp=4",
+    "dp=2",
+    "pp=2",
+    "sharding=v1:2",
+    "sharding=v2:3",
+    "tp=2,sharding=v2:2",
+    "sharding=stage3:2",
+]
+PAIRS = [
+    ("dp=1", "tp=2"),
+    ("dp=1", "tp=4,dp=2"),
+    ("tp=4", "dp=1"),
+    ("tp=2", "tp=4"),
+    ("tp=4", "tp=2,sharding=v2:2"),
+    ("sharding=v2:3", "sharding=v1:2"),
+    ("sharding=v1:2", "pp=2,tp=2"),
+    ("pp=2", "sharding=stage3:2"),
+    ("sharding=stage3:2", "tp=2"),
+    ("tp=2,sharding=v2:2", "sharding=v2:3"),
+    ("dp=2", "dp=3"),
+]
+
+
+def check(path, target: Layout, values=None, **options):
+    """Compares with a load of each rank."""
+    report = rehearse(str(path), target, **({"options": options.pop("asked")} if "asked" in options else {}))
+    assert report.error == ""
+    assert sorted(rank for each in report.ranks for rank in each.ranks) == list(range(target.strategy.ranks))
+    for each in report.ranks:
+        for rank in each.ranks:
+            catalog = target.catalog(rank)
+            found, targets = load(path, catalog, rank, optimizer_states="ignore", **options)
+            said = {name: getattr(each, name) for name in ("bytes_needed", "bytes_read", "reads")}
+            assert said == {name: getattr(found, name) for name in said}
+            assert each.scratch_bytes == found.peak_scratch_bytes
+            assert each.target_bytes == sum(array.nbytes for array in targets.memory.arrays)
+            assert found.unexpected == [] or target.strategy.ranks > 1
+            for row in range(len(targets.catalog)) if values else ():
+                expected = shard_of(targets.catalog, row, values[targets.catalog.key_name(row)])
+                assert targets.memory.arrays[row].tobytes() == expected.tobytes()
+    return report
+
+
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
+def test_counts_are_those_of_loads(tmp_path, saved, loaded):
+    values = save(tmp_path, layout(saved))
+    report = check(tmp_path, layout(loaded), values)
+    assert report.total_bytes == sum(each.bytes_needed * len(each.ranks) for each in report.ranks)
+
+
+def test_counts_are_those_of_loads_where_replicas_are_stored(tmp_path):
+    save(tmp_path, layout("dp=3", states=()), save_replicas=True)
+    report = check(tmp_path, layout("tp=2,dp=2", states=()))
+    assert len(report.ranks) == 4  # which copy a rank reads depends on its number
+
+
+def many(layers: int) -> Model:
+    tensors = []
+    for layer in range(layers):
+        tensors += [ModelTensor(f"{layer}.w{n}", (16, 8), tp_axis=n % 2, layers=(layer,)) for n in range(10)]
+    return Model(tuple(tensors), layers)
+
+
+def test_a_rank_more_costs_few_calls(tmp_path):
+    """What grows with tensors is in columns: a rank costs the calls that describe it."""
+    save(tmp_path, Layout(many(96), parse_strategy("tp=4")))
+    calls = []
+    for sharding in (2, 4):
+        target = Layout(many(96), parse_strategy(f"tp=8,pp=16,sharding=v2:{sharding}"))
+        count = 0
+
+        def note(frame, event, argument):
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(note)
+        try:
+            report = rehearse(str(tmp_path), target)
+        finally:
+            sys.setprofile(None)
+        assert (report.error, len(report.ranks)) == ("", 128 * sharding)
+        calls.append(count)
+    assert (calls[1] - calls[0]) / 256 < 400, calls
