@@ -60,7 +60,9 @@ class Link:
 
 @dataclass
 class Entry:
-    """One request: its method, key and query; where its bytes begin, and how many; and how it ended."""
+    """One request: its method, key and query; where its bytes begin, and how many; when it came, and when and how it
+    ended, as numbers of all comings and endings.
+    """
 
     method: str
     key: str
@@ -69,6 +71,8 @@ class Entry:
     length: int = 0
     status: int = 0
     fault: str | None = None
+    came: int = 0
+    ended: int = 0
 
 
 @dataclass
@@ -80,6 +84,15 @@ class Log:
     most_bytes: int = 0
     open_requests: int = 0
     open_bytes: int = 0
+    events: int = 0
+
+    def rounds(self) -> list[Entry]:
+        """The longest chain of requests of which each came when the one before had ended: what latency counts for."""
+        chain: list[Entry] = []
+        for each in sorted(self.entries, key=lambda entry: entry.ended):
+            if not chain or each.came > chain[-1].ended:
+                chain.append(each)
+        return chain
 
     def of(self, method: str, name: str = "", query: str | None = None) -> list[Entry]:
         """Requests by a method for keys with a text in them, and with a parameter."""
@@ -284,6 +297,8 @@ class Server:
             first, _, last = headers["range"].partition("=")[2].partition("-")
             entry.begin, entry.length = int(first), int(last or first) + 1 - int(first)
         log.entries.append(entry)
+        log.events += 1
+        entry.came = log.events
         log.open_requests += 1
         log.open_bytes += entry.length
         log.most_requests = max(log.most_requests, log.open_requests)
@@ -307,6 +322,8 @@ class Server:
                 raise Dropped
             await self._send(writer, method, answer, entry.fault == "cut")
         finally:
+            log.events += 1
+            entry.ended = log.events
             log.open_requests -= 1
             log.open_bytes -= entry.length
 

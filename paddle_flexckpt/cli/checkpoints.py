@@ -122,7 +122,8 @@ def _show(options: argparse.Namespace) -> str:
 
 
 def _shown(reader: TensorReader, text: str) -> str:
-    match = None if text in reader.infos else _SLICE.fullmatch(text)
+    match = _SLICE.fullmatch(text)
+    match = None if match is not None and text in reader else match
     try:
         parts = [] if match is None else [_part(part.strip()) for part in match[2].split(",") if part.strip()]
         array = reader.read(text if match is None else match[1], tuple(parts))

@@ -311,10 +311,11 @@ class _Builder:
         )
 
 
-def split_tiles(box: Box, limit: int) -> Iterator[Box]:
+def split_tiles(box: Box, limit: int, aligned: bool = True) -> Iterator[Box]:
     """Split a box into boxes of at most ``limit`` elements, in row-major order.
 
-    Splits are at multiples of a power of two, where the blocks of block-wise formats end too.
+    Splits are at multiples of a power of two, where the blocks of block-wise formats end too, if they are ``aligned``;
+    else the boxes are as large as may be.
     """
     ndim, inner = len(box.shape), 1
     axis = ndim
@@ -325,7 +326,9 @@ def split_tiles(box: Box, limit: int) -> Iterator[Box]:
         yield box
         return
     axis -= 1
-    step = 1 << ((max(1, limit // inner)).bit_length() - 1)
+    step = max(1, limit // inner)
+    if aligned:
+        step = 1 << (step.bit_length() - 1)
     low, stop = box.offset[axis], box.stop[axis]
     edges = [low, *range((low // step + 1) * step, stop, step), stop]
     for index in np.ndindex(*box.shape[:axis]):

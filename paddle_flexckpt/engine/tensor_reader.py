@@ -6,18 +6,20 @@ Tested in tests/engine/test_tensor_reader.py.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from difflib import get_close_matches
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paddle_flexckpt.algebra import Box
-from paddle_flexckpt.aoa import AoaConfig, TensorInfo
+from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
+from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import Problem, ValidationError, dtype_of
 from paddle_flexckpt.engine.agreement import Solo
 from paddle_flexckpt.engine.files import Files
-from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
+from paddle_flexckpt.engine.mapping import permuted, tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import FileOptions
 from paddle_flexckpt.engine.transfer import Transfer
 from paddle_flexckpt.engine.whole_tensors import CHOSEN, WholeTensors
@@ -25,9 +27,27 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.directory import LockedManifest
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.partition_files import read_partition, read_rows
+from paddle_flexckpt.native.partitions import partition_of
 
 # An integer, a slice, ``...``, or a tuple of these; Python 3.9 has no name for the type of the last.
 Index = Any
+
+
+class _Opened(NamedTuple):
+    """Hold a manifest with rows, what statements make of them, shape and dtype by key, and keys in other orders."""
+
+    manifest: Manifest
+    mapping: TensorMapping | None
+    infos: dict[str, TensorInfo]
+    permuted: Collection[str] = ()
+
+    @classmethod
+    def of(cls, manifest: Manifest, aoa_config: AoaConfig | None = None) -> _Opened:
+        """Compile statements for the rows of a manifest."""
+        mapping = whole_mapping(aoa_config, manifest.catalog)
+        return cls(manifest, mapping, tensor_infos(manifest.catalog, mapping, extra_state=True))
 
 
 class TensorReader:
@@ -47,6 +67,9 @@ class TensorReader:
     ) -> None:
         """Open a checkpoint; nothing but its manifest is read.
 
+        Partitions of a large manifest are read when a key of theirs is asked for; all at once where there are
+        statements.
+
         Args:
             path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file.
             unique_id: Its id there; None takes the highest.
@@ -59,17 +82,53 @@ class TensorReader:
             CorruptCheckpointError: Its manifest is damaged.
         """
         self._options, self._is_closed = FileOptions(verify=verify, use_replicas=use_replicas), False
-        self._directory = SourceDirectory(path)
+        self._directory, self._partitions = SourceDirectory(path), dict[int, _Opened]()
         with contextlib.ExitStack() as stack:
-            self._manifest = stack.enter_context(LockedManifest(self._directory, unique_id))
-            self._mapping = whole_mapping(aoa_config, self._manifest.catalog)
-            self._infos = tensor_infos(self._manifest.catalog, self._mapping, extra_state=True)
+            keys = () if aoa_config is None else None
+            self._manifest = stack.enter_context(LockedManifest(self._directory, unique_id, keys))
+            self._all = _Opened.of(self._manifest, aoa_config) if self._manifest.has_rows else None
             self._closing = stack.pop_all()
 
     @property
     def infos(self) -> dict[str, TensorInfo]:
-        """Return global shape and name of the element type by key."""
-        return dict(self._infos)
+        """Return global shape and name of the element type by key; all partitions of a manifest are read for that."""
+        return dict(self._everything().infos)
+
+    def __contains__(self, key: str) -> bool:
+        """Return whether there is a tensor of that name."""
+        return key in self._having(key).infos
+
+    def _everything(self) -> _Opened:
+        """Return all rows; errors as of :meth:`read`."""
+        if self._all is None:
+            self._check_open()
+            self._all = _Opened.of(read_rows(self._directory.backend, self._manifest))
+            self._partitions.clear()
+        return self._all
+
+    def _having(self, key: str) -> _Opened:
+        """Return rows that have all of a key, if it is there: its partition's, or all; errors as of :meth:`read`."""
+        if self._all is not None:
+            return self._all
+        # What puts a parameter into natural order moves its states too.
+        parameter, _ = split_state(key, {key.rpartition(".")[0]})
+        own, other = partition_of([key, parameter], len(self._manifest.partitions)).tolist()
+        opened = self._partition(own)
+        is_moved = key in opened.permuted or parameter in self._partition(other).permuted
+        return self._everything() if is_moved else opened
+
+    def _partition(self, number: int) -> _Opened:
+        """Return the rows of one partition, which is read once."""
+        if number not in self._partitions:
+            self._check_open()
+            rows = read_partition(self._directory.backend, self._manifest, number)
+            infos = tensor_infos(rows.catalog, extra_state=True)
+            self._partitions[number] = _Opened(rows, None, infos, permuted(rows.catalog))
+        return self._partitions[number]
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ValueError(f"the reader of {self._directory.path} is closed. Remedy: open another TensorReader")
 
     def read(self, key: str, index: Index = ...) -> np.ndarray:
         """Return a tensor, or a slice of it; what of it is not asked for is not read, but for the rest of blocks.
@@ -85,22 +144,24 @@ class TensorReader:
             ValidationError: There is no such key.
             IndexError: The index does not fit the shape, or is something else.
             CorruptCheckpointError: What was read is damaged.
+            OSError: The file system failed.
             ValueError: The reader is closed.
         """
-        if self._is_closed:
-            raise ValueError(f"the reader of {self._directory.path} is closed. Remedy: open another TensorReader")
-        info = self._infos.get(key)
+        self._check_open()
+        opened = self._having(key)
+        info = opened.infos.get(key)
         if info is None:
-            similar = get_close_matches(key, self._infos, 3) or sorted(self._infos)[:3]
-            got = f"{len(self._infos)} keys, such as {similar}"
+            infos = self._everything().infos
+            similar = get_close_matches(key, infos, 3) or sorted(infos)[:3]
+            got = f"{len(infos)} keys, such as {similar}"
             raise ValidationError([Problem("there is no such key", key=key, got=got)])
         box, rest = _box_of(index, info.shape)
         if not box.size:
             return np.empty(box.shape, dtype=dtype_of(info.dtype).numpy)[rest]
         memory = WholeTensors()
-        source = Files(self._directory.backend, self._options, self._manifest, plain_errors=True)
+        source = Files(self._directory.backend, self._options, opened.manifest, plain_errors=True)
         with source.closing:
-            targets = memory.targets({key: info}, self._mapping, {key: box})
+            targets = memory.targets({key: info}, opened.mapping, {key: box})
             task = Transfer(Solo(), source, lambda: targets, CHOSEN).prepare()
             (row,) = source.fill(task)
             return memory.take(row)[1][rest]

@@ -78,7 +78,7 @@ class WholeTensors(Memory):
             box = (boxes or {}).get(key) or Box((0,) * len(info.shape), info.shape)
             builder.add(key, info.dtype, info.shape, box.offset, box.shape)
             limit = box.size if self._band_bytes is None else self._band_bytes // dtype_of(info.dtype).itemsize
-            for band in split_tiles(box, max(limit, 1)) if box.size else (box,):
+            for band in split_tiles(box, max(limit, 1), aligned=False) if box.size else (box,):
                 bands.append((row, band))
                 self.keys.append(key)
                 self._infos.append(replace(info, shape=band.shape))

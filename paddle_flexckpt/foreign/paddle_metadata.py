@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, group_replicas
+from paddle_flexckpt.native.companion import Companion
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.save_directory import Companion
 
 # The one name that Paddle looks for whatever id it is asked for.
 PADDLE_METADATA = "flex-ckpt.auto_generated.metadata"

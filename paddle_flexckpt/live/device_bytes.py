@@ -1,13 +1,14 @@
 """Bring bytes of device tensors to the host, ahead of their user: the first stage of a save from a device.
 
-A thread copies into a ring of buffers, while the caller hashes and writes what has come. The thread waits for the
-device without the interpreter's lock.
+Two threads copy into a ring of buffers, while the caller hashes and writes what has come. Each waits for its own copy,
+without the interpreter's lock, while the other's is queued: the link has the next one to do when one is done.
 
 Tested in tests/device/test_saves.py.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -29,6 +30,8 @@ ALIGNMENT = 16
 
 # A tensor, its first byte, and its last one exclusive; bytes count in row-major order.
 Span = tuple[Any, int, int]
+# What is copied, from which byte on, and where to.
+_Copy = tuple[DeviceMemory, int, np.ndarray]
 
 
 class DeviceBytes:
@@ -44,9 +47,10 @@ class DeviceBytes:
         count = min(BUFFERS, nbytes // (BUFFER_BYTES - BLOCK_BYTES) + 1)
         memory = np.empty(count * BUFFER_BYTES, dtype=np.uint8)
         self._unlock = lock_pages(memory, device)
-        self._ring = BufferRing(list(memory.reshape(count, BUFFER_BYTES)), self._fill)
-        # The thread's: the tensor that it is copying, and which of its bytes are left.
+        self._ring = BufferRing(list(memory.reshape(count, BUFFER_BYTES)), self._fill, self._copy)
+        # The threads': the tensor that has been come to, which of its bytes are left, and what each has done once.
         self._spans = iter(spans)
+        self._thread = threading.local()
         self._storage: DeviceMemory | None = None
         self._next = self._stop = 0
         # The caller's: views of the buffer that it has come to, and buffers that it may still use, with the bytes and
@@ -80,26 +84,31 @@ class DeviceBytes:
         taken = self._ring.take()
         if taken is None:
             raise RuntimeError("more bytes of device tensors were asked for than were announced")
-        self._buffer, views = taken
-        self._views.extend(views)
+        self._buffer, copies = taken
+        self._views.extend(view for _, _, view in copies)
 
-    # The following run in the thread.
+    # The following run in the threads.
 
-    def _fill(self, buffer: np.ndarray) -> list[np.ndarray] | None:
-        if self._storage is None:
+    def _copy(self, copies: list[_Copy]) -> None:
+        for storage, start, view in copies:
+            storage.read_into(start, view)
+
+    def _fill(self, buffer: np.ndarray) -> list[_Copy] | None:
+        if not hasattr(self._thread, "is_ready"):
             use_current_device()
-        views: list[np.ndarray] = []
+            self._thread.is_ready = True
+        copies: list[_Copy] = []
         position = 0
         while position < len(buffer):
-            filled = self._fill_rest(buffer[position:])
-            if filled is None:
+            copy = self._next_copy(buffer[position:])
+            if copy is None:
                 break
-            views.append(filled)
-            position += -(-len(filled) // ALIGNMENT) * ALIGNMENT
-        return views or None
+            copies.append(copy)
+            position += -(-len(copy[2]) // ALIGNMENT) * ALIGNMENT
+        return copies or None
 
-    def _fill_rest(self, room: np.ndarray) -> np.ndarray | None:
-        """Copy more of the span that has been come to; None if there is no more, or too little room for a block."""
+    def _next_copy(self, room: np.ndarray) -> _Copy | None:
+        """Return what is next of the spans; None if there is no more, or too little room for a block."""
         while self._next == self._stop:
             span = next(self._spans, None)
             if span is None:
@@ -111,13 +120,11 @@ class DeviceBytes:
             count = len(room) // BLOCK_BYTES * BLOCK_BYTES
         if not count or self._storage is None:
             return None
-        filled = room[:count]
-        self._storage.read_into(self._next, filled)
         self._next += count
-        return filled
+        return self._storage, self._next - count, room[:count]
 
     def close(self) -> None:
-        """Copy no more, wait for the thread, and give the memory back."""
+        """Copy no more, wait for the threads, and give the memory back."""
         self._ring.close()
         if self._unlock is not None:
             self._unlock()

@@ -24,8 +24,13 @@ from paddle_flexckpt.media.backend import SaveLock
 from paddle_flexckpt.native.checksums import Checksums, hash_block
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import SaveNames
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.report import SaveReport
+
+# Where files are reached by requests, a part that is a file costs three that wait for each other. Up to about so many
+# bytes of parts all ranks tell each other instead.
+TOLD_BYTES = 16 << 20
 
 
 class SharedSave:
@@ -46,6 +51,8 @@ class SharedSave:
         self.directory = directory
         self.lock: SaveLock | None = None
         self._comm, self._coordinator_rank, self._unique_id, self._context = comm, coordinator_rank, unique_id, context
+        # What the coordinator found here when it had the lock.
+        self._before: list[str] = []
         # Whether there is something here that this rank may remove: not from the commit on.
         self._is_removable = False
 
@@ -62,7 +69,8 @@ class SharedSave:
         if not self.is_coordinator:
             return None, b""
         self.lock = self.directory.lock()
-        self.names = self.directory.open_save(self._unique_id, self._comm.size)
+        self._before = self.directory.backend.names()
+        self.names = self.directory.open_save(self._unique_id, self._comm.size, self._before)
         self._is_removable = True
         return self.names, b""
 
@@ -89,16 +97,24 @@ class SharedSave:
         return None, b""
 
     def write(self, share: Share, hashed: np.ndarray) -> tuple[bytes, Checksums]:
-        """Write this rank's data file and part.
+        """Write this rank's data file, and its part where that is not told in the next collective.
 
-        Returns what the commit needs of it, and block checksums at least of the items ``hashed``, bool ``[n]``.
+        Returns the part or nothing, and block checksums at least of the items ``hashed``, bool ``[n]``.
         """
         if self.is_coordinator:
-            remove_dead_saves(self.directory, self.names)
+            remove_dead_saves(self.directory, self.names, names=self._before)
         size, rank = self._comm.size, self._comm.rank
+        directory, names, is_told = self.directory, self.names, size == 1 or not self.directory.backend.has_path
         with share.data() as data:
-            part = self.directory.write_share(self.names, rank, share.items, data, world_size=size, step=share.step)
-        return b"", part.checksums
+            if not is_told:
+                part = directory.write_share(names, rank, share.items, data, world_size=size, step=share.step)
+                return b"", part.checksums
+            part = directory.write_data(names, share.items, data, world_size=size, step=share.step)
+        encoded = part.encode()
+        if size > 1 and len(encoded) * size > TOLD_BYTES:
+            directory.write_part(names, rank, part)
+            encoded = b""
+        return encoded, part.checksums
 
     def commit(self, parts: Sequence[bytes]) -> None:
         """Make the checkpoint exist. One collective.
@@ -107,11 +123,13 @@ class SharedSave:
             CheckpointError: The coordinator could not commit.
         """
         self._is_removable = False  # the coordinator alone knows whether it has committed
-        self._comm.together(self._commit, self._context)
+        self._comm.together(lambda: self._commit(parts), self._context)
 
-    def _commit(self) -> tuple[None, bytes]:
+    def _commit(self, parts: Sequence[bytes]) -> tuple[None, bytes]:
         if self.is_coordinator:
-            self.directory.commit(self.names, self._comm.ranks)
+            ranks = self._comm.ranks
+            told = {rank: Manifest.decode(part, f"the part of rank {rank}") for rank, part in zip(ranks, parts) if part}
+            self.directory.commit(self.names, ranks, told)
         return None, b""
 
     def discard(self) -> None:

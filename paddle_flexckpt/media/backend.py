@@ -189,6 +189,9 @@ class Locks:
             CheckpointError: Somebody else has it by now, or the directory is another one.
         """
 
+    def confirm(self) -> None:
+        """Ask what a release that follows soon would have to ask: beside another request it takes no time."""
+
     def share(self, name: str) -> Lock:
         """Keep a file from being claimed as long as it is read. Wait for whoever has claimed it.
 
@@ -300,12 +303,13 @@ class Backend(ABC):
 Location = Union[str, "os.PathLike[str]", Backend]
 
 
-def publish(backend: Backend, name: str, data: bytes, check: Callable[[], None] = lambda: None) -> None:
+def publish(backend: Backend, name: str, data: bytes, *checks: Callable[[], object]) -> None:
     """Commit: make durable all that was written before, then let a file appear, whole or not at all.
 
     It takes the place of a file of that name, and is durable when this returns.
 
-    ``check`` is called right before the file appears; what it raises keeps the file from appearing.
+    The ``checks`` are called right before the file appears, at the same time where the medium gains by that; what one
+    raises keeps the file from appearing.
 
     Raises:
         CheckpointError: Somebody else has the right to save by now, or the directory is another one.
@@ -316,8 +320,7 @@ def publish(backend: Backend, name: str, data: bytes, check: Callable[[], None] 
     with backend.create(name, "replace", len(data)) as file:
         file.write(data)
         file.make_durable()
-        backend.locks.check()
-        check()
+        run_beside(backend, backend.locks.check, *checks)
     backend.sync()
 
 
@@ -337,6 +340,11 @@ def map_files(backend: Backend, function: Callable[[Item], Result], items: Itera
         return [function(item) for item in items]
     with ThreadPoolExecutor(min(backend.at_once, len(items)), thread_name_prefix="flexckpt") as pool:
         return list(pool.map(function, items))
+
+
+def run_beside(backend: Backend, *steps: Callable[[], object]) -> None:
+    """Take steps that need nothing of each other, as :func:`map_files` does."""
+    map_files(backend, lambda step: step(), steps)
 
 
 def exists(backend: Backend) -> bool:

@@ -10,8 +10,10 @@ stands right before every commit. Between that check and the commit remains a wi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
 import os
 import socket
 import threading
@@ -80,6 +82,8 @@ class LeaseLock(SaveLock):
         self._backend = backend
         self._claim = claim
         self._failure: Exception | None = None
+        # When it was asked last whether the lease is still held, if it was.
+        self._confirmed_at = -math.inf
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="flexckpt-lease", daemon=True)
         self._thread.start()
@@ -125,14 +129,25 @@ class LeaseLock(SaveLock):
                 f"{self._backend.path}. Remedy: save again; open_storage(path, lease_seconds=...) allows longer pauses"
             )
 
+    def confirm(self) -> None:
+        """Find out whether the lease is still held, so that a release that follows soon need not ask."""
+        now = time.monotonic()
+        # The release asks where this could not.
+        with contextlib.suppress(OSError):
+            self._confirmed_at = now if self._is_held() else -math.inf
+
+    def _is_held(self) -> bool:
+        claim = Claim.decode(_read(self._backend))
+        return claim is not None and claim.token == self._claim.token
+
     def release(self) -> None:
         """Implement the base class."""
         if self._ended.is_set():
             return
         self.detach()
         try:
-            claim = Claim.decode(_read(self._backend))
-            if claim is not None and claim.token == self._claim.token:
+            age = time.monotonic() - self._confirmed_at
+            if age < self._claim.seconds / _RENEWALS or self._is_held():
                 self._backend.remove(LEASE_FILE)
         except OSError as error:
             # What was saved is saved, and the lease runs out by itself.
@@ -150,13 +165,26 @@ class LeaseLock(SaveLock):
             self._thread.join()
 
 
+@dataclass
+class Conditions:
+    """Know of a store whether, of two that create a file at a time, one fails for certain.
+
+    Attributes:
+        are_taken: Tells whether the store takes the condition that there be no such file.
+        are_kept: Whether it keeps it too, as some do not; None until a saver has tried.
+    """
+
+    are_taken: Callable[[], bool]
+    are_kept: bool | None = None
+
+
 class LeaseLocks(Locks):
     """Let savers of a directory exclude each other by a lease; there is nothing for readers."""
 
-    def __init__(self, backend: Backend, seconds: float, exclusive: Callable[[], bool] = lambda: True) -> None:
-        """Take nothing yet; ``exclusive`` tells whether, of two that create a file at a time, one fails for certain."""
+    def __init__(self, backend: Backend, seconds: float, conditions: Conditions | None = None) -> None:
+        """Take nothing yet; ``conditions`` is shared by the directories of one store."""
         self._backend = backend
-        self._seconds, self._exclusive = check_lease_seconds(seconds), exclusive
+        self._seconds, self._conditions = check_lease_seconds(seconds), conditions or Conditions(lambda: True)
         self._lease: LeaseLock | None = None
 
     def take(self) -> SaveLock:
@@ -176,15 +204,16 @@ class LeaseLocks(Locks):
 
     def _obtain(self, claim: Claim) -> bool:
         """Write a lease; return whether it is certain that nobody else has done so at the same time."""
+        found: bytes | None = None
         watched: bytes | None = None
         since = 0.0
         while True:
+            # Who creates it first need not look: there is a lease if that is refused.
+            if found is None and self._create(claim):
+                return self._is_alone(claim)
             found = _read(self._backend)
             now = time.monotonic()
             if found is None:
-                if self._create(claim):
-                    # Some stores take the condition that there be no such file, and do not keep it.
-                    return self._exclusive() and not self._create(claim)
                 continue
             other = Claim.decode(found)
             if watched is None:
@@ -196,6 +225,15 @@ class LeaseLocks(Locks):
                 write_file(self._backend, LEASE_FILE, claim.encode())
                 return False
             time.sleep(self._seconds / _LOOKS)
+
+    def _is_alone(self, claim: Claim) -> bool:
+        """Return whether nobody else can have created the lease that this one has; a store is tried once."""
+        conditions = self._conditions
+        if not conditions.are_taken():
+            return False
+        if conditions.are_kept is None:
+            conditions.are_kept = not self._create(claim)
+        return conditions.are_kept
 
     def _create(self, claim: Claim) -> bool:
         """Return whether there was no lease, so that there is this one now."""
@@ -225,6 +263,11 @@ class LeaseLocks(Locks):
         """Implement the base class."""
         if self._lease is not None:
             self._lease.check()
+
+    def confirm(self) -> None:
+        """Implement the base class."""
+        if self._lease is not None:
+            self._lease.confirm()
 
 
 def _read(backend: Backend) -> bytes | None:

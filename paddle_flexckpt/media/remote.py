@@ -12,7 +12,7 @@ from typing import Any
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Backend, InputFile, Kind, Locks, Mode, OutputFile, map_files
 from paddle_flexckpt.media.file_names import check_member
-from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS, LeaseLocks, check_lease_seconds
+from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS, Conditions, LeaseLocks, check_lease_seconds
 from paddle_flexckpt.media.medium import COMMIT_OF, COMMITS, Commit, Medium, commit_of
 from paddle_flexckpt.media.read_ahead import Budget
 from paddle_flexckpt.media.remote_files import RemoteInputFile, RemoteOutputFile, Windows
@@ -39,8 +39,11 @@ class FsspecBackend(Backend):
         requests_at_once: int = Budget.requests,
         bytes_at_once: int = Budget.bytes,
         commit: Commit | None = None,
+        conditions: Conditions | None = None,
     ) -> None:
         """Connect to nothing yet; ``options`` are fsspec's, the others as of :func:`media.opening.open_storage`.
+
+        ``conditions`` is what another directory of the store has found out.
 
         Raises:
             ValidationError: An argument is none, or the URL has a password in it that would not be used.
@@ -67,7 +70,8 @@ class FsspecBackend(Backend):
         self._is_made = False
         # Of a protocol that is not in the table it is found out later whether anything can be saved there at all.
         self.replaces = (commit or COMMIT_OF.get(self._protocol, "rename")) != "rename"
-        self.locks = LeaseLocks(self, lease_seconds, lambda: self._medium.exclusive) if lock else Locks()
+        self._conditions = conditions or Conditions(lambda: self._medium.exclusive)
+        self.locks = LeaseLocks(self, lease_seconds, self._conditions) if lock else Locks()
 
     def _check_settings(self) -> None:
         problems = []
@@ -118,7 +122,7 @@ class FsspecBackend(Backend):
 
     def child(self, name: str) -> FsspecBackend:
         """Implement the base class."""
-        return FsspecBackend(f"{self._url}/{name}", self._options, **self._settings)
+        return FsspecBackend(f"{self._url}/{name}", self._options, **self._settings, conditions=self._conditions)
 
     def open(self, name: str) -> InputFile:
         """Implement the base class."""

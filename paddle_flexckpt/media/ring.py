@@ -1,4 +1,4 @@
-"""Move data in two stages that run at the same time: a thread fills buffers, its caller uses those that are full.
+"""Move data in two stages that run at the same time: threads fill buffers, their caller uses those that are full.
 
 A save fills them from a device and writes them to a file, a load fills them from a file and copies them to a device.
 There are a few buffers, each used again and again, so the memory is bounded whatever passes through.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -17,62 +18,81 @@ T = TypeVar("T")
 
 
 class BufferRing(Generic[T]):
-    """Fill buffers in a thread of its own, in order, while the caller uses those that are full.
+    """Fill buffers in threads of its own, in order, while the caller uses those that are full.
 
-    A context manager: at its end the thread has ended, whatever happened.
+    A context manager: at its end the threads have ended, whatever happened.
     """
 
-    def __init__(self, buffers: Sequence[np.ndarray], fill: Callable[[np.ndarray], T | None]) -> None:
+    def __init__(
+        self,
+        buffers: Sequence[np.ndarray],
+        fill: Callable[[np.ndarray], T | None],
+        finish: Callable[[T], None] | None = None,
+    ) -> None:
         """Take what is to be filled and how; :meth:`take` begins.
 
         Args:
             buffers: The buffers.
-            fill: Puts something into a buffer and returns what it is; None when there is nothing more. Only the thread
-                calls it.
+            fill: Puts something into a buffer and returns what it is; None when there is nothing more. One thread at a
+                time calls it.
+            finish: Does what ``fill`` has only decided. Two threads do so, so that whatever moves the data has the next
+                to do when one is done.
         """
-        self._fill = fill
+        self._fill, self._finish = fill, finish
         self._free: SimpleQueue[np.ndarray | None] = SimpleQueue()
-        self._full: SimpleQueue[tuple[np.ndarray, T] | BaseException | None] = SimpleQueue()
-        self._is_stopped = False
-        self._thread: threading.Thread | None = None
+        # What has begun, in order.
+        self._begun: SimpleQueue[Future[tuple[np.ndarray, T] | None]] = SimpleQueue()
+        self._end: Future[tuple[np.ndarray, T] | None] | None = None
+        self._order, self._is_over = threading.Lock(), False
+        self._threads: list[threading.Thread] = []
         for buffer in buffers:
             self._free.put(buffer)
 
     def take(self) -> tuple[np.ndarray, T] | None:
         """Return the next full buffer and what is in it; None at the end. What ``fill`` raised is raised here."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="flexckpt-ring", daemon=True)
-            self._thread.start()
-        taken = self._full.get()
-        if isinstance(taken, tuple):
-            return taken
-        self._full.put(taken)  # the end stays the end
-        if taken is not None:
-            raise taken
-        return None
+        if not self._threads:
+            for _ in range(1 if self._finish is None else 2):
+                thread = threading.Thread(target=self._run, name="flexckpt-ring", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        taken = self._end or self._begun.get()
+        if taken.exception() is not None or taken.result() is None:
+            self._end = taken  # the end stays the end
+        return taken.result()
 
     def give_back(self, buffer: np.ndarray) -> None:
         """Let a buffer be filled again."""
         self._free.put(buffer)
 
     def _run(self) -> None:
-        try:
-            while (buffer := self._free.get()) is not None and not self._is_stopped:
-                item = self._fill(buffer)
+        while True:
+            done: Future[tuple[np.ndarray, T] | None] = Future()
+            try:
+                with self._order:
+                    buffer = None if self._is_over else self._free.get()
+                    if self._is_over or buffer is None:
+                        return
+                    self._begun.put(done)
+                    item = self._fill(buffer)
+                    if item is None:
+                        self._is_over = True
                 if item is None:
-                    break
-                self._full.put((buffer, item))
-        except BaseException as error:  # the caller raises it
-            self._full.put(error)
-        else:
-            self._full.put(None)
+                    done.set_result(None)
+                    return
+                if self._finish is not None:
+                    self._finish(item)
+            except BaseException as error:  # the caller raises it
+                self._is_over = True
+                done.set_exception(error)
+                return
+            done.set_result((buffer, item))
 
     def close(self) -> None:
-        """Fill no more, and wait for the thread."""
-        self._is_stopped = True
+        """Fill no more, and wait for the threads."""
+        self._is_over = True
         self._free.put(None)
-        if self._thread is not None:
-            self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
     def __enter__(self) -> BufferRing[T]:
         return self

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from paddle_flexckpt.media.medium import Listing, Medium, Upload
@@ -38,10 +38,6 @@ class S3Upload(Upload):
     def __init__(self, medium: S3Medium, name: str, exclusive: bool) -> None:
         """Begin an upload."""
         self._s3, self._name, self._exclusive = medium, name, exclusive
-        self._before = medium.etag(name)
-        if exclusive and self._before is not None:
-            raise FileExistsError(errno.EEXIST, "exists", medium.where(name))
-        self._id = self._begin()
         self._parts: list[dict[str, Any]] = []
         self._size = self._sent = 0
         self._pool = ThreadPoolExecutor(medium.budget.requests, thread_name_prefix="flexckpt-s3")
@@ -49,6 +45,21 @@ class S3Upload(Upload):
         # The oldest first.
         self._under_way: deque[Future[dict[str, Any]]] = deque()
         self._lengths: deque[int] = deque()
+        before = self._pool.submit(medium.etag, name)
+        if medium.budget.requests < 2:
+            wait([before])
+        try:
+            self._id = self._begin()
+        except BaseException:
+            self._pool.shutdown()
+            raise
+        try:
+            self._before = before.result()
+            if exclusive and self._before is not None:
+                raise FileExistsError(errno.EEXIST, "exists", medium.where(name))
+        except BaseException:
+            self.abort()
+            raise
 
     def _begin(self) -> str:
         """Ask for an upload, and give up those of which no answer came."""

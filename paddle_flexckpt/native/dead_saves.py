@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import map_files
@@ -26,14 +27,18 @@ def read_marker(directory: CheckpointDirectory, marker: str) -> SaveNames | None
     return save if save.marker_file == marker else None
 
 
-def find_prepared(directory: CheckpointDirectory, save: SaveNames) -> list[str]:
+def find_prepared(directory: CheckpointDirectory, save: SaveNames, names: Sequence[str] | None = None) -> list[str]:
     """Return the files that say that a save is complete here and perhaps published elsewhere; none if it is here."""
-    names = [name for name in directory.backend.names() if save.owns(name) and name.endswith(".prepared")]
+    names = directory.backend.names() if names is None else names
+    names = [name for name in names if save.owns(name) and name.endswith(".prepared")]
     return [] if not names or directory.is_committed(save) else names
 
 
 def remove_dead_saves(
-    directory: SaveDirectory, current: SaveNames | None = None, aborted: Collection[str] = ()
+    directory: SaveDirectory,
+    current: SaveNames | None = None,
+    aborted: Collection[str] = (),
+    names: Sequence[str] | None = None,
 ) -> list[str]:
     """Remove what saves left behind that died: those whose marker is here. The caller has the lock.
 
@@ -42,20 +47,21 @@ def remove_dead_saves(
     that a repair did without. What is prepared stays: another node may have published its part of that save.
 
     ``current`` is the save that is being made, ``aborted`` has the tokens of prepared saves that no node has published.
+    ``names`` are the directory's files as the caller has listed them since it has the lock; None lists them here.
     Returns the names of the files removed.
     """
-    names = directory.backend.names()
-    removed = directory.remove_temporaries()
-    removed += _remove_repaired_partitions(directory)
-    for marker in find_markers(directory):
-        save = read_marker(directory, marker)
+    names = directory.backend.names() if names is None else names
+    removed = directory.remove_temporaries(names)
+    removed += _remove_repaired_partitions(directory, names)
+    for marker in sorted(filter(MARKER.fullmatch, names)):
         if current is not None and marker == current.marker_file:
             continue
+        save = read_marker(directory, marker)
         if save is None:
             directory.remove_save_files([], marker)
             removed.append(marker)
             continue
-        if save.token not in aborted and find_prepared(directory, save):
+        if save.token not in aborted and find_prepared(directory, save, names):
             continue
         try:
             useless = directory.find_useless(save, names)
@@ -73,15 +79,16 @@ def _is_partition(name: str) -> bool:
     return name.endswith(".partition")
 
 
-def _remove_repaired_partitions(directory: SaveDirectory) -> list[str]:
+def _remove_repaired_partitions(directory: SaveDirectory, names: Sequence[str]) -> list[str]:
     """Remove partitions of manifests that repairs have replaced, and return their names."""
-    removed: list[str] = []
-    for unique_id in sorted(
-        {save[0] for save in map(save_of, filter(_is_partition, directory.backend.names())) if save}
-    ):
+
+    def find(unique_id: int) -> list[str]:
         try:
-            removed += directory.repaired_partitions(directory.read_committed(unique_id, ()))
+            return directory.repaired_partitions(directory.read_committed(unique_id, ()), names)
         except (FileNotFoundError, CorruptCheckpointError, ValidationError):
-            continue  # whose partitions these are cannot be told
+            return []  # whose partitions these are cannot be told
+
+    ids = sorted({save[0] for save in map(save_of, filter(_is_partition, names)) if save})
+    removed = list(itertools.chain.from_iterable(map_files(directory.backend, find, ids)))
     map_files(directory.backend, directory.backend.remove, removed)
     return removed

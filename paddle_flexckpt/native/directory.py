@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Location, Lock, map_files
+from paddle_flexckpt.media.backend import Location, Lock, map_files, run_beside
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.manifest import Manifest
@@ -164,10 +164,14 @@ class CheckpointDirectory:
         older = [name for name in self.backend.names() if is_before(save_of(name), manifest.unique_id, newest)]
         return named + sorted({*older, *self.repaired_partitions(manifest)} - set(named))
 
-    def repaired_partitions(self, manifest: Manifest) -> list[str]:
-        """Return the names of partitions of a checkpoint's save that its manifest does not name: a repair has not."""
+    def repaired_partitions(self, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
+        """Return the names of partitions of a checkpoint's save that its manifest does not name: a repair has not.
+
+        ``names`` are the directory's, if they are known.
+        """
         own, named = SaveNames(manifest.unique_id, _generation(manifest), manifest.save_token), set(manifest.files)
-        return [name for name in self.backend.names() if own.owns_partition(name) and name not in named]
+        names = self.backend.names() if names is None else names
+        return [name for name in names if own.owns_partition(name) and name not in named]
 
     def check_complete(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
         """Check that data files of a checkpoint (None: all) are there, of their size and of the same save.
@@ -182,8 +186,9 @@ class CheckpointDirectory:
         def check(name: str) -> None:
             check_data_file(self.backend, manifest, name, sizes[name]).close()
 
-        map_files(self.backend, check, sizes if names is None else names)
-        map_files(self.backend, partial(check_partition, self.backend), manifest.partitions)
+        files = [partial(check, name) for name in (sizes if names is None else names)]
+        partitions = [partial(check_partition, self.backend, each) for each in manifest.partitions]
+        run_beside(self.backend, *files, *partitions)
 
     def usable_files(self, manifest: Manifest) -> tuple[list[bool], dict[str, str]]:
         """Find out which data files of a checkpoint are here as they were written.

@@ -21,14 +21,15 @@ import logging
 import os
 import re
 import socket
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Location, Lock, SaveLock, map_files, publish, write_file
+from paddle_flexckpt.media.backend import Location, Lock, SaveLock, map_files, publish, run_beside, write_file
+from paddle_flexckpt.native.companion import Companion
 from paddle_flexckpt.native.data_file import write_data_file
 from paddle_flexckpt.native.directory import MANIFEST, MARKER, CheckpointDirectory, SaveNames, is_before, save_of
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
@@ -36,30 +37,6 @@ from paddle_flexckpt.native.partition_files import describe_partition, encode_pa
 from paddle_flexckpt.native.partitions import Partition, count_partitions
 
 logger = logging.getLogger("paddle_flexckpt")
-
-
-class Companion(ABC):
-    """Make the file beside the manifests, of a name of its own, that tells another program's loader what is here.
-
-    Attributes:
-        name: Its name.
-        most_rows: It refuses checkpoints of more shards: to tell of them would take longer than to save them.
-    """
-
-    name: str
-    most_rows: int
-
-    @abstractmethod
-    def refuse(self, reason: str) -> bytes:
-        """Return a file that stops that loader with an error that says why."""
-
-    @abstractmethod
-    def encode(self, manifest: Manifest) -> bytes:
-        """Return the file for the only checkpoint of a directory."""
-
-    @abstractmethod
-    def is_ours(self, data: bytes) -> bool:
-        """Return whether a file of that name has been written here, if only in part."""
 
 
 class SaveDirectory(CheckpointDirectory):
@@ -85,23 +62,25 @@ class SaveDirectory(CheckpointDirectory):
         self.backend.make_directory()
         return self.backend.locks.take()
 
-    def open_save(self, unique_id: int | None, world_size: int = 1) -> SaveNames:
+    def open_save(self, unique_id: int | None, world_size: int = 1, names: Sequence[str] | None = None) -> SaveNames:
         """Choose the names of a new save (id None: after the highest) and mark it as begun. The caller has the lock.
+
+        ``names`` are those of the files that are here, if the caller has listed them.
 
         Raises:
             ValidationError: The id is not a non-negative integer, or the path is not a directory.
         """
-        save = SaveNames(*self.choose_save(unique_id), os.urandom(16).hex())
+        save = SaveNames(*self.choose_save(unique_id, names), os.urandom(16).hex())
         self.mark_save(save, world_size)
         return save
 
-    def choose_save(self, unique_id: int | None) -> tuple[int, int]:
+    def choose_save(self, unique_id: int | None, names: Sequence[str] | None = None) -> tuple[int, int]:
         """Return the id and generation of a new save; arguments and errors as of :meth:`open_save`."""
         if unique_id is not None and (not isinstance(unique_id, int) or isinstance(unique_id, bool) or unique_id < 0):
             raise ValidationError(f"unique_id must be None or an integer >= 0; got {unique_id!r}")
         self.backend.make_directory()
         used: dict[int, int] = {}
-        names = self.backend.names()
+        names = self.backend.names() if names is None else names
         for name in names:
             manifest, marker = MANIFEST.fullmatch(name), MARKER.fullmatch(name)
             save = (int(marker[1]), int(marker[2] or 0)) if marker else save_of(name)
@@ -206,8 +185,10 @@ class SaveDirectory(CheckpointDirectory):
         ]
         return replace(manifest, partitions=tuple(written))
 
-    def commit(self, save: SaveNames, ranks: Sequence[int]) -> Manifest:
+    def commit(self, save: SaveNames, ranks: Sequence[int], parts: Mapping[int, Manifest] | None = None) -> Manifest:
         """Merge the parts of all ranks into the manifest and make the checkpoint exist.
+
+        ``parts`` has those that the caller knows, by rank; the files of the others are read.
 
         Raises:
             CheckpointError: A part or a data file is not there, or the directory is another one by now: nothing has
@@ -215,7 +196,11 @@ class SaveDirectory(CheckpointDirectory):
             OSError: The file system refused; :meth:`is_committed` tells whether that was before or after the commit.
         """
 
+        known = parts or {}
+
         def part(rank: int) -> Manifest:
+            if rank in known:
+                return known[rank]
             name = save.part_file(rank)
             try:
                 return Manifest.decode(self.backend.read(name), self.backend.where(name))
@@ -245,40 +230,53 @@ class SaveDirectory(CheckpointDirectory):
                     "out who removes files there, and save again"
                 ) from error
 
-        replaced = self.publish(save, manifest.encode(), check)
+        listed: list[list[str]] = []
+        # Beside the checks a listing takes no time of its own; later it would, and shows nothing else.
+        checks = [check, lambda: listed.append(self.backend.names())] if self.backend.at_once > 1 else [check]
+        replaced = self.publish(save, manifest.encode(), *checks)
         try:
-            self.finish(save, replaced is None, manifest)
+            self.finish(save, replaced is None, manifest, listed[0] if listed else None)
         finally:
             if replaced is not None:
                 replaced.release()
 
-    def publish(self, save: SaveNames, manifest: bytes, check: Callable[[], None] = lambda: None) -> Lock | None:
+    def publish(self, save: SaveNames, manifest: bytes, *checks: Callable[[], object]) -> Lock | None:
         """Put the manifest of a save in place: from then on the checkpoint exists.
 
-        What ``check``, called right before, raises keeps the manifest from its place. Returns the lock of the manifest
-        that it has replaced; None if that is being read.
+        What one of the ``checks``, called right before, raises keeps the manifest from its place. Returns the lock of
+        the manifest that it has replaced; None if that is being read.
         """
         name = f"{save.unique_id}.manifest"
         replaced = self.backend.locks.claim(name)
         try:
-            publish(self.backend, name, manifest, check)
+            publish(self.backend, name, manifest, *checks)
         except BaseException:
             if replaced is not None:
                 replaced.release()
             raise
         return replaced
 
-    def finish(self, save: SaveNames, being_read: bool = False, manifest: Manifest | None = None) -> None:
+    def finish(
+        self,
+        save: SaveNames,
+        being_read: bool = False,
+        manifest: Manifest | None = None,
+        names: Sequence[str] | None = None,
+    ) -> None:
         """Update the companion after a commit; remove what the save does not need, and its marker.
 
-        What it has replaced stays where that is being read. Raises CheckpointError where something could not be
-        written or removed.
+        What it has replaced stays where that is being read. ``manifest`` is what this caller has committed, and
+        ``names`` are those of the files that are here, if it knows. The lock is released right after.
+
+        Raises:
+            CheckpointError: Something could not be written or removed.
         """
         try:
             # Durable before anything that it named is removed.
             self.update_companion(manifest)
-            useless = self.find_useless(save, self.backend.names(), being_read)
-            self.remove_save_files(useless, save.marker_file)
+            names = self.backend.names() if names is None else names
+            useless = self.find_useless(save, names, being_read, manifest)
+            self.remove_save_files(useless, save.marker_file, self.backend.locks.confirm)
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint in {self.path} (id {save.unique_id}) is complete, but {self.companion.name} could "
@@ -316,16 +314,21 @@ class SaveDirectory(CheckpointDirectory):
                 self.remove_uploads(save)
                 self.remove_save_files([], save.marker_file)
 
-    def find_useless(self, save: SaveNames, names: Iterable[str], being_read: bool = False) -> list[str]:
+    def find_useless(
+        self, save: SaveNames, names: Iterable[str], being_read: bool = False, manifest: Manifest | None = None
+    ) -> list[str]:
         """Return the files that a finished or dead save leaves without a use; its marker is not among them.
 
-        What it has replaced is left to the next save of its id where that is being read. Raises CorruptCheckpointError
-        where it was committed, and the manifest is damaged.
+        What it has replaced is left to the next save of its id where that is being read. ``manifest`` is that of the
+        save, if the caller has just committed it; None reads it, if it is the one in place.
+
+        Raises:
+            CorruptCheckpointError: It was committed, and the manifest is damaged.
         """
         keep: set[str] = set()
-        committed = self.is_committed(save)
+        committed = manifest is not None or self.is_committed(save)
         if committed:
-            keep = set(self.read_committed(save.unique_id, ()).files)
+            keep = set((manifest or self.read_committed(save.unique_id, ())).files)
         useless = []
         for name in names:
             other, temporary = save_of(name), self._temporary.fullmatch(name)
@@ -336,11 +339,10 @@ class SaveDirectory(CheckpointDirectory):
                 useless.append(name)
         return useless
 
-    def remove_temporaries(self) -> list[str]:
-        """Remove manifests and companions that were never put in place, and return their names."""
-        names = sorted(filter(self._temporary.fullmatch, self.backend.names()))
-        for name in names:
-            self.backend.remove(name)
+    def remove_temporaries(self, names: Iterable[str]) -> list[str]:
+        """Remove those of the files that are manifests or companions never put in place, and return their names."""
+        names = sorted(filter(self._temporary.fullmatch, names))
+        map_files(self.backend, self.backend.remove, names)
         return names
 
     def remove_uploads(self, save: SaveNames) -> None:
@@ -351,13 +353,13 @@ class SaveDirectory(CheckpointDirectory):
             # Not every store lets everybody ask; nothing depends on it but its bill.
             logger.warning(f"what a dead save had begun to send could not be looked for: {error}")
 
-    def remove_save_files(self, names: Sequence[str], marker: str) -> None:
-        """Remove files of a save, and its marker once they are gone for good."""
+    def remove_save_files(self, names: Sequence[str], marker: str, beside: Callable[[], object] = lambda: None) -> None:
+        """Remove files of a save, and its marker once they are gone for good; ``beside`` is called with the latter."""
         map_files(self.backend, self.backend.remove, names)
         if names:
             self.backend.sync()
         self.remove_refusal(marker)
-        self.backend.remove(marker)
+        run_beside(self.backend, partial(self.backend.remove, marker), beside)
 
     def update_companion(self, only: Manifest | None = None) -> None:
         """Bring the companion up to date, durably; ``only`` is the manifest of the only checkpoint, if known."""
@@ -388,6 +390,8 @@ class SaveDirectory(CheckpointDirectory):
 
     def remove_refusal(self, marker: str = "") -> None:
         """Remove the companion where it has nothing to protect but a save that ends now. The caller has the lock."""
+        if not self.backend.has_path:
+            return
         names, own = self.backend.names(), self.companion
         if own.name not in names:
             return

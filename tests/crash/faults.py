@@ -107,8 +107,9 @@ def _all_wrote(left: set[str], ranks: int) -> bool:
     """Whether what is left is what ranks leave to the next save: all had written, and the marker is there."""
     endings = [os.path.splitext(path)[1] for path in left]
     return (
-        endings.count(".part") == ranks
-        and ".saving" in endings
+        # One that saves alone writes no part.
+        endings.count(".part") == (ranks if ranks > 1 else 0)
+        and {".safetensors", ".saving"} <= {*endings}
         and {".safetensors", ".partition", ".part", ".saving", ".metadata"} >= {*endings}
     )
 

@@ -25,7 +25,7 @@ def _publish_at_once(monkeypatch):
 def _forget_prepared(monkeypatch):
     """What is prepared counts as dead."""
     for module in (dead_saves, node_directory):
-        monkeypatch.setattr(module, "find_prepared", lambda directory, save: [])
+        monkeypatch.setattr(module, "find_prepared", lambda directory, save, names=None: [])
 
 
 @pytest.mark.parametrize("fault", [_publish_at_once, _forget_prepared])

@@ -92,9 +92,9 @@ def _one_generation(monkeypatch):
 def _remove_first(monkeypatch):
     commit = SaveDirectory.commit
 
-    def early(self, ticket, ranks):
+    def early(self, ticket, *arguments):
         self.backend.remove(f"{ticket.unique_id}.manifest")
-        return commit(self, ticket, ranks)
+        return commit(self, ticket, *arguments)
 
     monkeypatch.setattr(SaveDirectory, "commit", early)
 
@@ -112,7 +112,7 @@ def _no_marker(monkeypatch):
 def _marker_last(monkeypatch):
     """The marker of a save goes before its files do."""
 
-    def remove(self, doomed, marker):
+    def remove(self, doomed, marker, beside=None):
         for name in [marker, *doomed]:
             self.backend.remove(name)
 

@@ -149,6 +149,24 @@ def save_overlapped(directory):
     return written, seen, cost, is_equal(state, directory), leftovers(before)
 
 
+def save_queued(directory):
+    """Let no copy end before the next one is asked for; return how many there were."""
+    before, state, real = locked(), own({"w": words(96 * MIB, 7)}), DeviceMemory.read_into
+    asked, last = threading.Condition(), 96 * MIB - device_bytes.BUFFER_BYTES
+    starts = []
+
+    def read_into(self, start, target, *rest):
+        with asked:
+            starts.append(start)
+            asked.notify_all()
+            assert start == last or asked.wait_for(lambda: max(starts) > start, PATIENCE), "the link has nothing to do"
+        real(self, start, target, *rest)
+
+    with mock.patch.object(DeviceMemory, "read_into", read_into):
+        fc.save_state_dict(state, directory)
+    return len(starts), is_equal(state, directory), leftovers(before)
+
+
 def fail(kind):
     if kind == "full":
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -233,6 +251,13 @@ def test_a_save_copies_the_next_buffer_while_it_writes_one(device_world2, tmp_pa
         assert cost["pageable"] == 0
         assert cost["locked"] == device_bytes.BUFFERS * device_bytes.BUFFER_BYTES
         assert cost["host"] <= 64 * MIB <= 256 * MIB
+        assert left == [[], 0]
+
+
+def test_a_copy_is_queued_before_the_one_before_is_waited_for(device_world2, tmp_path):
+    for copies, right, left in device_world2.run(save_queued, directory=str(tmp_path / "x")):
+        assert copies == 96 * MIB // device_bytes.BUFFER_BYTES
+        assert right is True
         assert left == [[], 0]
 
 

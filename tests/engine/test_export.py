@@ -274,6 +274,16 @@ def test_of_a_large_tensor_a_band_is_in_memory(tmp_path, monkeypatch, statement)
         assert (report.bytes_read, report.bytes_extra) == (size, 0)
 
 
+def test_bands_are_as_large_as_may_be(tmp_path, monkeypatch):
+    """Each band of a transposed tensor reads all of what is stored: so there are few."""
+    monkeypatch.setattr(export, "BAND_BYTES", 7 * 400)
+    save(tmp_path / "in", {"w": np.zeros((100, 20), np.float32)}, world=1)
+    written, write = [], LocalOutputFile.write
+    monkeypatch.setattr(LocalOutputFile, "write", lambda self, data: written.append(len(data)) or write(self, data))
+    export_safetensors(tmp_path / "in", tmp_path / "out", {"aoa_statements": ["w^T -> t"]})
+    assert written[1:] == [7 * 400, 7 * 400, 6 * 400]
+
+
 @pytest.mark.parametrize(("verify", "notices"), [("read", True), ("full", True), ("off", False)])
 def test_a_damaged_block_between_two_bands_is_noticed(tmp_path, monkeypatch, verify, notices):
     """No band has all of it."""

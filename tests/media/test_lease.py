@@ -16,7 +16,7 @@ from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.media import lease
 from paddle_flexckpt.media.backend import publish
-from paddle_flexckpt.media.lease import Claim, LeaseLock, LeaseLocks
+from paddle_flexckpt.media.lease import Claim, Conditions, LeaseLock, LeaseLocks
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.local_locks import DirectoryLock
 from paddle_flexckpt.native.listing import is_complete
@@ -112,6 +112,61 @@ def test_a_directory_without_locks_gets_a_lease(tmp_path, monkeypatch, number):
     lock.release()
     lock.release()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_free_lease_is_not_looked_for(tmp_path):
+    """Whoever creates it first has it; another one looks only when it is refused."""
+    looked = []
+
+    class Counting(LocalBackend):
+        def read(self, name):
+            looked.append(name)
+            return super().read(name)
+
+    backend = Counting(str(tmp_path), lease_seconds=PATIENCE)
+    lock = backend.locks.take()
+    assert looked == []
+    # What it may have forgotten when it is released it asks, unless it has just been asked.
+    backend.locks.confirm()
+    lock.release()
+    assert looked == [".lease"]
+    backend.locks.take().release()
+    assert looked == [".lease"] * 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_confirmed_long_ago_is_asked_again(tmp_path, clock):
+    """A process that was stopped between its commit and the release of its lease."""
+    backend = LocalBackend(str(tmp_path), lease_seconds=PATIENCE)
+    lock = backend.locks.take()
+    backend.locks.confirm()
+    clock.now += PATIENCE
+    put(tmp_path, token="other")
+    lock.release()
+    assert said(tmp_path)["token"] == "other"
+
+
+def test_a_lease_that_cannot_be_confirmed_fails_nothing(tmp_path, monkeypatch):
+    backend = LocalBackend(str(tmp_path), lease_seconds=PATIENCE)
+    lock = backend.locks.take()
+
+    def fail(self, name):
+        raise OSError(errno.EIO, "injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "read", fail)
+        backend.locks.confirm()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lease_of_another_is_not_given_back(tmp_path):
+    backend = LocalBackend(str(tmp_path), lease_seconds=PATIENCE)
+    lock = backend.locks.take()
+    put(tmp_path, token="other")
+    backend.locks.confirm()
+    lock.release()
+    assert said(tmp_path)["token"] == "other"
 
 
 def test_other_errors_of_locks_are_errors(tmp_path, monkeypatch):
@@ -211,7 +266,7 @@ def test_a_medium_that_creates_twice_waits_before_it_counts(tmp_path, clock):
 
     clock.meanwhile = other
     with pytest.raises(CheckpointError, match="another save is writing"):
-        LeaseLocks(LocalBackend(str(tmp_path)), 30.0, lambda: False).take()
+        LeaseLocks(LocalBackend(str(tmp_path)), 30.0, Conditions(lambda: False)).take()
     assert clock.now == 3.0
 
 

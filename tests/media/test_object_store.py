@@ -12,6 +12,8 @@ pytest.importorskip("s3fs")
 from paddle_flexckpt.catalog import CheckpointError, UnreadableCheckpointError
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import verify_checkpoint
+from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.live import shared_saves
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
@@ -20,6 +22,8 @@ from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.media.read_ahead import LONGEST_REQUEST, ReadAhead
 from paddle_flexckpt.media.remote_files import RemoteOutputFile
 from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.native import two_ranks
 from tests.object_store import running_store
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -157,6 +161,93 @@ def test_nothing_is_asked_for_that_was_not_announced(store, verify, dtype):
     reads = [each for each in store.log.of("GET", "safetensors") if each.begin]
     assert sum(each.length for each in reads) == report.bytes_read
     assert len({each.begin for each in reads}) == len(reads)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "unique_id", "most"),
+    [
+        # Lease, listing, marker, begin of the upload, data, its end, checks, manifest, marker, lease.
+        (1, None, 10),
+        # The replaced file goes before the marker.
+        (1, 0, 11),
+        (2, None, 10),
+        (2, 0, 11),
+    ],
+)
+def test_so_many_requests_of_a_save_wait_for_each_other(store, ranks, unique_id, most):
+    storage = open_run(store, f"rounds-{ranks}-{unique_id}")
+    half = {key: value[:256] for key, value in LARGE.items()}
+
+    def work(comm) -> None:
+        own = {f"{key}.{comm.rank}": value for key, value in (LARGE if ranks == 1 else half).items()}
+        shards = {
+            key: ShardedWeight(key, value, value.shape, value.shape, (0,) * value.ndim) for key, value in own.items()
+        }
+        save_state_dict(shards, storage, comm, unique_id=unique_id)
+
+    store.set()
+    SimulatedWorld(ranks).run(work)
+    chains = []
+    # The fewest: on a machine that is busy elsewhere, requests that are made together may not meet.
+    while len(chains) < 5 and (not chains or len(chains[-1]) > most):
+        store.set(latency=0.1)
+        SimulatedWorld(ranks).run(work)
+        chains.append([f"{each.method} {each.key}" for each in store.log.rounds()])
+    assert len(min(chains, key=len)) == most, chains
+    assert storage._medium.unfinished() == []
+    assert not [name for name in storage.names("any") if not name.endswith((".manifest", ".safetensors"))]
+
+
+def test_a_rank_alone_writes_no_part_and_lists_twice(store):
+    storage = open_run(store, "alone")
+    for count in range(2):
+        store.set()
+        save_state_dict(SMALL, storage, SOLO)
+        log = store.log
+        assert [each for each in log.entries if each.key.endswith(".part")] == []
+        # Under the lock, and beside the last checks.
+        assert len([each for each in log.entries if "list-type" in each.query]) == 2
+        # The first save creates the lease twice, to see that the store refuses the second.
+        assert [each.status for each in log.of("PUT", ".lease")] == ([200] if count else [200, 412])
+    store.set()
+    save_state_dict(SMALL, storage.child("below"), SOLO)
+    assert [each.status for each in store.log.of("PUT", ".lease")] == [200]
+
+
+def test_parts_that_are_too_much_to_tell_are_files(store, monkeypatch):
+    monkeypatch.setattr(shared_saves, "TOLD_BYTES", 0)
+    storage = open_run(store, "part-files")
+    store.set()
+    assert [each.unique_id for each in two_ranks.save(storage, 1, None)] == [0, 0]
+    log = store.log
+    assert {method: len(log.of(method, ".part")) for method in ("PUT", "GET", "DELETE")} == {
+        "PUT": 2, "GET": 2, "DELETE": 2
+    }  # fmt: skip
+    assert two_ranks.load(storage) == 1
+    assert sorted(storage.names()) == ["0.manifest", "0_0.safetensors", "1_0.safetensors"]
+
+
+def test_what_a_dead_save_left_is_removed_by_the_listing_of_the_next(store):
+    storage = open_run(store, "dead")
+    store.set()
+    dead = open_to_save(storage).open_save(None, 2)
+    with storage.create(dead.data_file(1)) as file:
+        file.write(b"half")
+    save_state_dict(SMALL, storage, SOLO)
+    assert sorted(storage.names()) == ["0_1.safetensors", "1.manifest"]
+
+
+def test_a_file_that_is_there_ends_an_upload_that_has_begun(store, monkeypatch):
+    monkeypatch.setattr(remote, "LEAST_PART_BYTES", MIB)
+    storage = open_run(store, "there", part_bytes=MIB)
+    store.set()
+    storage._medium.put("x", b"first")
+    with pytest.raises(FileExistsError), storage.create("x") as file:
+        file.write(bytes(3 * MIB))
+    assert storage.read("x") == b"first"
+    assert storage._medium.unfinished() == []
+    assert store.log.of("PUT", "there/x", "partNumber") == []
+    assert threads() == []
 
 
 def test_verification_and_export_have_many_requests_under_way_too(store):

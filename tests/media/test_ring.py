@@ -79,6 +79,39 @@ def test_an_error_of_filling_is_raised_after_what_was_filled_before_it():
     assert not running()
 
 
+def test_the_next_has_begun_before_the_one_before_is_finished_and_they_come_in_order():
+    begun = [threading.Event() for _ in range(9)]
+
+    def finish(number):
+        begun[number].set()
+        assert number == 7 or begun[number + 1].wait(30), "nothing is under way beside it"
+
+    with BufferRing([np.empty(1, np.uint8) for _ in range(3)], numbers(8), finish) as ring:
+        for expected in range(8):
+            buffer, item = ring.take()
+            assert (item, int(buffer[0])) == (expected, expected)
+            ring.give_back(buffer)
+        assert ring.take() is None
+    assert not running()
+
+
+def test_an_error_of_finishing_is_raised_in_its_turn():
+    second = threading.Event()
+
+    def finish(number):
+        if number == 1:
+            second.set()
+            raise OSError("the link is down")
+        assert second.wait(30)
+
+    with BufferRing([np.empty(1, np.uint8) for _ in range(4)], numbers(9), finish) as ring:
+        assert ring.take()[1] == 0
+        for _ in range(2):
+            with pytest.raises(OSError, match="the link is down"):
+                ring.take()
+    assert not running()
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_a_caller_that_stops_leaves_no_thread(error):
     def use():

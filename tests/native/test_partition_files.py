@@ -12,8 +12,16 @@ import pytest
 import xxhash
 from safetensors import numpy as safetensors_numpy
 
-from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import (
+    Catalog,
+    CatalogBuilder,
+    CheckpointError,
+    CorruptCheckpointError,
+    Order,
+    ValidationError,
+)
 from paddle_flexckpt.cli.main import main
+from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.foreign.formats import open_to_save
@@ -30,6 +38,7 @@ from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.native.partition_files import encode_partition, split_rows
 from paddle_flexckpt.native.partitions import count_partitions, partition_of
+from paddle_flexckpt.planning import plan_write
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.engine.samples import cut, save, values_of
 from tests.native.samples import TOKEN, flip, store, whole
@@ -317,6 +326,105 @@ def test_the_command_line_shows_a_key_of_one_partition(saved, capsys, monkeypatc
     assert main(["inspect", str(path), "--key", "名前"]) == 0
     assert "名前" in capsys.readouterr().out
     assert len([name for name in names if name.endswith(".partition")]) == 1
+
+
+def partitions_of(path: Path, *keys: str) -> list[str]:
+    count = len(CheckpointDirectory(path).read_manifest(keys=()).partitions)
+    return [f"{number}_0.partition" for number in sorted(set(partition_of(keys, count).tolist()))]
+
+
+def test_a_reader_opens_the_partitions_of_the_keys_that_it_reads_once(saved, monkeypatch):
+    path, values = saved
+    wanted = partitions_of(path, "名前")
+    key = next(key for key in values if partitions_of(path, key) != wanted)
+    then = partitions_of(path, key)
+    names = opened(monkeypatch)
+    with TensorReader(path) as reader:
+        assert names == ["0.manifest"]
+        for index in (0, slice(2, 5), ...):
+            assert reader.read("名前", index).tobytes() == values["名前"][index].tobytes()
+        assert names == ["0.manifest", *wanted]
+        del names[:]
+        assert reader.read(key).tobytes() == values[key].tobytes()
+        assert names == then
+        with pytest.raises(
+            ValidationError, match=f"there is no such key.*{len(values)} keys, such as .*'layers.3.weight'"
+        ):
+            reader.read("layers.3.weigth")
+        assert set(reader.infos) == set(values)
+    with pytest.raises(ValueError, match="is closed"):
+        reader.read(key)
+
+
+def test_a_closed_reader_opens_no_partition(saved, monkeypatch):
+    with TensorReader(saved[0]) as reader:
+        pass
+    names = opened(monkeypatch)
+    for ask in (lambda: reader.infos, lambda: "名前" in reader):
+        with pytest.raises(ValueError, match="is closed"):
+            ask()
+    assert names == []
+
+
+def test_a_reader_with_statements_knows_all_keys(saved):
+    path, values = saved
+    with TensorReader(path, aoa_config={"aoa_statements": ["layers.3.weight^T -> turned"]}) as reader:
+        assert reader.read("turned").tobytes() == values["layers.3.weight"].T.tobytes()
+        assert "layers.3.weight" not in reader and "名前" in reader
+
+
+def test_a_reader_names_the_damaged_partition_when_it_needs_it(saved):
+    path, values = saved
+    (damaged,) = partitions_of(path, "名前")
+    flip(path / damaged, 1000)
+    key = next(key for key in values if partitions_of(path, key) != [damaged])
+    with TensorReader(path) as reader:
+        assert reader.read(key).tobytes() == values[key].tobytes()
+        with pytest.raises(CorruptCheckpointError, match=damaged):
+            reader.read("名前")
+        with pytest.raises(CorruptCheckpointError, match=damaged):
+            reader.infos  # noqa: B018
+
+
+def test_the_command_line_shows_a_tensor_by_its_partition(saved, capsys, monkeypatch):
+    path, _ = saved
+    expected = partitions_of(path, "名前")
+    names = opened(monkeypatch)
+    assert main(["show", str(path), "名前"]) == 0
+    assert "名前: bfloat16 [7]" in capsys.readouterr().out
+    assert [name for name in names if name.endswith(".partition")] == expected
+
+
+FUSED = {"block.w": Order(2, 1, "fused_ffn"), "block.w.moment1_0": None, "other.b": None}
+
+
+@pytest.mark.parametrize("key", FUSED)
+def test_a_reader_puts_fused_tensors_of_several_partitions_into_natural_order(tmp_path, monkeypatch, key):
+    """A state follows its parameter, in whatever partition that is, as where all rows are in one file."""
+    values = {name: np.arange(24, dtype=np.float32).reshape(2, 12) + i for i, name in enumerate(FUSED)}
+    builder, found = CatalogBuilder(0), []
+    for name, value in values.items():
+        builder.add(name, "float32", value.shape, (0, 0), value.shape, order=FUSED[name])
+    for kind, most in (("one", 10), ("several", 0)):
+        monkeypatch.setattr(partitions_module, "MOST_ROWS_IN_ONE_FILE", most)
+        monkeypatch.setattr(partitions_module, "ROWS_PER_PARTITION", 1)
+        directory = open_to_save(tmp_path / kind)
+        lock = directory.lock()
+        names = directory.open_save(None)
+        items = plan_write(builder.build(), names.data_file).catalog
+        data = (values[items.key_name(row)].ravel().view(np.uint8) for row in range(len(items)))
+        directory.write_share(names, 0, items, data, world_size=1)
+        directory.commit(names, [0])
+        lock.release()
+        files = opened(monkeypatch)
+        with TensorReader(tmp_path / kind) as reader:
+            found.append(reader.read(key).tobytes())
+    assert len(partition_names(tmp_path / "several")) == 3
+    assert len(set(partition_of(list(FUSED)[:2], 3).tolist())) == 2
+    # What neither is fused nor a state of what is does not need the others.
+    assert (len({name for name in files if name.endswith(".partition")}) == 1) == (key == "other.b")
+    assert found[0] == found[1]
+    assert (found[0] == values[key].tobytes()) == (key == "other.b")
 
 
 def resealed(path: Path, change) -> None:
