@@ -13,6 +13,7 @@ import platform
 import socket
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,8 @@ from paddle_flexckpt.native.save_directory import SaveDirectory
 # ioprio_set has no function in libc; its number is the kernel's, by machine.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273, "s390x": 282, "loongarch64": 30, "riscv64": 30}
 _THIS_PROCESS = 1
+_AUTOGROUP = "/proc/self/autogroup"
+_TURNS = 20
 # Class in the upper bits, level (7 is the lowest) in the lower.
 _IOPRIO = {"best-effort-low": (2 << 13) | 7, "idle": 3 << 13}
 
@@ -114,6 +117,11 @@ def lower_priority(nice: int, io_class: str) -> list[str]:
         os.nice(nice)
     except OSError as error:
         refused.append(f"the background writer keeps its CPU priority: nice({nice}) was refused ({error})")
+    if nice and os.getsid(0) == os.getpid():
+        try:
+            _lower_session(os.getpriority(os.PRIO_PROCESS, 0))
+        except OSError as error:
+            refused.append(f"the background writer's session keeps its CPU priority: {_AUTOGROUP}: {error}")
     if io_class in _IOPRIO:
         number, problem = _IOPRIO_SET.get(platform.machine()), ""
         libc = ctypes.CDLL(None, use_errno=True)
@@ -124,3 +132,23 @@ def lower_priority(nice: int, io_class: str) -> list[str]:
         if problem:
             refused.append(f"the background writer keeps its I/O priority: {io_class!r} was refused ({problem})")
     return refused
+
+
+def _lower_session(nice: int) -> None:
+    """Lower the priority of this session: kernels with autogroups share the processor among sessions first.
+
+    Within a session of its own, the writer's nice value would count for nothing.
+
+    Raises:
+        OSError: It was refused.
+    """
+    for turn in range(_TURNS):
+        try:
+            Path(_AUTOGROUP).write_text(str(nice), encoding="ascii")
+            return
+        except FileNotFoundError:
+            return  # a kernel without them
+        except BlockingIOError:  # one process of the machine in a tenth of a second may do so
+            if turn == _TURNS - 1:
+                raise
+            time.sleep(0.1)

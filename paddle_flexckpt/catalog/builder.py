@@ -83,11 +83,13 @@ class CatalogBuilder:
             got = f"{axes[0][row]}, {axes[1][row]} and {axes[2][row]}"
             raise ValidationError([Problem(what, keys[row], self._rank, self._file, "the same number of axes", got)])
         whole = (NOT_FLATTENED, NOT_FLATTENED)
-        flat = [whole if each is None else (int(each[0]), int(each[1])) for each in flat_ranges]
-        negative = [row for row, each in enumerate(flat) if each is not whole and (each[0] < 0 or each[1] < 0)]
-        if negative:
-            what, got = "negative flattened range", str(flat_ranges[negative[0]])
-            raise ValidationError([Problem(what, keys[negative[0]], self._rank, self._file, ">= 0", got)])
+        flat = [whole] * len(flat_ranges)
+        for row, each in enumerate(flat_ranges) if any(flat_ranges) else ():
+            if each is not None:
+                flat[row] = int(each[0]), int(each[1])
+                if min(flat[row]) < 0:
+                    what = "negative flattened range"
+                    raise ValidationError([Problem(what, keys[row], self._rank, self._file, ">= 0", str(each))])
         names = {name: dtype_of(name).name for name in dict.fromkeys(dtypes)}
         numbers = [self._keys.setdefault(key, len(self._keys)) for key in keys]
         for number, order in zip(numbers, orders):
@@ -104,7 +106,7 @@ class CatalogBuilder:
         """Return the catalog of all shards added so far."""
         n = len(self._key)
         ndim = np.asarray(list(map(len, self._shapes["shape"])), dtype=np.int64)
-        flat = np.asarray(self._flat, dtype=np.int64).reshape(n, 2)
+        flat = np.fromiter(chain.from_iterable(self._flat), dtype=np.int64, count=2 * n).reshape(n, 2)
         boxes: dict[str, Any] = {name: _padded(self._shapes[name], fill, ndim) for name, fill in Catalog.PADDED.items()}
         return Catalog(
             keys=tuple(self._keys),

@@ -56,6 +56,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--gbps", type=float, metavar="N", help="gigabytes a second that one rank reads while all do: to estimate time"
     )
+    parser.add_argument(
+        "--cooperative", action="store_true", help="say also what ranks read and exchange if one reads for all"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as JSON, with all ranks")
     parser.set_defaults(run=_rehearse)
 
@@ -84,7 +87,9 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
         states=not options.weights,
     )
     rate = None if options.gbps is None else options.gbps * 1e9
-    report = rehearse(options.source, layout, asked, bytes_per_second=rate, notes=notes)
+    report = rehearse(
+        options.source, layout, asked, cooperative=options.cooperative, bytes_per_second=rate, notes=notes
+    )
     text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join([*_lines(report), report.summary()])
     return Outcome(text, int(not report.ok))
 

@@ -14,8 +14,8 @@ from paddle_flexckpt.catalog.wire import split
 
 Result = TypeVar("Result")
 # Instead of a call's options, the first field of a message may begin with this and say that all is as it was before.
-BRIEF_SAVE, BRIEF_RUN = b"\0s", b"\0r"
-_BRIEF = {BRIEF_SAVE: "save_state_dict", BRIEF_RUN: "ReshardPlan.run"}
+BRIEF_SAVE, BRIEF_LOAD, BRIEF_RUN = b"\0s", b"\0l", b"\0r"
+_BRIEF = {BRIEF_SAVE: "save_state_dict", BRIEF_LOAD: "load_state_dict", BRIEF_RUN: "ReshardPlan.run"}
 
 
 class Ranks(Protocol):
@@ -47,6 +47,11 @@ class Solo:
         """Take a step."""
         result, payload = work()
         return result, [payload]
+
+
+def is_brief(answer: bytes) -> bool:
+    """Return whether a message says that all is as it was before, in place of a call's options."""
+    return answer[8:10] in _BRIEF
 
 
 def check_coordinator(comm: Ranks, coordinator_rank: int) -> None:

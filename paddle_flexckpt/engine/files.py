@@ -43,6 +43,7 @@ class Files(Source):
     directory: CheckpointDirectory
     manifest: Manifest
     reader: FileReader
+    keeps_plans = True
 
     def __init__(
         self,
@@ -81,7 +82,16 @@ class Files(Source):
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Plan the reads, and check that the files look right."""
-        self._plan = plan_reads(ShardMatcher(self.catalog), task.plan, task.mapping)
+        self.recall(task, plan_reads(ShardMatcher(self.catalog), task.plan, task.mapping))
+        return ()
+
+    def keep(self) -> ReadPlan:
+        """Return the reads."""
+        return self._plan
+
+    def recall(self, task: Task, planned: ReadPlan) -> None:
+        """Take reads that were planned, and check that the files look right."""
+        self._plan = planned
         verify = verify_mode(self._options.verify)
         if verify == "read" and task.plan.band_of is not None and not self.manifest.foreign:
             verify = "full"  # a block that lies across two bands is never read whole, and would not be verified
@@ -89,7 +99,6 @@ class Files(Source):
         self.reader = self.closing.enter_context(reader)
         with self._reading():
             self.reader.check_files(self._plan.pieces.source)
-        return ()
 
     def move(self, task: Task) -> dict[str, Any]:
         """Read every piece into its target, and compute what is computed."""

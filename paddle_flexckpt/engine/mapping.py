@@ -57,12 +57,12 @@ def whole_mapping(aoa_config: Any, source: Catalog, names: Collection[str] | Non
     Raises:
         ValidationError: The statements do not fit, or no statement is known that gives natural order.
     """
-    if aoa_config is None and not any(names is None or key in names for key in _permuted(source)):
+    if aoa_config is None and not any(names is None or key in names for key in permuted(source)):
         return None
     return compile_mapping(aoa_config, source, None, "exact")
 
 
-def _permuted(source: Catalog) -> dict[str, Order]:
+def permuted(source: Catalog) -> dict[str, Order]:
     """Return the keys that are known not to be in natural order, with their orders."""
     if not any(order.is_permuted for order in source.orders):
         return {}
@@ -76,13 +76,11 @@ def _to_natural_order(mapping: TensorMapping, source: Catalog) -> tuple[str, ...
     Raises:
         ValidationError: No statement is known for a tensor.
     """
-    permuted = _permuted(source)
-    copied = mapping.copied_keys(mapping.outputs) if permuted else {}
+    moved = permuted(source)
+    copied = mapping.copied_keys(mapping.outputs) if moved else {}
     # A statement that makes a key of itself says that it is to be taken as it is.
     left = {
-        key: permuted[own]
-        for key, own in copied.items()
-        if own in permuted and (key != own or key not in mapping.provenance)
+        key: moved[own] for key, own in copied.items() if own in moved and (key != own or key not in mapping.provenance)
     }
     problems = [
         Problem(

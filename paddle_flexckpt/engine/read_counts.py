@@ -73,14 +73,17 @@ def count_reads(
     same = kind == np.asarray([names.get(name, -1) for name in target.dtypes])[target.dtype[pieces.target]]
     itemsize = source.itemsize[pieces.source]
     size = pieces.size * itemsize
-    needed = _sums(rank, size, ranks)
+    needed = sums_of(rank, size, ranks)
     counter = _Counter(source, ranks, block_bytes, needed)
     direct = same & ~is_scratch
     position = pieces.source_base * itemsize
     plain = direct & are_contiguous(pieces.extents, pieces.source_strides)
     plain &= are_contiguous(pieces.extents, pieces.target_strides)
     counter.together(_Stretches(rank[plain], pieces.source[plain], position[plain], size[plain]))
-    rest = np.flatnonzero(~plain)
+    solid = same & is_scratch & are_contiguous(pieces.extents, pieces.source_strides)
+    solid &= are_contiguous(pieces.extents, pieces.target_strides)
+    counter.blocks(rank[solid], position[solid], size[solid], True)
+    rest = np.flatnonzero(~plain & ~solid)
     forms = np.hstack(
         [
             np.stack([direct, same, itemsize], axis=1),
@@ -103,7 +106,7 @@ def count_reads(
     return ReadCounts(needed, counter.bytes_read, counter.reads, files)
 
 
-def _sums(rank: np.ndarray, values: np.ndarray, ranks: int) -> np.ndarray:
+def sums_of(rank: np.ndarray, values: np.ndarray, ranks: int) -> np.ndarray:
     """Return int64 per rank, exact sums."""
     found = np.zeros(ranks, dtype=np.int64)
     np.add.at(found, rank, values)
@@ -119,7 +122,7 @@ class _Counter:
         self.bytes_read, self.reads = needed.copy(), np.zeros(ranks, dtype=np.int64)
 
     def _add(self, rank: np.ndarray, reads: np.ndarray | int) -> None:
-        self.reads += _sums(rank, np.broadcast_to(np.asarray(reads, dtype=np.int64), rank.shape), self._ranks)
+        self.reads += sums_of(rank, np.broadcast_to(np.asarray(reads, dtype=np.int64), rank.shape), self._ranks)
 
     def columns(self, copy: StridedCopy, itemsize: int, alike: _Stretches, same: bool) -> None:
         """Count copies of one form as ``read_alike`` makes them, each rank's together."""
@@ -163,13 +166,17 @@ class _Counter:
         each = copy.size * itemsize // max(run_bytes, 1)
         for first in range(0, each * len(alike), RUNS_AT_ONCE):
             reader, begin = self._run_begins(copy, itemsize, alike, first, each, tail)[:2]
-            end = begin + run_bytes
-            blocks = -(-end // self._block) - begin // self._block
-            if straight:
-                head = -(-begin // self._block) * self._block
-                whole = np.maximum(end - head, 0) // self._block
-                blocks = np.where(whole > 1, blocks - whole + -(-whole // BLOCKS_AT_ONCE), blocks)
-            self._add(reader, blocks)
+            self.blocks(reader, begin, run_bytes, straight)
+
+    def blocks(self, reader: np.ndarray, begin: np.ndarray, length: np.ndarray | int, straight: bool) -> None:
+        """Count runs that are read alone, block by block; ``straight``: whole blocks go to memory, some at once."""
+        end = begin + length
+        blocks = -(-end // self._block) - begin // self._block
+        if straight:
+            head = -(-begin // self._block) * self._block
+            whole = np.maximum(end - head, 0) // self._block
+            blocks = np.where(whole > 1, blocks - whole + -(-whole // BLOCKS_AT_ONCE), blocks)
+        self._add(reader, blocks)
 
     def _run_begins(
         self, copy: StridedCopy, itemsize: int, alike: _Stretches, first: int, each: int, tail: int
@@ -208,8 +215,8 @@ class _Counter:
         """Count stretches inside blocks, those that are the same read once, each rank's together."""
         table = np.stack([blocks.reader, blocks.item, blocks.position, blocks.length], axis=1)
         table = np.unique(table, axis=0)
-        self.bytes_read += _sums(table[:, 0], table[:, 3], self._ranks)
-        self.bytes_read -= _sums(blocks.reader, blocks.length, self._ranks)
+        self.bytes_read += sums_of(table[:, 0], table[:, 3], self._ranks)
+        self.bytes_read -= sums_of(blocks.reader, blocks.length, self._ranks)
         self.together(_Stretches(*table.T))
 
     def together(self, stretches: _Stretches) -> None:

@@ -21,6 +21,7 @@ from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.options import FileOptions, LoadOptions
 from paddle_flexckpt.engine.plan import Tile, plan_fill
 from paddle_flexckpt.engine.read_counts import count_reads
+from paddle_flexckpt.engine.shared_reads import count_shared_reads
 from paddle_flexckpt.engine.targets import Memory, Targets
 from paddle_flexckpt.engine.transfer import Task, check_unexpected, make_task
 from paddle_flexckpt.foreign.formats import SourceDirectory, shown
@@ -30,6 +31,7 @@ from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning import Pieces, ShardMatcher
 from paddle_flexckpt.planning.layouts import Layout
+from paddle_flexckpt.planning.readers import LINK_BYTES_PER_SECOND, MEETING_SECONDS, READ_BYTES_PER_SECOND
 from paddle_flexckpt.report import Report, format_bytes
 
 # Rows of targets that are matched at once: bounds memory.
@@ -90,6 +92,8 @@ class RehearsalReport(Report):
         notes: What the rehearsal has taken for granted.
         ranks: What each rank would do; those that do the same together.
         total_bytes: ``bytes_needed`` of all ranks.
+        cooperative: Where one rank reads for all (``comm_method="cooperative"``): ``bytes_read``, ``reads``,
+            ``bytes_received`` and ``bytes_sent``, by rank; empty unless asked for.
         seconds: By way of reading, how long the slowest rank takes at the given rate; empty without one.
     """
 
@@ -107,6 +111,7 @@ class RehearsalReport(Report):
     notes: list[str] = field(default_factory=list)
     ranks: list[RankReads] = field(default_factory=list)
     total_bytes: int = 0
+    cooperative: dict[str, list[int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -140,6 +145,13 @@ class RehearsalReport(Report):
         )
         for name, count in (("missing", len(self.missing)), ("unexpected", len(self.unexpected))):
             text += f", {count} {name}" if count else ""
+        if self.cooperative:
+            most = {name: format_bytes(max(found)) for name, found in self.cooperative.items()}
+            text += (
+                f"; read together: {format_bytes(sum(self.cooperative['bytes_read']))} in "
+                f"{sum(self.cooperative['reads'])} requests, at most {most['bytes_read']} read, "
+                f"{most['bytes_received']} received and {most['bytes_sent']} sent by one rank"
+            )
         return text + "".join(f"; {way}: {value:.1f} s" for way, value in self.seconds.items())
 
 
@@ -173,18 +185,21 @@ def rehearse(
     layout: Layout,
     options: LoadOptions | None = None,
     *,
+    cooperative: bool = False,
     bytes_per_second: float | None = None,
     notes: Sequence[str] = (),
 ) -> RehearsalReport:
     """Say what loading a checkpoint into a layout would do.
 
-    Counts are those of a file system, on which every rank reads what it needs, with ``verify="read"``.
+    Counts are those of a file system, with ``verify="read"``.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file.
         layout: What each rank has.
         options: Of the load.
-        bytes_per_second: What one rank reads while all do; by default no time is estimated.
+        cooperative: Whether to say also what ranks do where one of them reads for all.
+        bytes_per_second: What one rank reads while all do; by default no time is estimated. Between ranks goes twice
+            as much, as ``comm_method="auto"`` takes it.
         notes: What the layout takes for granted, for the report.
 
     Raises:
@@ -198,20 +213,33 @@ def rehearse(
         said: dict[str, Any] = {"source": directory.path, "unique_id": manifest.unique_id, "notes": list(notes)}
         said.update(strategy=str(layout.strategy), world_size=layout.strategy.ranks)
         try:
-            found = _Rehearsal(path, manifest, layout, asked).run()
+            found = _Rehearsal(path, manifest, layout, asked, cooperative).run()
         except CheckpointError as error:
             return RehearsalReport(**said, error=str(error))
         report = RehearsalReport(**said, **found)
         if bytes_per_second:
-            report = replace(report, seconds={"direct": report.worst.bytes_read / bytes_per_second})
+            report = replace(report, seconds=_seconds(report, bytes_per_second))
         return report
+
+
+def _seconds(report: RehearsalReport, rate: float) -> dict[str, float]:
+    """Return how long the slowest rank takes, by way of reading."""
+    seconds, most = {"direct": report.worst.bytes_read / rate}, report.cooperative
+    if most:
+        link = max(max(most["bytes_received"]), max(most["bytes_sent"])) * READ_BYTES_PER_SECOND / LINK_BYTES_PER_SECOND
+        seconds["cooperative"] = (max(most["bytes_read"]) + link) / rate + MEETING_SECONDS
+    return seconds
 
 
 class _Rehearsal:
     """Work out a load into a layout."""
 
-    def __init__(self, path: Location, manifest: Manifest, layout: Layout, options: LoadOptions) -> None:
+    def __init__(
+        self, path: Location, manifest: Manifest, layout: Layout, options: LoadOptions, cooperative: bool
+    ) -> None:
         self._manifest, self._layout, self._options = manifest, layout, options
+        # What each rank fills, as far as it has to be known.
+        self._filled: list[Catalog] | None = [] if cooperative else None
         self._source = manifest.catalog
         self._context = f"cannot load from {shown(path)}"
         self._files = Files(path, FileOptions(), manifest)
@@ -246,6 +274,10 @@ class _Rehearsal:
         names = ("missing", "aliases", "cast", "masters", "maybe_fused")
         total = sum(len(each.ranks) * each.bytes_needed for each in groups)
         found = {name: said[name] for name in names}
+        if self._filled is not None:
+            ranks, block_bytes = self._layout.strategy.ranks, self._manifest.checksums.block_bytes
+            shared = count_shared_reads(self._source, concat(self._filled), task.maps, ranks, block_bytes)
+            found["cooperative"] = {name: column.tolist() for name, column in vars(shared).items()}
         return {**found, "unexpected": unexpected, "ranks": groups, "total_bytes": total}
 
     def _all_targets(self) -> tuple[Catalog, Catalog | None]:
@@ -282,6 +314,8 @@ class _Rehearsal:
             plan = plan_fill(batch, np.flatnonzero(is_filled[batch.key]), mapping if computes else None)
             pieces = plan_reads(self._matcher, plan, mapping).pieces
             used[pieces.source] = True
+            if self._filled is not None:
+                self._filled += _of_all(plan.in_order, ranks)
             scratch = 0
             if computes:
                 scratch = _Scratch(plan, _Nowhere()).peak(pieces)
@@ -336,6 +370,14 @@ class _Rehearsal:
         backend, options = self._files.directory.backend, self._options
         with FileReader(backend, self._manifest, options.verify, options.use_replicas) as reader, reading(backend.path):
             reader.check_files(rows)
+
+
+def _of_all(filled: Catalog, alike: Iterable[list[int]]) -> Iterator[Catalog]:
+    """Yield the rows of the first of ranks that have the same, for each of these."""
+    for ranks in alike:
+        rows = filled.take(filled.rank == ranks[0])
+        for rank in ranks:
+            yield replace(rows, rank=np.full(len(rows), rank, dtype=np.int32))
 
 
 def _targets(catalog: Catalog) -> Targets:

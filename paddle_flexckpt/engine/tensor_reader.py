@@ -6,6 +6,7 @@ Tested in tests/engine/test_tensor_reader.py.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from difflib import get_close_matches
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import Problem, ValidationError, dtype_of
 from paddle_flexckpt.engine.agreement import Solo
 from paddle_flexckpt.engine.files import Files
-from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
+from paddle_flexckpt.engine.mapping import permuted, tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import FileOptions
 from paddle_flexckpt.engine.transfer import Transfer
 from paddle_flexckpt.engine.whole_tensors import CHOSEN, WholeTensors
@@ -35,11 +36,12 @@ Index = Any
 
 
 class _Opened(NamedTuple):
-    """Hold a manifest with rows, what statements make of them, and shape and dtype by key."""
+    """Hold a manifest with rows, what statements make of them, shape and dtype by key, and keys in other orders."""
 
     manifest: Manifest
     mapping: TensorMapping | None
     infos: dict[str, TensorInfo]
+    permuted: Collection[str] = ()
 
     @classmethod
     def of(cls, manifest: Manifest, aoa_config: AoaConfig | None = None) -> _Opened:
@@ -112,15 +114,16 @@ class TensorReader:
         parameter, _ = split_state(key, {key.rpartition(".")[0]})
         own, other = partition_of([key, parameter], len(self._manifest.partitions)).tolist()
         opened = self._partition(own)
-        orders = (*opened.manifest.catalog.orders, *self._partition(other).manifest.catalog.orders)
-        return self._everything() if any(order.is_permuted for order in orders) else opened
+        is_moved = key in opened.permuted or parameter in self._partition(other).permuted
+        return self._everything() if is_moved else opened
 
     def _partition(self, number: int) -> _Opened:
         """Return the rows of one partition, which is read once."""
         if number not in self._partitions:
             self._check_open()
             rows = read_partition(self._directory.backend, self._manifest, number)
-            self._partitions[number] = _Opened(rows, None, tensor_infos(rows.catalog, extra_state=True))
+            infos = tensor_infos(rows.catalog, extra_state=True)
+            self._partitions[number] = _Opened(rows, None, infos, permuted(rows.catalog))
         return self._partitions[number]
 
     def _check_open(self) -> None:

@@ -23,7 +23,9 @@ from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError, concat, validate_shards
 from paddle_flexckpt.catalog.collector import without_collector
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
-from paddle_flexckpt.engine.agreement import Ranks, check_coordinator, check_heads
+from paddle_flexckpt.engine.agreement import BRIEF_LOAD, Ranks, check_coordinator, check_heads
+from paddle_flexckpt.engine.kept_loads import KeptLoad, describe_load
+from paddle_flexckpt.engine.kept_plans import KeptPlan, KeptPlans, fingerprint, in_full
 from paddle_flexckpt.engine.mapping import compile_mapping
 from paddle_flexckpt.engine.names import check_across_ranks, split_raw
 from paddle_flexckpt.engine.options import TransferOptions
@@ -69,18 +71,20 @@ class Source:
         unique_id: The checkpoint's id, or None.
         catalog: All of its shards; known when it is open.
         between_ranks: Whether ranks send each other what they need: each has to know what the others want.
+        keeps_plans: Whether what was planned may serve again, by :meth:`keep` and :meth:`recall`.
     """
 
     path: str
     unique_id: int | None = None
     catalog: Catalog
     between_ranks = False
+    keeps_plans = False
 
     def __init__(self) -> None:
         self.closing = contextlib.ExitStack()
 
     def open(self) -> dict[str, str]:
-        """Open it; return what ranks compare of it."""
+        """Open it; return what ranks compare of it: ``checkpoint`` says which one it is."""
         return {}
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
@@ -89,6 +93,14 @@ class Source:
 
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
         """Plan what ranks send each other; ``answers``: by field, what :meth:`prepare` gave on every rank."""
+
+    def keep(self) -> Any:
+        """Return what :meth:`prepare` has planned, without anything of this checkpoint alone."""
+        raise NotImplementedError
+
+    def recall(self, task: Task, planned: Any) -> None:
+        """Do what :meth:`prepare` does, but plan: take what :meth:`keep` gave for a source like this one."""
+        raise NotImplementedError
 
     def move(self, task: Task) -> dict[str, Any]:
         """Fill all rows of the plan; return what the report says of it, by field."""
@@ -109,7 +121,8 @@ class Transfer:
     4. :meth:`move`: read, or send and receive; compute; put back (one collective).
     5. :meth:`report`: say what was done.
 
-    No target is touched before step 4. An error in any step is the same on every rank.
+    Where all ranks have kept a plan for what they are called with, the first collective tells so, in place of steps 1
+    to 3. No target is touched before step 4. An error in any step is the same on every rank.
     """
 
     def __init__(
@@ -121,6 +134,7 @@ class Transfer:
         call: str = "",
         context: str = "",
         begin: float | None = None,
+        plans: KeptPlans | None = None,
     ) -> None:
         """Take no step yet.
 
@@ -132,10 +146,14 @@ class Transfer:
             call: Its name, which ranks compare.
             context: What is being done, for errors.
             begin: When the call began; by default now.
+            plans: Those that were kept; by default none is, or will be.
         """
         self._comm, self._source, self._options = comm, source, options
         self._describe_targets, self._call, self._context = describe_targets, call, context
         self._all_targets: Catalog | None = None
+        self._plans = plans if source.keeps_plans else None
+        self._own: bytes | None = None
+        self._recalled: KeptPlan | None = None
         self._begin = time.perf_counter() if begin is None else begin
 
     def run(self) -> LoadReport:
@@ -153,8 +171,12 @@ class Transfer:
     def prepare(self) -> Task:
         """Take the steps before the first target is touched; return what this rank fills."""
         self.describe()
-        self.agree()
-        self.plan()
+        if self._recalled is None:
+            self.agree()
+        if self._recalled is None:
+            self.plan()
+            self._keep()
+        self._planned = time.perf_counter()
         return self._task
 
     def again(self, begin: float) -> LoadReport:
@@ -166,10 +188,50 @@ class Transfer:
     @functools.cached_property
     def _described(self) -> tuple[Targets, bytes]:
         """Return this rank's targets, and what has to be the same on every rank."""
-        said = self._source.open()
+        said = self._said = self._source.open()
         targets = self._describe_targets()
         check_coordinator(self._comm, self._options.coordinator_rank)
         return targets, self._options.encode(self._call, **said, context=self._context)
+
+    def _meet(self, work: Callable[[], bytes]) -> list[bytes] | None:
+        """Take a step in which ranks meet; return what all say, or None if it is the first and a kept plan serves.
+
+        Where some have kept one and others have not, those say all in one collective more.
+        """
+        recalls = self._plans is not None and self._own is None
+
+        def say() -> tuple[None, bytes]:
+            return None, (self._recall() if recalls else b"") or work()
+
+        _, answers = self._comm.together(say, self._context)
+        if self._recalled is not None and len({*answers}) == 1:
+            return None
+        self._recalled = None
+        return in_full(self._comm, answers, work, self._context)
+
+    def _recall(self) -> bytes:
+        """Take the plan that was kept for what this rank is called with; return what it says then, or nothing."""
+        targets, _ = self._described
+        lasting = {name: said for name, said in self._said.items() if name != "checkpoint"}
+        options = self._options.encode(self._call, **lasting)
+        self._own = describe_load(options, self._comm.ranks, targets, self._source.catalog) or b""
+        self._recalled = None if self._plans is None else self._plans.find(self._own)
+        if self._recalled is None:
+            return b""
+        kept: KeptLoad = self._recalled.plan
+        self._task, self._unexpected = Task(kept.resolution(targets), kept.mapping, kept.plan), [*kept.unexpected]
+        self._source.recall(self._task, kept.reads)
+        agreed = fingerprint((self._recalled.origin, options, json.dumps(self._said).encode()))
+        return join((BRIEF_LOAD + agreed,))
+
+    def _keep(self) -> None:
+        """Keep what was planned, if every rank knows all that its part was made of."""
+        if self._plans is None or not all(self._owns):
+            return
+        resolution = self._task.resolution
+        columns = resolution.others, resolution.filled, resolution.same_memory
+        kept = KeptLoad(*columns, self._task.mapping, self._task.plan, self._source.keep(), [*self._unexpected])
+        self._plans.keep(self._owns[self._comm.position], KeptPlan(fingerprint(self._owns), kept, ()), kept.nbytes)
 
     def describe(self) -> None:
         """Gather the targets of all ranks, where statements are to mean the same on each of them."""
@@ -177,16 +239,17 @@ class Transfer:
             self._gather_targets()
 
     def _gather_targets(self) -> None:
-        def describe() -> tuple[None, bytes]:
+        def describe() -> bytes:
             targets, head = self._described
             problems = validate_shards(targets.catalog)
             if problems:
                 raise ValidationError(problems)
-            return None, join((head, encode_catalog(targets.catalog)))
+            return join((head, encode_catalog(targets.catalog)))
 
-        _, answers = self._comm.together(describe, self._context)
-        (catalogs,) = check_heads(answers, self._context, self._comm.ranks)
-        self._all_targets = concat([decode_catalog(catalog) for catalog in catalogs])
+        answers = self._meet(describe)
+        if answers is not None:
+            (catalogs,) = check_heads(answers, self._context, self._comm.ranks)
+            self._all_targets = concat([decode_catalog(catalog) for catalog in catalogs])
 
     def agree(self) -> None:
         """Resolve and plan what each rank fills, and check that ranks agree and that the source is used up."""
@@ -196,26 +259,29 @@ class Transfer:
             if self._all_targets is None:
                 self._gather_targets()
             self._agree_once(statements)
-        check_across_ranks([json.loads(each) for each in self._names], self._context)
+        if self._recalled is None:
+            check_across_ranks([json.loads(each) for each in self._names], self._context)
 
     def _agree_once(self, statements: Sequence[str]) -> list[str]:
         """Resolve and compare; return the statements that some rank's fused parameters need."""
-        self._task, answers = self._comm.together(lambda: self._resolve(statements), self._context)
-        needed, self._used, self._names, *self._answers = check_heads(answers, self._context, self._comm.ranks)
+        answers = self._meet(lambda: self._resolve(statements))
+        if answers is None:
+            return []
+        heads = check_heads(answers, self._context, self._comm.ranks)
+        needed, self._used, self._names, self._owns, *self._answers = heads
         return sorted({statement for texts in needed for statement in json.loads(texts)})
 
-    def _resolve(self, statements: Sequence[str]) -> tuple[Task, bytes]:
-        targets, head = self._described
-        return self._resolve_targets(targets, head, statements)
-
     @without_collector()
-    def _resolve_targets(self, targets: Targets, head: bytes, statements: Sequence[str]) -> tuple[Task, bytes]:
-        source, known = self._source, self._all_targets
+    def _resolve(self, statements: Sequence[str]) -> bytes:
+        (targets, head), source, known = self._described, self._source, self._all_targets
         asked = statements if source.between_ranks else None
         task, needed = make_task(targets, source.catalog, self._options, known, asked)
+        self._task = task
         used = np.packbits(task.resolution.used(source.catalog, task.mapping)).tobytes()
         names = json.dumps(task.resolution.raw_meanings()).encode()
-        return task, join((head, json.dumps(needed).encode(), used, names, *source.prepare(task)))
+        # Names of tensors are no part of what a plan is kept for.
+        own = b"" if "by_tensor_name" in vars(targets) else self._own or b""
+        return join((head, json.dumps(needed).encode(), used, names, own, *source.prepare(task)))
 
     def plan(self) -> None:
         """Plan what ranks send each other; check that what nobody asks for may be left."""
@@ -223,7 +289,6 @@ class Transfer:
             self._source.catalog, self._used, self._task.mapping, self._options, self._context
         )
         self._source.plan(self._task, self._answers)
-        self._planned = time.perf_counter()
 
     def move(self) -> None:
         """Fill the targets."""

@@ -1,11 +1,12 @@
 """Tell whose checkpoint a directory holds, by the names of what is in it, and open it for reading or saving.
 
 In this order: a manifest (``{id}.manifest``) is this library's, whatever else is there. Of the others there has to be
-one alone: ``{id}.metadata`` is Paddle's own; the directories ``model_state``, ``optimizer_state`` and
-``master_weight`` with such files in them are a FlexCheckpoint of PaddleFormers; safetensors files of optimizer states,
-master weights or adapters are a unified checkpoint of PaddleNLP, and so are weights alone whose files say
-``format: np``; other safetensors files are a Hugging Face directory. Where there is none of these, ``.pdparams`` and
-``.pdopt`` are state dicts of ``paddle.save``, and ``.npz`` is an archive of numpy's.
+one alone: ``{id}.metadata`` is Paddle's own; ``.metadata`` is that of torch.distributed.checkpoint; the directories
+``model_state``, ``optimizer_state`` and ``master_weight`` with files of Paddle's in them are a FlexCheckpoint of
+PaddleFormers; safetensors files of optimizer states, master weights or adapters are a unified checkpoint of PaddleNLP,
+and so are weights alone whose files say ``format: np``; other safetensors files are a Hugging Face directory. Where
+there is none of these, ``.pdparams`` and ``.pdopt`` are state dicts of ``paddle.save``, and ``.npz`` is an archive of
+numpy's.
 
 Tested in tests/foreign/test_huggingface.py and tests/foreign/test_paddleformers_checkpoint.py.
 """
@@ -13,6 +14,7 @@ Tested in tests/foreign/test_huggingface.py and tests/foreign/test_paddleformers
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -35,6 +37,7 @@ from paddle_flexckpt.foreign.paddle_pickles import (
     find_paddle_pickles,
     read_pickles_manifest,
 )
+from paddle_flexckpt.foreign.torch_dcp import DCP_METADATA_FILE, read_dcp_manifest
 from paddle_flexckpt.foreign.unified_checkpoint import is_unified_checkpoint, read_unified_manifest
 from paddle_flexckpt.media.backend import Backend, Location, exists, map_files
 from paddle_flexckpt.media.opening import open_backend
@@ -43,7 +46,9 @@ from paddle_flexckpt.native.directory import MANIFEST, CheckpointDirectory, save
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.node_directory import NodeDirectory
 
-Origin = Literal["native", "paddle", "paddleformers", "unified_checkpoint", "huggingface", "paddle_pickle", "npz"]
+Origin = Literal[
+    "native", "paddle", "paddleformers", "unified_checkpoint", "huggingface", "paddle_pickle", "npz", "torch_dcp"
+]
 # How errors and reports call them.
 ORIGINS: Mapping[str, str] = MappingProxyType(
     {
@@ -54,6 +59,7 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
         "huggingface": "a Hugging Face directory",
         "paddle_pickle": "state dicts of paddle.save",
         "npz": "an npz archive of numpy",
+        "torch_dcp": "a checkpoint of torch.distributed.checkpoint",
     }
 )
 # What no directory is called that a save makes: a load takes such a path for a file's.
@@ -62,6 +68,20 @@ _FILE_NAMES = (TENSOR_FILE, ".index.json")
 _SOURCES = (TENSOR_FILE, INDEX_FILE, PARAMETERS_FILE, OPTIMIZER_FILE, NPZ_FILE)
 # Weights in pickles of tensors, which no reader here takes.
 _PICKLES = (".bin", ".pt", ".pth")
+# Programs whose checkpoints are not read, names of files by which they are known, and what to do.
+_UNREAD = (
+    (
+        "DeepSpeed",
+        re.compile(r"zero_to_fp32\.py|(?:bf16_|fp16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_(?:model|optim)_states\.pt"),
+        "the script that it puts beside them writes the weights as safetensors: python zero_to_fp32.py . out "
+        "--safe_serialization; then give the path of that directory",
+    ),
+    (
+        "Orbax",
+        re.compile(r"manifest\.ocdbt|_CHECKPOINT_METADATA"),
+        "restore it in JAX, and save the arrays by safetensors.flax.save_file or numpy.savez",
+    ),
+)
 _MOST_DIRECTORIES = 20
 
 
@@ -193,6 +213,8 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
     sources: list[ForeignSource] = []
     if paddle_ids(backend):
         sources.append(ForeignSource("paddle", partial(read_paddle_manifest, backend)))
+    if DCP_METADATA_FILE in names:
+        sources.append(_source_without_ids(backend, "torch_dcp", partial(read_dcp_manifest, backend)))
     directories = paddleformers_directories(backend, backend.names("directories"))
     if directories:
         sources.append(ForeignSource("paddleformers", partial(read_paddleformers_manifest, backend, directories)))
@@ -282,6 +304,9 @@ def explain_missing(backend: Backend, ids: Sequence[int], unique_id: int | None)
     inside = _directories_with_manifests(backend)
     if inside:
         return f"{start}, but in {', '.join(inside)}. Remedy: give the path of that directory"
+    for program, mark, remedy in _UNREAD:
+        if any(map(mark.fullmatch, names)):
+            return f"{path} is a checkpoint of {program}, which is not read here. Remedy: {remedy}"
     pickles = sorted(name for name in names if name.endswith(_PICKLES))
     if pickles:
         return (

@@ -13,7 +13,7 @@ import xxhash
 
 from paddle_flexckpt.catalog import CatalogBuilder, Problem, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, boxes_of, count_boxes, row_major
+from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of, row_major
 from paddle_flexckpt.foreign.zip_directory import STORED, ZipMember, damaged, find_bytes, read_directory
 from paddle_flexckpt.media.backend import Backend, InputFile
 from paddle_flexckpt.native.manifest import Manifest
@@ -44,7 +44,7 @@ def read_npz_manifest(backend: Backend, name: str) -> Manifest:
     where = backend.where(name)
     builder = CatalogBuilder(0, name)
     problems: list[Problem | str] = []
-    digest = xxhash.xxh3_128()
+    digest, budget = xxhash.xxh3_128(), BoxBudget()
     with backend.open(name) as file:
         members = read_directory(file.read, file.size, where)
         arrays = [member for member in members if member.name.endswith(_ARRAY)]
@@ -57,7 +57,7 @@ def read_npz_manifest(backend: Backend, name: str) -> Manifest:
         if not arrays:
             raise ValidationError(f"{where} has no arrays in it. Remedy: correct the path")
         for member in arrays:
-            text, problem = _add_array(builder, file, member, where)
+            text, problem = _add_array(builder, budget, file, member, where)
             digest.update(member.name.encode() + text)
             problems += [problem] if problem else []
         size = file.size
@@ -66,7 +66,9 @@ def read_npz_manifest(backend: Backend, name: str) -> Manifest:
     return Manifest.of_foreign("npz", builder.build(), {name: size}, digest.hexdigest(), 0, 1)
 
 
-def _add_array(builder: CatalogBuilder, file: InputFile, member: ZipMember, where: str) -> tuple[bytes, Problem | None]:
+def _add_array(
+    builder: CatalogBuilder, budget: BoxBudget, file: InputFile, member: ZipMember, where: str
+) -> tuple[bytes, Problem | None]:
     """Add an array to the catalog; return its header, and what stands against it."""
     key = member.name[: -len(_ARRAY)]
     begin = find_bytes(file.read, member, where)
@@ -94,8 +96,8 @@ def _add_array(builder: CatalogBuilder, file: InputFile, member: ZipMember, wher
         got = member.size - skipped
         raise damaged(where, f"an array of {dtype} {list(shape)[:8]} has {expected} bytes, {member.name[:80]!r} {got}")
     strides = row_major(shape[::-1])[::-1] if match["columns"] == b"True" else row_major(shape)
-    if count_boxes(shape, strides) > MOST_BOXES:
-        what = f"an array in column-major order with more than {MOST_BOXES} columns is not read"
+    if not budget.allows(shape, strides):
+        what = f"arrays in column-major order with more than {MOST_BOXES} columns in all are not read"
         return text, Problem(what, key, file=where, got=list(shape), remedy="save numpy.ascontiguousarray of it")
     for box in boxes_of(shape, strides):
         builder.add(key, dtype, shape, box.offset, box.shape, byte_offset=begin + skipped + box.begin * itemsize)

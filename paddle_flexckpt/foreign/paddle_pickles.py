@@ -19,7 +19,7 @@ import xxhash
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, CorruptCheckpointError, Problem, ValidationError, concat
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
-from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, boxes_of, count_boxes
+from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.native.manifest import Manifest
 
@@ -125,7 +125,7 @@ def read_pickles_manifest(backend: Backend, files: Sequence[str]) -> Manifest:
     problems: list[Problem | str] = []
     seen: dict[str, str] = {}
     for number, (name, state) in enumerate(zip(files, states)):
-        builder = CatalogBuilder(number, name)
+        builder, budget = CatalogBuilder(number, name), BoxBudget()
         for stored, stretch in state.tensors.items():
             is_state = len(files) > 1 and name.endswith(OPTIMIZER_FILE)
             key = _structured_key(stored, structured) if is_state else stored
@@ -134,8 +134,8 @@ def read_pickles_manifest(backend: Backend, files: Sequence[str]) -> Manifest:
                 remedy = "give the path of one of the files"
                 problems.append(Problem("two entries have the same key", key, file=where, got=stored, remedy=remedy))
             dtype = "bfloat16" if stretch.dtype == "uint16" else stretch.dtype
-            if count_boxes(stretch.shape, stretch.strides) > MOST_BOXES:
-                what = f"an array in column-major order with more than {MOST_BOXES} columns is not read"
+            if not budget.allows(stretch.shape, stretch.strides):
+                what = f"arrays in column-major order with more than {MOST_BOXES} columns in all are not read"
                 remedy = "save it in row-major order"
                 problems.append(Problem(what, key, file=where, got=list(stretch.shape), remedy=remedy))
                 continue

@@ -310,6 +310,13 @@ class _Machine:
         self._container()
         self._stack.append(make())
 
+    def _persistent(self) -> None:
+        (identifier,) = self._pop()
+        make = self._vocabulary.persistent
+        if make is None:
+            self._refuse(f"operation BINPERSID (0x51) with {describe(identifier)}")
+        self._stack.append(make(identifier))
+
     def _build(self) -> None:
         target, state = self._pop(2)
         if type(target) is not Unfinished:
@@ -347,7 +354,7 @@ def _marked(method: Callable[[_Machine, list[Any]], None]) -> _Operation:
 
 
 _STOP = ord(".")
-# Text forms of protocol 0, persistent ids, extension codes, buffers outside the file, DUP and POP are not here.
+# Text forms of protocol 0, extension codes, buffers outside the file, DUP and POP are not here.
 OPERATIONS: dict[int, _Operation] = {
     0x80: _Machine._protocol,
     0x95: _Machine._frame,
@@ -389,4 +396,5 @@ OPERATIONS: dict[int, _Operation] = {
     ord("R"): _Machine._reduce,
     0x81: _Machine._new_object,
     ord("b"): _Machine._build,
+    ord("Q"): _Machine._persistent,
 }

@@ -41,11 +41,13 @@ class Vocabulary:
         names: (module, name) as a pickle writes it -> what it stands for here.
         records: The classes of what is made, of which tuples may be.
         keys: Those of them that may be keys of dicts.
+        persistent: Makes what a persistent id stands for; None if there is no such thing.
     """
 
     names: Mapping[tuple[str, str], Symbol]
     records: frozenset[type]
     keys: frozenset[type]
+    persistent: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ def describe(value: Any) -> str:
     return {memoryview: "bytes", Arguments: "a tuple of arguments"}.get(type(value), type(value).__name__)
 
 
-def _refuse(what: str, got: object) -> UnsafePickleError:
+def refused(what: str, got: object) -> UnsafePickleError:
+    """Return the error that names what was got instead."""
     return UnsafePickleError(f"{what}: got {_short(got)}")
 
 
@@ -113,22 +116,22 @@ def _items(value: Any) -> tuple[Any, ...]:
 
 def _shape(value: Any) -> tuple[int, ...]:
     if type(value) is not tuple or len(value) > _MAX_AXES:
-        raise _refuse(f"the shape of an array has to be a tuple of at most {_MAX_AXES} integers", value)
+        raise refused(f"the shape of an array has to be a tuple of at most {_MAX_AXES} integers", value)
     for extent in value:
-        if not _is_integer(extent):
-            raise _refuse("an extent of an array has to be an integer >= 0", extent)
+        if not is_integer(extent):
+            raise refused("an extent of an array has to be an integer >= 0", extent)
     return value
 
 
 def _array(shape: Any, dtype: Any, payload: Any, order: Any) -> np.ndarray:
     shape = _shape(shape)
     if not isinstance(dtype, np.dtype):
-        raise _refuse("the element type of an array has to be a numpy.dtype", dtype)
+        raise refused("the element type of an array has to be a numpy.dtype", dtype)
     if type(payload) is not memoryview:
-        raise _refuse("the elements of an array have to be bytes (arrays of objects are refused)", payload)
+        raise refused("the elements of an array have to be bytes (arrays of objects are refused)", payload)
     expected = math.prod(shape) * dtype.itemsize
     if len(payload) != expected:
-        raise _refuse(f"an array of shape {list(shape)[:8]} and type {dtype} has {expected} bytes", len(payload))
+        raise refused(f"an array of shape {list(shape)[:8]} and type {dtype} has {expected} bytes", len(payload))
     try:
         elements = np.frombuffer(payload, dtype=dtype) if expected else np.empty(0, dtype=dtype)
         return elements.reshape(shape, order=order)
@@ -143,7 +146,7 @@ def _reconstruct(arguments: tuple[Any, ...]) -> Any:
     def finish(state: Any) -> np.ndarray:
         items = _items(state)
         if len(items) != 5:
-            raise _refuse("the state of an array has to be (version, shape, type, order, bytes)", state)
+            raise refused("the state of an array has to be (version, shape, type, order, bytes)", state)
         return _array(items[1], items[2], items[4], "F" if items[3] is True else "C")
 
     return Unfinished("numpy.ndarray", finish)
@@ -158,12 +161,12 @@ def _frombuffer(arguments: tuple[Any, ...]) -> Any:
 def _dtype(arguments: tuple[Any, ...]) -> Any:
     code = arguments[0] if arguments else None
     if type(code) is not str or code not in ELEMENT_TYPES:
-        raise _refuse("numpy.dtype: object, text and record types are refused", code)
+        raise refused("numpy.dtype: object, text and record types are refused", code)
 
     def finish(state: Any) -> np.dtype:
         items = _items(state)
         if len(items) < 5 or not _is(items[1], "<", "|", "=") or any(item is not None for item in items[2:5]):
-            raise _refuse(f"numpy.dtype: {code!r} has to be of native byte order and without fields", state)
+            raise refused(f"numpy.dtype: {code!r} has to be of native byte order and without fields", state)
         return np.dtype(code)
 
     return Unfinished("numpy.dtype", finish)
@@ -198,23 +201,27 @@ def _named_array(arguments: tuple[Any, ...]) -> Any:
     return arguments[0]
 
 
-def _is_integers(value: Any) -> bool:
-    return type(value) is tuple and len(value) <= _MAX_AXES and all(map(_is_integer, value))
+def is_integers(value: Any) -> bool:
+    """Return whether a value is a tuple of integers from 0 on, of which an array may have as many axes."""
+    return type(value) is tuple and len(value) <= _MAX_AXES and all(map(is_integer, value))
 
 
 def _is_pair(value: Any) -> bool:
-    return _is_integers(value) and len(value) == 2
+    return is_integers(value) and len(value) == 2
 
 
-def _or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Return a check that takes None too."""
     return lambda value: value is None or check(value)
 
 
-def _has_type(kind: type) -> Callable[[Any], bool]:
+def has_type(kind: type) -> Callable[[Any], bool]:
+    """Return a check for one type."""
     return lambda value: type(value) is kind
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer from 0 on, of a size that files and arrays have."""
     return type(value) is int and 0 <= value < _MAX_EXTENT
 
 
@@ -237,48 +244,54 @@ def _is_flat_mapping(value: Any) -> bool:
 
 _FIELDS: dict[type, dict[str, Callable[[Any], bool]]] = {
     LocalTensorMetadata: {
-        "global_offset": _is_integers,
-        "local_shape": _is_integers,
-        "dtype": _has_type(str),
-        "global_shape": _or_none(_is_integers),
-        "is_flattened": _has_type(bool),
-        "flattened_range": _or_none(_is_pair),
+        "global_offset": is_integers,
+        "local_shape": is_integers,
+        "dtype": has_type(str),
+        "global_shape": or_none(is_integers),
+        "is_flattened": has_type(bool),
+        "flattened_range": or_none(_is_pair),
     },
     LocalTensorIndex: {
-        "tensor_key": _has_type(str),
-        "global_offset": _is_integers,
-        "is_flattened": _has_type(bool),
-        "flattened_range": _or_none(_is_pair),
-        "replica_id": _or_none(_is_integer),
-        "local_shape": _or_none(_is_integers),
+        "tensor_key": has_type(str),
+        "global_offset": is_integers,
+        "is_flattened": has_type(bool),
+        "flattened_range": or_none(_is_pair),
+        "replica_id": or_none(is_integer),
+        "local_shape": or_none(is_integers),
     },
     Metadata: {
         "state_dict_metadata": _is_shards,
         "storage_metadata": _is_files,
-        "flat_mapping": _or_none(_is_flat_mapping),
+        "flat_mapping": or_none(_is_flat_mapping),
     },
 }
 
 
-def _record(cls: type) -> Callable[[], Unfinished]:
-    checks = _FIELDS[cls]
-    required = {field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING}
+def make_record(
+    name: str, cls: Callable[..., Any], checks: Mapping[str, Callable[[Any], bool]], required: frozenset[str]
+) -> Callable[[], Unfinished]:
+    """Return what makes a record of the dict of its fields, each of which is checked."""
 
     def finish(state: Any) -> Any:
         if type(state) is not dict:
-            raise _refuse(f"the state of {cls.__name__} has to be a dict", state)
-        for name, value in state.items():
-            check = checks.get(name) if type(name) is str else None
+            raise refused(f"the state of {name} has to be a dict", state)
+        for field, value in state.items():
+            check = checks.get(field) if type(field) is str else None
             if check is None:
-                raise _refuse(f"{cls.__name__} has no field of that name", name)
+                raise refused(f"{name} has no field of that name", field)
             if not check(value):
-                raise _refuse(f"{cls.__name__}.{name} is not of its type", value)
+                raise refused(f"{name}.{field} is not of its type", value)
         missing = sorted(required - set(state))
         if missing:
-            raise UnsafePickleError(f"{cls.__name__} lacks {', '.join(missing)}")
+            raise UnsafePickleError(f"{name} lacks {', '.join(missing)}")
         return cls(**state)
 
-    return lambda: Unfinished(cls.__name__, finish)
+    return lambda: Unfinished(name, finish)
+
+
+def _record(cls: type) -> Callable[[], Unfinished]:
+    required = {field.name for field in fields(cls) if field.default is MISSING and field.default_factory is MISSING}
+    return make_record(cls.__name__, cls, _FIELDS[cls], frozenset(required))
 
 
 NDARRAY = Symbol("numpy.ndarray")

@@ -9,8 +9,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-# A box is a row of the catalog: a transposed matrix has as many as it has columns.
-MOST_BOXES = 1 << 16
+# A box is a row of the catalog, some hundred bytes of memory: a transposed matrix has as many as it has columns. Of the
+# arrays of one file that are cut there may be so many, whatever their shapes.
+MOST_BOXES = 1 << 17
 
 
 class StoredBox(NamedTuple):
@@ -27,6 +28,20 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     for axis in range(len(shape) - 1, 0, -1):
         strides[axis - 1] = strides[axis] * shape[axis]
     return tuple(strides)
+
+
+class BoxBudget:
+    """Count the boxes that a file's arrays are cut into."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._left = MOST_BOXES
+
+    def allows(self, shape: Sequence[int], strides: Sequence[int]) -> bool:
+        """Return whether an array may be cut, and count its boxes; those that are not cut are free."""
+        count = count_boxes(shape, strides)
+        self._left -= count if count > 1 else 0
+        return self._left >= 0
 
 
 def count_boxes(shape: Sequence[int], strides: Sequence[int]) -> int:

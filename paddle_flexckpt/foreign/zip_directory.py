@@ -7,6 +7,7 @@ Tested in tests/foreign/test_npz.py.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 from typing import NamedTuple
@@ -102,9 +103,7 @@ def _read_entry(text: bytes, position: int, where: str) -> tuple[ZipMember, int]
     names = begin + entry[10]
     beyond = names + entry[11] + entry[12]
     try:
-        name = text[begin:names].decode()
-        for part in name.split("/"):
-            check_file_name(part)
+        name = _name(text[begin:names])
     except ValueError as error:  # UnicodeDecodeError is one
         raise damaged(where, f"a member's name cannot be one: {str(error)[:200]}") from None
     large = _large_values(text[names : names + entry[11]])
@@ -120,6 +119,15 @@ def _read_entry(text: bytes, position: int, where: str) -> tuple[ZipMember, int]
     if entry[3] & 1:
         raise damaged(where, f"member {name[:80]!r} is encrypted")
     return ZipMember(name, method, sizes[1], sizes[2]), beyond
+
+
+@functools.lru_cache(maxsize=64)
+def _name(text: bytes) -> str:
+    """Return a member's name; the archives of a checkpoint all have the same. ValueError if it leads out of it."""
+    name = text.decode()
+    for part in name.split("/"):
+        check_file_name(part)
+    return name
 
 
 def _large_values(extra: bytes) -> list[int]:

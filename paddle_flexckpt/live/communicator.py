@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from paddle_flexckpt.catalog import LostRankError, ValidationError
 from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.catalog.wire import join, pack_by_position, split, unpack_by_position
+from paddle_flexckpt.engine.kept_plans import KeptPlans
 from paddle_flexckpt.live.host_channel import HostChannel
-from paddle_flexckpt.live.kept_plans import KeptPlans
 from paddle_flexckpt.live.lost_ranks import Missing, announce, default_store, describe_lost_ranks, find_missing_ranks
 from paddle_flexckpt.live.transport import SocketTransport, Transport
 

@@ -19,6 +19,7 @@ from paddle_flexckpt.planning.write_plan import Items
 
 _HEAD = struct.Struct("<II")
 _ITEM = np.dtype([("row", "<u4"), ("order", "<i2"), ("start", "<i8"), ("stop", "<i8")])
+NO_ITEMS = Items(*np.zeros((3, 0), dtype=np.int64))
 _LINE = np.dtype([("row", "<u4"), ("start", "<i8"), ("stop", "<i8")])
 
 

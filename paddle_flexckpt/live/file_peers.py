@@ -37,43 +37,18 @@ from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.media.opening import is_remote
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning import ExchangePlan, Pieces, ShardMatcher
-from paddle_flexckpt.planning.matching import concat_pieces
 from paddle_flexckpt.planning.readers import (
     WORTH_IT,
     Sections,
     choose_readers,
-    cut_sections,
     estimate_seconds,
     find_wanted,
+    match_sections,
     number_rounds,
+    reads_of_rows,
 )
 
 _MOST_KEYS = 5
-
-
-def reads_of_rows(parts: list[Pieces]) -> Pieces:
-    """Return what has to be read of rows, onto the same place in memory that is as long as they are; sorted by row.
-
-    It is what pieces take out of them, each part once; or all of a row's reach, where they take no less than that.
-    """
-    pieces = concat_pieces([part for part in parts if len(part)], parts[0].extents.shape[1])
-    if not len(pieces):
-        return pieces
-    width = pieces.extents.shape[1]
-    shown = np.column_stack([pieces.source, pieces.source_base, pieces.extents, pieces.source_strides])
-    shown = np.unique(shown, axis=0)
-    row, base, extents, strides = shown[:, 0], shown[:, 1], shown[:, 2 : 2 + width], shown[:, 2 + width :]
-    start = np.flatnonzero(np.append(True, row[1:] != row[:-1]))
-    end = base + ((extents - 1) * strides).sum(axis=1) + 1
-    first, last = np.minimum.reduceat(base, start), np.maximum.reduceat(end, start)
-    whole = np.add.reduceat(extents.prod(axis=1), start) >= last - first
-    scattered = ~np.repeat(whole, np.diff(np.append(start, len(shown))))
-    reach = np.ones((int(whole.sum()), width), dtype=np.int64)
-    reach[:, -1:] = (last - first)[whole][:, None]
-    row, base = np.append(row[start][whole], row[scattered]), np.append(first[whole], base[scattered])
-    extents = np.concatenate([reach, extents[scattered]])
-    strides = np.concatenate([np.ones_like(reach), strides[scattered]])
-    return Pieces(row, row, extents, base, strides, base, strides).take(np.argsort(row, kind="stable"))
 
 
 class FilePeers(Peers):
@@ -123,12 +98,9 @@ class FilePeers(Peers):
         """Plan this rank's part of the exchange; where each reads for itself, its reads, and return None."""
         comm, stored, manifest = self._comm, self.catalog, self._files.manifest
         groups, block_bytes = group_replicas(stored), manifest.checksums.block_bytes
-        sections = cut_sections(stored, groups, comm.size, block_bytes)
         nobody = max(comm.ranks) + 1
-        rows = replace(sections.catalog, rank=np.full(len(sections.group), nobody, dtype=np.int32))
-        alike = group_replicas(rows)
-        coverage = validate_coverage(rows, alike)
-        pieces = ShardMatcher(rows, alike, coverage).match(targets, maps=task.maps)
+        matched = match_sections(stored, groups, targets, comm.size, block_bytes, task.maps, nobody)
+        sections, rows, alike, coverage, pieces = matched
         place = _places(comm.ranks)[targets.rank]
         wanted, nbytes, sees = find_wanted(pieces, place, comm.size), rows.byte_length, self._sees(groups, sections)
         together = choose_readers(wanted, nbytes, comm.size, sees, True)

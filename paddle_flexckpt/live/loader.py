@@ -85,6 +85,5 @@ def load_state_dict(
     if asked.storage == "per_node":
         context = "cannot load from the nodes' directories"
     source = source_of(comm, path, asked, "load_state_dict", context)
-    return Transfer(
-        comm, source, lambda: describe_targets(state_dict, comm.rank), asked, "load_state_dict", context, begin
-    ).run()
+    describe = lambda: describe_targets(state_dict, comm.rank)  # noqa: E731
+    return Transfer(comm, source, describe, asked, "load_state_dict", context, begin, comm.kept).run()

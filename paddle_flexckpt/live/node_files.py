@@ -18,6 +18,7 @@ import numpy as np
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, group_replicas
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
+from paddle_flexckpt.engine.kept_plans import in_full
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.communicator import Communicator
@@ -94,6 +95,7 @@ def find_checkpoint(
         return manifest, json.dumps({"save": [generation, manifest.save_token]}).encode()
 
     ids, answers = comm.together(list_ids, context)
+    answers = in_full(comm, answers, lambda: b"", context)  # others may load from a directory that all share
     directory = open_directory()
     all_ids = {each for text in check_heads(answers, context)[0] for each in json.loads(text)}
     if not all_ids:

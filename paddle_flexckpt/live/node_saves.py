@@ -21,8 +21,8 @@ from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationEr
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.engine.copies import CHUNK_BYTES
+from paddle_flexckpt.engine.kept_plans import in_full
 from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.kept_plans import in_full
 from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.save_plan import Share
 from paddle_flexckpt.live.transport import Transport
@@ -249,7 +249,7 @@ def meet_nodes(
         return None, join((head, own.encode()))
 
     _, answers = comm.together(show, context)
-    answers = in_full(comm, answers, b"", context)  # others may save to a directory that all share
+    answers = in_full(comm, answers, lambda: b"", context)  # others may save to a directory that all share
     check_same([split(answer)[0] for answer in answers], context)
     tokens = [split(answer)[1].decode() for answer in answers]
     _, answers = comm.together(lambda: _look(comm, open_directory(), tokens, options.unique_id, locks), context)

@@ -119,13 +119,15 @@ class Planners:
         before: int64 ``[number of ranks]``, how many rows all ranks before each own.
         is_spread: Whether a key is planned by one rank alone.
         any_device: Whether any rank has shards on a device.
-        lines: What this rank compares, as a planner; from :meth:`plan` on.
+        items: What all ranks write of these keys; from :meth:`plan` on.
+        lines: What this rank compares, as a planner; likewise.
         comm: The ranks.
     """
 
     rows: KeyRows
     groups: ReplicaGroups
     overlaps: list[tuple[int, int]]
+    items: Items
     lines: Comparison
 
     def __init__(
@@ -207,7 +209,7 @@ class Planners:
         comm, rows = self.comm, self.rows
 
         def dealt(items: Items) -> dict[int, bytes]:
-            self.lines = compared(items)
+            self.items, self.lines = items, compared(items)
             return deal(rows, items, self.lines)
 
         if self.is_spread:

@@ -73,7 +73,7 @@ class Replicas:
     def beside(self, items: Items, turn: int) -> Comparison:
         """Plan what a save compares while it writes: of what :meth:`first` has not, what is written, or all.
 
-        ``items`` are what is written; ``turn`` is a number that all ranks agree on, another one for each plan.
+        ``items`` are what is written; ``turn`` is a number that all ranks agree on, another one for each save.
         """
         rest = np.full(len(self._groups), self.compares) & ~(self._may_differ & self.comes_first)
         all_of, part_of = rest & self._looks_at_all, rest & ~self._looks_at_all

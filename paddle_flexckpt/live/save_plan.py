@@ -18,8 +18,9 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError
 from paddle_flexckpt.catalog.findings import raise_findings
+from paddle_flexckpt.catalog.key_rows import KeyRows
 from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.dealing import Dealt
+from paddle_flexckpt.live.dealing import NO_ITEMS, Dealt, deal, take
 from paddle_flexckpt.live.device_bytes import ALIGNMENT, DeviceBytes
 from paddle_flexckpt.live.device_memory import DeviceMemory
 from paddle_flexckpt.live.planners import Planners, decode_findings
@@ -28,7 +29,7 @@ from paddle_flexckpt.live.staging import Source
 from paddle_flexckpt.live.tensor_memory import device_of, host_bytes, host_memory, is_contiguous
 from paddle_flexckpt.live.tensors import HostTensor
 from paddle_flexckpt.planning.comparison import Comparison, Lines
-from paddle_flexckpt.planning.write_plan import lay_out
+from paddle_flexckpt.planning.write_plan import Items, lay_out
 
 # Host tensors whose memory is looked up in one call.
 _TENSORS_AT_ONCE = 1024
@@ -44,28 +45,31 @@ class SavePlan:
 
     Attributes:
         is_spread: Whether each key is planned by one rank alone.
-        catalog: The shards of the keys that this rank plans, of all ranks.
-        number: int64 ``[n]``, which row each is of the catalog of all keys.
+        shards: The shards of the keys that this rank plans, of all ranks, without orders.
         groups: Their replica groups.
         policies: uint8 ``[n]``, the policy of each of these shards' replicas.
         differing: bool ``[number of groups]``, where replicas had to be compared first: whether they differ. Else None.
         first_row: Where every rank plans all keys: the catalog's row that is the first of this rank's state.
-        compared: What this rank compares, as a planner; rows are the catalog's.
+        turn: Says which two ranks compare what is written; each save by this plan has another.
+        all_items: What all ranks write of the shards.
+        compared: What this rank compares, as a planner, in this turn; rows are those of the shards.
         by_device: Whether digests have to be those that devices can take, as some ranks have no other.
         items: What this rank writes, in the order of its file.
         rows: int64 ``[number of items]``, of which row of this rank's state each is (a part).
         starts: int64 ``[number of items]``, its first element in that shard's own storage.
-        lines: Of what this rank takes digests, by the position of the planner that compares them; rows are its state's.
+        lines: Of what this rank takes digests in this turn, by the position of the planner that compares them; rows are
+            its state's.
         counts: What of the report is this rank's (:data:`COUNTS`).
     """
 
     is_spread: bool
-    catalog: Catalog
-    number: np.ndarray
+    shards: KeyRows
     groups: ReplicaGroups
     policies: np.ndarray
     differing: np.ndarray | None
     first_row: int
+    turn: int
+    all_items: Items
     compared: Comparison
     by_device: bool
     items: Catalog
@@ -75,18 +79,31 @@ class SavePlan:
     counts: tuple[int, ...]
 
     @property
+    def catalog(self) -> Catalog:
+        """Return the shards of the keys that this rank plans, of all ranks."""
+        return self.shards.catalog
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes that it takes, names included."""
         tables = (self.catalog, self.items)
         columns = [getattr(table, name) for table in tables for name in Catalog.COLUMNS]
-        columns += [self.number, self.groups.order, self.groups.start, self.policies, self.rows, self.starts]
-        columns += [column for lines in (self.compared, *self.lines.values()) for column in vars(lines).values()]
+        columns += [self.groups.order, self.groups.start, self.policies, self.rows, self.starts]
+        columns += [getattr(self.shards, name) for name in ("place", "row", "number", "flags")]
+        lines = (self.compared, self.all_items, *self.lines.values())
+        columns += [column for each in lines for column in vars(each).values()]
         names = sum([sys.getsizeof(key) for table in tables for key in table.keys])
         return names + sum([column.nbytes for column in columns])
 
     @classmethod
     def of(
-        cls, planners: Planners, dealt: Dealt, own: Catalog, policies: np.ndarray, differing: np.ndarray | None
+        cls,
+        planners: Planners,
+        dealt: Dealt,
+        own: Catalog,
+        policies: np.ndarray,
+        differing: np.ndarray | None,
+        turn: int,
     ) -> SavePlan:
         """Return what planners have dealt to a rank with these shards, and what it has to do as one of them."""
         comm, catalog = planners.comm, planners.rows.catalog
@@ -95,12 +112,13 @@ class SavePlan:
         keys = len(catalog.keys) if planners.is_spread or comm.position == 0 else 0
         return cls(
             is_spread=planners.is_spread,
-            catalog=catalog,
-            number=planners.rows.number,
+            shards=replace(planners.rows, catalog=catalog.with_orders({})),
             groups=planners.groups,
             policies=policies,
             differing=differing,
             first_row=int(planners.before[comm.position]),
+            turn=turn,
+            all_items=planners.items,
             compared=planners.lines,
             by_device=planners.is_spread and planners.any_device,
             items=written.catalog,
@@ -125,7 +143,7 @@ class SavePlan:
         """Return the first row that a problem of this rank's catalog may be about, as a row of all keys'."""
         rows = self.catalog.rank == problem.rank
         rows &= self.catalog.key == self.catalog.keys.index(problem.key or "")
-        return int(self.number[np.argmax(rows)])
+        return int(self.shards.number[np.argmax(rows)])
 
     def counted(self) -> bytes:
         """Return what all ranks have to know of this one for the report."""
@@ -152,30 +170,54 @@ def report_counts(said: Sequence[bytes], own: SavePlan) -> dict[str, Any]:
 
 
 def compare_replicas(
-    comm: Communicator, replicas: Replicas, plan: SavePlan, digests: Sequence[bytes], context: str
-) -> np.ndarray:
+    comm: Communicator,
+    replicas: Replicas,
+    plan: SavePlan,
+    digests: Sequence[bytes],
+    own: Catalog,
+    context: str,
+    is_kept: bool,
+) -> tuple[np.ndarray, SavePlan]:
     """Compare the digests of all ranks; where planning is spread, those of this planner's keys. One collective then.
 
     Returns:
-        Which groups differ, bool ``[number of groups]``.
+        Which groups differ, bool ``[number of groups]``; and a plan that is kept in its next turn, for which planners
+        tell in the same collective what is compared.
 
     Raises:
         ValidationError: Replicas differ that have to be equal; the same on every rank.
     """
-    if not plan.is_spread:
-        return replicas.compare(plan.compared, digests)
+    turns = is_kept and (plan.is_spread or len(plan.compared) > 0)
 
-    def work() -> tuple[np.ndarray, bytes, dict[int, bytes]]:
+    def next_lines() -> tuple[Comparison, dict[int, bytes]]:
+        if not turns:
+            return plan.compared, {}
+        compared = replicas.beside(plan.all_items, plan.turn + 1)
+        return compared, deal(plan.shards, NO_ITEMS, compared)
+
+    def turned(compared: Comparison, messages: Mapping[int, bytes]) -> SavePlan:
+        if not turns:
+            return plan
+        return replace(plan, turn=plan.turn + 1, compared=compared, lines=take(messages, own).lines)
+
+    if not plan.is_spread:
+        differing = replicas.compare(plan.compared, digests)
+        compared, messages = next_lines()
+        return differing, turned(compared, {place: each for place, each in messages.items() if place == comm.position})
+
+    def work() -> tuple[tuple[np.ndarray, Comparison], bytes, dict[int, bytes]]:
         try:
-            return replicas.compare(plan.compared, digests), b"", {}
+            differing = replicas.compare(plan.compared, digests)
+            compared, messages = next_lines()
+            return (differing, compared), b"", messages
         except ValidationError as error:
             problems = [each for each in error.problems if isinstance(each, Problem)]
             findings = [(0, 0, plan.number_of(each), str(each)) for each in problems]
-            return np.zeros(0, dtype=bool), json.dumps(findings).encode(), {}
+            return (np.zeros(0, dtype=bool), plan.compared), json.dumps(findings).encode(), {}
 
-    differing, notes, _ = comm.trade(work, context)
+    (differing, compared), notes, messages = comm.trade(work, context)
     raise_findings(decode_findings(notes.values()), context)
-    return differing
+    return differing, turned(compared, messages)
 
 
 class Share:

@@ -28,11 +28,11 @@ from paddle_flexckpt.catalog import (
 from paddle_flexckpt.catalog.collector import without_collector
 from paddle_flexckpt.catalog.wire import encode_catalog, join, split
 from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
+from paddle_flexckpt.engine.kept_plans import BriefMessage, KeptPlan, fingerprint, in_full
 from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, takes
 from paddle_flexckpt.foreign.formats import open_to_save, shown
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
-from paddle_flexckpt.live.kept_plans import BriefMessage, KeptPlan, fingerprint, in_full
 from paddle_flexckpt.live.node_saves import NodeSave, meet_nodes
 from paddle_flexckpt.live.orders import indivisible_rows
 from paddle_flexckpt.live.planners import Planners, Said, describe_shards, tell_planners
@@ -225,18 +225,21 @@ class Save:
         policies = ReplicaPolicies(options.check_replicas).of(state.catalog.keys, state.weights)
         place = place_of(self.destination.directory.backend).encode()
         self._flags = whole | policies.astype(np.int64) << 1
-        said = describe_shards(comm, state.catalog, self._flags, policies, bool(self._devices))
         # Neither of these two has a part in a plan.
         lasting = replace(options, step=None, unique_id=None).encode("save_state_dict")
-        layout = message, self._flags.tobytes(), encode_catalog(state.catalog)
-        own = fingerprint((lasting, repr(comm.ranks).encode(), *layout))
+        layout = message, self._flags.tobytes(), bytes([bool(self._devices)]), encode_catalog(state.catalog)
+        own = self._own = fingerprint((lasting, repr(comm.ranks).encode(), *layout))
         called = json.dumps(names and asdict(names)).encode()
-        self._described = join((head, own, called, place, message, said.encode()))
-        self._kept_plan = comm.kept.find(own)
-        if self._kept_plan is None:
-            return state, self._described
-        brief = BriefMessage.of_save(fingerprint((self._kept_plan.origin, head)), place, names)
-        return state, brief.encode() if brief else self._described
+
+        def described() -> bytes:
+            said = describe_shards(comm, state.catalog, self._flags, policies, bool(self._devices))
+            return join((head, own, called, place, message, said.encode()))
+
+        self._described, self._kept_plan, brief = described, comm.kept.find(own), None
+        if self._kept_plan is not None:
+            turn = str(self._kept_plan.plan.turn).encode()
+            brief = BriefMessage.of_save(fingerprint((self._kept_plan.origin, turn, head)), place, names)
+        return state, brief.encode() if brief else described()
 
     def _open_destination(self) -> None:
         directory, options = self._directory(), self._options
@@ -300,12 +303,20 @@ class Save:
         turn = int(self.destination.names.token[:8], 16)
         compared = lambda items: replicas.beside(items, turn)  # noqa: E731
         dealt = planners.plan(replicas.narrowed(differing), self._options.save_replicas, compared)
-        plan = SavePlan.of(planners, dealt, state.catalog, policies, differing)
+        plan = SavePlan.of(planners, dealt, state.catalog, policies, differing, turn)
         # Not where it depends on values, or on a check of values; nor where messages are never the same again.
+        self._kept_plan = None
         if differing is None and not planners.overlaps and self._options.node_copies == 1:
-            kept = KeptPlan(fingerprint(agreed.own), plan, agreed.message)
-            comm.kept.keep(agreed.own[comm.position], kept, plan.nbytes + sum(map(len, agreed.message)))
+            self._kept_plan = KeptPlan(fingerprint(agreed.own), plan, agreed.message)
+            self._keep(plan)
         return plan
+
+    def _keep(self, plan: SavePlan) -> None:
+        """Keep a plan in place of the one that was found or made; of all ranks, in the same turn."""
+        if self._kept_plan is not None:
+            self._kept_plan = replace(self._kept_plan, plan=plan)
+            nbytes = plan.nbytes + sum(map(len, self._kept_plan.messages))
+            self._comm.kept.keep(self._own, self._kept_plan, nbytes)
 
     def _replicas_of(self, held: Mapping[int, Any], catalog: Catalog, groups: ReplicaGroups, policies: Any) -> Replicas:
         compares, save_replicas = self._options.check_replicas is not False, self._options.save_replicas
@@ -340,7 +351,10 @@ class Save:
         counts, parts = zip(*map(split, said))
         held = dict(enumerate(state.tensors, plan.first_row)) if not plan.is_spread else {}
         replicas = self._replicas_of(held, plan.catalog, plan.groups, plan.policies)
-        differing = compare_replicas(self._comm, replicas, plan, digests, context)
+        is_kept = self._kept_plan is not None
+        differing, turned = compare_replicas(self._comm, replicas, plan, digests, state.catalog, context, is_kept)
+        if turned is not plan:
+            self._keep(turned)
         differing = differing if plan.differing is None else differing | plan.differing
         report = SaveReport(
             path=self.destination.directory.path,

@@ -97,8 +97,7 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], d
                 where = "".join(f"{outer}." for outer in path)
                 problems.append(Problem("a state dict needs names that are strings", key=where, got=repr(name)))
                 continue
-            names = (*path, name)
-            key = ".".join(names)
+            names, key = ((*path, name), ".".join((*path, name))) if path else ((name,), name)
             if is_nested[kind]:
                 visit(value, names)
             elif key in flat:
@@ -164,16 +163,15 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
         ValidationError: Some value is not a usable shard; all of them are listed.
     """
     flat_state, paths = flatten_state_dict(state_dict)
-    rows: list[_Row] = []
-    problems: list[Problem] = []
-    for key, row in zip(flat_state, _usual_rows(flat_state, rank)):
-        described = row or _described(key, flat_state[key], rank, paths[key])
-        if isinstance(described, _Row):
-            rows.append(described)
-        elif described not in problems:  # a scheduler's state has several values
-            problems.append(described)
-    if problems:
-        raise ValidationError(problems)
+    rows: list[Any] = _usual_rows(flat_state, rank)
+    if not all(rows):
+        rows = [row or _described(key, value, rank, paths[key]) for row, (key, value) in zip(rows, flat_state.items())]
+        problems: list[Problem] = []
+        for problem in rows:
+            if isinstance(problem, Problem) and problem not in problems:  # a scheduler's state has several values
+                problems.append(problem)
+        if problems:
+            raise ValidationError(problems)
     builder = CatalogBuilder(rank, file)
     if not rows:
         return LocalState([], [], builder.build())
@@ -192,16 +190,18 @@ def _usual_rows(flat_state: Mapping[str, Any], rank: int) -> list[_Row | None]:
     found: list[_Row | None] = [None] * len(flat_state)
     origins: dict[int, tuple[int, ...]] = {}
     for number, (key, value) in enumerate(flat_state.items()):
-        weight, tensor = (value, value.local_tensor) if kinds[type(value)] == _SHARD else (None, value)
-        kind = kinds[type(tensor)]
-        if key in odd or kind not in (_ARRAY, _TENSOR):
+        weight, tensor, kind = None, value, kinds[type(value)]
+        if kind == _SHARD:
+            weight, tensor = value, value.local_tensor
+            kind = kinds[type(tensor)]
+        if kind == _OTHER or key in odd:
             continue
         extents = tuple(tensor.shape)
-        if kind == _TENSOR and (tensor.is_dist() or not (0 in extents or tensor._is_initialized())):
+        if kind == _TENSOR and (tensor.is_dist() or not (tensor._is_initialized() or 0 in extents)):
             continue
         if weight is None:
             if not getattr(value, "is_distributed", False):
-                offset = origins.setdefault(len(extents), (0,) * len(extents))
+                offset = origins.get(len(extents)) or origins.setdefault(len(extents), (0,) * len(extents))
                 found[number] = new(_Row, (key, None, tensor, extents, offset, extents, None, NATURAL))
             continue
         whole, offset, shape = tuple(weight.global_shape), tuple(weight.global_offset), tuple(weight.local_shape)
@@ -265,7 +265,8 @@ def _kinds(values: Collection[Any]) -> dict[type, int]:
 
 def _odd_names(names: Collection[str]) -> set[str]:
     """Return the names that :func:`_unusable` may have something against."""
-    if "" not in names and not _ODD.search("\n".join(names)):
+    text = "\n".join(names)
+    if "" not in names and (("slice@" not in text) if text.isascii() else not _ODD.search(text)):
         return set()
     return {name for name in names if not name or _ODD.search(name)}
 

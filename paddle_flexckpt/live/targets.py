@@ -41,17 +41,21 @@ def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
 def _locate(state: LocalState) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Return the spans of a state's tensors, their addresses where they can be filled as they stand, and devices."""
     tensors, sizes = state.tensors, state.catalog.byte_length
-    begins, direct, elsewhere = np.zeros_like(sizes), np.zeros(len(sizes), dtype=bool), []
-    for row, (tensor, size) in enumerate(zip(tensors, sizes.tolist())):
+    places: list[tuple[int, bool]] = []
+    elsewhere = []
+    for tensor, size in zip(tensors, sizes.tolist()):
         if not size:
-            continue
-        if isinstance(tensor, np.ndarray):
-            begins[row], flags = tensor.__array_interface__["data"][0], tensor.flags
-            direct[row] = flags.c_contiguous and flags.writeable
+            places.append((0, False))
+        elif isinstance(tensor, np.ndarray):
+            flags = tensor.flags
+            places.append((tensor.__array_interface__["data"][0], flags.c_contiguous and flags.writeable))
         elif tensor.place.is_cpu_place():
-            begins[row], direct[row] = tensor.data_ptr(), tensor.is_contiguous()
+            places.append((tensor.data_ptr(), tensor.is_contiguous()))
         else:
             elsewhere.append(tensor)
+            places.append((0, False))
+    begins, direct = np.asarray(places, dtype=np.int64).reshape(-1, 2).T
+    direct = direct != 0
     spans = np.stack([begins, begins + sizes], axis=1)
     for row in np.flatnonzero(~direct & (sizes > 0)).tolist():
         spans[row] = address_range(tensors[row])

@@ -1,8 +1,8 @@
 """Plan which replicas are compared, byte by byte: what a save writes on two ranks, or all that all ranks have.
 
 A save compares each item on its writer and one other rank of the replica group. Pairs form a ring through all ranks of
-the group, so wherever ranks differ as groups, the ring crosses between them. A number that each plan draws turns the
-ring: in time every rank is compared with every other. And of every replica all ranks compare a sample, which tells
+the group, so wherever ranks differ as groups, the ring crosses between them. A number that each save counts on turns
+the ring: in time every rank is compared with every other. And of every replica all ranks compare a sample, which tells
 different tensors under one name, and ranks out of step, even where two neighbours go wrong alike.
 """
 
@@ -81,7 +81,7 @@ def compare_written(items: Items, catalog: Catalog, groups: ReplicaGroups, which
         catalog: The shards of all ranks.
         groups: Its replica groups.
         which: bool ``[g]``, the groups.
-        turn: A number that all ranks agree on, another one for each plan.
+        turn: A number that all ranks agree on, another one for each save.
     """
     item = np.flatnonzero((which & (groups.count > 1))[groups.of_row[items.row]] & (items.stop > items.start))
     writer = items.row[item]

@@ -7,12 +7,15 @@ sends it to the others that want it. A rank reads what it wants itself, as far a
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, ReplicaGroups
+from paddle_flexckpt.algebra import BoxMaps
+from paddle_flexckpt.catalog import Catalog, ReplicaGroups, group_replicas, validate_coverage
+from paddle_flexckpt.catalog.validate import Coverage
 from paddle_flexckpt.planning.holder_sets import find_sets, share_out
-from paddle_flexckpt.planning.matching import Pieces
+from paddle_flexckpt.planning.matching import Pieces, ShardMatcher, concat_pieces
 
 # A section at most. A reader holds up to four of them, so that reading and sending overlap within 64 MiB.
 MOST_SECTION_BYTES = 8 << 20
@@ -74,6 +77,48 @@ def cut_sections(stored: Catalog, groups: ReplicaGroups, ranks: int, block_bytes
         byte_offset=catalog.byte_offset + start * itemsize[of],
     )
     return Sections(catalog, group[of], start)
+
+
+class MatchedSections(NamedTuple):
+    """Hold sections; the same as shards that nobody holds yet, and what is known of these; what fills targets."""
+
+    sections: Sections
+    rows: Catalog
+    alike: ReplicaGroups
+    coverage: Coverage
+    pieces: Pieces
+
+
+def match_sections(
+    stored: Catalog,
+    groups: ReplicaGroups,
+    targets: Catalog,
+    ranks: int,
+    block_bytes: int,
+    maps: BoxMaps | None,
+    nobody: int,
+) -> MatchedSections:
+    """Cut stored shards into sections, and find what fills the targets of all ranks.
+
+    Args:
+        stored: The stored shards.
+        groups: Their replica groups.
+        targets: What all ranks fill.
+        ranks: Number of ranks.
+        block_bytes: Bytes of a block.
+        maps: What the keys that it defines are made of.
+        nobody: A rank that is none of them.
+
+    Raises:
+        ValidationError: Too many shards of a key overlap.
+    """
+    sections = cut_sections(stored, groups, ranks, block_bytes)
+    rows = replace(sections.catalog, rank=np.full(len(sections.group), nobody, dtype=np.int32))
+    alike = group_replicas(rows)
+    coverage = validate_coverage(rows, alike)
+    return MatchedSections(
+        sections, rows, alike, coverage, ShardMatcher(rows, alike, coverage).match(targets, maps=maps)
+    )
 
 
 def find_wanted(pieces: Pieces, place: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
@@ -214,3 +259,28 @@ def estimate_seconds(
     direct = float(np.bincount(target, fetched, ranks).max(initial=0)) / READ_BYTES_PER_SECOND
     together = float(read.max(initial=0)) / READ_BYTES_PER_SECOND + float(link.max(initial=0)) / LINK_BYTES_PER_SECOND
     return direct, together + MEETING_SECONDS
+
+
+def reads_of_rows(parts: list[Pieces]) -> Pieces:
+    """Return what has to be read of rows, onto the same place in memory that is as long as they are; sorted by row.
+
+    It is what pieces take out of them, each part once; or all of a row's reach, where they take no less than that.
+    """
+    pieces = concat_pieces([part for part in parts if len(part)], parts[0].extents.shape[1])
+    if not len(pieces):
+        return pieces
+    width = pieces.extents.shape[1]
+    shown = np.column_stack([pieces.source, pieces.source_base, pieces.extents, pieces.source_strides])
+    shown = np.unique(shown, axis=0)
+    row, base, extents, strides = shown[:, 0], shown[:, 1], shown[:, 2 : 2 + width], shown[:, 2 + width :]
+    start = np.flatnonzero(np.append(True, row[1:] != row[:-1]))
+    end = base + ((extents - 1) * strides).sum(axis=1) + 1
+    first, last = np.minimum.reduceat(base, start), np.maximum.reduceat(end, start)
+    whole = np.add.reduceat(extents.prod(axis=1), start) >= last - first
+    scattered = ~np.repeat(whole, np.diff(np.append(start, len(shown))))
+    reach = np.ones((int(whole.sum()), width), dtype=np.int64)
+    reach[:, -1:] = (last - first)[whole][:, None]
+    row, base = np.append(row[start][whole], row[scattered]), np.append(first[whole], base[scattered])
+    extents = np.concatenate([reach, extents[scattered]])
+    strides = np.concatenate([np.ones_like(reach), strides[scattered]])
+    return Pieces(row, row, extents, base, strides, base, strides).take(np.argsort(row, kind="stable"))

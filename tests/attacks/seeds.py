@@ -7,6 +7,7 @@ import json
 import pickle
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 from safetensors import numpy as safetensors_numpy
@@ -18,6 +19,7 @@ from tests.native.samples import store, whole
 from tests.property.layouts import Shard
 from tests.ramdisk import memory_directory
 
+TORCH_DCP = Path(__file__).parents[1] / "foreign" / "data" / "torch_dcp"
 ROW = {"key": "w", "dtype": "float32", "shape": (4, 4), "offset": (0, 0), "local": (4, 4), "flat": (1, 7)}
 BOX = {"key": "v", "dtype": "int64", "shape": (3,), "offset": (0,), "local": (3,)}
 
@@ -112,6 +114,19 @@ def paddle_pickles() -> list[bytes]:
     return [*distcp()[1:], *(pickle.dumps({**nested, "c": columns}, protocol) for protocol in (2, 4))]
 
 
+def _torch_dcp() -> dict[str, bytes]:
+    """What torch.distributed.checkpoint has written."""
+    return {file.name: file.read_bytes() for file in sorted(TORCH_DCP.iterdir())}
+
+
+def torch_metadata() -> list[bytes]:
+    return [_torch_dcp()[".metadata"]]
+
+
+def torch_items() -> list[bytes]:
+    return [_torch_dcp()["__0_0.distcp"]]
+
+
 def archives() -> list[bytes]:
     made = []
     for arrays in ({"w": np.arange(6.0).reshape(2, 3)}, {"c": np.asfortranarray(np.zeros((2, 3))), "s": np.int64(3)}):
@@ -178,6 +193,8 @@ FILES: dict[str, Callable[[], dict[str, bytes]]] = {
     "weights": dict,
     "paddle_pickle": dict,
     "npz": dict,
+    "torch_metadata": _torch_dcp,
+    "torch_items": _torch_dcp,
     "unified": _unified,
 }
 
@@ -207,6 +224,17 @@ ARCHIVE_WORDS = (
     b"w.npy", b"../w.npy", b"\x93NUMPY\1\0", b"\x93NUMPY\2\0", b"'descr'", b"'<f4'", b"'|O'", b"'<V2'", b"True",
     b"[('a', '<f4')]", b"False", b"(2,)", b"()", b"(2, 3)", b"'shape'", b"-1", b"999999999999999999", b"(", b")",
     b",", b"}", b" ", b"\n", b"\x08\0",
+)  # fmt: skip
+_DCP = "torch.distributed.checkpoint.metadata"
+TORCH_WORDS = (
+    *(bytes([code]) for code in b"(N])}.tbaesuRQ\x81\x85\x86\x87\x88\x89\x93\x94KJMGhjqr"),
+    *(named(_DCP, name) + b")\x81" for name in ("Metadata", "ChunkStorageMetadata", "BytesStorageMetadata")),
+    named(_DCP, "MetadataIndex") + b")\x81", named("torch", "Size"), named("torch", "float32"), named("os", "system"),
+    named("torch", "float8_e8m0fnu"), named("pathlib", "PosixPath"), short("__0_0.distcp"), short("../__0_0.distcp"),
+    short("transform_descriptors"), short("mcore_data"), short("offset"), short("length"), short("chunks"),
+    b"ctorch._utils\n_rebuild_tensor_v3\n", b"ctorch\nHalfStorage\n", b"ctorch.storage\nUntypedStorage\n",
+    b"K\xff", b"J\xff\xff\xff\xff", b"\x8a\x10" + b"\x7f" * 16, b"PK\1\2", b"PK\3\4", b"PK\5\6", b"\xff" * 4,
+    b"big   ", b"\x08\0",
 )  # fmt: skip
 PICKLE_WORDS = (
     *(bytes([code]) for code in b"(N])}.tbaesuR\x81\x85\x86\x87\x88\x89\x93\x94KJMGhjqr"),

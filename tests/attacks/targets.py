@@ -204,6 +204,16 @@ def _read_npz(data: bytes) -> None:
         _read_manifest_of(path)
 
 
+def _read_torch_metadata(data: bytes) -> None:
+    with _in_place(_directory("torch_metadata") / ".metadata", data) as path:
+        _read_manifest_of(path)
+
+
+def _read_torch_items(data: bytes) -> None:
+    with _in_place(_directory("torch_items") / "__0_0.distcp", data) as path:
+        _read_manifest_of(path)
+
+
 def _read_states_of_a_rank(data: bytes) -> None:
     with _in_place(_directory("unified") / "optimizer.tp01.safetensors", data) as path:
         _read_manifest_of(path)
@@ -232,6 +242,8 @@ TARGETS = {
         Target("distcp", _read_distcp, seeds.distcp, seeds.PICKLE_WORDS),
         Target("paddle_pickle", _read_paddle_pickle, seeds.paddle_pickles, seeds.PICKLE_WORDS),
         Target("npz", _read_npz, seeds.archives, seeds.ARCHIVE_WORDS),
+        Target("torch_metadata", _read_torch_metadata, seeds.torch_metadata, seeds.TORCH_WORDS),
+        Target("torch_items", _read_torch_items, seeds.torch_items, seeds.TORCH_WORDS),
         Target("index", _read_index, seeds.indices, seeds.INDEX_WORDS),
         Target("weights", _read_weights, seeds.weights, seeds.HEADER_WORDS, has_length=True),
         Target("rank_states", _read_states_of_a_rank, seeds.states_of_a_rank, seeds.HEADER_WORDS, has_length=True),

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from paddle_flexckpt.background import worker
 from paddle_flexckpt.background.outcome import SaveOutcome
@@ -100,6 +101,27 @@ def test_a_priority_that_the_kernel_refuses_is_told(monkeypatch):
         "the background writer keeps its CPU priority: nice(10) was refused ([Errno 1] Operation not permitted)",
         "the background writer keeps its I/O priority: 'idle' was refused (Invalid argument)",
     ]
+
+
+@pytest.mark.parametrize("refusals", [0, 3, 1000])
+def test_the_writers_session_gets_its_priority_when_it_is_its_turn(monkeypatch, refusals):
+    written = []
+
+    def write(path, text, encoding):
+        written.append((str(path), text))
+        if len(written) <= refusals:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
+    monkeypatch.setattr(os, "nice", lambda _: None)
+    monkeypatch.setattr(os, "getpriority", lambda *_: 12)
+    monkeypatch.setattr(worker.Path, "write_text", write)
+    monkeypatch.setattr(worker.time, "sleep", lambda _: None)
+    said = worker.lower_priority(10, "unchanged")
+    assert written == [("/proc/self/autogroup", "12")] * min(refusals + 1, 20)
+    assert len(said) == (refusals == 1000)
+    if said:
+        assert "session keeps its CPU priority: /proc/self/autogroup: [Errno 11]" in said[0]
 
 
 def test_leftovers_that_cannot_be_removed_are_a_warning_on_a_checkpoint_that_is_there(tmp_path):

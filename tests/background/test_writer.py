@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -232,6 +234,10 @@ def test_the_process_has_low_priority_and_no_paddle(tmp_path, writers):
     writer = writers(nice=7, io_class="idle")
     save(tmp_path, 0, writer).result()
     assert os.getpriority(os.PRIO_PROCESS, writer.pid) == os.getpriority(os.PRIO_PROCESS, 0) + 7
+    # Sessions share the processor first, and the writer has one of its own.
+    with contextlib.suppress(FileNotFoundError):
+        text = Path(f"/proc/{writer.pid}/autogroup").read_text()
+        assert text.endswith(f" nice {os.getpriority(os.PRIO_PROCESS, writer.pid)}\n")
     with open(f"/proc/{writer.pid}/maps", encoding="utf-8") as stream:
         mapped = stream.read()
     assert "numpy" in mapped

@@ -29,6 +29,17 @@ def test_the_table_has_a_line_for_ranks_that_do_the_same(checkpoint, capsys):
     assert [line.split(":")[0] for line in lines[5:-1]] == ["maybe fused"]
 
 
+def test_reading_together_is_said_beside(checkpoint, capsys):
+    command = ["rehearse", checkpoint, "--to", "tp=2,dp=2", "--cooperative", "--gbps", "0.001"]
+    assert main(command) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "; read together: " in last
+    assert "; direct: " in last and "; cooperative: " in last
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["cooperative"]
+    assert set(map(len, found.values())) == {4}
+
+
 def test_json_has_all_ranks(checkpoint, capsys):
     assert main(["rehearse", checkpoint, "--to", "tp=2,pp=2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -20,6 +20,7 @@ from tests.distributed.matrix.strategies import BY_NAME
 from tests.distributed.matrix.table import Matrix
 from tests.distributed.test_layouts import model_of, text_of
 
+SHARED = ("bytes_read", "reads", "bytes_received", "bytes_sent")
 COUNTS = ("bytes_needed", "bytes_read", "reads", "peak_scratch_bytes", "missing", "unexpected")
 PAIRS = [
     ("tied", "single", "tp2xpp2"),
@@ -36,10 +37,11 @@ PAIRS = [
 ]
 
 
-def load(strategy, model, folder, **options):
-    """What a rank counts."""
-    report = fc.load_state_dict(jobs.begin(strategy, model, "other").state(), folder, **options).as_dict()
-    return {name: report[name] for name in COUNTS}
+def load(strategy, model, folder):
+    """What a rank counts, where it reads for itself, and where one reads for all."""
+    state = jobs.begin(strategy, model, "other").state()
+    reports = [fc.load_state_dict(state, folder, comm_method=way).as_dict() for way in ("direct", "cooperative")]
+    return [{name: each[name] for name in names} for each, names in zip(reports, (COUNTS, SHARED))]
 
 
 def load_more(strategy, model, folder):
@@ -67,14 +69,16 @@ def saved(matrix, model, name):
 @pytest.mark.parametrize(("model", "one", "other"), PAIRS)
 def test_counts_are_those_of_a_real_job(world, matrix, model, one, other):
     path, strategy = saved(matrix, model, one), BY_NAME[other]
-    report = rehearse(path, Layout(model_of(strategy, model), parse_strategy(text_of(strategy))))
+    report = rehearse(path, Layout(model_of(strategy, model), parse_strategy(text_of(strategy))), cooperative=True)
     assert report.error == ""
     counted = world(strategy.world).run(load, strategy=other, model=model, folder=path)
     for each in report.ranks:
         for rank in each.ranks:
             said = {**each.__dict__, "peak_scratch_bytes": each.scratch_bytes}
             said.update(missing=[], unexpected=report.unexpected)
-            assert {name: said[name] for name in COUNTS} == counted[rank]
+            assert {name: said[name] for name in COUNTS} == counted[rank][0]
+            if strategy.world > 1:
+                assert {name: report.cooperative[name][rank] for name in SHARED} == counted[rank][1]
 
 
 def test_errors_are_those_of_a_real_job(world, matrix):

@@ -15,6 +15,7 @@ from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.planning import plan_write
 from paddle_flexckpt.planning.layouts import Layout
+from paddle_flexckpt.sharded_weight import ShardedWeight
 
 
 def values_of(layout: Layout) -> dict[str, np.ndarray]:
@@ -55,6 +56,20 @@ def save(path, layout: Layout, save_replicas: bool = False) -> dict[str, np.ndar
             directory.write_share(names, rank, items, share, world_size=len(ranks))
         directory.commit(names, ranks)
     return values
+
+
+def state_of(catalog) -> dict:
+    """A rank's targets as a live state of numpy arrays."""
+    state = {}
+    for row in range(len(catalog)):
+        columns = (catalog.shape, catalog.global_shape, catalog.offset)
+        shape, whole, offset = (catalog.unpadded(row, column) for column in columns)
+        data = np.zeros(int(catalog.size[row]), dtype_of(catalog.dtype_name(row)).numpy)
+        flat = slice(int(catalog.flat_start[row]), int(catalog.flat_stop[row])) if catalog.is_flattened[row] else None
+        data = data if flat else data.reshape(shape)
+        key = catalog.key_name(row)
+        state[key] = ShardedWeight(key, data, shape, whole, offset, flat is not None, flat)
+    return state
 
 
 class Host(Memory):

@@ -7,9 +7,11 @@ import sys
 import pytest
 
 from paddle_flexckpt.engine.rehearsal import rehearse
+from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.planning.layouts import ADAMW, Layout, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import parse_strategy
-from tests.engine.rehearsed import load, save, shard_of
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.engine.rehearsed import load, save, shard_of, state_of
 
 
 def model(states=ADAMW[:3], scale: int = 1) -> Model:
@@ -87,6 +89,30 @@ def test_counts_are_those_of_loads_where_replicas_are_stored(tmp_path):
     save(tmp_path, layout("dp=3", states=()), save_replicas=True)
     report = check(tmp_path, layout("tp=2,dp=2", states=()))
     assert len(report.ranks) == 4  # which copy a rank reads depends on its number
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("dp=1", "tp=2,dp=2"), ("tp=4", "tp=2,sharding=v2:2"), ("sharding=v2:3", "pp=2,dp=2"), ("tp=2", "dp=3")],
+)
+def test_what_ranks_read_for_each_other_is_that_of_a_load(tmp_path, saved, loaded):
+    save(tmp_path, layout(saved))
+    target = layout(loaded)
+    size = target.strategy.ranks
+    report = rehearse(str(tmp_path), target, cooperative=True, bytes_per_second=1e6)
+
+    def job(comm):
+        state = state_of(target.catalog(comm.position))
+        return load_state_dict(state, str(tmp_path), comm, comm_method="cooperative")
+
+    found = SimulatedWorld(size).run(job)
+    for name in ("bytes_read", "reads", "bytes_received", "bytes_sent"):
+        assert report.cooperative[name] == [getattr(each, name) for each in found]
+    assert sum(report.cooperative["bytes_received"]) == sum(report.cooperative["bytes_sent"]) > 0
+    # Each byte is read once.
+    assert sum(report.cooperative["bytes_read"]) < report.total_bytes
+    assert report.seconds["direct"] == report.worst.bytes_read / 1e6
+    assert report.seconds["cooperative"] > max(report.cooperative["bytes_read"]) / 1e6
 
 
 def many(layers: int) -> Model:

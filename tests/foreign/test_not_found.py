@@ -37,3 +37,19 @@ def test_an_unfinished_save_is_called_unfinished(tmp_path):
     assert SourceDirectory(tmp_path).read_manifest().unique_id == 0
     assert "complete ids here: [0]" in why(tmp_path, 4)
     assert "no checkpoint with id 9; complete ids here: [0]" in why(tmp_path, 9)
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "remedy"),
+    [
+        ("zero_to_fp32.py", "DeepSpeed", "python zero_to_fp32.py . out --safe_serialization"),
+        ("mp_rank_00_model_states.pt", "DeepSpeed", "zero_to_fp32.py"),
+        ("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", "DeepSpeed", "zero_to_fp32.py"),
+        ("manifest.ocdbt", "Orbax", "safetensors.flax.save_file"),
+    ],
+)
+def test_formats_that_are_not_read_are_named(tmp_path, name, program, remedy):
+    (tmp_path / name).write_bytes(b"")
+    text = why(tmp_path)
+    assert f"is a checkpoint of {program}, which is not read here. Remedy: " in text
+    assert remedy in text

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnreadableCheckpointError, ValidationError
-from paddle_flexckpt.live import file_peers
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media.opening import open_storage
@@ -331,7 +330,7 @@ def test_a_row_that_is_wanted_in_scattered_parts_is_read_in_these():
         zero = np.zeros(len(rows), dtype=np.int64)
         return Pieces(np.asarray(source), zero, columns[0], columns[1], columns[2], zero, columns[2])
 
-    reads = file_peers.reads_of_rows(
+    reads = readers.reads_of_rows(
         [
             pieces((1, 0, (4, 2), (8, 1)), (0, 0, (4, 4), (8, 1))),
             pieces((0, 4, (4, 4), (8, 1)), (1, 0, (4, 2), (8, 1)), (1, 4, (4, 2), (8, 1))),

@@ -17,6 +17,7 @@ from tests.foreign import test_huggingface as huggingface
 from tests.foreign import test_npz as npz
 from tests.foreign import test_paddle_pickles as paddle_pickles
 from tests.foreign import test_paddleformers_checkpoint as paddleformers
+from tests.foreign import test_torch_dcp as torch_dcp
 from tests.foreign import test_unified_checkpoint as unified
 
 pytest.importorskip("paddle")
@@ -95,6 +96,15 @@ def test_paddleformers(tmp_path):
     load(path, paddleformers.EXPECTED, strict=True)
     # One directory is enough for its own keys.
     load(path / "model_state", paddleformers.HELD["model_state"], strict=True)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_torch_dcp(tmp_path, ranks):
+    """Inside the chunks of two ranks of torch, along one axis and the other, no byte more than is needed is read."""
+    for report in load(torch_dcp.write(tmp_path), torch_dcp.ARRAYS, ranks, strict=True):
+        assert report.bytes_read == report.bytes_needed
+        assert report.bytes_extra == 0
+        assert report.bytes_needed < report.total_bytes or ranks == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -17,9 +17,10 @@ import pytest
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import CheckpointError
-from paddle_flexckpt.live import kept_plans, saver
+from paddle_flexckpt.engine import kept_plans
+from paddle_flexckpt.engine.kept_plans import KeptPlan, KeptPlans
+from paddle_flexckpt.live import planners, saver
 from paddle_flexckpt.live.communicator import SoloCommunicator, communicator_for
-from paddle_flexckpt.live.kept_plans import KeptPlan, KeptPlans
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.saver import save_state_dict
@@ -386,8 +387,11 @@ def test_every_change_is_noticed_and_the_outcome_is_that_of_a_first_save(one_tok
             assert before[2][-1] == 0
             with_plans, twice = saved(number, change, kept), saved(number, change, kept)
             first = saved(number, change, KeptPlans())
+            if change is replicas_differ and size > 2:  # which two ranks find it is another pair in each turn
+                with_plans, twice, first = ((each[0][0], *each[1:]) for each in (with_plans, twice, first))
             assert with_plans[:2] == first[:2] == twice[:2], change
-            if with_plans[2] == before[2]:
+            # How many digests a rank sends is another number in each turn.
+            if with_plans[2][0] == before[2][0] and len(with_plans[2]) == len(before[2]) and not with_plans[2][-1]:
                 reused.append(change)
         return reused
 
@@ -410,12 +414,15 @@ def test_one_short_message_takes_the_place_of_gathering_and_planning(planned):
     for size in (1, 2, 4):
         planned.clear()
         with memory_directory() as directory:
-            for first, *later in SimulatedWorld(size).run(lambda comm: job(comm, directory)):
-                assert first[0] > 64
-                for sizes in later:
-                    assert sizes[0] == 63
-                    assert sizes[1:] == first[1:]  # "all wrote", with digests of replicas, and "committed"
-                    assert len(sizes) == 3
+            of_rank = SimulatedWorld(size).run(lambda comm: job(comm, directory))
+        for first, *later in of_rank:
+            assert first[0] > 64
+            for sizes in later:
+                assert sizes[0] == 63
+                assert len(sizes) == 3
+                assert sizes[2] == first[2]  # "committed"
+        # "All wrote", with digests of replicas, by other ranks in each turn.
+        assert len({sum(sizes[number][1] for sizes in of_rank) for number in range(3)}) == 1
         assert sorted(planned) == list(range(size))
 
 
@@ -597,3 +604,40 @@ def test_a_tensor_more_costs_a_few_calls(tmp_path):
         return seen
 
     assert (calls(600) - calls(200)) / 400 <= 0.1
+
+
+@pytest.mark.parametrize("is_spread", [False, True])
+def test_pairs_of_replicas_turn_with_each_save_by_a_kept_plan(planned, monkeypatch, is_spread):
+    """One element deviates on one rank: in twice as many saves as there are ranks it is compared."""
+    if is_spread:
+        monkeypatch.setattr(planners, "SPREAD_ROWS", -1)
+    size, count = 4, 1024
+
+    def job(comm, path):
+        state = {"w": np.zeros(count * size, np.float32), "other": np.zeros(count * size, np.float32)}
+        save_state_dict(state, path, comm, unique_id=0)
+        sizes, taken = sent_by(comm), []
+        for odd in range(size):
+            for part in range(size):
+                element = count * part + count // 2 + 100 + odd
+                state["w"][element] = comm.position == odd
+                found = None
+                for number in range(2 * size):
+                    sizes.clear()
+                    try:
+                        save_state_dict(state, path, comm, unique_id=0)
+                    except ValidationError as error:
+                        assert "replicas of one shard differ" in str(error)
+                        found = number
+                        break
+                state["w"][element] = 0
+                assert sizes == [] or sizes[0] == 63
+                taken.append(found)
+        return taken
+
+    with memory_directory() as directory:
+        of_rank = SimulatedWorld(size).run(lambda comm: job(comm, directory))
+    assert planned.count(0) == 1
+    assert all(of_rank[0] == taken for taken in of_rank)
+    assert None not in of_rank[0]
+    assert len({*of_rank[0]}) > 1

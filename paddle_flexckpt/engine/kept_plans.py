@@ -4,7 +4,7 @@ A plan is a function of what all ranks described. Each rank finds a kept plan by
 It is used if all ranks have found one that was made of the same descriptions, which a short message of each tells.
 So a change of a layout is noticed whichever rank it is on, and nothing is known by an address or an identity.
 
-Tested in tests/live/test_kept_plans.py.
+Tested in tests/live/test_kept_plans.py and tests/live/test_kept_loads.py.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from __future__ import annotations
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import xxhash
 
 from paddle_flexckpt.catalog.wire import join, split
-from paddle_flexckpt.engine.agreement import BRIEF_SAVE, Ranks, check_calls
+from paddle_flexckpt.engine.agreement import BRIEF_SAVE, Ranks, check_calls, is_brief
 from paddle_flexckpt.native.directory import SaveNames
 
 # Plans of one group, and the bytes that all of them may have.
@@ -50,7 +50,7 @@ class KeptPlan:
 
 
 class BriefMessage(NamedTuple):
-    """Say in at most 63 bytes that a rank has kept a plan for what it was called with.
+    """Say in 63 bytes that a rank that saves has kept a plan for what it was called with.
 
     Attributes:
         call: Which call that is (:mod:`~paddle_flexckpt.engine.agreement`).
@@ -113,21 +113,21 @@ class KeptPlans:
                 self._plans.popitem(last=False)
 
 
-def in_full(comm: Ranks, answers: list[bytes], mine: bytes, context: str) -> list[bytes]:
+def in_full(comm: Ranks, answers: list[bytes], mine: Callable[[], bytes], context: str) -> list[bytes]:
     """Return what all ranks have to say, after some were brief. One collective if some were.
 
     Args:
         comm: The ranks.
         answers: What each of them said first.
-        mine: What this one has to say, if it was brief.
+        mine: Gives what this one has to say, if it was brief.
         context: What is being done, for the error.
 
     Raises:
         ValidationError: Ranks are in different calls; the others wait for nothing then.
     """
-    brief = [BriefMessage.decode(answer) is not None for answer in answers]
+    brief = [*map(is_brief, answers)]
     if not any(brief):
         return answers
     check_calls([split(answer)[0] if answer else b"" for answer in answers], context, comm.ranks)
-    _, later = comm.together(lambda: (None, mine if brief[comm.position] else b""), context)
+    _, later = comm.together(lambda: (None, mine() if brief[comm.position] else b""), context)
     return [said or answer for said, answer in zip(later, answers)]

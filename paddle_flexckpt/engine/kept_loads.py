@@ -1,0 +1,107 @@
+"""What is kept of a load, so that the same layout need not be planned again from a checkpoint like the first.
+
+A load's plan is a function of its options, the ranks, the targets of all ranks, and the checkpoint's table of shards.
+It is kept for a fingerprint of all of these, and no tensor, file or name of a file with it. So it serves for another
+checkpoint of the same structure too. Offsets and checksums are those of the manifest, which each load reads.
+
+Tested in tests/live/test_kept_loads.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.aoa import TensorMapping
+from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.catalog.wire import encode_catalog
+from paddle_flexckpt.engine.kept_plans import fingerprint
+from paddle_flexckpt.engine.plan import FillPlan
+from paddle_flexckpt.engine.resolution import Resolution, Resolved
+from paddle_flexckpt.engine.targets import Targets
+from paddle_flexckpt.planning import ReadPlan
+
+# About what an entry of a table takes that is not in columns: a tile, a computed tensor, how a target is filled.
+_ENTRY_BYTES = 500
+
+
+@dataclass(frozen=True, eq=False)
+class KeptLoad:
+    """Hold what one rank has resolved and planned of a load.
+
+    Attributes:
+        others: As of :class:`Resolution`.
+        filled: Likewise.
+        same_memory: Likewise.
+        mapping: What statements make, or None.
+        plan: The rows to fill.
+        reads: What is read into them.
+        unexpected: Keys of the source that no rank asks for.
+    """
+
+    others: dict[int, Resolved]
+    filled: np.ndarray
+    same_memory: dict[int, int]
+    mapping: TensorMapping | None
+    plan: FillPlan
+    reads: ReadPlan
+    unexpected: list[str]
+
+    def resolution(self, targets: Targets) -> Resolution:
+        """Return how these targets are filled."""
+        return Resolution(targets, self.others, self.filled, self.same_memory)
+
+    @property
+    def nbytes(self) -> int:
+        """Return about how many bytes it takes."""
+        plan, mapping = self.plan, self.mapping
+        tables: list[Any] = [plan.catalog, plan.in_order, self.reads.pieces]
+        entries = len(plan.catalog.keys) + len(self.others) + len(plan.tiles) + len(plan.kept) + len(self.unexpected)
+        if mapping is not None:
+            tables.append(mapping.maps)
+            entries += len(mapping.tensors) + len(mapping.nodes) + sum(map(len, mapping.regions.values()))
+        columns = sum([getattr(table, name).nbytes for table in tables for name in table.COLUMNS])
+        return columns + self.filled.nbytes + _ENTRY_BYTES * entries
+
+
+def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source: Catalog) -> bytes | None:
+    """Return a fingerprint of all that one rank's part of a plan is made of, but for the other ranks' targets.
+
+    None where it is made of more than this knows: of targets that share memory and have gaps, it depends on each
+    element's place whether they overwrite each other.
+
+    Args:
+        options: Those of the load, encoded, without the checkpoint's id.
+        ranks: All that load.
+        targets: This rank's.
+        source: All shards of the checkpoint.
+    """
+    shared = _shared_memory(targets.spans)
+    length = shared[:, 3] - shared[:, 2]
+    if targets.mapping is not None or targets.bands:  # which live targets never have
+        return None
+    if (length != targets.catalog.byte_length[shared[:, 0]]).any():
+        return None
+    names = repr((targets.aliases, targets.raw_names)).encode()
+    tables = encode_catalog(targets.catalog), encode_catalog(replace(source, files=()))
+    return fingerprint((options, repr(tuple(ranks)).encode(), *tables, names, shared.tobytes()))
+
+
+def _shared_memory(spans: np.ndarray) -> np.ndarray:
+    """Return int64 ``[n, 4]`` for the rows whose memory lies in one stretch with others', in rising order.
+
+    Each: the row, a row that stands for the stretch, and first and last byte (exclusive) counted from its beginning.
+    """
+    rows = np.flatnonzero(spans[:, 0] < spans[:, 1])
+    rows = rows[np.lexsort((spans[rows, 1], spans[rows, 0]))]
+    begin, end = spans[rows].T
+    # Most targets begin where all earlier ones have ended.
+    starts = np.append(True, begin[1:] >= np.maximum.accumulate(end)[:-1])[: len(rows)]
+    stretch = np.cumsum(starts) - 1
+    first = np.flatnonzero(starts)[stretch]
+    several = np.bincount(stretch)[stretch] > 1 if len(rows) else starts
+    table = np.column_stack([rows, rows[first], begin - begin[first], end - begin[first]])[several]
+    return table[np.argsort(table[:, 0])].astype(np.int64)

@@ -1,0 +1,71 @@
+"""Count what ranks read, and send each other, where one of them reads for all, without ranks.
+
+Tested in tests/engine/test_rehearsal.py and tests/distributed/test_rehearsal.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from paddle_flexckpt.algebra import BoxMaps
+from paddle_flexckpt.catalog import Catalog, group_replicas
+from paddle_flexckpt.engine.read_counts import count_reads, sums_of
+from paddle_flexckpt.planning import Pieces, ShardMatcher
+from paddle_flexckpt.planning.readers import choose_readers, find_wanted, match_sections, reads_of_rows
+
+
+@dataclass(frozen=True, eq=False)
+class SharedReads:
+    """Hold what ranks read and exchange; int64 per rank.
+
+    Attributes:
+        bytes_read: Bytes that come from files.
+        reads: Requests, and copies out of a memory map.
+        bytes_received: Bytes from other ranks.
+        bytes_sent: Bytes to other ranks.
+    """
+
+    bytes_read: np.ndarray
+    reads: np.ndarray
+    bytes_received: np.ndarray
+    bytes_sent: np.ndarray
+
+
+def count_shared_reads(
+    stored: Catalog, targets: Catalog, maps: BoxMaps | None, ranks: int, block_bytes: int
+) -> SharedReads:
+    """Count what ranks read and exchange with ``comm_method="cooperative"``, where all see all files.
+
+    Args:
+        stored: What the files hold.
+        targets: The rows that all ranks fill, scratch among them; ranks count from 0.
+        maps: What the keys that it defines are made of.
+        ranks: Number of ranks.
+        block_bytes: Of a block with a checksum.
+    """
+    groups = group_replicas(stored)
+    matched = match_sections(stored, groups, targets, ranks, block_bytes, maps, ranks)
+    sections, rows, alike, coverage, pieces = matched
+    wanted = find_wanted(pieces, targets.rank.astype(np.int64), ranks)
+    reader = choose_readers(wanted, rows.byte_length, ranks, None, True)[1]
+    if coverage.overlaps:  # what a rank reads itself comes first
+        own = replace(rows, rank=np.where(reader < 0, ranks, reader).astype(np.int32))
+        pieces = ShardMatcher(own, alike, coverage).match(targets, maps=maps)
+    place, by = targets.rank[pieces.target].astype(np.int64), reader[pieces.source]
+    moved = _each_once(pieces.take(by != place), place[by != place])
+    size = moved[0].size * rows.itemsize[moved[0].source]
+    read = reads_of_rows([pieces])
+    base = read.source_base + sections.start[read.source]
+    item = groups.first[sections.group[read.source]]
+    counts = count_reads(replace(read, source=item, source_base=base), stored, rows, -1 - reader, ranks, block_bytes)
+    received, sent = sums_of(moved[1], size, ranks), sums_of(reader[moved[0].source], size, ranks)
+    return SharedReads(counts.bytes_read, counts.reads, received, sent)
+
+
+def _each_once(pieces: Pieces, place: np.ndarray) -> tuple[Pieces, np.ndarray]:
+    """Return pieces and who wants them, without those that show a rank the same elements again."""
+    shown = np.column_stack([place, pieces.source, pieces.source_base, pieces.extents, pieces.source_strides])
+    first = np.unique(shown, axis=0, return_index=True)[1]
+    return pieces.take(first), place[first]
