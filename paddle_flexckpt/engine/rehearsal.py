@@ -23,7 +23,8 @@ from paddle_flexckpt.engine.plan import Tile, plan_fill
 from paddle_flexckpt.engine.read_counts import count_reads
 from paddle_flexckpt.engine.shared_reads import count_shared_reads
 from paddle_flexckpt.engine.targets import Memory, Targets
-from paddle_flexckpt.engine.transfer import Task, check_unexpected, make_task
+from paddle_flexckpt.engine.transfer import Task, make_task
+from paddle_flexckpt.engine.unexpected import check_unexpected
 from paddle_flexckpt.foreign.formats import SourceDirectory, shown
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.directory import LockedManifest

@@ -1,0 +1,75 @@
+"""Unexpected keys: those of a source that no rank asks for, and when they are an error.
+
+Tested in tests/engine/test_unexpected.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from paddle_flexckpt.aoa import TensorMapping
+from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
+from paddle_flexckpt.engine.names import split_raw
+from paddle_flexckpt.engine.options import TransferOptions
+
+
+def check_unexpected(
+    source: Catalog, bits: Sequence[bytes], mapping: TensorMapping | None, options: TransferOptions, context: str
+) -> list[str]:
+    """Return the keys of the source that no rank uses. Extra state does not count, nor what AOA statements remove.
+
+    ``bits`` has every rank's packed :meth:`Resolution.used`.
+
+    Raises:
+        ValidationError: They are not allowed; the same on every rank.
+    """
+    removed = frozenset() if mapping is None else mapping.removed
+    used = np.bitwise_or.reduce([np.frombuffer(b, dtype=np.uint8) for b in bits])
+    flags = np.unpackbits(used, count=len(source.keys)).astype(bool)
+    unused = [source.keys[i] for i in np.flatnonzero(~flags)]
+    unexpected = [key for key in unused if not key.startswith(EXTRA_STATE) and key not in removed]
+    loaded = {source.keys[i] for i in np.flatnonzero(flags) if not source.keys[i].startswith(EXTRA_STATE)}
+    states = _states_of_loaded(unexpected, source.keys, loaded)
+    if states and options.optimizer_states == "raise":
+        masters = states if all(key.endswith(".w_0") for key in states) else []
+        raise ValidationError(
+            f"no rank asks for {len(states)} optimizer states that the source has of parameters that are loaded, "
+            f"such as {', '.join(map(repr, states[:3]))}. Remedy: give the optimizer's too: before its first "
+            "step it has states only after paddle_flexckpt.install(), or by optimizer_sharded_state_dict(); "
+            + ("to take float32 parameters from their masters, give master_weights='convert'; " if masters else "")
+            + "to load weights alone, give optimizer_states='ignore'",
+            context,
+        )
+    if options.unexpected_is_an_error:
+        ignored = frozenset(states)
+        problems = [
+            f"no rank asks for key {key!r}, which the source has. Remedy: load it too, or allow it with "
+            "strict='missing'"
+            for key in unexpected
+            if key not in ignored
+        ]
+        if problems:
+            raise ValidationError(problems, context)
+    return unexpected
+
+
+def _states_of_loaded(unused: list[str], keys: tuple[str, ...], used: set[str]) -> list[str]:
+    """Return those of some keys that are optimizer states of used ones.
+
+    Raw names (of a plain ``optimizer.state_dict()``) do not say whose states they are: they are taken for those of what
+    is loaded, if a parameter is.
+    """
+    candidates = [key for key in unused if key[-1:].isdigit()]
+    if not candidates or not used:
+        return []
+    everything = set(keys)
+    # An optimizer that is loaded by itself leaves no states behind, whatever else is in the source.
+    parameters = any(not split_state(key, everything)[1] and split_raw(key) is None for key in used)
+
+    def is_one(key: str) -> bool:
+        return split_state(key, everything)[0] in used or (parameters and split_raw(key) is not None)
+
+    return [key for key in candidates if is_one(key)]
