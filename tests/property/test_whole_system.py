@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import Catalog, ValidationError, dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.live import file_peers
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.native import reader
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.planning import readers
+from paddle_flexckpt.planning.readers import cut_sections
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.property import examples
@@ -267,7 +267,7 @@ def check_cooperative_load(oracle: Oracle, pick: Pick, source: Layout, layout: L
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(readers, "MOST_SECTION_BYTES", few)
         patch.setattr(readers, "ROUND_BYTES", few * pick.integer(1, 4))
-        patch.setattr(file_peers, "cut_sections", lambda *args: readers.cut_sections(*args[:3], 16))
+        patch.setattr(readers, "cut_sections", lambda *args: cut_sections(*args[:3], 16))
         reports, collectives = zip(*SimulatedWorld(len(layout)).run(job))
     check_targets(oracle, layout, targets, before)
     assert {report.comm_method for report in reports} == {"cooperative" if len(layout) > 1 else "direct"}
