@@ -257,3 +257,29 @@ def test_without_paddle_the_reason_is_given(monkeypatch):
     monkeypatch.setattr(build, "_paddle", lambda: None)
     monkeypatch.setenv("CXX", "true")
     assert rehearsal_device.missing_tools() == "paddlepaddle is not installed"
+
+
+# Temporary tensors of 4 MiB are freed long before their stream has come to them.
+FREED_EARLY = """
+import paddle
+from paddle_flexckpt.testing.rehearsal_device import configure
+paddle.set_device("rehearsal:0")
+for delay in range(600, 1500, 100):
+    configure(delay_us=delay)
+    total = paddle.zeros([1 << 20])
+    paddle.device.synchronize()
+    side = paddle.device.Stream()
+    with paddle.device.stream_guard(side):
+        for _ in range(200):
+            total.add_(paddle.ones_like(total))
+    side.synchronize()
+    if total.min().item() != 200:
+        print(delay, total.min().item(), total.max().item())
+"""
+
+
+@needs_device
+def test_what_was_freed_is_as_it_was_until_its_stream_has_used_it():
+    env = variables(2, memory_gib=0.5, seed=1)
+    done = subprocess.run([sys.executable, "-c", FREED_EARLY], env=env, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr

@@ -85,6 +85,7 @@ void retire(Arena& arena) {
   }
   while (arena.dead_span > kQuarantinedAddresses || arena.dead.size() > kQuarantinedBlocks) {
     auto& oldest = arena.dry.empty() ? arena.poisoned : arena.dry;
+    if (oldest.empty()) return;  // all that is dead may still be in use
     const size_t offset = oldest.front(), span = arena.dead.at(offset).span();
     if (&oldest == &arena.poisoned) arena.poisoned_bytes -= span;
     oldest.pop_front();
@@ -169,9 +170,6 @@ bool memory_release(int device, void* pointer) {
     block.origin = caller();
     arena.dead[offset] = block;
     arena.dead_span += block.span();
-    arena.poisoned.push_back(offset);
-    arena.poisoned_bytes += block.span();
-    retire(arena);
   }
   tally().device_bytes -= block.taken();
   auto poison = [&arena, offset, serial = block.serial] {
@@ -179,6 +177,10 @@ bool memory_release(int device, void* pointer) {
     auto found = arena.dead.find(offset);
     if (found == arena.dead.end() || found->second.serial != serial) return;  // in use again
     memset(arena.hidden + offset, kFreed, found->second.taken());
+    // Not before: until its stream has come so far, what was freed is as it was.
+    arena.poisoned.push_back(offset);
+    arena.poisoned_bytes += found->second.span();
+    retire(arena);
   };
   // A caching allocator gives freed memory to what its stream does next; other streams may still use it.
   if (eager) defer_if_alive(block.owner, device, poison);
