@@ -178,7 +178,7 @@ def measure_busiest(ranks: int, tensors: int, replicas: int) -> dict[str, float]
         mine = planners.plan(
             planners.groups, False, lambda items: compared_lines(planners.rows.catalog, planners.groups, items)
         )
-        return SavePlan.of(planners, mine, own, np.zeros(len(planners.rows.catalog), dtype=np.uint8), None)
+        return SavePlan.of(planners, mine, own, np.zeros(len(planners.rows.catalog), dtype=np.uint8), None, turn=0)
 
     def after(plan: SavePlan) -> None:
         of_rank = np.bincount(plan.catalog.rank[plan.compared.row], minlength=ranks)

@@ -56,7 +56,10 @@ def remove_dead_saves(
     for marker in sorted(filter(MARKER.fullmatch, names)):
         if current is not None and marker == current.marker_file:
             continue
-        save = read_marker(directory, marker)
+        try:
+            save = read_marker(directory, marker)
+        except FileNotFoundError:
+            continue  # another rank of a save that has just failed has removed it, after that save's files
         if save is None:
             directory.remove_save_files([], marker)
             removed.append(marker)

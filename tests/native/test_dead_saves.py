@@ -54,6 +54,17 @@ def test_what_a_dead_save_was_about_to_say_goes_with_it(tmp_path):
     assert names(tmp_path) == sorted(others)
 
 
+def test_a_marker_that_goes_between_the_listing_and_the_look_is_nobodys(tmp_path):
+    """The ranks of a save that failed each remove their files, and the last one the marker, without the lock."""
+    save(tmp_path, 0)
+    before = names(tmp_path)
+    listed = [*before, *names_of(begin(tmp_path, 5))]
+    for name in set(names(tmp_path)) - set(before):
+        os.remove(tmp_path / name)
+    assert remove_dead_saves(open_to_save(tmp_path), names=listed) == []
+    assert names(tmp_path) == before
+
+
 def names_of(ticket):
     return ["0_5.part", "0_5.safetensors", "1_5.safetensors", ticket.marker_file]
 
