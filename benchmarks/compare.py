@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
             except (RuntimeError, OSError, EOFError) as error:
                 # One that fails does not lose what the others found.
                 homes.close()
-                failures.append(f"{name}: {error}")
+                failures.append(f"{name}: {type(error).__name__}: {error}")
                 print(failures[-1], flush=True)
             print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
             write(options, rows, cases=details, failures=failures, peers=peers)
