@@ -28,7 +28,7 @@ from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.tensor_files import INDEX_FILE, TensorFile, choose_tensors, divide_evenly, make_index
 from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
-from paddle_flexckpt.foreign.formats import open_destination
+from paddle_flexckpt.foreign.formats import open_destination, shown
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.peers import MemoryPeers, ReshardOptions
 from paddle_flexckpt.live.resharder import gather_memory
@@ -129,7 +129,7 @@ def publish(
     asked = PublishOptions(coordinator_rank=coordinator_rank, aoa_config=aoa_config, **options)
     describe = getattr(model, "sharded_state_dict", None)
     comm = communicator_for(process_group)
-    with quiet_loads(), _Publication(comm, open_destination(output), asked) as publication:
+    with quiet_loads(), _Publication(comm, output, asked) as publication:
         publication.agree(lambda: describe() if callable(describe) else model)
         publication.write()
         return publication.report(begin)
@@ -138,9 +138,11 @@ def publish(
 class _Publication:
     """Write the files of all ranks. Leaving the context by an error removes what this rank has written."""
 
-    def __init__(self, comm: Communicator, sink: Backend, options: PublishOptions) -> None:
-        self._comm, self._sink, self._options = comm, sink, options
-        self._context = f"cannot publish to {sink.path}"
+    _sink: Backend
+
+    def __init__(self, comm: Communicator, output: Location, options: PublishOptions) -> None:
+        self._comm, self._output, self._options = comm, output, options
+        self._context = f"cannot publish to {shown(output)}"
         self._leads = comm.position == options.coordinator_rank
         self._written: list[str] = []
         self._stream: OutputFile | None = None
@@ -169,6 +171,7 @@ class _Publication:
 
         def said() -> tuple[bytes, ...]:
             check_coordinator(comm, options.coordinator_rank)
+            self._sink = open_destination(self._output)
             if self._sink.names() or self._sink.names("directories"):
                 raise ValidationError([f"{self._sink.path} is not empty. Remedy: give another output, or empty it"])
             self._config = options.config_text() if self._leads else None

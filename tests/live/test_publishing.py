@@ -148,6 +148,14 @@ def test_ranks_that_differ_are_told_in_what(values, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_path_that_is_none_on_one_rank_is_an_error_on_all(values, tmp_path):
+    outcomes = SimulatedWorld(2).run_all(
+        lambda comm: publish(cut(values, comm.rank, 2), tmp_path / "out" if comm.rank == 0 else None, comm)
+    )
+    assert all(isinstance(each, ValidationError) and "[rank 1] path has to be a path" in str(each) for each in outcomes)
+    assert not (tmp_path / "out").exists()
+
+
 def test_an_output_that_is_in_use_is_left_as_it_is(values, tmp_path):
     (tmp_path / "readme").write_text("mine")
     outcomes = everywhere(2, lambda rank: cut(values, rank, 2), tmp_path)
