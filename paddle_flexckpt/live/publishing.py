@@ -19,7 +19,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
-from paddle_flexckpt.catalog import ValidationError, dtype_of
+from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError, dtype_of
 from paddle_flexckpt.engine.agreement import check_coordinator
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import GROUP, SHARDS, StatementOptions, rule, takes
@@ -136,9 +136,13 @@ def publish(
 
 
 class _Publication:
-    """Write the files of all ranks. Leaving the context by an error removes what this rank has written."""
+    """Write the files of all ranks. Leaving the context by an error removes what this rank has written.
+
+    But where the model may be there, and this rank cannot know that it is not, its files stay: they may be part of it.
+    """
 
     _sink: Backend
+    _may_be_there = False
 
     def __init__(self, comm: Communicator, output: Location, options: PublishOptions) -> None:
         self._comm, self._output, self._options = comm, output, options
@@ -156,6 +160,10 @@ class _Publication:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is None:
+            return
+        # What all ranks were told of is known; that a rank has gone, or a signal, tells nothing of what was written.
+        is_known = isinstance(error, CheckpointError) and not isinstance(error, LostRankError)
+        if self._may_be_there and not is_known:
             return
         if self._stream is not None:
             self._stream.abort()
@@ -224,8 +232,10 @@ class _Publication:
             batch = self._batches[step] if step < len(self._batches) else []
             memory = WholeTensors(rank=self._comm.rank)
             self._move(memory, batch, first=step == 0)
+            self._may_be_there = len(self._files) == 1  # which needs no index
             self._on_all(functools.partial(self._store, memory, batch))
         self._on_all(self._sink.sync)
+        self._may_be_there = True
         self._on_all(self._commit)
 
     def _on_all(self, work: Callable[[], None]) -> None:
@@ -267,9 +277,15 @@ class _Publication:
         return stream
 
     def _commit(self) -> None:
-        if self._leads and len(self._files) > 1:
+        if not self._leads or len(self._files) == 1:
+            return
+        try:
             self._write(INDEX_FILE, make_index(self._files))
             self._sink.sync()
+        except OSError:
+            # Before the other ranks hear of it, and remove what it names.
+            self._sink.remove(INDEX_FILE)
+            raise
 
     def _write(self, name: str, data: bytes) -> None:
         self._written.append(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.aoa import TensorInfo
-from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.tensor_files import divide_evenly
 from paddle_flexckpt.live import publishing
@@ -187,6 +188,61 @@ def test_a_rank_that_cannot_write_takes_back_what_all_wrote(values, tmp_path, mo
     outcomes = everywhere(3, lambda rank: cut(values, rank, 3), tmp_path / "out", config={})
     assert all(isinstance(each, CheckpointError) and "No space left" in str(each) for each in outcomes)
     assert all("rank 2" in str(each) for each in outcomes)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("lost", [LostRankError("rank 0 has gone"), KeyboardInterrupt()])
+@pytest.mark.parametrize("size", [1, 3])
+def test_who_cannot_know_whether_the_model_is_there_leaves_its_files(values, tmp_path, monkeypatch, lost, size):
+    """The rank that writes the index dies right after it, or a signal comes just then."""
+    on_all = publishing._Publication._on_all
+
+    def interrupted(self, work):
+        on_all(self, work)
+        if getattr(work, "__name__", "") == "_commit":
+            raise lost
+
+    monkeypatch.setattr(publishing._Publication, "_on_all", interrupted)
+    outcomes = SimulatedWorld(3).run_all(
+        lambda comm: publish(cut(values, comm.rank, 3) if size > 1 else {"w": values["m.a"]}, tmp_path / "out", comm)
+    )
+    assert all(type(outcome) is type(lost) for outcome in outcomes)
+    expected = {key: values[key] for key in WEIGHTS} if size > 1 else {"w": values["m.a"]}
+    assert equal(published(tmp_path / "out"), expected)
+
+
+def test_an_index_that_is_not_durable_goes_before_the_files_that_it_names(values, tmp_path, monkeypatch):
+    sync, seen = LocalBackend.sync, []
+
+    def full(self):
+        seen.append(sorted(os.listdir(tmp_path / "out")))
+        if "model.safetensors.index.json" in seen[-1]:
+            raise OSError(28, "No space left on device")
+        return sync(self)
+
+    remove = LocalBackend.remove
+
+    def noted(self, name):
+        if name.startswith("model-"):
+            seen.append("index" if os.path.exists(tmp_path / "out" / "model.safetensors.index.json") else "no index")
+        return remove(self, name)
+
+    leave, others = publishing._Publication.__exit__, threading.Barrier(3)
+
+    def in_order(self, *error):
+        if self._leads:
+            others.wait()
+            leave(self, *error)
+        else:
+            leave(self, *error)
+            others.wait()
+
+    monkeypatch.setattr(LocalBackend, "sync", full)
+    monkeypatch.setattr(LocalBackend, "remove", noted)
+    monkeypatch.setattr(publishing._Publication, "__exit__", in_order)
+    outcomes = everywhere(3, lambda rank: cut(values, rank, 3), tmp_path / "out")
+    assert all(isinstance(each, CheckpointError) and "No space left" in str(each) for each in outcomes)
+    assert "no index" in seen and "index" not in seen
     assert not (tmp_path / "out").exists()
 
 
