@@ -8,7 +8,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, aoa_config
+from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, add_cut, aoa_config, cut_of
 from paddle_flexckpt.engine.models import layout_of
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.rehearsal import RankReads, RehearsalReport, rehearse
@@ -39,14 +39,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--model", metavar="OTHER", help="a checkpoint of the job's model, if it is not what CHECKPOINT holds"
     )
-    parser.add_argument(
-        "--cut",
-        action="append",
-        default=[],
-        metavar="GLOB=AXIS",
-        help="along which axis tensor parallelism cuts these tensors, or none; may be given several times, and the "
-        "first that fits counts; by default as they were cut at the save",
-    )
+    add_cut(parser)
     parser.add_argument("--weights", action="store_true", help="the job has no optimizer")
     parser.add_argument(
         "--strict", choices=("both", "missing", "unexpected", "none"), default="missing", help="as in load_state_dict"
@@ -83,7 +76,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
         unique_id=options.unique_id,
         aoa_config=config,
         model=options.model,
-        cuts=[_cut(text) for text in options.cut],
+        cuts=[cut_of(text) for text in options.cut],
         states=not options.weights,
     )
     rate = None if options.gbps is None else options.gbps * 1e9
@@ -92,13 +85,6 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
     )
     text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join([*_lines(report), report.summary()])
     return Outcome(text, int(not report.ok))
-
-
-def _cut(text: str) -> tuple[str, int | None]:
-    glob, equals, axis = text.rpartition("=")
-    if not equals or not (axis == "none" or axis.lstrip("-").isdigit()):
-        raise ValidationError([f"--cut takes GLOB=AXIS, with a number or none; got {text!r}"])
-    return glob, None if axis == "none" else int(axis)
 
 
 def _lines(report: RehearsalReport) -> list[str]:
