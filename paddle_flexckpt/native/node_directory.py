@@ -63,7 +63,9 @@ class NodeDirectory(SaveDirectory):
     def publish_prepared(self, published: set[str]) -> None:
         """Publish what is prepared here of saves that another node has published. The caller has the lock."""
         for _, save, _ in list(find_saves(self)):
-            names = find_prepared(self, save) if save is not None and save.token in published else []
+            if save is None or save.token not in published:
+                continue
+            names = find_prepared(self, save)
             if names:
                 replaced = self.publish(save, self.backend.read(names[0]))
                 if replaced is not None:
