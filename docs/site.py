@@ -32,10 +32,11 @@ MORE = {
     "Policies of the manager": [f"paddle_flexckpt.manager.{name}" for name in fc._MOVED["manager"]],
     "State of a run": [f"paddle_flexckpt.run_state.{name}" for name in fc._MOVED["run_state"]],
     "Tools": [
-        "paddle_flexckpt.engine.comparison.diff",
+        "paddle_flexckpt.engine.comparison.DiffReport",
+        "paddle_flexckpt.engine.rehearsal.RehearsalReport",
+        "paddle_flexckpt.media.opening.open_storage",
         "paddle_flexckpt.engine.digests.digest_checkpoint",
         "paddle_flexckpt.live.digests.digest_state_dict",
-        "paddle_flexckpt.live.publishing.publish",
         "paddle_flexckpt.live.publishing.PublishOptions",
         "paddle_flexckpt.engine.tensor_reader.TensorReader",
     ],
