@@ -24,7 +24,6 @@ from typing import Any
 
 import paddle
 
-from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.parallel.tensor_fusion import trainable_parameters
 from paddle_flexckpt.sharded_weight import ShardedWeight
 
@@ -249,12 +248,12 @@ def fused_context(has_dist_tensors: bool = True) -> Any:
         has_dist_tensors: Whether there are parameters that ``fully_shard`` may have fused.
 
     Raises:
-        CheckpointError: There are, and this Paddle has no known way to tell which.
+        RuntimeError: There are, and this Paddle has no known way to tell which.
     """
     # What fuses parameters has been imported.
     finds = [getattr(sys.modules.get(name), "get_fsdp_context", None) for name in _CONTEXT_MODULES]
     if has_dist_tensors and not any(finds) and any(name in sys.modules for name in _FUSION_MODULES):
-        raise CheckpointError(
+        raise RuntimeError(
             f"cannot tell which parameters fully_shard has fused: expected get_fsdp_context in one of "
             f"{', '.join(_CONTEXT_MODULES)}, got none in Paddle {paddle.__version__}. Remedy: use a version of Paddle "
             "that this version of paddle_flexckpt knows, 3.0 to 3.3"
@@ -283,7 +282,7 @@ def describe_fused(weight: ShardedWeight) -> ShardedWeight:
     What has been gathered of it is dropped. What a later forward gathers is not: so describe anew for each load.
 
     Raises:
-        CheckpointError: This Paddle does not tell what is fused.
+        RuntimeError: This Paddle does not tell what is fused.
         ValueError: The buffer has another size than this rank's piece, or is spread over more than one mesh axis.
     """
     parameter = weight.dist_tensor
