@@ -44,6 +44,8 @@ class Files(Source):
     manifest: Manifest
     reader: FileReader
     keeps_plans = True
+    #: What progress is told of.
+    phase = "read"
 
     def __init__(
         self,
@@ -103,8 +105,11 @@ class Files(Source):
 
     def move(self, task: Task) -> dict[str, Any]:
         """Read every piece into its target, and compute what is computed."""
+        meter = self._options.meter(self.phase, self._plan.needed_bytes)
+        self.reader.tell(meter)
         for row in self.fill(task):
             task.memory.filled(row)
+        meter.finish()
         counts = {"bytes_needed": self._plan.needed_bytes, "peak_scratch_bytes": self._filling.peak_scratch_bytes}
         said = {"comm_method": "direct", "comm_reason": self._reason}
         return {**counts, "reads": self.reader.count.reads, **reads_of(self.reader), **said}

@@ -257,8 +257,10 @@ class FilePeers(Peers):
         reader = FileReader(backend, self._files.manifest, self._options.verify, self._options.use_replicas)
         self._reader = self.closing.enter_context(reader)
         used = [plan.local.source, *(pieces.source for pieces in plan.outgoing.values())]
+        rows = np.unique(np.concatenate(used))
+        self._read_bytes = int(self.rows.byte_length[rows].sum())
         with reading(self.path):
-            reader.check_files(self._item[np.concatenate(used)])
+            reader.check_files(self._item[rows])
 
     @property
     def round_of_row(self) -> np.ndarray:
@@ -267,6 +269,7 @@ class FilePeers(Peers):
 
     def open_rows(self, rounds: Rounds) -> HeldRows:
         """Return what this rank reads, round by round; a thread reads ahead."""
+        meter = self._meter = self._options.meter("read", self._read_bytes)
         size, dtypes = self.rows.size, [dtype_of(name).numpy for name in self.rows.dtypes]
 
         def reads(number: int) -> Pieces:
@@ -284,6 +287,7 @@ class FilePeers(Peers):
                     if row not in there:
                         there[row] = np.empty(size[row], dtype=dtypes[self.rows.dtype[row]])
                     self._reader.read(item, copy, there[row])
+                    meter.add(copy.size * there[row].itemsize)
             return there.__getitem__
 
         return RowsReadAhead(rounds.count, read)
@@ -293,7 +297,9 @@ class FilePeers(Peers):
         said = {"comm_method": self.comm_method, "comm_reason": self.comm_reason}
         if not self.between_ranks:
             return {**self._files.move(task), **said}
-        return {**super().move(task), "reads": self._reader.count.reads, **reads_of(self._reader), **said}
+        moved = super().move(task)
+        self._meter.finish()
+        return {**moved, "reads": self._reader.count.reads, **reads_of(self._reader), **said}
 
     def _lost(self, rows: np.ndarray) -> list[str]:
         """Return what of some source rows is lost, by file."""
