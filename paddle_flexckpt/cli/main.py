@@ -15,6 +15,7 @@ _COMMANDS = {
     "convert": ("convert",),
     "overview": ("ls", "du", "doctor"),
     "rehearse": ("rehearse",),
+    "map": ("map",),
     "statements": ("explain", "expand", "invert", "rules"),
     "patch": ("patch",),
 }
