@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +41,7 @@ from paddle_flexckpt.media.backend import Backend, Location, publish
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.planning.strategy import parse_strategy
+from paddle_flexckpt.progress import Meter
 from paddle_flexckpt.report import Report, format_bytes, order_warning, replica_warning
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -52,7 +53,7 @@ LEAST_MEMORY = 128 << 20
 # One band is written while the next is read; as much again is for tiles and buffers.
 _BANDS = 4
 # Of what is written these say nothing.
-_HOW = ("verify", "use_replicas", "memory_bytes", "restart", "unique_id", "config")
+_HOW = ("verify", "use_replicas", "memory_bytes", "restart", "unique_id", "config", "progress")
 
 
 @dataclass(frozen=True)
@@ -297,6 +298,8 @@ class _Conversion:
             counts.append(len(bands) - before)
         options = self._options.keywords(FileOptions)
         source = Files(self._directory.backend, FileOptions(**options), self._manifest, plain_errors=True)
+        files = [self._target.files[number] for number in numbers]
+        meter = self._options.meter("write", sum(file.data_bytes for file in files), len(files))
         with source.closing:
             arrays: Iterator[np.ndarray] = iter(())
             said: dict[str, Any] = {}
@@ -307,9 +310,11 @@ class _Conversion:
                 task = transfer.prepare()
                 arrays = (memory.take(row)[1] for row in source.fill(task))
                 said["maybe_fused"] = task.resolution.report()["maybe_fused"]
-            for number, count in zip(numbers, counts):
-                records[number] = self._target.write(number, itertools.islice(arrays, count))
-                notes.note(self._target.files[number].name, records[number])
+            for number, file, count in zip(numbers, files, counts):
+                records[number] = self._target.write(number, _told(itertools.islice(arrays, count), meter))
+                notes.note(file.name, records[number])
+                meter.add(0, 1)
+            meter.finish()
             next(arrays, None)  # the end of what fills them
             if bands:
                 said.update(reads_of(source.reader))
@@ -337,6 +342,15 @@ class _Conversion:
         if dtype is None or all(name.rpartition(".")[2] == dtype for name in named):
             return []
         return [f"{CONFIG_FILE} was copied as it is, and says {named[0]}; the tensors are {dtype}"]
+
+
+def _told(arrays: Iterable[np.ndarray], meter: Meter) -> Iterator[np.ndarray]:
+    """Yield arrays, and count each when it is written."""
+    for array in arrays:
+        nbytes = array.nbytes
+        yield array
+        del array
+        meter.add(nbytes)
 
 
 def _cast(infos: Mapping[str, TensorInfo], dtype: str) -> dict[str, TensorInfo]:

@@ -96,7 +96,7 @@ def group(infos: Mapping[str, TensorInfo], max_file_bytes: int, most: int = sys.
     parts: list[list[str]] = [[]]
     size = 0
     for name in sorted(infos):
-        length = bytes_of(infos[name])
+        length = infos[name].nbytes
         if parts[-1] and (size + length > max_file_bytes or len(parts[-1]) >= most):
             parts.append([])
             size = 0
@@ -108,12 +108,12 @@ def group(infos: Mapping[str, TensorInfo], max_file_bytes: int, most: int = sys.
 def divide_evenly(infos: Mapping[str, TensorInfo], max_file_bytes: int, ranks: int) -> list[TensorFile]:
     """Divide tensors among as many files for each rank, about equally large: in the order of their names."""
     names = sorted(infos)
-    total = sum(bytes_of(infos[name]) for name in names)
+    total = sum(infos[name].nbytes for name in names)
     count = ranks * max(math.ceil(total / ranks / max_file_bytes), 1)
     parts: list[list[str]] = [[] for _ in range(count)]
     before = 0
     for name in names:
-        length = bytes_of(infos[name])
+        length = infos[name].nbytes
         # By its middle: a large tensor is not always the last of its file.
         parts[min((2 * before + length) * count // (2 * max(total, 1)), count - 1)].append(name)
         before += length
@@ -151,11 +151,6 @@ def make_index(files: Sequence[TensorFile]) -> bytes:
     return (json.dumps(index, ensure_ascii=False, indent=2) + "\n").encode()
 
 
-def bytes_of(info: TensorInfo) -> int:
-    """Return the bytes of a tensor."""
-    return math.prod(info.shape) * dtype_of(info.dtype).itemsize
-
-
 def _files(parts: Sequence[list[str]], infos: Mapping[str, TensorInfo]) -> list[TensorFile]:
     files = []
     for number, part in enumerate(parts, 1):
@@ -165,7 +160,7 @@ def _files(parts: Sequence[list[str]], infos: Mapping[str, TensorInfo]) -> list[
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in part:
-            begin, end = end, end + bytes_of(infos[name])
+            begin, end = end, end + infos[name].nbytes
             code = dtype_of(infos[name].dtype).safetensors
             entries[name] = {"dtype": code, "shape": list(infos[name].shape), "data_offsets": [begin, end]}
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()

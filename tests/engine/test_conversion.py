@@ -352,6 +352,15 @@ def test_data_that_does_not_end_with_an_item_is_refused(parts):
         list(in_blocks([10], (np.zeros(part, np.uint8) for part in parts)))
 
 
+def test_progress_is_told(checkpoint, tmp_path):
+    told = []
+    report = convert_checkpoint(checkpoint, tmp_path / "out", max_file_bytes=500, progress=told.append)
+    assert (told[-1].phase, told[-1].bytes_done, told[-1].bytes_total) == ("write", *[report.total_bytes] * 2)
+    assert (told[-1].items_done, told[-1].items_total) == (len(report.files), len(report.files))
+    with pytest.raises(ValidationError, match="progress has to be a function"):
+        convert_checkpoint(checkpoint, tmp_path / "other", progress=3)
+
+
 # --- what is interrupted --------------------------------------------------------------------------------------------
 
 
