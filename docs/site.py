@@ -36,6 +36,7 @@ MORE = {
         "paddle_flexckpt.engine.rehearsal.RehearsalReport",
         "paddle_flexckpt.media.opening.open_storage",
         "paddle_flexckpt.engine.digests.digest_checkpoint",
+        "paddle_flexckpt.engine.holders.find_holders",
         "paddle_flexckpt.live.digests.digest_state_dict",
         "paddle_flexckpt.live.publishing.PublishOptions",
         "paddle_flexckpt.engine.tensor_reader.TensorReader",
