@@ -219,7 +219,12 @@ class RecordRuns:
 
 
 def _refer(
-    made: list[Any], refers: Sequence[bytes], kind: type[Sized], memo: list[Any], fresh: Mapping[int, Any], starts: np.ndarray
+    made: list[Any],
+    refers: Sequence[bytes],
+    kind: type[Sized],
+    memo: list[Any],
+    fresh: Mapping[int, Any],
+    starts: np.ndarray,
 ) -> None:
     """Put what rows refer to into their column."""
     distinct = set(refers)
