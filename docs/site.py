@@ -35,6 +35,8 @@ MORE = {
         "paddle_flexckpt.engine.comparison.DiffReport",
         "paddle_flexckpt.engine.rehearsal.RehearsalReport",
         "paddle_flexckpt.media.opening.open_storage",
+        "paddle_flexckpt.progress.Progress",
+        "paddle_flexckpt.progress.Meter",
         "paddle_flexckpt.engine.digests.digest_checkpoint",
         "paddle_flexckpt.engine.holders.find_holders",
         "paddle_flexckpt.live.digests.digest_state_dict",

@@ -18,6 +18,7 @@ from paddle_flexckpt.catalog.validate import row_boxes
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.engine.digests import box_sums, digest_checkpoint, digest_of
+from paddle_flexckpt.engine.options import GROUP, SHARDS, same_on_all_ranks
 from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.live.sources import check_layout
@@ -26,8 +27,10 @@ from paddle_flexckpt.live.tensors import HostTensor
 from paddle_flexckpt.media.backend import Location
 
 _CONTEXT = "cannot digest the state"
+_ONE_READS = "it is of a checkpoint, which one process reads alone"
 
 
+@same_on_all_ranks(source=SHARDS, process_group=GROUP, unique_id=_ONE_READS, aoa_config=_ONE_READS)
 def digest(
     source: Location | Mapping[str, Any],
     process_group: Any = None,

@@ -103,7 +103,8 @@ class NodeSave:
         """Write this rank's data file; return its part of the manifest, and the block checksums of all items."""
         self._clean_up()
         with share.data() as data:
-            part = self.directory.write_data(self.names, share.items, data, world_size=self.comm.size, step=share.step)
+            size, directory = self.comm.size, self.directory
+            part = directory.write_data(self.names, share.items, data, world_size=size, **share.written())
         return part.encode(), part.checksums
 
     def _clean_up(self) -> None:

@@ -107,9 +107,9 @@ class SharedSave:
         directory, names, is_told = self.directory, self.names, size == 1 or not self.directory.backend.has_path
         with share.data() as data:
             if not is_told:
-                part = directory.write_share(names, rank, share.items, data, world_size=size, step=share.step)
+                part = directory.write_share(names, rank, share.items, data, world_size=size, **share.written())
                 return b"", part.checksums
-            part = directory.write_data(names, share.items, data, world_size=size, step=share.step)
+            part = directory.write_data(names, share.items, data, world_size=size, **share.written())
         encoded = part.encode()
         if size > 1 and len(encoded) * size > TOLD_BYTES:
             directory.write_part(names, rank, part)

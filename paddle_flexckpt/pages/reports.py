@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from paddle_flexckpt.engine.comparison import DiffReport
 from paddle_flexckpt.engine.rehearsal import RankReads, RehearsalReport
+from paddle_flexckpt.engine.save_rehearsal import SaveRehearsal
 from paddle_flexckpt.pages.charts import heat_map
-from paddle_flexckpt.pages.markup import Markup, Section, bullets, element, facts, join, page, paragraph, table
+from paddle_flexckpt.pages.markup import Content, Markup, Section, bullets, element, facts, join, page, paragraph, table
 from paddle_flexckpt.pages.ranks import by_rank, of_bytes, of_counts
 from paddle_flexckpt.report import format_bytes, format_ranks
 
@@ -91,10 +92,7 @@ def rehearsal_page(report: RehearsalReport) -> str:
             ]
         )
     ]
-    if not report.ok:
-        overview += [paragraph("The job would raise this on every rank:"), element("pre", report.error)]
-    if report.notes:
-        overview += [paragraph("Taken for granted:"), bullets(report.notes)]
+    overview += [*_failure(report.error), *_notes(report.notes)]
     found = [Section("Overview", join(overview))]
     if report.ok:
         found += _ranks(report)
@@ -108,6 +106,35 @@ def rehearsal_page(report: RehearsalReport) -> str:
         elif keys:
             found.append(Section(name.capitalize(), bullets(keys, MOST_ROWS)))
     return page(title, report.summary() if report.ok else "It does not load.", found)
+
+
+def save_rehearsal_page(report: SaveRehearsal) -> str:
+    """Return a page of what a save would do, or why it would fail."""
+    pairs: list[tuple[str, Content]] = [("saves", "yes" if report.ok else "no"), ("ranks", report.world_size)]
+    if report.ok:
+        pairs += [("tensors", report.keys), ("files", report.files), ("imbalance", f"{report.imbalance:.2f}")]
+        pairs += [("written", format_bytes(report.total_bytes)), ("held", format_bytes(report.held_bytes))]
+    pairs += [(f"seconds, {way}", f"{value:.1f}") for way, value in report.seconds.items()]
+    overview = [facts(pairs), *_failure(report.error), *_notes(report.notes)]
+    found = [Section("Overview", join(overview))]
+    if report.ok:
+        series = [
+            (of_bytes if "bytes" in name else of_counts)(name.replace("_", " ").capitalize(), values)
+            for name, values in report.ranks.items()
+        ]
+        found.append(Section("What each rank writes and holds", by_rank("rank", series)))
+    lead = report.summary() if report.ok else "It does not save."
+    return page(f"Save under {report.strategy}, rehearsed", lead, found)
+
+
+def _failure(error: str) -> list[Markup]:
+    if not error:
+        return []
+    return [paragraph("The job would raise this on every rank:"), element("pre", error)]
+
+
+def _notes(notes: Sequence[str]) -> list[Markup]:
+    return [paragraph("Taken for granted:"), bullets(notes)] if notes else []
 
 
 def _ranks(report: RehearsalReport) -> list[Section]:

@@ -7,8 +7,9 @@ import html
 import pytest
 
 from paddle_flexckpt.engine.comparison import DiffReport
+from paddle_flexckpt.engine.save_rehearsal import SaveRehearsal
 from paddle_flexckpt.pages.markup import text
-from paddle_flexckpt.pages.reports import diff_page, rehearsal_page
+from paddle_flexckpt.pages.reports import diff_page, rehearsal_page, save_rehearsal_page
 from tests.pages.samples import HOSTILE, check, difference, rehearsal
 
 
@@ -47,6 +48,12 @@ def test_a_rehearsal_that_fails_says_why():
     (error,) = [each for tag, each in found.texts if tag == "pre"]
     assert error == f"no such key\n  1. {HOSTILE[0]}"
     assert "From rank to rank" not in found.text()
+
+
+def test_a_save_that_fails_says_why():
+    found = check(save_rehearsal_page(SaveRehearsal("tp=2", 2, error=HOSTILE[0], notes=[HOSTILE[1]])))
+    assert [each for tag, each in found.texts if tag == "pre"] == [HOSTILE[0]]
+    assert HOSTILE[1] in found.text()
 
 
 def test_what_differs_is_all_there():
