@@ -102,7 +102,8 @@ class NodeSave:
         """Write this rank's data file; return its part of the manifest, and the block checksums of all items."""
         self._clean_up()
         with share.data() as data:
-            part = self.directory.write_data(self.names, share.items, data, world_size=self.comm.size, step=share.step)
+            size, directory = self.comm.size, self.directory
+            part = directory.write_data(self.names, share.items, data, world_size=size, **share.written())
         return Written(part.encode(), part.checksums)
 
     def write_partitions(self, said: Sequence[bytes], received: Mapping[int, bytes]) -> dict[int, bytes]:

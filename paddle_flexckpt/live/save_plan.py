@@ -33,6 +33,7 @@ from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.partitions import partitions_for
 from paddle_flexckpt.planning.comparison import Comparison, Lines
 from paddle_flexckpt.planning.write_plan import Items, lay_out
+from paddle_flexckpt.progress import Meter, ProgressCallback
 
 # Host tensors whose memory is looked up in one call.
 _TENSORS_AT_ONCE = 1024
@@ -256,15 +257,26 @@ class Share:
     """
 
     def __init__(
-        self, plan: SavePlan, file: str, tensors: Sequence[Any], step: int | None, devices: Sequence[str]
+        self,
+        plan: SavePlan,
+        file: str,
+        tensors: Sequence[Any],
+        step: int | None,
+        devices: Sequence[str],
+        progress: ProgressCallback | None = None,
     ) -> None:
-        """Take a rank's items of a plan, the name of its data file, and its tensors."""
-        self.partitions = plan.partitions
+        """Take a rank's items of a plan, the name of its data file, its tensors, and who is told of progress."""
+        self._progress, self.partitions = progress, plan.partitions
         self.items = replace(plan.items, files=(file,), file=np.zeros(len(plan.items), dtype=np.int32))
         self.step, self.devices = step, devices
         self._tensors, self._rows = tensors, plan.rows
         self._starts = plan.starts * self.items.itemsize
         self._stops = self._starts + self.items.byte_length
+
+    def written(self) -> dict[str, Any]:
+        """Return the step, and what counts this rank's items: how they are written."""
+        nbytes = int(self.items.byte_length.sum())
+        return {"step": self.step, "meter": Meter(self._progress, "write", nbytes, len(self.items))}
 
     @contextlib.contextmanager
     def data(self) -> Iterator[Iterator[np.ndarray]]:

@@ -118,7 +118,13 @@ def save_state_dict(
         CheckpointError: A rank could not write (likewise); the directory holds what it held before. Or an earlier
             asynchronous save failed and nobody has seen that; this one was not begun.
     """
-    asked = SaveOptions(coordinator_rank, unique_id, async_save, save_replicas, **options)
+    asked = SaveOptions(
+        coordinator_rank=coordinator_rank,
+        unique_id=unique_id,
+        async_save=async_save,
+        save_replicas=save_replicas,
+        **options,
+    )
     return Save(state_dict, path, communicator_for(process_group), asked).run()
 
 
@@ -327,7 +333,8 @@ class Save:
         """Take what planning gave, now or in an earlier save of the same layout."""
         self._plan, self._state = plan, state
         file = self.destination.names.data_file(self._comm.rank)
-        self._share = Share(plan, file, state.tensors, self._options.step, self._devices)
+        options = self._options
+        self._share = Share(plan, file, state.tensors, options.step, self._devices, options.progress)
         self._planned = time.perf_counter()
 
     def write(self) -> tuple[SaveReport, list[bytes]]:

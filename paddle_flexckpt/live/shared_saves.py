@@ -114,9 +114,9 @@ class SharedSave:
             self._partitions = PartitionWriter(self._comm, directory, names, share.partitions)
         with share.data() as data:
             if not is_told and self._partitions is None:
-                part = directory.write_share(names, rank, share.items, data, world_size=size, step=share.step)
+                part = directory.write_share(names, rank, share.items, data, world_size=size, **share.written())
                 return Written(b"", part.checksums)
-            part = directory.write_data(names, share.items, data, world_size=size, step=share.step)
+            part = directory.write_data(names, share.items, data, world_size=size, **share.written())
         if self._partitions is not None:
             told, rows = self._partitions.send(part)
             return Written(told, part.checksums, rows)

@@ -35,6 +35,7 @@ from paddle_flexckpt.native.directory import MANIFEST, MARKER, CheckpointDirecto
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
 from paddle_flexckpt.native.partition_files import describe_partition, encode_partition, split_rows
 from paddle_flexckpt.native.partitions import Partition, count_partitions
+from paddle_flexckpt.progress import SILENT, Meter
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -129,17 +130,28 @@ class SaveDirectory(CheckpointDirectory):
         *,
         world_size: int,
         step: int | None = None,
+        meter: Meter = SILENT,
     ) -> Manifest:
         """Write a rank's data file, as :func:`write_data_file` does, and then its part, which is returned."""
-        part = self.write_data(save, items, data, world_size=world_size, step=step)
+        part = self.write_data(save, items, data, world_size=world_size, step=step, meter=meter)
         self.write_part(save, rank, part)
         return part
 
     def write_data(
-        self, save: SaveNames, items: Catalog, data: Iterable[np.ndarray], *, world_size: int, step: int | None = None
+        self,
+        save: SaveNames,
+        items: Catalog,
+        data: Iterable[np.ndarray],
+        *,
+        world_size: int,
+        step: int | None = None,
+        meter: Meter = SILENT,
     ) -> Manifest:
-        """Write a rank's data file and return its part."""
-        return write_data_file(self.backend, items, data, SaveInfo(save.token, save.unique_id, world_size, step))
+        """Write a rank's data file and return its part; ``meter`` is told of what is written."""
+        info = SaveInfo(save.token, save.unique_id, world_size, step)
+        part = write_data_file(self.backend, items, data, info, meter)
+        meter.finish()
+        return part
 
     def write_part(self, save: SaveNames, rank: int, part: Manifest) -> None:
         """Write a rank's part; its data file is durable already."""
