@@ -2,7 +2,7 @@
 
 1. Take the right to save, and write a marker, which tells the files of a dead save from others.
 2. Write the data files, then the ranks' parts, and the partitions of a manifest of very many rows; each is durable at
-   once.
+   once. Where ranks write the partitions themselves there are no parts.
 3. Make the directory's entries durable, then put the manifest in place, whole or not at all.
 4. Bring the companion file, for another program's loader, up to date.
 5. Remove what has been replaced, then the marker.
