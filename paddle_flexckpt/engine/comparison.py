@@ -14,7 +14,7 @@ import numpy as np
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import dtype_of, group_replicas
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
-from paddle_flexckpt.engine.whole_tensors import iterate_tensors
+from paddle_flexckpt.engine.whole_tensors import iterate_bands
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import LockedManifest
@@ -135,7 +135,7 @@ def diff(
     """Compare two checkpoints of any format and layout.
 
     Tensors that both have in the same shards are compared by the checksums of their blocks, and only blocks that differ
-    are read. Others are read whole, one at a time. Values are compared by their bits.
+    are read. Others are read, at most 64 MiB of each side at a time. Values are compared by their bits.
 
     Args:
         first: A checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file.
@@ -181,13 +181,13 @@ def diff(
             meter.add(info.nbytes, items=1)
             if found.changed:
                 differing[key] = found.result()
-        for key, values in _both_whole(one, two, whole):
-            found = _Difference(one.infos[key])
-            found.add(*values, lambda element: element)
-            counts["bytes_read"] += sum(each.nbytes for each in values)
-            meter.add(values[0].nbytes, items=1)
-            if found.changed:
-                differing[key] = found.result()
+        read = {key: _Difference(one.infos[key]) for key in whole}
+        for key, start, former, latter in _both_in_bands(one, two, whole):
+            read[key].add(former, latter, lambda element: element, start)
+            counts["bytes_read"] += former.nbytes + latter.nbytes
+            meter.add(former.nbytes, items=not start)
+            del former, latter
+        differing.update((key, found.result()) for key, found in read.items() if found.changed)
         meter.finish()
         return DiffReport(
             first=one.directory.path,
@@ -291,13 +291,18 @@ def _position_in(side: _Side, row: int) -> _Position:
     return position
 
 
-def _both_whole(one: _Side, two: _Side, keys: list[str]) -> Iterator[tuple[str, tuple[np.ndarray, np.ndarray]]]:
-    """Yield the values of tensors in both, one tensor at a time."""
+def _both_in_bands(one: _Side, two: _Side, keys: list[str]) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
+    """Yield the values of tensors in both, at most a band at a time: key, number of the first element, elements."""
     if not keys:
         return
-    pairs = zip(*(iterate_tensors(side.directory.backend, side.manifest, side.mapping, keys) for side in (one, two)))
-    for (key, first), (_, second) in pairs:
-        yield key, (first.ravel(), second.ravel())
+    bands, others = (iterate_bands(side.directory.backend, side.manifest, side.mapping, keys) for side in (one, two))
+    key, start = "", 0
+    for name, _, array in bands:
+        key, start = name, start if name == key else 0
+        yield key, start, array.ravel(), next(others)[2].ravel()
+        start += array.size
+        del array  # gone before the next one is read
+    next(others, None)
 
 
 @dataclass

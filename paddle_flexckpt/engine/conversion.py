@@ -255,17 +255,20 @@ class _Conversion:
         with sink.locks.take():
             own = [CONFIG_FILE] if self._config is not None else []
             notes.begin([*target.names(), *own], self._options.restart)
-            if self._config is not None:
-                publish(sink, CONFIG_FILE, self._config)
-            target.begin()
+            files, done = target.files, dict[str, Any]()
             records: dict[int, bytes] = {}
-            for number, file in enumerate(target.files):
-                record = notes.read(file.name)
-                if record is not None and target.holds(number, record):
-                    records[number] = record
-            kept = [target.files[number].name for number in records]
-            done = self._write([n for n in range(len(target.files)) if n not in records], records, notes)
-            target.commit([records[number] for number in range(len(target.files))])
+            kept = [file.name for file in files]
+            if not target.is_committed():
+                if self._config is not None:
+                    publish(sink, CONFIG_FILE, self._config)
+                target.begin()
+                for number, file in enumerate(files):
+                    record = notes.read(file.name)
+                    if record is not None and target.holds(number, record):
+                        records[number] = record
+                kept = [files[number].name for number in records]
+                done = self._write([number for number in range(len(files)) if number not in records], records, notes)
+            target.commit([records[number] for number in sorted(records)])
             notes.end()
         total = sum(file.data_bytes for file in target.files)
         return ConvertReport(

@@ -41,6 +41,7 @@ from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.header import encode_header
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.native.partitions import count_partitions
+from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 from paddle_flexckpt.planning import plan_write
 from paddle_flexckpt.planning.strategy import Strategy
 
@@ -92,8 +93,8 @@ class PlannedFile:
 class ConversionTarget(ABC):
     """Write a checkpoint in one format, file by file.
 
-    :meth:`begin`, then :meth:`write` for each file that :meth:`holds` does not find as it was written, then
-    :meth:`commit`; a process may die at any point, and another one begins anew with the same content.
+    Unless :meth:`is_committed`, :meth:`begin`, then :meth:`write` for each file that :meth:`holds` does not find as it
+    was written; then :meth:`commit`. A process may die at any point, and another one begins anew with the same content.
 
     Attributes:
         by_safetensors: Whether its files can hold only what safetensors itself knows.
@@ -138,8 +139,15 @@ class ConversionTarget(ABC):
         """Return whether a file is there, byte for byte as :meth:`write` has left it."""
 
     @abstractmethod
+    def is_committed(self) -> bool:
+        """Return whether the checkpoint exists: then no file of it may be touched."""
+
+    @abstractmethod
     def commit(self, records: Sequence[bytes]) -> None:
-        """Make the checkpoint exist, with what :meth:`write` returned of all files; to do so again is fine."""
+        """Make the checkpoint exist, with what :meth:`write` returned of all files.
+
+        One that exists gets what else belongs to it.
+        """
 
 
 class HuggingFaceTarget(ConversionTarget):
@@ -174,6 +182,10 @@ class HuggingFaceTarget(ConversionTarget):
             return False
         return json.dumps(said).encode() == record and said["bytes"] == file.nbytes
 
+    def is_committed(self) -> bool:
+        """Implement the base class; a single file needs no index, and is replaced as a whole."""
+        return len(self._files) > 1 and INDEX_FILE in self.sink.names()
+
     def commit(self, records: Sequence[bytes]) -> None:
         """Implement the base class."""
         if len(self._files) > 1:
@@ -200,10 +212,24 @@ class NativeTarget(ConversionTarget):
         world = content.strategy.ranks if content.strategy is not None else len(self._ranks)
         self._info = SaveInfo(content.token, 0, world, content.step)
         self._items = [self._catalog.take(self._catalog.rank == rank) for rank in self._ranks]
+        problems = [problem for items in self._items for problem in self._header_problems(items)]
+        if problems:
+            raise ValidationError(problems)
         self.files = [
             PlannedFile(self._save.data_file(rank), _parts(items), int(items.byte_length.sum()))
             for rank, items in zip(self._ranks, self._items)
         ]
+
+    def _header_problems(self, items: Catalog) -> Iterator[str]:
+        """Yield why a rank's file cannot have a header."""
+        if len(items) <= MOST_TENSORS:
+            return
+        length = len(encode_header(items, self._info)) - 8
+        if length > MAX_HEADER_BYTES:
+            yield (
+                f"the header of {items.file_name(0)} would have {length} bytes; safetensors allows {MAX_HEADER_BYTES}. "
+                "Remedy: a strategy with more ranks, or whole tensors (without --to)"
+            )
 
     def _whole(self) -> Catalog:
         content, tables = self.content, []
@@ -250,8 +276,7 @@ class NativeTarget(ConversionTarget):
 
     def begin(self) -> None:
         """Implement the base class."""
-        if not self._directory.is_committed(self._save):
-            self._directory.mark_save(self._save, self._info.world_size)
+        self._directory.mark_save(self._save, self._info.world_size)
 
     def write(self, number: int, data: Iterable[np.ndarray]) -> bytes:
         """Implement the base class."""
@@ -272,10 +297,14 @@ class NativeTarget(ConversionTarget):
         except (CorruptCheckpointError, ValidationError):
             return False
 
+    def is_committed(self) -> bool:
+        """Implement the base class."""
+        return self._directory.is_committed(self._save)
+
     def commit(self, records: Sequence[bytes]) -> None:
         """Implement the base class."""
         directory, save = self._directory, self._save
-        if directory.is_committed(save):
+        if self.is_committed():
             directory.finish(save)
             return
         for name in filter(save.owns_partition, self.sink.names()):

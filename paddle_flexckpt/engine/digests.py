@@ -17,7 +17,7 @@ import xxhash
 from paddle_flexckpt.algebra import strides_of_shape
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
-from paddle_flexckpt.engine.whole_tensors import iterate_tensors
+from paddle_flexckpt.engine.whole_tensors import iterate_bands
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import LockedManifest
@@ -41,7 +41,7 @@ def digest_checkpoint(
 ) -> dict[str, str]:
     """Return a digest of each tensor of a checkpoint, which does not depend on how it was cut.
 
-    One process reads everything, one tensor at a time; blocks are verified.
+    One process reads everything, at most 64 MiB of a tensor at a time; blocks are verified.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file.
@@ -57,17 +57,18 @@ def digest_checkpoint(
         ValidationError: There is no such checkpoint, or the statements do not fit.
         CorruptCheckpointError: It is damaged.
     """
-    directory, found = SourceDirectory(path), {}
+    directory, sums = SourceDirectory(path), dict[str, np.ndarray]()
     with LockedManifest(directory, unique_id) as manifest:
         mapping = whole_mapping(aoa_config, manifest.catalog)
         infos = tensor_infos(manifest.catalog, mapping, extra_state)
         meter = Meter(progress, "digest", sum(info.nbytes for info in infos.values()), len(infos))
-        for key, array in iterate_tensors(directory.backend, manifest, mapping, sorted(infos)):
-            shape = infos[key].shape
-            found[key] = digest_of(infos[key], box_sums(array.ravel(), (0,) * len(shape), shape, shape))
-            meter.add(array.nbytes, items=1)
+        for key, box, array in iterate_bands(directory.backend, manifest, mapping, sorted(infos)):
+            band = box_sums(array.ravel(), box.offset, box.shape, infos[key].shape)
+            meter.add(array.nbytes, items=key not in sums)
+            sums[key] = sums[key] + band if key in sums else band
+            del array
         meter.finish()
-    return found
+    return {key: digest_of(infos[key], total) for key, total in sums.items()}
 
 
 def digest_of(info: TensorInfo, sums: np.ndarray) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Collection
@@ -12,17 +11,16 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.aoa import AoaConfig
-from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.agreement import Solo
 from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import ALONE, ExportOptions, takes
 from paddle_flexckpt.engine.targets import Targets
-from paddle_flexckpt.engine.tensor_files import INDEX_FILE, TensorFile, choose_tensors, divide, make_index
+from paddle_flexckpt.engine.tensor_files import INDEX_FILE, OutputDirectory, choose_tensors, divide, make_index
 from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
 from paddle_flexckpt.engine.whole_tensors import CHOSEN, WholeTensors
 from paddle_flexckpt.foreign.formats import open_destination
-from paddle_flexckpt.media.backend import Backend, Location, OutputFile, exists, publish
+from paddle_flexckpt.media.backend import Backend, Location
 from paddle_flexckpt.report import ExportReport, LoadReport
 
 # With the operands of a tile, and what the files' own reader and writer hold, an export stays below 256 MiB.
@@ -75,14 +73,11 @@ class _Export(WholeTensors):
     Leaving the context by an error leaves nothing behind.
     """
 
-    _made = False
-    _stream: OutputFile | None = None
-    _left: int
+    _left = 0
 
     def __init__(self, sink: Backend, source: Files, options: ExportOptions) -> None:
         super().__init__(BAND_BYTES)
-        self._sink, self._source, self._options = sink, source, options
-        self._written: list[str] = []
+        self._output, self._source, self._options = OutputDirectory(sink), source, options
 
     def __enter__(self) -> _Export:
         return self
@@ -90,20 +85,12 @@ class _Export(WholeTensors):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:
-            return
-        if self._stream is not None:
-            self._stream.abort()
-        with contextlib.suppress(OSError):
-            for name in self._written:
-                self._sink.remove(name)
-            if self._made:
-                self._sink.remove_directory()
+        if kind is not None:
+            self._output.undo()
 
     def describe(self) -> Targets:
         """Check the output, choose tensors, and divide them among files; return them as targets."""
-        if self._sink.names() or self._sink.names("directories"):
-            raise ValidationError([f"{self._sink.path} is not empty. Remedy: give another output, or empty it"])
+        self._output.check_unused()
         self._mapping = whole_mapping(self._options.aoa_config, self._source.catalog)
         infos = tensor_infos(self._source.catalog, self._mapping, extra_state=True)
         keys, self._left_out = choose_tensors(infos, self._options.start, self._options.states)
@@ -117,36 +104,32 @@ class _Export(WholeTensors):
 
     def filled(self, row: int) -> None:
         """Write a tensor, or a band of one, behind the one before."""
-        stream = self._stream or self._begin(next(self._next))
+        if not self._left:
+            self._begin()
         # No name for the array: it is gone before the next one is read.
-        stream.write(memoryview(self.take(row)[1].ravel().view(np.uint8)))
+        self._output.open(self._file).write(memoryview(self.take(row)[1].ravel().view(np.uint8)))
         self._left -= 1
         if not self._left:
-            stream.finish()
-            self._stream = None
+            self._output.finish()
 
-    def _begin(self, file: TensorFile) -> OutputFile:
-        if not self._written:
-            self._made = not exists(self._sink)
-            self._sink.make_directory()
-        self._stream = stream = self._sink.create(file.name, "replace", size=file.nbytes)
-        self._written.append(file.name)
-        self._left = sum(map(self._bands.__getitem__, file.names))
-        stream.write(file.header)
-        return stream
+    def _begin(self) -> None:
+        """Turn to the next file."""
+        self._file = next(self._next)
+        if self._file is self._files[0]:
+            self._output.make()
+        self._left = sum(map(self._bands.__getitem__, self._file.names))
 
     def finish(self, untouched: Collection[str]) -> None:
         """Write the index."""
         if len(self._files) > 1:
-            self._written.append(INDEX_FILE)
-            publish(self._sink, INDEX_FILE, make_index(self._files))
-        self._sink.sync()
+            self._output.publish(INDEX_FILE, make_index(self._files))
+        self._output.backend.sync()
 
     def report(self, done: LoadReport) -> ExportReport:
         """Return what was done."""
         return ExportReport(
             **{name: getattr(done, name) for name in _OF_LOAD},
-            output=self._sink.path,
+            output=self._output.backend.path,
             files=[file.name for file in self._files],
             left_out=self._left_out,
             unfed=sorted(self._mapping.unfed) if self._mapping is not None and self._options.states else [],

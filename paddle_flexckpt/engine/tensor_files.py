@@ -1,10 +1,11 @@
-"""Divide tensors among safetensors files in the style of Hugging Face: names, headers, index.
+"""Divide tensors among safetensors files in the style of Hugging Face, and write them: names, headers, index.
 
 Tested in tests/engine/test_export.py and tests/live/test_publishing.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import sys
@@ -18,7 +19,7 @@ import xxhash
 from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype_of
-from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.media.backend import Backend, OutputFile, exists, publish
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -118,6 +119,60 @@ def divide_evenly(infos: Mapping[str, TensorInfo], max_file_bytes: int, ranks: i
         parts[min((2 * before + length) * count // (2 * max(total, 1)), count - 1)].append(name)
         before += length
     return _files([part for part in parts if part], infos)
+
+
+class OutputDirectory:
+    """Write files into a directory that is empty or not there yet, and take all of it back if that fails.
+
+    Attributes:
+        backend: The directory.
+        is_made: Whether it was not there before; then :meth:`undo` removes it.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        """Touch nothing yet."""
+        self.backend, self.is_made = backend, False
+        self._written: list[str] = []
+        self._stream: OutputFile | None = None
+
+    def check_unused(self) -> None:
+        """Raise ValidationError if anything is there."""
+        if self.backend.names() or self.backend.names("directories"):
+            raise ValidationError([f"{self.backend.path} is not empty. Remedy: give another output, or empty it"])
+
+    def make(self) -> None:
+        """Make the directory, if it is not there."""
+        self.is_made = not exists(self.backend)
+        self.backend.make_directory()
+
+    def open(self, file: TensorFile) -> OutputFile:
+        """Return the file that is being written; if there is none, begin this one."""
+        if self._stream is None:
+            self._written.append(file.name)
+            self._stream = self.backend.create(file.name, "replace", size=file.nbytes)
+            self._stream.write(file.header)
+        return self._stream
+
+    def finish(self) -> None:
+        """Finish the file that is being written: it appears whole."""
+        if self._stream is not None:
+            self._stream.finish()
+        self._stream = None
+
+    def publish(self, name: str, data: bytes) -> None:
+        """Let a small file appear, whole, after all others are durable."""
+        self._written.append(name)
+        publish(self.backend, name, data)
+
+    def undo(self) -> None:
+        """Remove what was written, the last first; what cannot be removed must not hide why."""
+        if self._stream is not None:
+            self._stream.abort()
+        with contextlib.suppress(OSError):
+            for name in reversed(self._written):
+                self.backend.remove(name)
+            if self.is_made:
+                self.backend.remove_directory()  # where several write to it, the last one finds it empty
 
 
 def write_tensor_file(sink: Backend, file: TensorFile, data: Iterable[np.ndarray]) -> str:

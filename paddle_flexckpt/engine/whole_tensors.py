@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +28,8 @@ from paddle_flexckpt.report import replica_warning
 
 logger = logging.getLogger("paddle_flexckpt")
 
+# Who needs no tensor whole takes a larger one in bands of so many bytes.
+BAND_BYTES = 64 << 20
 # Who asks for whole tensors has chosen among the keys.
 CHOSEN = TransferOptions(optimizer_states="ignore")
 
@@ -72,7 +75,7 @@ class WholeTensors(Memory):
             mapping: What statements make them of, compiled without a target; None takes the source's own tensors.
             boxes: What is wanted of a tensor, by key; by default all of it.
         """
-        builder, self.keys, self._infos = CatalogBuilder(self._rank), [], []
+        builder, self.keys, self._infos, self._boxes = CatalogBuilder(self._rank), [], [], list[Box]()
         bands: list[tuple[int, Box]] = []
         for row, (key, info) in enumerate(infos.items()):
             box = (boxes or {}).get(key) or Box((0,) * len(info.shape), info.shape)
@@ -81,6 +84,7 @@ class WholeTensors(Memory):
             for band in split_tiles(box, max(limit, 1), aligned=False) if box.size else (box,):
                 bands.append((row, band))
                 self.keys.append(key)
+                self._boxes.append(band)
                 self._infos.append(replace(info, shape=band.shape))
         no_names, nowhere = ((),) * len(infos), np.zeros((len(infos), 2), dtype=np.int64)
         some = tuple(bands) if len(bands) > len(infos) else ()
@@ -100,7 +104,7 @@ class WholeTensors(Memory):
         for key, info in infos.items():
             builder.add(key, info.dtype, info.shape, (0,) * len(info.shape), info.shape)
         rows = {key: row for row, key in enumerate(infos)}
-        self.keys = [key for key, _ in parts]
+        self.keys, self._boxes = [key for key, _ in parts], [box for _, box in parts]
         self._infos = [replace(infos[key], shape=box.shape) for key, box in parts]
         no_names, nowhere = ((),) * len(infos), np.zeros((len(infos), 2), dtype=np.int64)
         bands = tuple((rows[key], box) for key, box in parts)
@@ -119,6 +123,11 @@ class WholeTensors(Memory):
         if array is None:  # without elements, which nobody fills
             array = np.empty(0, dtype=dtype_of(info.dtype).numpy)
         return key, array.reshape(info.shape)
+
+    def take_band(self, row: int) -> tuple[str, Box, np.ndarray]:
+        """Return what :meth:`take` does, and the box that it is of its tensor."""
+        key, array = self.take(row)
+        return key, self._boxes[row], array
 
 
 def iterate_tensors(
@@ -149,9 +158,38 @@ def iterate_tensors(
         ValidationError: There is no such key (before anything is read), or statements keep what targets have.
         CorruptCheckpointError: The checkpoint is damaged.
     """
-    memory, catalog = WholeTensors(), manifest.catalog
+    options = FileOptions(verify=verify, use_replicas=use_replicas)
+    with contextlib.closing(_iterate(directory, manifest, mapping, names, options, None)) as tensors:
+        for key, _, array in tensors:
+            yield key, array
+            del array
+
+
+def iterate_bands(
+    directory: Location, manifest: Manifest, mapping: TensorMapping | None = None, names: Iterable[str] | None = None
+) -> Iterator[tuple[str, Box, np.ndarray]]:
+    """Read tensors of a checkpoint, those above 64 MiB in bands of their rows, one at a time.
+
+    Arguments and errors are those of :func:`iterate_tensors`. Where there are bands, blocks are read whole, and
+    verified.
+
+    Yields:
+        Key, and box and elements of the band: those of a tensor in their order, one after the other.
+    """
+    return _iterate(directory, manifest, mapping, names, FileOptions(), BAND_BYTES)
+
+
+def _iterate(
+    directory: Location,
+    manifest: Manifest,
+    mapping: TensorMapping | None,
+    names: Iterable[str] | None,
+    options: FileOptions,
+    band_bytes: int | None,
+) -> Generator[tuple[str, Box, np.ndarray], None, None]:
+    memory, catalog = WholeTensors(band_bytes), manifest.catalog
     chosen = sorted(tensor_infos(catalog, mapping)) if names is None else list(names)
-    source = Files(directory, FileOptions(verify=verify, use_replicas=use_replicas), manifest, plain_errors=True)
+    source = Files(directory, options, manifest, plain_errors=True)
 
     def describe() -> Targets:
         made_by = mapping or whole_mapping(None, catalog, chosen)
@@ -167,7 +205,7 @@ def iterate_tensors(
         task = Transfer(Solo(), source, describe, CHOSEN).prepare()
         try:
             for row in source.fill(task):
-                yield memory.take(row)
+                yield memory.take_band(row)
         finally:  # whoever asks for tensors need not ask for all of them
             if source.reader.replicas_used:
                 logger.warning(replica_warning(source.path, source.reader.replicas_used))

@@ -5,7 +5,6 @@ Tested in tests/live/test_publishing.py.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
@@ -25,15 +24,21 @@ from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import GROUP, SHARDS, ProgressOptions, StatementOptions, rule, takes
 from paddle_flexckpt.engine.plan import split_tiles
 from paddle_flexckpt.engine.targets import Targets
-from paddle_flexckpt.engine.tensor_files import INDEX_FILE, TensorFile, choose_tensors, divide_evenly, make_index
+from paddle_flexckpt.engine.tensor_files import (
+    INDEX_FILE,
+    OutputDirectory,
+    TensorFile,
+    choose_tensors,
+    divide_evenly,
+    make_index,
+)
 from paddle_flexckpt.engine.transfer import quiet_loads
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
 from paddle_flexckpt.foreign.formats import open_destination, shown
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.peers import ReshardOptions
 from paddle_flexckpt.live.resharder import GatheredState
-from paddle_flexckpt.media.backend import Backend, Location, OutputFile, exists
-from paddle_flexckpt.media.backend import publish as publish_file
+from paddle_flexckpt.media.backend import Location, exists
 from paddle_flexckpt.report import PublishReport
 
 CONFIG_FILE = "config.json"
@@ -139,16 +144,14 @@ class _Publication:
     But where the model may be there, and this rank cannot know that it is not, its files stay: they may be part of it.
     """
 
-    _sink: Backend
+    _output: OutputDirectory
     _may_be_there = False
 
     def __init__(self, comm: Communicator, output: Location, options: PublishOptions) -> None:
-        self._comm, self._output, self._options = comm, output, options
+        self._comm, self._location, self._options = comm, output, options
         self._context = f"cannot publish to {shown(output)}"
+        self._undo: Callable[[], None] = lambda: None
         self._leads = comm.position == options.coordinator_rank
-        self._written: list[str] = []
-        self._stream: OutputFile | None = None
-        self._made = False
         self._received = 0
 
     def __enter__(self) -> _Publication:
@@ -161,15 +164,8 @@ class _Publication:
             return
         # What all ranks were told of is known; that a rank has gone, or a signal, tells nothing of what was written.
         is_known = isinstance(error, CheckpointError) and not isinstance(error, LostRankError)
-        if self._may_be_there and not is_known:
-            return
-        if self._stream is not None:
-            self._stream.abort()
-        with contextlib.suppress(OSError):
-            for name in reversed(self._written):
-                self._sink.remove(name)
-            if self._made:
-                self._sink.remove_directory()  # the last rank finds it empty
+        if is_known or not self._may_be_there:
+            self._undo()
 
     def agree(self, describe: Callable[[], Mapping[str, Any]]) -> None:
         """Describe the sources, check them and the output, and divide the tensors among files. Two collectives."""
@@ -177,14 +173,14 @@ class _Publication:
 
         def said() -> tuple[bytes, ...]:
             check_coordinator(comm, options.coordinator_rank)
-            self._sink = open_destination(self._output)
-            if self._sink.names() or self._sink.names("directories"):
-                raise ValidationError([f"{self._sink.path} is not empty. Remedy: give another output, or empty it"])
+            self._output = OutputDirectory(open_destination(self._location))
+            self._undo = self._output.undo
+            self._output.check_unused()
             self._config = options.config_text() if self._leads else None
-            return options.encode("publish"), b"" if exists(self._sink) else b"made"
+            return options.encode("publish"), b"" if exists(self._output.backend) else b"made"
 
         self._state = GatheredState(comm, describe, said, self._context)
-        self._made = self._state.said[0][options.coordinator_rank] == b"made"
+        self._output.is_made = self._state.said[0][options.coordinator_rank] == b"made"
         comm.together(self._divide, self._context)
 
     def _divide(self) -> tuple[None, bytes]:
@@ -200,9 +196,9 @@ class _Publication:
         self._own = [file for i, file in enumerate(self._files) if i * size // len(self._files) == self._comm.position]
         self._batches = list(self._batches_of(self._own))
         if self._leads:
-            self._sink.make_directory()
+            self._output.backend.make_directory()
             if self._config is not None:
-                self._write(CONFIG_FILE, self._config)
+                self._output.publish(CONFIG_FILE, self._config)
         return None, b""
 
     def _batches_of(self, files: list[TensorFile]) -> Iterator[list[tuple[TensorFile, str, Box]]]:
@@ -236,7 +232,7 @@ class _Publication:
             self._move(memory, batch, first=step == 0)
             self._may_be_there = len(self._files) == 1  # which needs no index
             self._on_all(functools.partial(self._store, memory, batch))
-        self._on_all(self._sink.sync)
+        self._on_all(self._output.backend.sync)
         self._on_all(self._meter.finish)
         self._may_be_there = True
         self._on_all(self._commit)
@@ -266,41 +262,29 @@ class _Publication:
     def _store(self, memory: WholeTensors, batch: list[tuple[TensorFile, str, Box]]) -> None:
         """Write what a batch has received behind what there is."""
         for row, (file, name, box) in enumerate(batch):
-            stream = self._stream or self._begin(file)
             data = memoryview(memory.take(row)[1].ravel().view(np.uint8))
-            stream.write(data)
+            self._output.open(file).write(data)
             ends = _ends(box, self._infos[name])
             self._meter.add(data.nbytes, items=int(ends))
             del data  # before the next one is taken
             if name == file.names[-1] and ends:
-                stream.finish()
-                self._stream = None
-
-    def _begin(self, file: TensorFile) -> OutputFile:
-        self._written.append(file.name)
-        self._stream = stream = self._sink.create(file.name, "replace", size=file.nbytes)
-        stream.write(file.header)
-        return stream
+                self._output.finish()
 
     def _commit(self) -> None:
         if not self._leads or len(self._files) == 1:
             return
         try:
-            self._write(INDEX_FILE, make_index(self._files))
-            self._sink.sync()
+            self._output.publish(INDEX_FILE, make_index(self._files))
+            self._output.backend.sync()
         except OSError:
             # Before the other ranks hear of it, and remove what it names.
-            self._sink.remove(INDEX_FILE)
+            self._output.backend.remove(INDEX_FILE)
             raise
-
-    def _write(self, name: str, data: bytes) -> None:
-        self._written.append(name)
-        publish_file(self._sink, name, data)
 
     def report(self, begin: float) -> PublishReport:
         """Return what was done."""
         return PublishReport(
-            output=self._sink.path,
+            output=self._output.backend.path,
             files=[file.name for file in self._files],
             keys=len(self._keys),
             left_out=self._left_out,

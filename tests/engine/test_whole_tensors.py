@@ -12,7 +12,9 @@ import pytest
 from paddle_flexckpt.aoa import TensorInfo, compile_program
 from paddle_flexckpt.catalog import CorruptCheckpointError, Order, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.engine import files, plan
+from paddle_flexckpt.engine import files, plan, whole_tensors
+from paddle_flexckpt.engine.comparison import diff
+from paddle_flexckpt.engine.digests import digest_checkpoint
 from paddle_flexckpt.engine.whole_tensors import WholeTensors, iterate_tensors
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.reader import FileReader
@@ -216,3 +218,32 @@ def test_a_missing_file_is_found_before_anything_is_read(tmp_path):
     (tmp_path / "2_0.safetensors").unlink()
     with pytest.raises(CorruptCheckpointError, match="2_0.safetensors is missing"):
         next(iterate_tensors(str(tmp_path), manifest))
+
+
+@pytest.mark.parametrize("work", ["digest", "diff"])
+def test_of_a_large_tensor_a_band_is_in_memory(tmp_path, monkeypatch, work):
+    """The two are cut differently, so no checksums serve."""
+    size, band = 48 << 20, 2 << 20
+    values = {"w": np.arange(size // 4, dtype=np.float32).reshape(-1, 1024), "v": np.ones(7, np.float32)}
+    save(tmp_path / "one", values, world=1)
+    changed = {"w": values["w"].copy(), "v": values["v"]}
+    changed["w"][[5, 700, 12000], [3, 900, 1]] += 1
+    save(tmp_path / "two", changed, world=2)
+    expected = digest_checkpoint(tmp_path / "one"), diff(tmp_path / "one", tmp_path / "two").differing
+    del changed, values
+    monkeypatch.setattr(whole_tensors, "BAND_BYTES", band)
+    tracemalloc.start()
+    try:
+        if work == "digest":
+            assert digest_checkpoint(tmp_path / "one") == expected[0]
+        else:
+            found = diff(tmp_path / "one", tmp_path / "two").differing
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 << 20  # blocks that are read whole: 16 MiB of each side, at most
+    if work == "diff":
+        assert {key: vars(each) for key, each in found.items()} == {
+            key: vars(each) for key, each in expected[1].items()
+        }
+        assert (found["w"].changed, found["w"].first_index) == (3, [5, 3])
