@@ -131,14 +131,16 @@ def _shown(reader: TensorReader, text: str) -> str:
         raise
     except (IndexError, ValueError) as error:
         raise ValidationError([Problem(f"cannot read a slice: {error}", key=text)]) from error
-    values = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        values = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+        text_of_values = np.array2string(values if array.dtype.kind == "V" else array, threshold=64, edgeitems=3)
     finite = values[np.isfinite(values)]
     head = f"{text}: {array.dtype.name} {list(array.shape)}"
     if finite.size and array.dtype.kind != "c":
         head += f", from {finite.min():.6g} to {finite.max():.6g}"
         head += f", mean {finite.mean():.6g}, deviation {finite.std():.6g}"
     head += f", {int((values == 0).sum())} zeros, {values.size - finite.size} not finite"
-    return f"{head}\n{np.array2string(values if array.dtype.kind == 'V' else array, threshold=64, edgeitems=3)}"
+    return f"{head}\n{text_of_values}"
 
 
 def _part(text: str) -> Any:

@@ -6,13 +6,15 @@ import argparse
 import json
 from typing import Any
 
+from paddle_flexckpt.aoa.config import AoaConfig
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, aoa_config
 from paddle_flexckpt.engine.models import layout_of
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.rehearsal import RankReads, RehearsalReport, rehearse
-from paddle_flexckpt.report import format_bytes
+from paddle_flexckpt.planning.layouts import Layout
+from paddle_flexckpt.report import format_bytes, format_ranks
 
 # Lines of the table, and keys of a list; all are in the JSON.
 _LINES, _KEYS = 16, 3
@@ -29,9 +31,27 @@ def add_command(commands: Any) -> None:
         epilog="example: flexckpt rehearse run/step_100 --to tp=4,pp=2,sharding=v2:8 --gbps 2",
     )
     add_checkpoint(parser)
+    add_layout(parser)
+    parser.add_argument(
+        "--strict", choices=("both", "missing", "unexpected", "none"), default="missing", help="as in load_state_dict"
+    )
+    parser.add_argument("--dtype", choices=("raise", "cast"), default="raise", help="as in load_state_dict")
+    parser.add_argument("--master-weights", choices=("exact", "convert"), default="exact", help="as in load_state_dict")
+    parser.add_argument(
+        "--gbps", type=float, metavar="N", help="gigabytes a second that one rank reads while all do: to estimate time"
+    )
+    parser.add_argument(
+        "--cooperative", action="store_true", help="say also what ranks read and exchange if one reads for all"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON, with all ranks")
+    parser.set_defaults(run=_rehearse)
+
+
+def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Add ``--to``, and what else describes the layout of a job."""
     parser.add_argument(
         "--to",
-        required=True,
+        required=required,
         metavar="STRATEGY",
         help="the degrees of the job: tp, pp, vpp, dp, ep, sep, and sharding=KIND:DEGREE (v1, v2, stage2, stage3)",
     )
@@ -48,19 +68,19 @@ def add_command(commands: Any) -> None:
         "first that fits counts; by default as they were cut at the save",
     )
     parser.add_argument("--weights", action="store_true", help="the job has no optimizer")
-    parser.add_argument(
-        "--strict", choices=("both", "missing", "unexpected", "none"), default="missing", help="as in load_state_dict"
+
+
+def layout_from(options: argparse.Namespace, config: AoaConfig | None) -> tuple[Layout, list[str]]:
+    """Return the layout of the job that :func:`add_layout` describes, and what it takes for granted."""
+    return layout_of(
+        options.source,
+        options.to,
+        unique_id=options.unique_id,
+        aoa_config=config,
+        model=options.model,
+        cuts=[_cut(text) for text in options.cut],
+        states=not options.weights,
     )
-    parser.add_argument("--dtype", choices=("raise", "cast"), default="raise", help="as in load_state_dict")
-    parser.add_argument("--master-weights", choices=("exact", "convert"), default="exact", help="as in load_state_dict")
-    parser.add_argument(
-        "--gbps", type=float, metavar="N", help="gigabytes a second that one rank reads while all do: to estimate time"
-    )
-    parser.add_argument(
-        "--cooperative", action="store_true", help="say also what ranks read and exchange if one reads for all"
-    )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON, with all ranks")
-    parser.set_defaults(run=_rehearse)
 
 
 def _rehearse(options: argparse.Namespace) -> Outcome:
@@ -77,15 +97,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
         master_weights=options.master_weights,
         optimizer_states="ignore" if options.weights else "raise",
     )
-    layout, notes = layout_of(
-        options.source,
-        options.to,
-        unique_id=options.unique_id,
-        aoa_config=config,
-        model=options.model,
-        cuts=[_cut(text) for text in options.cut],
-        states=not options.weights,
-    )
+    layout, notes = layout_from(options, config)
     rate = None if options.gbps is None else options.gbps * 1e9
     report = rehearse(
         options.source, layout, asked, cooperative=options.cooperative, bytes_per_second=rate, notes=notes
@@ -121,15 +133,4 @@ def _lines(report: RehearsalReport) -> list[str]:
 def _columns(each: RankReads) -> tuple[str, ...]:
     sizes = map(format_bytes, (each.bytes_needed, each.bytes_read))
     counts = (f"{each.amplification:.2f}", str(each.reads), str(each.files), format_bytes(each.memory_bytes))
-    return (_ranks(each.ranks), *sizes, *counts)
-
-
-def _ranks(ranks: list[int]) -> str:
-    """Return ranks as text, those that follow each other as a range."""
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and rank == ranges[-1][-1] + 1:
-            ranges[-1] = [ranges[-1][0], rank]
-        else:
-            ranges.append([rank])
-    return listed(["-".join(map(str, each)) for each in ranges], _KEYS)
+    return (format_ranks(each.ranks, _KEYS), *sizes, *counts)

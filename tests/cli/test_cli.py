@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -42,6 +43,14 @@ def failed(capsys, *arguments: str) -> str:
     captured = capsys.readouterr()
     assert captured.out == ""
     return captured.err
+
+
+@pytest.mark.filterwarnings("error")
+def test_show_says_nothing_but_the_values_of_signalling_nans(tmp_path, capsys):
+    bits = np.asarray([0x3F80, 0x7F81, 0xFF81], dtype=np.uint16)
+    save(str(tmp_path / "checkpoint"), {"w": bits.view(ml_dtypes.bfloat16)})
+    lines = printed(capsys, "show", str(tmp_path / "checkpoint"), "w").splitlines()
+    assert lines == ["w: bfloat16 [3], from 1 to 1, mean 1, deviation 0, 0 zeros, 2 not finite", "[ 1. nan nan]"]
 
 
 def test_show_prints_values_and_statistics(checkpoint, tmp_path, capsys):
