@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +41,7 @@ def _map(options: argparse.Namespace) -> str:
     layout, notes = (None, []) if options.to is None else layout_from(options, config)
     report = find_holders(options.source, options.keys, unique_id=options.unique_id, layout=layout, notes=notes)
     if options.json:
-        return json.dumps(report.as_dict(), indent=2)
+        return report.to_json()
     return "\n".join([*_lines(report), *(f"note: {note}" for note in report.notes), report.summary()])
 
 

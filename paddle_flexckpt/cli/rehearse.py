@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from paddle_flexckpt.aoa.config import AoaConfig
@@ -102,7 +101,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
     report = rehearse(
         options.source, layout, asked, cooperative=options.cooperative, bytes_per_second=rate, notes=notes
     )
-    text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join([*_lines(report), report.summary()])
+    text = report.to_json() if options.json else "\n".join([*_lines(report), report.summary()])
     return Outcome(text, int(not report.ok))
 
 
