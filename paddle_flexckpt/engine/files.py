@@ -91,7 +91,7 @@ class Files(Source):
         """Return the reads."""
         return self._plan
 
-    def recall(self, task: Task, planned: ReadPlan) -> None:
+    def recall(self, task: Task, planned: ReadPlan) -> bytes:
         """Take reads that were planned, and check that the files look right."""
         self._plan = planned
         verify = verify_mode(self._options.verify)
@@ -101,6 +101,7 @@ class Files(Source):
         self.reader = self.closing.enter_context(reader)
         with self._reading():
             self.reader.check_files(self._plan.pieces.source)
+        return b""
 
     def move(self, task: Task) -> dict[str, Any]:
         """Read every piece into its target, and compute what is computed."""

@@ -21,8 +21,8 @@ from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat, validate_shards
 from paddle_flexckpt.catalog.collector import without_collector
-from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
-from paddle_flexckpt.engine.agreement import BRIEF_LOAD, Ranks, check_coordinator, check_heads
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
+from paddle_flexckpt.engine.agreement import BRIEF_LOAD, Ranks, check_coordinator, check_heads, is_brief
 from paddle_flexckpt.engine.kept_loads import KeptLoad, describe_load
 from paddle_flexckpt.engine.kept_plans import KeptPlan, KeptPlans, fingerprint, in_full
 from paddle_flexckpt.engine.mapping import compile_mapping
@@ -35,6 +35,8 @@ from paddle_flexckpt.engine.unexpected import check_unexpected
 from paddle_flexckpt.report import LoadReport, order_warning, replica_warning
 
 logger = logging.getLogger("paddle_flexckpt")
+# What is the same on all ranks of what they say of a kept plan.
+_BRIEF_BYTES = len(BRIEF_LOAD) + 16
 _report_level = contextvars.ContextVar("report_level", default=logging.INFO)
 
 
@@ -91,16 +93,28 @@ class Source:
         """Check that this rank can take part in a task, and return what the other ranks have to know of it."""
         raise NotImplementedError
 
+    @property
+    def access(self) -> bytes:
+        """Return what it plans by, besides the catalog and what the ranks say; the same on every rank."""
+        return b""
+
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
         """Plan what ranks send each other; ``answers``: by field, what :meth:`prepare` gave on every rank."""
 
     def keep(self) -> Any:
-        """Return what :meth:`prepare` has planned, without anything of this checkpoint alone."""
+        """Return what was planned, as :class:`KeptReads`, without anything of this checkpoint alone."""
         raise NotImplementedError
 
-    def recall(self, task: Task, planned: Any) -> None:
-        """Do what :meth:`prepare` does, but plan: take what :meth:`keep` gave for a source like this one."""
+    def recall(self, task: Task, planned: Any) -> bytes:
+        """Do what :meth:`prepare` does, but plan: take what :meth:`keep` gave for a source like this one.
+
+        Return what the other ranks need to reach this one, if they send each other anything.
+        """
         raise NotImplementedError
+
+    def meet(self, addresses: list[bytes]) -> bool:
+        """Take note of what :meth:`recall` gave on every rank; return whether the plan still holds."""
+        return True
 
     def move(self, task: Task) -> dict[str, Any]:
         """Fill all rows of the plan; return what the report says of it, by field."""
@@ -204,25 +218,32 @@ class Transfer:
             return None, (self._recall() if recalls else b"") or work()
 
         _, answers = self._comm.together(say, self._context)
-        if self._recalled is not None and len({*answers}) == 1:
+        if self._recalled is not None and self._all_recalled(answers):
             return None
         self._recalled = None
         return in_full(self._comm, answers, work, self._context)
+
+    def _all_recalled(self, answers: list[bytes]) -> bool:
+        """Return whether all ranks have kept the same plan; then they know how to reach each other."""
+        said = [split(answer)[0] if is_brief(answer) else b"" for answer in answers]
+        agreed = {each[:_BRIEF_BYTES] for each in said}
+        return len(agreed) == 1 and b"" not in agreed and self._source.meet([each[_BRIEF_BYTES:] for each in said])
 
     def _recall(self) -> bytes:
         """Take the plan that was kept for what this rank is called with; return what it says then, or nothing."""
         targets, _ = self._described
         lasting = {name: said for name, said in self._said.items() if name != "checkpoint"}
         options = self._options.encode(self._call, **lasting)
-        self._own = describe_load(options, self._comm.ranks, targets, self._source.catalog) or b""
+        source = self._source
+        self._own = describe_load(options, self._comm.ranks, targets, source.catalog, source.access) or b""
         self._recalled = None if self._plans is None else self._plans.find(self._own)
         if self._recalled is None:
             return b""
         kept: KeptLoad = self._recalled.plan
         self._task, self._unexpected = Task(kept.resolution(targets), kept.mapping, kept.plan), [*kept.unexpected]
-        self._source.recall(self._task, kept.reads)
+        address = source.recall(self._task, kept.reads)
         agreed = fingerprint((self._recalled.origin, options, json.dumps(self._said).encode()))
-        return join((BRIEF_LOAD + agreed,))
+        return join((BRIEF_LOAD + agreed + address,))
 
     def _keep(self) -> None:
         """Keep what was planned, if every rank knows all that its part was made of."""

@@ -24,13 +24,10 @@ from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.dealing import Dealt, deal, take
 from paddle_flexckpt.planning.comparison import Comparison
 from paddle_flexckpt.planning.holder_sets import share_out
-from paddle_flexckpt.planning.shared_lines import SharedLines
+from paddle_flexckpt.planning.shared_lines import SPREAD_ROWS, SharedLines
 from paddle_flexckpt.planning.write_plan import Items, every_replica, lay_lines
 
 logger = logging.getLogger("paddle_flexckpt")
-
-# Rows of all ranks up to which every rank plans all keys: some 8 MiB to receive, and 0.1 s to plan.
-SPREAD_ROWS = 1 << 17
 
 _SAID = struct.Struct("<QB?")
 

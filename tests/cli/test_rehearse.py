@@ -71,6 +71,20 @@ def test_states_that_nobody_asks_for_are_the_jobs_error(checkpoint, tmp_path, ca
     assert "unexpected: " in capsys.readouterr().out
 
 
+def test_a_save_is_rehearsed_instead(checkpoint, capsys):
+    command = ["rehearse", checkpoint, "--to", "tp=2,pp=2,dp=5", "--save", "--gbps", "0.001"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["rank", "held", "written", "items", "requests", "hashed", "staging"]
+    assert "... and 4 more, which write less; --json has all" in lines
+    assert "tp=2,pp=2,dp=5 on 20 ranks saves " in lines[-1]
+    assert "; write: " in lines[-1]
+    assert main([*command, "--json", "--save-replicas"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] and report["total_bytes"] == report["held_bytes"] == sum(report["ranks"]["bytes_written"])
+    assert set(map(len, report["ranks"].values())) == {20}
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -79,6 +93,8 @@ def test_states_that_nobody_asks_for_are_the_jobs_error(checkpoint, tmp_path, ca
         (["--to", "tp=2", "--cut", "w"], "--cut takes GLOB=AXIS"),
         (["--to", "tp=2", "--gbps", "0"], "--gbps takes a positive number"),
         (["--to", "tp=2", "--id", "7"], "7"),
+        (["--to", "tp=2", "--save", "--cooperative"], "--cooperative is of a load"),
+        (["--to", "tp=2", "--save-replicas"], "--save-replicas is of a save"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_an_error(checkpoint, capsys, arguments, words):
