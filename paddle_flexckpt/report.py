@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -91,7 +92,7 @@ class Report:
     @classmethod
     def schema_name(cls) -> str:
         """Return the name of the schema: ``save`` of a SaveReport."""
-        return cls.__name__.removesuffix("Report").lower()
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__.removesuffix("Report")).lower()
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields as plain values."""
@@ -100,7 +101,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, and which schema they have, as JSON has values: it knows no number that is not finite."""
         schema = {"name": self.schema_name(), "version": self.schema_version}
-        return {"schema": schema, **{name: plain(value, finite=True) for name, value in _fields_of(self)}}
+        return {"schema": schema, **plain(self.as_dict(), finite=True)}
 
     def to_json(self, indent: int | None = 2) -> str:
         """Return :meth:`to_dict` as text."""

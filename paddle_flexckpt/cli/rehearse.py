@@ -110,9 +110,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
     rate = None if options.gbps is None else options.gbps * 1e9
     if options.save:
         saved = rehearse_save(layout, save_replicas=options.save_replicas, bytes_per_second=rate, notes=notes)
-        text = (
-            json.dumps(saved.as_dict(), indent=2) if options.json else "\n".join([*_save_lines(saved), saved.summary()])
-        )
+        text = saved.to_json() if options.json else "\n".join([*_save_lines(saved), saved.summary()])
         return Outcome(text, int(not saved.ok))
     report = rehearse(
         options.source, layout, asked, cooperative=options.cooperative, bytes_per_second=rate, notes=notes

@@ -40,7 +40,7 @@ LINES = {
     "ls": (["ROOT"],),
     "du": (["ONE"], ["ONE", "--by", "rank"]),
     "doctor": ([],),
-    "rehearse": (["ONE", "--to", "tp=1", "--weights"], ["ONE", "--to", "dp=2", "--cut", "*=none"]),
+    "rehearse": (["ONE", "--to", "tp=1", "--weights"], ["ONE", "--to", "dp=2", "--save"]),
     "map": (["ONE"],),
 }
 
