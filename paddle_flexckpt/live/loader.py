@@ -17,6 +17,7 @@ from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.file_peers import source_of
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import LoadReport
 
 
@@ -29,6 +30,7 @@ from paddle_flexckpt.report import LoadReport
     safetensors=UNUSED,
     worker_groups=UNUSED,
 )
+@observed("load", "path")
 def load_state_dict(
     state_dict: Mapping[str, Any],
     path: Location,

@@ -36,6 +36,7 @@ from paddle_flexckpt.live.sources import check_sources
 from paddle_flexckpt.live.virtual_files import owned_tensors
 from paddle_flexckpt.media.backend import Backend, Location, OutputFile, exists
 from paddle_flexckpt.media.backend import publish as publish_file
+from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import PublishReport
 
 CONFIG_FILE = "config.json"
@@ -96,6 +97,7 @@ class PublishOptions(ProgressOptions, StatementOptions):
 
 
 @takes(PublishOptions, model=SHARDS, output="what is compared is the directory that it stands for", process_group=GROUP)
+@observed("publish", "output")
 def publish(
     model: Any,
     output: Location,
