@@ -30,7 +30,8 @@ VALUES = {
     "model.odd": np.asarray([np.nan, np.inf, -np.inf, 1], dtype=np.float16),
     "model.flags": np.asarray([True, False]),
 }
-#: By command, the command lines of which each is tried; ONE and TWO are checkpoints, BAD a damaged one.
+#: By command, the command lines of which each is tried.
+#: ONE and TWO are checkpoints, BAD a damaged one, NEW is not there.
 LINES = {
     "inspect": (["ONE"], ["ONE", "--key", "model.odd"]),
     "show": (["ONE", "model.odd", "model.layers.0.w[1:, 0]", "model.flags"],),
@@ -42,6 +43,7 @@ LINES = {
     "doctor": ([],),
     "rehearse": (["ONE", "--to", "tp=1", "--weights"], ["ONE", "--to", "dp=2", "--save"]),
     "map": (["ONE"],),
+    "convert": (["BAD", "NEW", "--verify", "off"],),
 }
 
 
@@ -88,7 +90,8 @@ def places(tmp_path_factory):
     save(str(root / "BAD"), VALUES, world=1)
     (data,) = (root / "BAD").glob("*.safetensors")
     flip(data, data.stat().st_size - 3)
-    return {"ROOT": str(root), **{name: str(root / name) for name in ("ONE", "TWO", "BAD")}}
+    new = str(tmp_path_factory.mktemp("new") / "NEW")
+    return {"ROOT": str(root), "NEW": new, **{name: str(root / name) for name in ("ONE", "TWO", "BAD")}}
 
 
 def test_the_files_are_those_of_the_reports():
