@@ -82,6 +82,7 @@ class CheckpointManager:
         staging_bytes: int | None = None,
         pages: bool = False,
         preemption_signals: Iterable[int] = (signal.SIGTERM,),
+        reports: bool = False,
         model: Any = None,
         optimizer: Any = None,
         lr_scheduler: Any = None,
@@ -104,6 +105,9 @@ class CheckpointManager:
                 checkpoint is complete: what each rank wrote, how long that took, and who saved what.
             preemption_signals: Signals that say that this process will soon be ended. They are caught, until
                 :meth:`close`: the loop saves at its next step and stops. That needs the main thread.
+            reports: Whether the coordinator's report of each save is written beside the step's directory, as
+                ``step_{step:08d}.report.json``. That of a save in the background is written when the manager next
+                looks after these: in :meth:`save`, :meth:`wait` or :meth:`close`. It is removed with the step.
             model: What :meth:`save` will be given; so are ``optimizer``, ``lr_scheduler``, ``scaler`` and ``state``.
                 They are checked now, by :func:`check`, and not kept.
 
@@ -113,7 +117,7 @@ class CheckpointManager:
         options = locals()
         self._comm = communicator_for(process_group)
         self._async_save, self._slice_bytes, self._staging_bytes = async_save, slice_bytes, staging_bytes
-        self._pending = PendingSteps(self._comm)
+        self._pending, self._writes_reports = PendingSteps(self._comm), reports
         self._closed = False
         # Steps that a restore has found damaged: a save may replace them.
         self._damaged: set[int] = set()
@@ -124,6 +128,8 @@ class CheckpointManager:
                 raise ValidationError([f"async_save has to be a bool or a BackgroundWriter; got {async_save!r}"])
             if not isinstance(pages, bool):
                 raise ValidationError([f"pages has to be a bool; got {pages!r}"])
+            if not isinstance(reports, bool):
+                raise ValidationError([f"reports is True or False; got {reports!r}"])
             SaveOptions(async_save=async_save, slice_bytes=slice_bytes, staging_bytes=staging_bytes).check()
             self._steps = StepDirectories(root)
             self._pages = StepPages(self._steps, pages)
@@ -284,7 +290,8 @@ class CheckpointManager:
         self._pages.add(step, report, contents.metrics)
         self._schedule.note(step, saved=True)
         state_of_new = "on its way" if background else "complete"
-        self._follow_up(f"the checkpoint of step {step} is {state_of_new}", None if background else step)
+        reports = {step: report} if isinstance(report, SaveReport) else {}
+        self._follow_up(f"the checkpoint of step {step} is {state_of_new}", None if background else step, reports)
         return report
 
     def stage_next(self) -> bool:
@@ -301,7 +308,7 @@ class CheckpointManager:
             CheckpointError: One of them has failed, or something old could not be removed.
         """
         self._check_open()
-        if self._pending.steps or len(self._pages):
+        if self._pending.steps or len(self._pages) or (self._writes_reports and self._pending.has_reports):
             self._pending.collect(f"cannot finish the saves in {self.path!r}", wait_for="all")
             self._follow_up("all saves in the background are complete", None)
 
@@ -319,16 +326,24 @@ class CheckpointManager:
             self._closed = True
             self._signals.close()
 
-    def _follow_up(self, done: str, newest: int | None) -> None:
-        """Write pages, and remove what may go; ``done`` is what has gone well, for the error."""
+    def _follow_up(self, done: str, newest: int | None, reports: Mapping[int, SaveReport] | None = None) -> None:
+        """Write pages and reports, and remove what may go; ``done`` is what has gone well, for the error."""
         ended = self._pages.take(self._pending.steps)
         if ended:
             write = partial(self._pages.write, ended)
             context = f"{done}, but not all pages in {self.path!r}"
             self._comm.together(lambda: (write() if self._comm.position == 0 else None, b""), context)
-        retain = partial(self._steps.retain, self._keep, newest, self._pending.steps)
-        context = f"{done}, but what need not be kept in {self.path!r} could not be removed"
-        self._comm.together(lambda: (retain() if self._comm.position == 0 else None, b""), context)
+        written = {**self._pending.take_reports(), **(reports or {})} if self._writes_reports else {}
+
+        def retain() -> tuple[None, bytes]:
+            if self._comm.position == 0:
+                for step, report in written.items():
+                    self._steps.write_report(step, report)
+                self._steps.retain(self._keep, newest, self._pending.steps)
+            return None, b""
+
+        what = "a report could not be written, or what need not be kept" if written else "what need not be kept"
+        self._comm.together(retain, f"{done}, but {what} in {self.path!r} could not be removed")
 
     @takes(RestoreOptions, **OWN_OBJECTS)
     def restore(
