@@ -62,7 +62,16 @@ def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
     )
     add_aoa(parser, required=False)
     parser.add_argument(
-        "--model", metavar="OTHER", help="a checkpoint of the job's model, if it is not what CHECKPOINT holds"
+        "--model",
+        metavar="OTHER",
+        help="a checkpoint of the job's model, or its config.json (of a family that there are model rules for), if it "
+        "is not what CHECKPOINT holds",
+    )
+    parser.add_argument(
+        "--variant",
+        choices=("plain", "fused"),
+        default="plain",
+        help="with --model config.json: what the model fuses, as of the rules of its family",
     )
     parser.add_argument(
         "--cut",
@@ -83,6 +92,7 @@ def layout_from(options: argparse.Namespace, config: AoaConfig | None) -> tuple[
         unique_id=options.unique_id,
         aoa_config=config,
         model=options.model,
+        variant=options.variant,
         cuts=[_cut(text) for text in options.cut],
         states=not options.weights,
     )

@@ -71,6 +71,19 @@ def test_states_that_nobody_asks_for_are_the_jobs_error(checkpoint, tmp_path, ca
     assert "unexpected: " in capsys.readouterr().out
 
 
+def test_a_model_may_be_that_of_a_configuration(checkpoint, tmp_path, capsys):
+    config = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config.update(intermediate_size=16, vocab_size=32, torch_dtype="bfloat16")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    command = ["rehearse", checkpoint, "--to", "tp=2", "--model", str(path), "--variant", "fused"]
+    assert main(command) == 1
+    text = capsys.readouterr().out
+    assert "note: the model is that of llama, variant fused, in bfloat16, as config.json says" in text
+    assert "the source has no such key (key 'model.layers.0.mlp.up_gate_proj.weight', rank 0)" in text
+    assert main([*command, "--save"]) == 0
+
+
 def test_a_save_is_rehearsed_instead(checkpoint, capsys):
     command = ["rehearse", checkpoint, "--to", "tp=2,pp=2,dp=5", "--save", "--gbps", "0.001"]
     assert main(command) == 0
