@@ -9,9 +9,10 @@ from typing import Any
 from paddle_flexckpt.aoa.config import AoaConfig
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, aoa_config
+from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, aoa_config, table
 from paddle_flexckpt.engine.models import layout_of
 from paddle_flexckpt.engine.options import LoadOptions
+from paddle_flexckpt.engine.probe import probe, read_probe
 from paddle_flexckpt.engine.rehearsal import RankReads, RehearsalReport, rehearse
 from paddle_flexckpt.engine.save_rehearsal import SaveRehearsal, rehearse_save
 from paddle_flexckpt.planning.layouts import Layout
@@ -40,6 +41,19 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--master-weights", choices=("exact", "convert"), default="exact", help="as in load_state_dict")
     parser.add_argument(
         "--gbps", type=float, metavar="N", help="gigabytes a second that one rank reads while all do: to estimate time"
+    )
+    parser.add_argument(
+        "--probe",
+        metavar="PATH",
+        help="the directory that all ranks of a node share, which is measured now, or the file to which `flexckpt "
+        "bench --json` has printed what it gave: to estimate time",
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --probe: ranks that share what was measured (1)",
     )
     parser.add_argument(
         "--cooperative", action="store_true", help="say also what ranks read and exchange if one reads for all"
@@ -101,8 +115,7 @@ def layout_from(options: argparse.Namespace, config: AoaConfig | None) -> tuple[
 def _rehearse(options: argparse.Namespace) -> Outcome:
     """Return a table of the ranks and what is noticed, or the job's error; code 1 where it would fail."""
     config = None if options.aoa is None else aoa_config(options.aoa)
-    if options.gbps is not None and not options.gbps > 0:
-        raise ValidationError([f"--gbps takes a positive number; got {options.gbps}"])
+    rate, request = _speed(options)
     loading = {"--cooperative": options.cooperative, "--strict": options.strict != "missing"}
     if options.save and any(loading.values()):
         raise ValidationError([f"{next(filter(loading.get, loading))} is of a load: it does not go with --save"])
@@ -118,7 +131,6 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
         optimizer_states="ignore" if options.weights else "raise",
     )
     layout, notes = layout_from(options, config)
-    rate = None if options.gbps is None else options.gbps * 1e9
     if options.save:
         saved = rehearse_save(layout, save_replicas=options.save_replicas, bytes_per_second=rate, notes=notes)
         text = (
@@ -126,10 +138,31 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
         )
         return Outcome(text, int(not saved.ok))
     report = rehearse(
-        options.source, layout, asked, cooperative=options.cooperative, bytes_per_second=rate, notes=notes
+        options.source,
+        layout,
+        asked,
+        cooperative=options.cooperative,
+        bytes_per_second=rate,
+        request_seconds=request,
+        notes=notes,
     )
     text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join([*_lines(report), report.summary()])
     return Outcome(text, int(not report.ok))
+
+
+def _speed(options: argparse.Namespace) -> tuple[float | None, float]:
+    """Return the bytes that one rank reads, or writes, in a second while all do, and what a request adds."""
+    if options.gbps is not None and not options.gbps > 0:
+        raise ValidationError([f"--gbps takes a positive number; got {options.gbps}"])
+    if options.ranks_per_node < 1:
+        raise ValidationError([f"--ranks-per-node takes a positive number; got {options.ranks_per_node}"])
+    if options.probe is None:
+        return None if options.gbps is None else options.gbps * 1e9, 0.0
+    if options.gbps is not None:
+        raise ValidationError(["--gbps and --probe both say how fast the medium is: give one of them"])
+    found = read_probe(options.probe) if options.probe.endswith(".json") else probe(options.probe)
+    rate = found.write_bytes_per_second if options.save else found.read_bytes_per_second
+    return rate / options.ranks_per_node, found.request_seconds * options.ranks_per_node
 
 
 def _cut(text: str) -> tuple[str, int | None]:
@@ -141,10 +174,10 @@ def _cut(text: str) -> tuple[str, int | None]:
 
 def _lines(report: RehearsalReport) -> list[str]:
     """Return a table of the ranks, those that read the most first, and a line for whatever else is to be known."""
-    table: list[tuple[str, ...]] = [("ranks", "needed", "read", "amplification", "requests", "files", "memory")]
+    rows: list[tuple[str, ...]] = [("ranks", "needed", "read", "amplification", "requests", "files", "memory")]
     order = sorted(report.ranks, key=lambda each: -each.bytes_read)
-    table += [_columns(each) for each in order[:_LINES]]
-    lines = _aligned(table, len(order), "read") if order else []
+    rows += [_columns(each) for each in order[:_LINES]]
+    lines = _aligned(rows, len(order), "read") if order else []
     for name in ("missing", "unexpected", "aliases", "cast", "masters", "maybe_fused"):
         keys = list(getattr(report, name))
         if keys:
@@ -154,7 +187,7 @@ def _lines(report: RehearsalReport) -> list[str]:
 
 def _save_lines(report: SaveRehearsal) -> list[str]:
     """Return a table of the ranks, those that write the most first, and the notes."""
-    table: list[tuple[str, ...]] = [("rank", "held", "written", "items", "requests", "hashed", "staging")]
+    rows: list[tuple[str, ...]] = [("rank", "held", "written", "items", "requests", "hashed", "staging")]
     columns = report.ranks
     order = sorted(range(report.world_size), key=lambda rank: -columns["bytes_written"][rank]) if report.ok else []
     for rank in order[:_LINES]:
@@ -162,16 +195,14 @@ def _save_lines(report: SaveRehearsal) -> list[str]:
         sizes = {name: format_bytes(value) for name, value in own.items()}
         counts = (str(own["items"]), str(own["writes"]))
         more = (sizes["hashed_bytes"], sizes["staging_bytes"])
-        table.append((str(rank), sizes["held_bytes"], sizes["bytes_written"], *counts, *more))
-    lines = _aligned(table, len(order), "write") if order else []
+        rows.append((str(rank), sizes["held_bytes"], sizes["bytes_written"], *counts, *more))
+    lines = _aligned(rows, len(order), "write") if order else []
     return [*lines, *(f"note: {note}" for note in report.notes)]
 
 
-def _aligned(table: list[tuple[str, ...]], count: int, what: str) -> list[str]:
+def _aligned(rows: list[tuple[str, ...]], count: int, what: str) -> list[str]:
     """Return the lines of a table, and one that says how many of so many are not in it."""
-    widths = [max(map(len, column)) for column in zip(*table)]
-    lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in table]
-    more = count - len(table) + 1
+    lines, more = table(rows, right=range(1, len(rows[0]))), count - len(rows) + 1
     return [*lines, f"... and {more} more, which {what} less; --json has all"] if more else lines
 
 

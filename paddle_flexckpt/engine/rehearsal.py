@@ -188,6 +188,7 @@ def rehearse(
     *,
     cooperative: bool = False,
     bytes_per_second: float | None = None,
+    request_seconds: float = 0.0,
     notes: Sequence[str] = (),
 ) -> RehearsalReport:
     """Say what loading a checkpoint into a layout would do.
@@ -201,6 +202,7 @@ def rehearse(
         cooperative: Whether to say also what ranks do where one of them reads for all.
         bytes_per_second: What one rank reads while all do; by default no time is estimated. Between ranks goes twice
             as much, as ``comm_method="auto"`` takes it.
+        request_seconds: What each read adds to that, where several threads read.
         notes: What the layout takes for granted, for the report.
 
     Raises:
@@ -219,16 +221,18 @@ def rehearse(
             return RehearsalReport(**said, error=str(error))
         report = RehearsalReport(**said, **found)
         if bytes_per_second:
-            report = replace(report, seconds=_seconds(report, bytes_per_second))
+            report = replace(report, seconds=_seconds(report, bytes_per_second, request_seconds))
         return report
 
 
-def _seconds(report: RehearsalReport, rate: float) -> dict[str, float]:
+def _seconds(report: RehearsalReport, rate: float, request: float) -> dict[str, float]:
     """Return how long the slowest rank takes, by way of reading."""
-    seconds, most = {"direct": report.worst.bytes_read / rate}, report.cooperative
+    seconds = {"direct": max(each.bytes_read / rate + each.reads * request for each in report.ranks)}
+    most = report.cooperative
     if most:
         link = max(max(most["bytes_received"]), max(most["bytes_sent"])) * READ_BYTES_PER_SECOND / LINK_BYTES_PER_SECOND
-        seconds["cooperative"] = (max(most["bytes_read"]) + link) / rate + MEETING_SECONDS
+        read = max(nbytes / rate + count * request for nbytes, count in zip(most["bytes_read"], most["reads"]))
+        seconds["cooperative"] = read + link / rate + MEETING_SECONDS
     return seconds
 
 
