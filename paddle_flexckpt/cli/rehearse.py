@@ -13,7 +13,8 @@ from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, add_
 from paddle_flexckpt.engine.models import layout_of
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.probe import probe, read_probe
-from paddle_flexckpt.engine.rehearsal import RankReads, RehearsalReport, rehearse
+from paddle_flexckpt.engine.rehearsal import rehearse
+from paddle_flexckpt.engine.rehearsal_report import RankReads, RehearsalReport
 from paddle_flexckpt.engine.save_rehearsal import SaveRehearsal, rehearse_save
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.report import format_bytes, format_ranks
@@ -57,6 +58,9 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument(
         "--cooperative", action="store_true", help="say also what ranks read and exchange if one reads for all"
+    )
+    parser.add_argument(
+        "--object-store", action="store_true", help="count requests as if the checkpoint were in an object store"
     )
     parser.add_argument(
         "--save", action="store_true", help="say what the job would save, instead of whether and how it loads"
@@ -117,7 +121,11 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
     """Return a table of the ranks and what is noticed, or the job's error; code 1 where it would fail."""
     config = None if options.aoa is None else aoa_config(options.aoa)
     rate, request = _speed(options)
-    loading = {"--cooperative": options.cooperative, "--strict": options.strict != "missing"}
+    loading = {
+        "--cooperative": options.cooperative,
+        "--object-store": options.object_store,
+        "--strict": options.strict != "missing",
+    }
     if options.save and any(loading.values()):
         raise ValidationError([f"{next(filter(loading.get, loading))} is of a load: it does not go with --save"])
     if options.save_replicas and not options.save:
@@ -146,6 +154,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
         layout,
         asked,
         cooperative=options.cooperative,
+        object_store=options.object_store,
         by_source=options.html is not None,
         bytes_per_second=rate,
         request_seconds=request,
@@ -192,6 +201,12 @@ def _lines(report: RehearsalReport) -> list[str]:
         keys = list(getattr(report, name))
         if keys:
             lines.append(f"{name.replace('_', ' ')}: {listed(keys, _KEYS)}")
+    busiest = max(report.ranks, key=lambda each: each.object_requests, default=None)
+    if busiest is not None and busiest.object_requests:
+        lines.append(
+            f"object store: {sum(len(each.ranks) * each.object_requests for each in report.ranks)} requests; rank "
+            f"{busiest.ranks[0]} makes the most, {busiest.object_requests} for {format_bytes(busiest.object_bytes)}"
+        )
     return [*lines, *(f"note: {note}" for note in report.notes)]
 
 

@@ -76,7 +76,8 @@ def test_json_has_all_ranks(checkpoint, capsys):
     assert (report["ok"], report["error"], report["world_size"]) == (True, "", 4)
     assert [each["ranks"] for each in report["ranks"]] == [[0], [1], [2], [3]]
     for each in report["ranks"]:
-        assert each["bytes_read"] == each["bytes_needed"] == each["memory_bytes"] > 0
+        assert each["bytes_read"] == each["bytes_needed"] == each["target_bytes"] > 0
+        assert each["memory_bytes"] == each["target_bytes"] + each["buffer_bytes"] > each["target_bytes"]
         assert each["amplification"] == 1.0
     assert report["total_bytes"] == sum(each["bytes_needed"] for each in report["ranks"])
 
@@ -114,6 +115,12 @@ def test_a_model_may_be_that_of_a_configuration(checkpoint, tmp_path, capsys):
     assert main([*command, "--save"]) == 0
 
 
+def test_requests_to_an_object_store_are_said_beside(checkpoint, capsys):
+    assert main(["rehearse", checkpoint, "--to", "tp=2,pp=2", "--object-store"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("object store: ") and " makes the most, " in line for line in lines)
+
+
 def test_a_save_is_rehearsed_instead(checkpoint, tmp_path, capsys):
     command = ["rehearse", checkpoint, "--to", "tp=2,pp=2,dp=5", "--save", "--gbps", "0.001"]
     assert main(command) == 0
@@ -143,6 +150,7 @@ def test_a_save_is_rehearsed_instead(checkpoint, tmp_path, capsys):
         (["--to", "tp=2", "--gbps", "0"], "--gbps takes a positive number"),
         (["--to", "tp=2", "--id", "7"], "7"),
         (["--to", "tp=2", "--save", "--cooperative"], "--cooperative is of a load"),
+        (["--to", "tp=2", "--save", "--object-store"], "--object-store is of a load"),
         (["--to", "tp=2", "--save-replicas"], "--save-replicas is of a save"),
     ],
 )
