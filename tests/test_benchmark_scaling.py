@@ -46,7 +46,11 @@ def test_all_tables(tmp_path, capsys):
     assert calls["load_rank_files"][0] == calls["load_rank_files"][1] > 0
     # It reads each rank's part, and looks at each rank's data file.
     assert calls["save_coordinator_files"][1] - calls["save_coordinator_files"][0] >= 2 * 4
+    # Where keys are spread it does neither.
+    spread = calls["save, keys spread_coordinator_files"]
+    assert spread[0] == spread[1] < calls["save_coordinator_files"][0]
     (manifest,) = found["manifests"]
+    assert manifest["writers"] == 30 and manifest["writer_received"] < manifest["bytes"] / 5
     assert manifest["partitions"] == 30 and manifest["bytes"] < 40 * manifest["rows"]
     whole, own = found["loads"]
     assert whole["targets"] == replicated["keys"] and whole["bytes"] == replicated["state_bytes"]

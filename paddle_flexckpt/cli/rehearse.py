@@ -9,7 +9,17 @@ from typing import Any
 from paddle_flexckpt.aoa.config import AoaConfig
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, add_html, aoa_config, table, written
+from paddle_flexckpt.cli.arguments import (
+    Outcome,
+    add_aoa,
+    add_checkpoint,
+    add_cut,
+    add_html,
+    aoa_config,
+    cut_of,
+    table,
+    written,
+)
 from paddle_flexckpt.engine.models import layout_of
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.probe import probe, read_probe
@@ -92,14 +102,7 @@ def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
         default="plain",
         help="with --model config.json: what the model fuses, as of the rules of its family",
     )
-    parser.add_argument(
-        "--cut",
-        action="append",
-        default=[],
-        metavar="GLOB=AXIS",
-        help="along which axis tensor parallelism cuts these tensors, or none; may be given several times, and the "
-        "first that fits counts; by default as they were cut at the save",
-    )
+    add_cut(parser)
     parser.add_argument("--weights", action="store_true", help="the job has no optimizer")
 
 
@@ -112,7 +115,7 @@ def layout_from(options: argparse.Namespace, config: AoaConfig | None) -> tuple[
         aoa_config=config,
         model=options.model,
         variant=options.variant,
-        cuts=[_cut(text) for text in options.cut],
+        cuts=[cut_of(text) for text in options.cut],
         states=not options.weights,
     )
 
@@ -182,13 +185,6 @@ def _speed(options: argparse.Namespace) -> tuple[float | None, float]:
     found = read_probe(options.probe) if options.probe.endswith(".json") else probe(options.probe)
     rate = found.write_bytes_per_second if options.save else found.read_bytes_per_second
     return rate / options.ranks_per_node, found.request_seconds * options.ranks_per_node
-
-
-def _cut(text: str) -> tuple[str, int | None]:
-    glob, equals, axis = text.rpartition("=")
-    if not equals or not (axis == "none" or axis.lstrip("-").isdigit()):
-        raise ValidationError([f"--cut takes GLOB=AXIS, with a number or none; got {text!r}"])
-    return glob, None if axis == "none" else int(axis)
 
 
 def _lines(report: RehearsalReport) -> list[str]:

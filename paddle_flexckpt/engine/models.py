@@ -22,7 +22,7 @@ from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.planning.layouts import ADAMW, Layout, Model, ModelTensor, State
-from paddle_flexckpt.planning.strategy import parse_strategy
+from paddle_flexckpt.planning.strategy import Strategy, parse_strategy
 
 _PIPELINE, _LAYER = re.compile(r"(\d+)\."), re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
@@ -60,14 +60,45 @@ def layout_of(
         CorruptCheckpointError: A manifest is damaged.
     """
     parsed = parse_strategy(strategy)
-    notes: list[str] = []
     if is_config(model):
         said = read_config_model(str(model), variant)
-        described = _of_config(said, cuts, states)
-        notes.append(said.note)
-    else:
-        described = _of_checkpoint(path, unique_id, aoa_config, model, cuts, states)
-    if parsed.tp > 1:
+        layout, notes = _noted(parsed, _of_config(said, cuts, states))
+        return layout, [said.note, *notes]
+    chosen = (path, unique_id) if model is None else (model, None)
+    stored = without_extra_state(SourceDirectory(chosen[0]).read_manifest(chosen[1]).catalog)
+    mapping = whole_mapping(aoa_config, stored) if model is None and aoa_config is not None else None
+    infos = tensor_infos(stored, mapping)
+    if mapping is not None:  # what statements make is cut otherwise than what it is made of
+        stored = stored.take(~np.asarray([key in mapping.tensors for key in stored.keys], dtype=bool)[stored.key])
+    return layout_for(parsed, infos, stored, cuts, states)
+
+
+def layout_for(
+    strategy: Strategy,
+    infos: Mapping[str, TensorInfo],
+    stored: Catalog,
+    cuts: Sequence[tuple[str, int | None]] = (),
+    states: bool = True,
+) -> tuple[Layout, list[str]]:
+    """Return the layout of a job that has these tensors, and what is taken for granted in it.
+
+    Args:
+        strategy: The job's.
+        infos: As of :func:`model_of`, as are those that follow.
+        stored: The shards of the checkpoint, but for those of tensors that statements make.
+        cuts: See there.
+        states: See there.
+
+    Raises:
+        ValidationError: The strategy cannot cut the model.
+    """
+    return _noted(strategy, model_of(infos, stored, cuts, states))
+
+
+def _noted(strategy: Strategy, described: Model) -> tuple[Layout, list[str]]:
+    """Return the layout of a model, and what is taken for granted in it."""
+    notes = []
+    if strategy.tp > 1:
         whole = [each.name for each in described.tensors if each.tp_axis is None and len(each.shape) > 1]
         if all(each.tp_axis is None for each in described.tensors):
             raise ValidationError(
@@ -76,26 +107,9 @@ def layout_of(
             )
         if whole:
             notes.append(f"each rank of tensor parallelism has all of {listed(whole, 3)} (--cut says otherwise)")
-    if parsed.kind != "none" and described.states:
+    if strategy.kind != "none" and described.states:
         notes.append("the optimizer has the parameters in the order of the checkpoint, layer by layer")
-    return Layout(described, parsed), notes
-
-
-def _of_checkpoint(
-    path: Location,
-    unique_id: int | None,
-    aoa_config: AoaConfig | None,
-    model: Location | None,
-    cuts: Sequence[tuple[str, int | None]],
-    states: bool,
-) -> Model:
-    chosen = (path, unique_id) if model is None else (model, None)
-    stored = without_extra_state(SourceDirectory(chosen[0]).read_manifest(chosen[1]).catalog)
-    mapping = whole_mapping(aoa_config, stored) if model is None and aoa_config is not None else None
-    infos = tensor_infos(stored, mapping)
-    if mapping is not None:  # what statements make is cut otherwise than what it is made of
-        stored = stored.take(~np.asarray([key in mapping.tensors for key in stored.keys], dtype=bool)[stored.key])
-    return model_of(infos, stored, cuts, states)
+    return Layout(described, strategy), notes
 
 
 def _of_config(said: ConfigModel, cuts: Sequence[tuple[str, int | None]], states: bool) -> Model:

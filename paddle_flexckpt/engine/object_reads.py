@@ -33,8 +33,10 @@ def count_requests(
     requests, nbytes = np.zeros((2, ranks), dtype=np.int64)
     address = np.where(place >= 0, 0, -1)
     by = np.where(place >= 0, place, -1 - place)[pieces.target]
-    for rank in range(ranks):
-        own = pieces.take(by == rank)
+    order = np.argsort(by, kind="stable")
+    edges = np.searchsorted(by[order], np.arange(ranks + 1)).tolist()
+    for rank, (begin_of, end_of) in enumerate(zip(edges, edges[1:])):
+        own = pieces.take(order[begin_of:end_of])
         found: list[Ranges] = []
         for first, last in filling.portions(own.target) if len(own) else ():
             part = own.take(slice(first, last))
