@@ -23,10 +23,10 @@ class RankReads:
         files: Files opened.
         target_bytes: Bytes of the targets.
         scratch_bytes: The most memory that operands of computed values take at any time.
+        sources: Bytes of these pieces by the rank that saved them; empty unless asked for.
         buffer_bytes: Memory that is read through, with four threads.
         object_requests: Requests to an object store, if the checkpoint is in one; else 0.
         object_bytes: Bytes of files that these bring, gaps that they read over among them.
-        sources: Bytes of these pieces by the rank that saved them; empty unless asked for.
     """
 
     ranks: list[int]
@@ -36,10 +36,10 @@ class RankReads:
     files: int
     target_bytes: int
     scratch_bytes: int
+    sources: dict[int, int] = field(default_factory=dict)
     buffer_bytes: int = 0
     object_requests: int = 0
     object_bytes: int = 0
-    sources: dict[int, int] = field(default_factory=dict)
 
     @property
     def amplification(self) -> float:
