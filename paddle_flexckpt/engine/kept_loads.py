@@ -10,13 +10,12 @@ Tested in tests/live/test_kept_loads.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.catalog.wire import encode_catalog
 from paddle_flexckpt.engine.kept_plans import fingerprint
 from paddle_flexckpt.engine.plan import FillPlan
@@ -67,7 +66,7 @@ class KeptLoad:
         return columns + self.filled.nbytes + _ENTRY_BYTES * entries
 
 
-def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source: Catalog) -> bytes | None:
+def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source: bytes) -> bytes | None:
     """Return a fingerprint of all that one rank's part of a plan is made of, but for the other ranks' targets.
 
     None where it is made of more than this knows: of targets that share memory and have gaps, it depends on each
@@ -77,7 +76,7 @@ def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source
         options: Those of the load, encoded, without the checkpoint's id.
         ranks: All that load.
         targets: This rank's.
-        source: All shards of the checkpoint.
+        source: What is the same for a checkpoint with the same shards (``Source.describe``).
     """
     shared = _shared_memory(targets.spans)
     length = shared[:, 3] - shared[:, 2]
@@ -86,7 +85,7 @@ def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source
     if (length != targets.catalog.byte_length[shared[:, 0]]).any():
         return None
     names = repr((targets.aliases, targets.raw_names)).encode()
-    tables = encode_catalog(targets.catalog), encode_catalog(replace(source, files=()))
+    tables = encode_catalog(targets.catalog), source
     return fingerprint((options, repr(tuple(ranks)).encode(), *tables, names, shared.tobytes()))
 
 
