@@ -129,7 +129,7 @@ def test_a_rank_reads_the_partitions_of_its_keys_and_holds_their_rows(saves, see
     assert len({*everything}) == count + 1 and count > 12
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [4, 8])
 def test_a_rank_of_few_keys_reads_few_partitions_whatever_the_checkpoint_has(tmp_path, monkeypatch, seen, size):
     """Twice as many keys, for twice as many ranks: each reads as much as before, but for chance."""
     reads, _ = seen
