@@ -79,6 +79,11 @@ test-matrix: $(TEST_STAMP) ## save under every parallel strategy and load under 
 	@echo "[make] running the matrix of strategies"
 	@$(BIN)/python -m tests.distributed.matrix.table --json matrix.json
 
+.PHONY: test-rehearsals
+test-rehearsals: $(TEST_STAMP) ## compare what is rehearsed with what real ranks describe and count, for every pair of strategies; results in rehearsals.json
+	@echo "[make] rehearsals against real ranks"
+	@$(BIN)/python -m tests.distributed.matrix.rehearsals --json rehearsals.json
+
 .PHONY: test-semi-auto
 test-semi-auto: $(TEST_STAMP) ## train semi-automatic strategies, and load each from every other and from fleet's; results in semi-auto-matrix.json
 	@echo "[make] each strategy against one process"

@@ -11,14 +11,6 @@ from typing import TYPE_CHECKING, Any
 from paddle_flexckpt._version import __version__
 
 if TYPE_CHECKING:
-    from paddle_flexckpt.algebra import (
-        balanced_split,
-        flat_range_in_min_slice,
-        get_overlap_region,
-        minimal_nd_slice,
-        ravel_index,
-        unravel_index,
-    )
     from paddle_flexckpt.aoa.invert import invert
     from paddle_flexckpt.aoa.model_rules import model_rules
     from paddle_flexckpt.background import BackgroundWriter, SaveHandle
@@ -33,17 +25,20 @@ if TYPE_CHECKING:
         ValidationError,
     )
     from paddle_flexckpt.dist_tensor import compute_local_shape_and_global_offset
+    from paddle_flexckpt.engine.comparison import diff
     from paddle_flexckpt.engine.export import export_safetensors
+    from paddle_flexckpt.engine.rehearsal import rehearse
     from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
+    from paddle_flexckpt.live.digests import digest
     from paddle_flexckpt.live.loader import load_state_dict
     from paddle_flexckpt.live.merged import load_merged_state_dict
+    from paddle_flexckpt.live.publishing import publish
     from paddle_flexckpt.live.resharder import _load_state_dict, plan_reshard, reshard_sharded_state_dict
     from paddle_flexckpt.live.saver import save_state_dict
     from paddle_flexckpt.live.state import flatten_state_dict, unflatten_state_dict
     from paddle_flexckpt.live.statements import explain, plain_state_statements
     from paddle_flexckpt.live.tensors import assign_sharded_slice
     from paddle_flexckpt.manager import CheckpointManager, check
-    from paddle_flexckpt.media.opening import open_storage
     from paddle_flexckpt.native.listing import latest, list_checkpoints
     from paddle_flexckpt.parallel import (
         ExpertParallelMixin,
@@ -72,14 +67,6 @@ if TYPE_CHECKING:
     )
 
 _MODULES = {
-    "algebra": (
-        "balanced_split",
-        "flat_range_in_min_slice",
-        "get_overlap_region",
-        "minimal_nd_slice",
-        "ravel_index",
-        "unravel_index",
-    ),
     "aoa.model_rules": ("model_rules",),
     "background": ("BackgroundWriter", "SaveHandle"),
     "catalog": (
@@ -93,7 +80,9 @@ _MODULES = {
         "ValidationError",
     ),
     "dist_tensor": ("compute_local_shape_and_global_offset",),
+    "engine.comparison": ("diff",),
     "engine.export": ("export_safetensors",),
+    "engine.rehearsal": ("rehearse",),
     "engine.verification": ("repair_manifest", "verify_checkpoint"),
     "manager": ("CheckpointManager", "check"),
     "parallel": (
@@ -105,8 +94,10 @@ _MODULES = {
         "uninstall",
     ),
     "aoa.invert": ("invert",),
+    "live.digests": ("digest",),
     "live.loader": ("load_state_dict",),
     "live.merged": ("load_merged_state_dict",),
+    "live.publishing": ("publish",),
     "live.resharder": ("_load_state_dict", "plan_reshard", "reshard_sharded_state_dict"),
     "live.statements": ("explain", "plain_state_statements"),
     "live.saver": ("save_state_dict",),
@@ -129,16 +120,24 @@ _MODULES = {
         "merge_shard_info_list",
         "shard_weight",
     ),
-    "media.opening": ("open_storage",),
     "native.listing": ("latest", "list_checkpoints"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 # Names that were public here once, and where they are now.
 _MOVED = {
+    "algebra": (
+        "balanced_split",
+        "flat_range_in_min_slice",
+        "get_overlap_region",
+        "minimal_nd_slice",
+        "ravel_index",
+        "unravel_index",
+    ),
     "aoa": ("AoaError",),
     "aoa.model_rules": ("rule_names",),
     "catalog": ("UnsafePickleError",),
     "manager": ("KeepBest", "KeepEvery", "KeepInterval", "KeepLatest", "RestoreReport", "SaveEvery", "SaveInterval"),
+    "media.opening": ("open_storage",),
     "native.listing": ("CheckpointInfo", "is_complete"),
     "parallel": ("is_installed",),
     "report": ("ExportReport", "LoadReport", "RepairReport", "SaveReport", "VerifyReport"),

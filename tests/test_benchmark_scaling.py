@@ -49,6 +49,10 @@ def test_all_tables(tmp_path, capsys):
     assert calls["load_rank_files"][0] == calls["load_rank_files"][1] > 0
     # It reads each rank's part, and looks at each rank's data file.
     assert calls["save_coordinator_files"][1] - calls["save_coordinator_files"][0] >= 2 * 4
+    before, now = found["openings"]
+    assert before["held"] == before["rows"] == 64 * now["held"] and before["partitions_read"] == before["partitions"]
+    assert now["keys"] * 64 == before["keys"] and now["mib"] < before["mib"] / 8
+    assert calls["load_collectives"] == [4, 4]
     (manifest,) = found["manifests"]
     assert manifest["partitions"] == 30 and manifest["bytes"] < 40 * manifest["rows"]
     whole, own = found["loads"]

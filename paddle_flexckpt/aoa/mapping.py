@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -10,7 +11,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.algebra.box_maps import BoxMaps
-from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
+from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype_of
 
 
 class Step(Protocol):
@@ -37,6 +38,11 @@ class TensorInfo:
 
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its elements."""
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
 @dataclass(frozen=True)

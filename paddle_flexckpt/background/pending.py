@@ -20,6 +20,7 @@ from paddle_flexckpt.background.waves import WaveSender
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.media.backend import SaveLock
+from paddle_flexckpt.progress import Progress
 from paddle_flexckpt.report import SaveReport
 
 
@@ -33,6 +34,8 @@ class SaveHandle:
         path: The checkpoint's directory.
         unique_id: Its id there.
         seen: Whether somebody knows how the save ended.
+        progress: How far this rank has come: ``"stage"`` while data is copied, ``"queue"`` until the writer takes it
+            up, ``"write"``, and ``"commit"`` when all of this rank is written. When the save is over it stays so.
     """
 
     def __init__(self, path: str, unique_id: int) -> None:
@@ -43,6 +46,7 @@ class SaveHandle:
         self._finished = threading.Event()
         self._outcome: SaveReport | CheckpointError | None = None
         self.seen = False
+        self.progress = Progress("stage", 0, 0)
 
     def done(self) -> bool:
         """Return at once whether the save is over, committed or failed.
@@ -188,6 +192,7 @@ class SaveSlot:
         if lock_pages is not None:
             segment.lock_pages(lock_pages)
         handle, waves = SaveHandle(job.path, job.names.unique_id), WaveSender(segment.view(0, nbytes))
+        handle.progress = Progress("queue", 0, job.data_bytes, 0, len(job.items))
         handle.seen = True  # the caller raises what goes wrong
         save = PendingSave(handle, job, None, 0.0, segment, lock, waves=waves)
         self._in_waves = save, waves
@@ -217,6 +222,7 @@ class SaveSlot:
         job, segment = self._staged
         self._staged = None
         handle = handle or SaveHandle(report.path, report.unique_id)
+        handle.progress = Progress("queue", 0, job.data_bytes, 0, len(job.items))
         self._launch(PendingSave(handle, job, report, begin, segment, lock))
         return handle
 

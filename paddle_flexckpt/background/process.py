@@ -19,6 +19,7 @@ from paddle_flexckpt.background.presence import address_of, open_presence
 from paddle_flexckpt.background.protocol import Channel
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.progress import Progress
 
 # Signals that end a job are not for the writer: it ends when it has written. Modules are found as multiprocessing's
 # processes find them: where the parent does, whatever the working directory has in it.
@@ -52,13 +53,15 @@ class WriterProcess:
         nice: int,
         io_class: str,
         on_begun: Callable[[int], None],
+        on_progress: Callable[[int, Progress], None],
         on_outcome: Callable[[int, dict[str, Any]], None],
         on_end: Callable[[WriterProcess, str], None],
     ) -> None:
         """Start the process; its imports go on in the background.
 
         The callbacks run in a thread of this object. ``on_begun`` gets the number of a save that the process has taken
-        up, ``on_outcome`` that and what became of it, ``on_end`` this object and how the process ended, once.
+        up, ``on_progress`` that and how far it is, ``on_outcome`` that and what became of it, ``on_end`` this object
+        and how the process ended, once.
 
         Raises:
             CheckpointError: It could not be started.
@@ -90,7 +93,7 @@ class WriterProcess:
         self.is_finishing = False
         self._channel = Channel(ours)
         self._known: set[int] = set()
-        self._on_begun, self._on_outcome, self._on_end = on_begun, on_outcome, on_end
+        self._on_begun, self._on_progress, self._on_outcome, self._on_end = on_begun, on_progress, on_outcome, on_end
         self._listener = threading.Thread(target=self._listen, name="paddle_flexckpt-writer", daemon=True)
         self._listener.start()
 
@@ -143,6 +146,8 @@ class WriterProcess:
                 number = int(message.pop("save"))
                 if "begun" in message:
                     self._on_begun(number)
+                elif "progress" in message:
+                    self._on_progress(number, Progress(**message["progress"]))
                 else:
                     self._on_outcome(number, message)
             how = self._end()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import platform
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.progress import Meter, Progress, ProgressCallback
 
 # ioprio_set has no function in libc; its number is the kernel's, by machine.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273, "s390x": 282, "loongarch64": 30, "riscv64": 30}
@@ -62,7 +65,7 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
         data = segment.view(0, data_bytes)
         waves = WaveReceiver(socket.socket(fileno=given["waves"]), data) if "waves" in given else None
         try:
-            outcome = carry_out(job, directory, data, waves)
+            outcome = carry_out(job, directory, data, waves, functools.partial(_tell, channel, message["save"]))
         finally:
             if lock is not None:
                 lock.release()
@@ -77,12 +80,21 @@ def _send(channel: Channel, message: dict[str, Any]) -> None:
         channel.send(message)
 
 
+def _tell(channel: Channel, number: int, progress: Progress) -> None:
+    _send(channel, {"save": number, "progress": asdict(progress)})
+
+
 def carry_out(
-    job: WriteJob, directory: SaveDirectory, data: np.ndarray, waves: WaveReceiver | None = None
+    job: WriteJob,
+    directory: SaveDirectory,
+    data: np.ndarray,
+    waves: WaveReceiver | None = None,
+    tell: ProgressCallback | None = None,
 ) -> dict[str, Any]:
     """Carry out one rank's share of one save; ``data`` has the items' bytes, uint8, end to end, or in ``waves``.
 
-    Return ``failure`` (None if the save is committed), ``seconds`` by phase, and ``warnings``.
+    ``tell`` gets how far it is. Return ``failure`` (None if the save is committed), ``seconds`` by phase, and
+    ``warnings``.
     """
     begin = time.perf_counter()
     own = None
@@ -94,7 +106,10 @@ def carry_out(
         items: Iterator[np.ndarray] = (data[start:stop] for start, stop in zip([0, *stops], stops))
         if waves is not None:
             items = waves.items(job.items.byte_length.tolist())
-        directory.write_share(job.names, job.rank, job.items, items, world_size=len(job.ranks), step=job.step)
+        meter = Meter(tell, "write", job.data_bytes, len(job.items))
+        size, step = len(job.ranks), job.step
+        directory.write_share(job.names, job.rank, job.items, items, world_size=size, step=step, meter=meter)
+        Meter(tell, "commit", job.data_bytes, len(job.items)).finish()
     except Exception as error:  # every rank gets it as the outcome of the save
         own = Failure.of(error)
         if waves is not None:

@@ -31,6 +31,7 @@ from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.opening import reopen
+from paddle_flexckpt.progress import Progress
 from paddle_flexckpt.report import SaveReport
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -238,7 +239,8 @@ class BackgroundWriter:
     def _running(self) -> WriterProcess:
         """Return the process, started if there is none, or none any more; the caller holds the lock."""
         if self._process is None or self._process.has_ended:
-            self._process = WriterProcess(self._nice, self._io_class, self._on_begun, self._on_outcome, self._on_end)
+            callbacks = self._on_begun, self._on_progress, self._on_outcome, self._on_end
+            self._process = WriterProcess(self._nice, self._io_class, *callbacks)
         return self._process
 
     def _launch(self, save: PendingSave) -> None:
@@ -270,6 +272,9 @@ class BackgroundWriter:
         if save.lock is not None:
             save.lock.detach()
             save.lock = None
+
+    def _on_progress(self, number: int, progress: Progress) -> None:
+        self._saves[number].handle.progress = progress
 
     def _on_outcome(self, number: int, outcome: dict[str, Any]) -> None:
         failure = None if outcome["failure"] is None else Failure.from_dict(outcome["failure"])

@@ -15,7 +15,16 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
-from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, aoa_config, byte_count, table
+from paddle_flexckpt.cli.arguments import (
+    Outcome,
+    add_aoa,
+    add_checkpoint,
+    add_html,
+    aoa_config,
+    byte_count,
+    table,
+    written,
+)
 from paddle_flexckpt.engine.comparison import diff
 from paddle_flexckpt.engine.digests import digest_checkpoint
 from paddle_flexckpt.engine.export import export_safetensors
@@ -70,6 +79,7 @@ def add_command(commands: Any) -> None:
     add_aoa(compare, required=False)
     compare.add_argument("--extra-state", action="store_true", help="compare a run's extra state too")
     compare.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_html(compare)
 
     verify = commands.add_parser("verify", help="read a whole checkpoint and list all that is damaged")
     add_checkpoint(verify)
@@ -131,14 +141,16 @@ def _shown(reader: TensorReader, text: str) -> str:
         raise
     except (IndexError, ValueError) as error:
         raise ValidationError([Problem(f"cannot read a slice: {error}", key=text)]) from error
-    values = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        values = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+        text_of_values = np.array2string(values if array.dtype.kind == "V" else array, threshold=64, edgeitems=3)
     finite = values[np.isfinite(values)]
     head = f"{text}: {array.dtype.name} {list(array.shape)}"
     if finite.size and array.dtype.kind != "c":
         head += f", from {finite.min():.6g} to {finite.max():.6g}"
         head += f", mean {finite.mean():.6g}, deviation {finite.std():.6g}"
     head += f", {int((values == 0).sum())} zeros, {values.size - finite.size} not finite"
-    return f"{head}\n{np.array2string(values if array.dtype.kind == 'V' else array, threshold=64, edgeitems=3)}"
+    return f"{head}\n{text_of_values}"
 
 
 def _part(text: str) -> Any:
@@ -167,7 +179,12 @@ def _diff(options: argparse.Namespace) -> Outcome:
     config = None if options.aoa is None else aoa_config(options.aoa)
     chosen = {name: getattr(options, name) for name in ("first_id", "second_id", "extra_state")}
     report = diff(options.first, options.second, config, **chosen)
-    lines = [json.dumps(report.as_dict(), indent=2)] if options.json else [*report.lines(), report.summary()]
+    lines = [*report.lines(), report.summary()]
+    if options.html is not None:
+        from paddle_flexckpt.pages.reports import diff_page
+
+        lines.append(written(options.html, diff_page(report)))
+    lines = [json.dumps(report.as_dict(), indent=2)] if options.json else lines
     return Outcome("\n".join(lines), int(not report.equal))
 
 

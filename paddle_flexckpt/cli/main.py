@@ -14,6 +14,7 @@ _COMMANDS = {
     "checkpoints": ("inspect", "show", "digest", "diff", "verify", "repair", "export"),
     "overview": ("ls", "du", "doctor"),
     "rehearse": ("rehearse",),
+    "map": ("map",),
     "statements": ("explain", "expand", "invert", "rules"),
     "patch": ("patch",),
 }

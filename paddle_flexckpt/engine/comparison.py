@@ -19,6 +19,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.report import Report, format_bytes
 
 # Elements that are compared at once: bounds the memory of what is computed for them.
@@ -129,6 +130,7 @@ def diff(
     first_id: int | None = None,
     second_id: int | None = None,
     extra_state: bool = False,
+    progress: ProgressCallback | None = None,
 ) -> DiffReport:
     """Compare two checkpoints of any format and layout.
 
@@ -142,6 +144,7 @@ def diff(
         first_id: Which checkpoint of the first directory; None takes the highest id.
         second_id: Likewise of the second.
         extra_state: Whether a run's extra state is compared too.
+        progress: Called with a :class:`~paddle_flexckpt.progress.Progress` as tensors of the first are compared.
 
     Returns:
         What differs.
@@ -164,9 +167,9 @@ def diff(
         differing: dict[str, TensorDifference] = {}
         counts = {"bytes_by_checksum": 0, "bytes_read": 0}
         whole = []
-        for key in both:
-            if key in unlike:
-                continue
+        comparable = [key for key in both if key not in unlike]
+        meter = Meter(progress, "compare", sum(one.infos[key].nbytes for key in comparable), len(comparable))
+        for key in comparable:
             info = one.infos[key]
             pairs = _pairs(one, two, key)
             if pairs is None:
@@ -175,14 +178,17 @@ def diff(
             found = _Difference(info)
             for pair in pairs:
                 _compare_items(one, two, pair, found, counts)
+            meter.add(info.nbytes, items=1)
             if found.changed:
                 differing[key] = found.result()
         for key, values in _both_whole(one, two, whole):
             found = _Difference(one.infos[key])
             found.add(*values, lambda element: element)
             counts["bytes_read"] += sum(each.nbytes for each in values)
+            meter.add(values[0].nbytes, items=1)
             if found.changed:
                 differing[key] = found.result()
+        meter.finish()
         return DiffReport(
             first=one.directory.path,
             second=two.directory.path,

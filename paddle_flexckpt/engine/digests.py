@@ -21,6 +21,7 @@ from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import LockedManifest
+from paddle_flexckpt.progress import Meter, ProgressCallback
 
 # Elements that are added up at once: bounds the memory of what is computed for them.
 SUMMED_AT_ONCE = 1 << 18
@@ -31,7 +32,12 @@ _LANES = 2
 
 
 def digest_checkpoint(
-    path: Location, unique_id: int | None = None, aoa_config: AoaConfig | None = None, *, extra_state: bool = False
+    path: Location,
+    unique_id: int | None = None,
+    aoa_config: AoaConfig | None = None,
+    *,
+    extra_state: bool = False,
+    progress: ProgressCallback | None = None,
 ) -> dict[str, str]:
     """Return a digest of each tensor of a checkpoint, which does not depend on how it was cut.
 
@@ -42,6 +48,7 @@ def digest_checkpoint(
         unique_id: Its id there; None takes the highest.
         aoa_config: AOA statements; the digests are then of what they make and leave alone.
         extra_state: Whether a run's extra state is digested too.
+        progress: Called with a :class:`~paddle_flexckpt.progress.Progress` as tensors are digested.
 
     Returns:
         32 hexadecimal digits by key.
@@ -54,9 +61,12 @@ def digest_checkpoint(
     with LockedManifest(directory, unique_id) as manifest:
         mapping = whole_mapping(aoa_config, manifest.catalog)
         infos = tensor_infos(manifest.catalog, mapping, extra_state)
+        meter = Meter(progress, "digest", sum(info.nbytes for info in infos.values()), len(infos))
         for key, array in iterate_tensors(directory.backend, manifest, mapping, sorted(infos)):
             shape = infos[key].shape
             found[key] = digest_of(infos[key], box_sums(array.ravel(), (0,) * len(shape), shape, shape))
+            meter.add(array.nbytes, items=1)
+        meter.finish()
     return found
 
 

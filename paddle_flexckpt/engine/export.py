@@ -64,6 +64,7 @@ def export_safetensors(
     begin = time.perf_counter()
     asked = ExportOptions(aoa_config=aoa_config, **options)
     source = Files(path, asked, plain_errors=True)
+    source.phase = "write"
     with quiet_loads(), _Export(open_destination(output), source, asked) as export:
         return export.report(Transfer(Solo(), source, export.describe, CHOSEN, begin=begin).run())
 

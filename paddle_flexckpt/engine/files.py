@@ -46,6 +46,8 @@ class Files(Source):
     keeps_plans = True
     # The keys whose rows are read of a manifest in partitions when it is opened; None: all.
     _first_keys: Sequence[str] | None = None
+    #: What progress is told of.
+    phase = "read"
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class Files(Source):
         """Return the reads."""
         return self._plan
 
-    def recall(self, task: Task, planned: ReadPlan) -> None:
+    def recall(self, task: Task, planned: ReadPlan) -> bytes:
         """Take reads that were planned, and check that the files look right."""
         self._plan = planned
         verify = verify_mode(self._options.verify)
@@ -102,11 +104,15 @@ class Files(Source):
         self.reader = self.closing.enter_context(reader)
         with self._reading():
             self.reader.check_files(self._plan.pieces.source)
+        return b""
 
     def move(self, task: Task) -> dict[str, Any]:
         """Read every piece into its target, and compute what is computed."""
+        meter = self._options.meter(self.phase, self._plan.needed_bytes)
+        self.reader.tell(meter)
         for row in self.fill(task):
             task.memory.filled(row)
+        meter.finish()
         counts = {"bytes_needed": self._plan.needed_bytes, "peak_scratch_bytes": self._filling.peak_scratch_bytes}
         said = {"comm_method": "direct", "comm_reason": self._reason}
         return {**counts, "reads": self.reader.count.reads, **reads_of(self.reader), **said}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -21,10 +21,17 @@ from paddle_flexckpt.engine.kept_plans import fingerprint
 from paddle_flexckpt.engine.plan import FillPlan
 from paddle_flexckpt.engine.resolution import Resolution, Resolved
 from paddle_flexckpt.engine.targets import Targets
-from paddle_flexckpt.planning import ReadPlan
 
 # About what an entry of a table takes that is not in columns: a tile, a computed tensor, how a target is filled.
 _ENTRY_BYTES = 500
+
+
+class KeptReads(Protocol):
+    """What a source has planned: of files a :class:`ReadPlan`, or more where ranks read for each other."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return about how many bytes it takes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,8 +44,9 @@ class KeptLoad:
         same_memory: Likewise.
         mapping: What statements make, or None.
         plan: The rows to fill.
-        reads: What is read into them.
+        reads: What is read into them, or sent and received.
         unexpected: Keys of the source that no rank asks for.
+        whole: Whether the reads are of all shards of the source, where fewer are known at first.
     """
 
     others: dict[int, Resolved]
@@ -46,8 +54,9 @@ class KeptLoad:
     same_memory: dict[int, int]
     mapping: TensorMapping | None
     plan: FillPlan
-    reads: ReadPlan
+    reads: KeptReads
     unexpected: list[str]
+    whole: bool = False
 
     def resolution(self, targets: Targets) -> Resolution:
         """Return how these targets are filled."""
@@ -57,16 +66,15 @@ class KeptLoad:
     def nbytes(self) -> int:
         """Return about how many bytes it takes."""
         plan, mapping = self.plan, self.mapping
-        tables: list[Any] = [plan.catalog, plan.in_order, self.reads.pieces]
+        columns = plan.catalog.nbytes + plan.in_order.nbytes + self.reads.nbytes
         entries = len(plan.catalog.keys) + len(self.others) + len(plan.tiles) + len(plan.kept) + len(self.unexpected)
         if mapping is not None:
-            tables.append(mapping.maps)
+            columns += mapping.maps.nbytes
             entries += len(mapping.tensors) + len(mapping.nodes) + sum(map(len, mapping.regions.values()))
-        columns = sum([getattr(table, name).nbytes for table in tables for name in table.COLUMNS])
         return columns + self.filled.nbytes + _ENTRY_BYTES * entries
 
 
-def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source: bytes) -> bytes | None:
+def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source: bytes, access: bytes) -> bytes | None:
     """Return a fingerprint of all that one rank's part of a plan is made of, but for the other ranks' targets.
 
     None where it is made of more than this knows: of targets that share memory and have gaps, it depends on each
@@ -77,6 +85,7 @@ def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source
         ranks: All that load.
         targets: This rank's.
         source: What is the same for a checkpoint with the same shards (``Source.describe``).
+        access: What else the source plans by: who can read what.
     """
     shared = _shared_memory(targets.spans)
     length = shared[:, 3] - shared[:, 2]
@@ -86,7 +95,7 @@ def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source
         return None
     names = repr((targets.aliases, targets.raw_names)).encode()
     tables = encode_catalog(targets.catalog), source
-    return fingerprint((options, repr(tuple(ranks)).encode(), *tables, names, shared.tobytes()))
+    return fingerprint((options, repr(tuple(ranks)).encode(), *tables, names, shared.tobytes(), access))
 
 
 def _shared_memory(spans: np.ndarray) -> np.ndarray:

@@ -29,6 +29,7 @@ from paddle_flexckpt.aoa import AoaConfig
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.mapping import config_digest
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
+from paddle_flexckpt.progress import Meter, ProgressCallback
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 Strict = Union[bool, Literal["missing", "unexpected"]]
@@ -109,6 +110,29 @@ class Options:
 
 
 @dataclass(frozen=True)
+class ProgressOptions(Options):
+    """Hold the option of every call that may take long.
+
+    Attributes:
+        progress: Called with a :class:`~paddle_flexckpt.progress.Progress` of this rank, at most about a hundred times
+            or each 64 MiB, by the thread that moves the bytes: which may be another, but one at a time. What it raises
+            fails the call, as an error of this rank.
+    """
+
+    progress: ProgressCallback | None = field(default=None, metadata=rule(own="each rank tells its own"))
+
+    def check(self) -> None:
+        """Raise ValidationError if an option has a value that it cannot have."""
+        super().check()
+        if self.progress is not None and not callable(self.progress):
+            raise ValidationError([f"progress has to be a function of a Progress, or None; got {self.progress!r}"])
+
+    def meter(self, phase: str, bytes_total: int, items_total: int = 0) -> Meter:
+        """Return what counts bytes and tells them to ``progress``."""
+        return Meter(self.progress, phase, bytes_total, items_total)
+
+
+@dataclass(frozen=True)
 class StatementOptions(Options):
     """Hold the options of every call that takes AOA statements.
 
@@ -171,7 +195,7 @@ class TransferOptions(StatementOptions):
 
 
 @dataclass(frozen=True)
-class FileOptions(Options):
+class FileOptions(ProgressOptions):
     """Hold the options of every call that reads a checkpoint's files.
 
     Attributes:

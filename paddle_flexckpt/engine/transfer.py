@@ -21,8 +21,8 @@ from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat, validate_shards
 from paddle_flexckpt.catalog.collector import without_collector
-from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
-from paddle_flexckpt.engine.agreement import BRIEF_LOAD, Ranks, check_coordinator, check_heads
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
+from paddle_flexckpt.engine.agreement import BRIEF_LOAD, Ranks, check_coordinator, check_heads, is_brief
 from paddle_flexckpt.engine.kept_loads import KeptLoad, describe_load
 from paddle_flexckpt.engine.kept_plans import KeptPlan, KeptPlans, fingerprint, in_full
 from paddle_flexckpt.engine.mapping import compile_mapping
@@ -35,6 +35,8 @@ from paddle_flexckpt.engine.unexpected import check_unexpected
 from paddle_flexckpt.report import LoadReport, order_warning, replica_warning
 
 logger = logging.getLogger("paddle_flexckpt")
+# What is the same on all ranks of what they say of a kept plan.
+_BRIEF_BYTES = len(BRIEF_LOAD) + 16
 _report_level = contextvars.ContextVar("report_level", default=logging.INFO)
 
 
@@ -114,16 +116,28 @@ class Source:
         """Check that this rank can take part in a task, and return what the other ranks have to know of it."""
         raise NotImplementedError
 
+    @property
+    def access(self) -> bytes:
+        """Return what it plans by, besides the catalog and what the ranks say; the same on every rank."""
+        return b""
+
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
         """Plan what ranks send each other; ``answers``: by field, what :meth:`prepare` gave on every rank."""
 
     def keep(self) -> Any:
-        """Return what :meth:`prepare` has planned, without anything of this checkpoint alone."""
+        """Return what was planned, as :class:`KeptReads`, without anything of this checkpoint alone."""
         raise NotImplementedError
 
-    def recall(self, task: Task, planned: Any) -> None:
-        """Do what :meth:`prepare` does, but plan: take what :meth:`keep` gave for a source like this one."""
+    def recall(self, task: Task, planned: Any) -> bytes:
+        """Do what :meth:`prepare` does, but plan: take what :meth:`keep` gave for a source like this one.
+
+        Return what the other ranks need to reach this one, if they send each other anything.
+        """
         raise NotImplementedError
+
+    def meet(self, addresses: list[bytes]) -> bool:
+        """Take note of what :meth:`recall` gave on every rank; return whether the plan still holds."""
+        return True
 
     def move(self, task: Task) -> dict[str, Any]:
         """Fill all rows of the plan; return what the report says of it, by field."""
@@ -177,6 +191,7 @@ class Transfer:
         self._plans = plans if source.keeps_plans else None
         self._own: bytes | None = None
         self._recalled: KeptPlan | None = None
+        self._whole = False
         self._begin = time.perf_counter() if begin is None else begin
 
     def run(self) -> LoadReport:
@@ -228,25 +243,34 @@ class Transfer:
             return None, (self._recall() if recalls else b"") or work()
 
         _, answers = self._comm.together(say, self._context)
-        if self._recalled is not None and len({*answers}) == 1:
+        if self._recalled is not None and self._all_recalled(answers):
             return None
         self._recalled = None
         return in_full(self._comm, answers, work, self._context)
+
+    def _all_recalled(self, answers: list[bytes]) -> bool:
+        """Return whether all ranks have kept the same plan; then they know how to reach each other."""
+        said = [split(answer)[0] if is_brief(answer) else b"" for answer in answers]
+        agreed = {each[:_BRIEF_BYTES] for each in said}
+        return len(agreed) == 1 and b"" not in agreed and self._source.meet([each[_BRIEF_BYTES:] for each in said])
 
     def _recall(self) -> bytes:
         """Take the plan that was kept for what this rank is called with; return what it says then, or nothing."""
         targets, _ = self._described
         lasting = {name: said for name, said in self._said.items() if name != "checkpoint"}
         options = self._options.encode(self._call, **lasting)
-        self._own = describe_load(options, self._comm.ranks, targets, self._source.describe()) or b""
+        source = self._source
+        self._own = describe_load(options, self._comm.ranks, targets, source.describe(), source.access) or b""
         self._recalled = None if self._plans is None else self._plans.find(self._own)
         if self._recalled is None:
             return b""
         kept: KeptLoad = self._recalled.plan
+        if kept.whole:
+            self._completed()
         self._task, self._unexpected = Task(kept.resolution(targets), kept.mapping, kept.plan), [*kept.unexpected]
-        self._source.recall(self._task, kept.reads)
+        address = source.recall(self._task, kept.reads)
         agreed = fingerprint((self._recalled.origin, options, json.dumps(self._said).encode()))
-        return join((BRIEF_LOAD + agreed,))
+        return join((BRIEF_LOAD + agreed + address,))
 
     def _keep(self) -> None:
         """Keep what was planned, if every rank knows all that its part was made of."""
@@ -254,7 +278,8 @@ class Transfer:
             return
         resolution = self._task.resolution
         columns = resolution.others, resolution.filled, resolution.same_memory
-        kept = KeptLoad(*columns, self._task.mapping, self._task.plan, self._source.keep(), [*self._unexpected])
+        planned = self._task.mapping, self._task.plan, self._source.keep()
+        kept = KeptLoad(*columns, *planned, [*self._unexpected], self._whole)
         self._plans.keep(self._owns[self._comm.position], KeptPlan(fingerprint(self._owns), kept, ()), kept.nbytes)
 
     def describe(self) -> None:
@@ -323,10 +348,10 @@ class Transfer:
 
     def _completed(self) -> bool:
         """Have all shards of the source; return whether they were not known before."""
-        if not self._source.complete():
-            return False
-        self._own = b""  # a kept plan is found by the shards that are known at first
-        return True
+        completed = self._source.complete()
+        # A kept plan is found by the shards that are known at first.
+        self._whole = self._whole or completed
+        return completed
 
     def plan(self) -> None:
         """Plan what ranks send each other; check that what nobody asks for may be left."""

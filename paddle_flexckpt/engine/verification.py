@@ -23,10 +23,13 @@ from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.partition_files import partition_problems
 from paddle_flexckpt.native.repair import rebuild_manifest
 from paddle_flexckpt.native.verify import Verification, verify_files
+from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.report import RepairReport, VerifyReport
 
 
-def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyReport:
+def verify_checkpoint(
+    path: Location, unique_id: int | None = None, *, progress: ProgressCallback | None = None
+) -> VerifyReport:
     """Read a whole checkpoint once and lists all that is wrong with it.
 
     Compared with the manifest are the size, save token and header of every data file and the checksum of every block;
@@ -38,6 +41,7 @@ def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyRep
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
         unique_id: The checkpoint's id; None takes the highest.
+        progress: Called with a :class:`~paddle_flexckpt.progress.Progress` as bytes are read.
 
     Returns:
         All problems, each with key, rank, file and byte where they are known. A damaged manifest is a problem too, and
@@ -65,7 +69,11 @@ def verify_checkpoint(path: Location, unique_id: int | None = None) -> VerifyRep
     with held as manifest:
         catalog = manifest.catalog
         # Of another program's, the manifest has been made of its files' headers: they fit, or it would not be there.
-        found = Verification() if manifest.foreign else verify_files(directory.backend, manifest)
+        # They have no checksums: nothing is read.
+        nbytes, files = (0, 0) if manifest.foreign else (int(catalog.byte_length.sum()), len(catalog.files))
+        meter = Meter(progress, "verify", nbytes, files)
+        found = Verification() if manifest.foreign else verify_files(directory.backend, manifest, meter)
+        meter.finish()
     problems = validate_shards(catalog)
     # Shards that are malformed have no boxes to compare.
     problems = problems or validate_coverage(catalog, group_replicas(catalog)).problems

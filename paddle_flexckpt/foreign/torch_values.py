@@ -25,6 +25,7 @@ from paddle_flexckpt.foreign.pickle_values import (
     or_none,
     refused,
 )
+from paddle_flexckpt.foreign.torch_records import Makers, RecordRuns
 
 # Names of element types that are known, and that no catalog has.
 _OTHER_DTYPES = "complex32 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 qint8 quint8 qint32".split()
@@ -164,11 +165,13 @@ def _is_entries(value: Any) -> bool:
 
 
 def _is_places(value: Any) -> bool:
-    return type(value) is dict and all(type(k) is ItemIndex and type(v) is ItemPlace for k, v in value.items())
+    return (
+        type(value) is dict and set(map(type, value)) <= {ItemIndex} and set(map(type, value.values())) <= {ItemPlace}
+    )
 
 
 def _is_chunks(value: Any) -> bool:
-    return type(value) is list and all(type(each) is Chunk for each in value)
+    return type(value) is list and set(map(type, value)) <= {Chunk}
 
 
 def _is_names(value: Any) -> bool:
@@ -260,10 +263,16 @@ _TENSOR_NAMES = MappingProxyType(
     | {("torch", name): Symbol(dtype) for name, dtype in _STORAGES.items()}
     | _DTYPE_NAMES
 )
+_MAKERS: Makers = {
+    "ChunkStorageMetadata": lambda columns: map(Chunk, columns["offsets"], columns["sizes"]),
+    "MetadataIndex": lambda columns: map(ItemIndex, columns["fqn"], columns["offset"]),
+    "_StorageInfo": lambda columns: map(ItemPlace, columns["relative_path"], columns["offset"], columns["length"]),
+}
 # Of ``.metadata``; and of ``data.pkl`` in the archive of an item.
 DCP_METADATA = Vocabulary(
     _METADATA_NAMES,
     frozenset({TensorEntry, BytesEntry, Properties, Chunk, ItemIndex, ItemPlace}),
     frozenset({ItemIndex}),
+    runs=lambda: RecordRuns(_MAKERS),
 )
 DCP_TENSOR = Vocabulary(_TENSOR_NAMES, frozenset({Storage}), frozenset(), _storage)

@@ -12,19 +12,62 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.aoa import TensorInfo
+from paddle_flexckpt.aoa import AoaConfig, TensorInfo
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, concat
 from paddle_flexckpt.catalog.validate import row_boxes
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.engine.agreement import check_heads
-from paddle_flexckpt.engine.digests import box_sums, digest_of
+from paddle_flexckpt.engine.digests import box_sums, digest_checkpoint, digest_of
+from paddle_flexckpt.engine.options import GROUP, SHARDS, same_on_all_ranks
 from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.live.sources import check_layout
 from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.live.tensors import HostTensor
+from paddle_flexckpt.media.backend import Location
 
 _CONTEXT = "cannot digest the state"
+_ONE_READS = "it is of a checkpoint, which one process reads alone"
+
+
+@same_on_all_ranks(source=SHARDS, process_group=GROUP, unique_id=_ONE_READS, aoa_config=_ONE_READS)
+def digest(
+    source: Location | Mapping[str, Any],
+    process_group: Any = None,
+    *,
+    unique_id: int | None = None,
+    aoa_config: AoaConfig | None = None,
+) -> dict[str, str]:
+    """Return a digest of each tensor of a checkpoint or of live state, the same in every layout and format.
+
+    This process alone reads a checkpoint (:func:`~paddle_flexckpt.engine.digests.digest_checkpoint`). Every rank of the
+    group calls this with its own shards of a live state (:func:`digest_state_dict`).
+
+    Args:
+        source: A checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file. Or names
+            to shards, as of :func:`~paddle_flexckpt.live.saver.save_state_dict`.
+        process_group: Of live state: the ranks that take part; all ranks of the job by default.
+        unique_id: Of a checkpoint: its id there; None takes the highest.
+        aoa_config: Of a checkpoint: AOA statements; the digests are then of what they make and leave alone.
+
+    Returns:
+        32 hexadecimal digits by key.
+
+    Raises:
+        ValidationError: There is no such checkpoint, the statements do not fit, the shards do not make whole tensors,
+            or an argument does not go with the source.
+        CorruptCheckpointError: The checkpoint is damaged.
+    """
+    of_files, of_state = {"unique_id": unique_id, "aoa_config": aoa_config}, {"process_group": process_group}
+    live = isinstance(source, Mapping)
+    wrong = [name for name, value in (of_files if live else of_state).items() if value is not None]
+    if wrong:
+        raise ValidationError(
+            [f"digest takes no {' and no '.join(wrong)} of {'live state' if live else 'a checkpoint'}"]
+        )
+    if isinstance(source, Mapping):
+        return digest_state_dict(source, process_group)
+    return digest_checkpoint(source, unique_id, aoa_config)
 
 
 def digest_state_dict(state_dict: Mapping[str, Any], process_group: Any = None) -> dict[str, str]:

@@ -9,8 +9,9 @@ Tested in tests/live/test_nodes.py and tests/live/test_cooperative.py.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from paddle_flexckpt.live.rounds import HeldRows, Rounds, RowsReadAhead
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.media.opening import is_remote
 from paddle_flexckpt.native.reader import FileReader
-from paddle_flexckpt.planning import ExchangePlan, Pieces, ShardMatcher
+from paddle_flexckpt.planning import ExchangePlan, Pieces, ReadPlan, ShardMatcher
 from paddle_flexckpt.planning.readers import (
     WORTH_IT,
     Sections,
@@ -52,6 +53,51 @@ from paddle_flexckpt.planning.readers import (
 _MOST_KEYS = 5
 
 
+@dataclass(frozen=True, eq=False)
+class RowReads:
+    """Hold what ranks read for each other, as rows of an exchange, and what one rank does of it.
+
+    Attributes:
+        rows: A section for each, with the rank that reads it.
+        item: int64 per row, the stored shard that it is read from.
+        start: int64 per row, its first element in that.
+        round: int64 per row, the round in which its reader reads and sends it.
+        exchange: What this rank copies, sends and receives.
+    """
+
+    rows: Catalog
+    item: np.ndarray
+    start: np.ndarray
+    round: np.ndarray
+    exchange: ExchangePlan
+
+    @property
+    def nbytes(self) -> int:
+        """Return about how many bytes it takes."""
+        tables = self.rows, self.item, self.start, self.round, self.exchange
+        return sum([table.nbytes for table in tables])
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedReads:
+    """Hold how ranks read, and what one of them reads.
+
+    Attributes:
+        comm_method: As of :class:`LoadReport`.
+        comm_reason: Likewise.
+        reads: For itself alone, or for others too.
+    """
+
+    comm_method: str
+    comm_reason: str
+    reads: ReadPlan | RowReads
+
+    @property
+    def nbytes(self) -> int:
+        """Return about how many bytes it takes."""
+        return self.reads.nbytes
+
+
 class FilePeers(Peers):
     """Read the files of a checkpoint for all ranks, each of which receives what it does not read itself.
 
@@ -61,6 +107,7 @@ class FilePeers(Peers):
     """
 
     comm_method = comm_reason = ""
+    keeps_plans = True
 
     def __init__(
         self, comm: Communicator, files: Files, options: LoadOptions, context: str, found: Found | None = None
@@ -88,6 +135,37 @@ class FilePeers(Peers):
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Return what the other ranks have to know: what Peers say, and whether this rank computes values."""
         return (*super().prepare(task), bytes([bool(task.plan.tiles)]))
+
+    @property
+    def access(self) -> bytes:
+        """Return what else decides who reads what: how long blocks are, and which rank sees which files."""
+        seen = b"" if self._found is None else np.packbits(self._found.seen).tobytes()
+        return json.dumps([self._files.manifest.checksums.block_bytes, self._found is None, seen.hex()]).encode()
+
+    def keep(self) -> PlannedReads:
+        """Return who reads what."""
+        if self._plan is None:
+            return PlannedReads(self.comm_method, self.comm_reason, self._files.keep())
+        rows = replace(self.rows, files=())
+        reads = RowReads(rows, self._item, self._start, self._round, self._plan)
+        return PlannedReads(self.comm_method, self.comm_reason, reads)
+
+    def recall(self, task: Task, planned: PlannedReads) -> bytes:
+        """Take reads that were planned, check the files of this rank's, and return how it is reached."""
+        self.comm_method, self.comm_reason, self._recalled = planned.comm_method, planned.comm_reason, planned
+        reads = planned.reads
+        if isinstance(reads, ReadPlan):
+            return self._files.recall(task, reads)
+        self._wait_for_devices(task)
+        self.rows, self._item, self._start, self._round = reads.rows, reads.item, reads.start, reads.round
+        self._plan, self._on_device = reads.exchange, None
+        self._open_files(reads.exchange)
+        return self._address
+
+    def meet(self, addresses: list[bytes]) -> bool:
+        """Take note of where the other ranks are, if they send each other anything."""
+        self.between_ranks = isinstance(self._recalled.reads, RowReads)
+        return super().meet(addresses)
 
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
         """Choose who reads what, and plan what ranks send each other."""
@@ -118,7 +196,13 @@ class FilePeers(Peers):
             alike = group_replicas(self.rows)
             coverage = validate_coverage(self.rows, alike)
         plan = plan_rank(ShardMatcher(self.rows, alike, coverage), targets, task, comm.rank)
-        self._check(plan, nobody)
+        if nobody in plan.incoming:
+            lost = "; ".join(self._lost(np.unique(plan.incoming[nobody].source)))
+            raise CorruptCheckpointError(
+                f"no rank can read {lost}. Remedy: let a rank see these directories, or load another checkpoint; saves "
+                "with node_copies=2 survive the loss of a node"
+            )
+        self._open_files(plan)
         return plan
 
     def _choose(self, estimate: Callable[[], tuple[float, float]]) -> None:
@@ -164,24 +248,20 @@ class FilePeers(Peers):
             self._item = np.where(place == own, first[group], self._item)
         self._round = number_rounds(place, self.rows.byte_length)
 
-    def _check(self, plan: ExchangePlan, nobody: int) -> None:
+    def _open_files(self, plan: ExchangePlan) -> None:
         """Open the files that this rank is to read.
 
         Raises:
-            CorruptCheckpointError: They are not as they were, or nobody can read something.
+            CorruptCheckpointError: They are not as they were.
         """
-        manifest, pieces = self._files.manifest, plan.incoming.get(nobody)
-        if pieces is not None:
-            raise CorruptCheckpointError(
-                f"no rank can read {'; '.join(self._lost(np.unique(pieces.source)))}. Remedy: let a rank see these "
-                "directories, or load another checkpoint; saves with node_copies=2 survive the loss of a node"
-            )
         backend = self._files.directory.backend
-        reader = FileReader(backend, manifest, self._options.verify, self._options.use_replicas)
+        reader = FileReader(backend, self._files.manifest, self._options.verify, self._options.use_replicas)
         self._reader = self.closing.enter_context(reader)
         used = [plan.local.source, *(pieces.source for pieces in plan.outgoing.values())]
+        rows = np.unique(np.concatenate(used))
+        self._read_bytes = int(self.rows.byte_length[rows].sum())
         with reading(self.path):
-            reader.check_files(self._item[np.concatenate(used)])
+            reader.check_files(self._item[rows])
 
     @property
     def round_of_row(self) -> np.ndarray:
@@ -190,6 +270,7 @@ class FilePeers(Peers):
 
     def open_rows(self, rounds: Rounds) -> HeldRows:
         """Return what this rank reads, round by round; a thread reads ahead."""
+        meter = self._meter = self._options.meter("read", self._read_bytes)
         size, dtypes = self.rows.size, [dtype_of(name).numpy for name in self.rows.dtypes]
 
         def reads(number: int) -> Pieces:
@@ -207,6 +288,7 @@ class FilePeers(Peers):
                     if row not in there:
                         there[row] = np.empty(size[row], dtype=dtypes[self.rows.dtype[row]])
                     self._reader.read(item, copy, there[row])
+                    meter.add(copy.size * there[row].itemsize)
             return there.__getitem__
 
         return RowsReadAhead(rounds.count, read)
@@ -216,7 +298,9 @@ class FilePeers(Peers):
         said = {"comm_method": self.comm_method, "comm_reason": self.comm_reason}
         if not self.between_ranks:
             return {**self._files.move(task), **said}
-        return {**super().move(task), "reads": self._reader.count.reads, **reads_of(self._reader), **said}
+        moved = super().move(task)
+        self._meter.finish()
+        return {**moved, "reads": self._reader.count.reads, **reads_of(self._reader), **said}
 
     def _lost(self, rows: np.ndarray) -> list[str]:
         """Return what of some source rows is lost, by file."""
@@ -248,7 +332,7 @@ def source_of(comm: Communicator, path: Location, options: LoadOptions, call: st
 
     Raises:
         ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded; only where nodes
-            share no storage, and four collectives tell.
+            share no storage, and a collective tells, or more where nodes have different manifests.
         CorruptCheckpointError: No rank can read its manifest; likewise.
     """
     if options.storage == "per_node":

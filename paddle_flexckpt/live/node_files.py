@@ -9,9 +9,9 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -64,8 +64,9 @@ def find_checkpoint(
     held: contextlib.ExitStack,
     context: str,
 ) -> Found:
-    """Agree on a checkpoint: the one with the highest id that a node has published. Four collectives.
+    """Agree on a checkpoint: the one with the highest id that a node has published.
 
+    One collective tells, where all ranks have the same manifest; else two more for each save that there is of that id.
     ``head`` gives what ranks have to agree about, or raises; ``held`` takes the manifest's lock where there is one.
     Where a save died after some nodes had published it in place of an older one, it is the newer if all of it can be
     read, else the older.
@@ -74,35 +75,35 @@ def find_checkpoint(
         ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
         CorruptCheckpointError: No rank can read its manifest.
     """
+    mine = contextlib.ExitStack()
+    held.push(mine)
 
-    def list_ids() -> tuple[list[int], bytes]:
+    def look() -> tuple[Manifest | None, bytes]:
         said = head()
-        ids = [each for each in open_directory().list_ids() if unique_id is None or each == unique_id]
-        return ids, join((said, json.dumps(ids).encode()))
+        directory = open_directory()
+        ids = [each for each in directory.list_ids() if unique_id is None or each == unique_id]
+        # Those with a lower id than another rank's highest are not asked for, so it is the only one that counts.
+        manifest, about = _read(directory, max(ids), mine) if ids else (None, {})
+        flags, wrong = (b"", {}) if manifest is None else _flags(directory, manifest, True)
+        return manifest, join((said, json.dumps(about).encode(), flags, json.dumps(wrong).encode()))
 
     def none_found() -> tuple[None, bytes]:
         directory.read_manifest(unique_id)  # which says what is there instead
         raise ValidationError([f"{directory.path} has no checkpoint that was saved with storage='per_node'"])
 
-    def read() -> tuple[Manifest | None, bytes]:
-        if chosen not in ids:
-            return None, b""
-        try:
-            manifest = held.enter_context(LockedManifest(directory, chosen))
-        except (CorruptCheckpointError, OSError) as error:
-            return None, json.dumps({"problem": str(error)}).encode()
-        generation = max((save[1] for save in map(save_of, manifest.catalog.files) if save), default=0)
-        return manifest, json.dumps({"save": [generation, manifest.save_token]}).encode()
-
-    ids, answers = comm.together(list_ids, context)
+    manifest, answers = comm.together(look, context)
     answers = in_full(comm, answers, lambda: b"", context)  # others may load from a directory that all share
     directory = open_directory()
-    all_ids = {each for text in check_heads(answers, context)[0] for each in json.loads(text)}
-    if not all_ids:
+    abouts, flags, wrongs = check_heads(answers, context)
+    said = [json.loads(about) for about in abouts]
+    ids = [each["id"] for each in said if each]
+    if not ids:
         comm.together(none_found, context)
-    chosen = max(all_ids)
-    manifest, answers = comm.together(read, context)
-    said = [json.loads(answer) if answer else {} for answer in answers]
+    chosen = max(ids)
+    said = [each if each.get("id") == chosen else {} for each in said]
+    if not said[comm.position]:
+        mine.close()
+        manifest = None
     owners: dict[tuple[int, str], int] = {}
     for position, each in enumerate(said):
         if "save" in each:
@@ -112,6 +113,8 @@ def find_checkpoint(
         raise CorruptCheckpointError(f"{context}: {'; '.join(problems)}")
     if problems and comm.position == 0:
         logger.warning(f"manifests of id {chosen} that cannot be read, while others can: {'; '.join(problems)}")
+    if manifest is not None and len(owners) == 1 and all("save" in each for each in said):
+        return _found(manifest, flags, wrongs)
     found = []
     for save, owner in sorted(owners.items(), reverse=True):
         found.append(_look(comm, directory, manifest, save[1], owner, context))
@@ -130,8 +133,7 @@ def _look(
         return None, replace(own, partitions=()).encode() if own is not None and comm.position == owner else b""
 
     def look() -> tuple[None, bytes]:
-        usable, wrong = directory.usable_files(manifest)
-        flags = np.packbits([has, *usable]).tobytes()
+        flags, wrong = _flags(directory, manifest, has)
         return None, join((flags, json.dumps(wrong).encode()))
 
     _, answers = comm.together(send, context)
@@ -139,7 +141,29 @@ def _look(
         own if has and own is not None else Manifest.decode(answers[owner], f"the manifest of rank {comm.ranks[owner]}")
     )
     _, answers = comm.together(look, context)
-    flags, wrongs = zip(*map(split, answers))
+    return _found(manifest, *zip(*map(split, answers)))
+
+
+def _read(
+    directory: CheckpointDirectory, unique_id: int, held: contextlib.ExitStack
+) -> tuple[Manifest | None, dict[str, Any]]:
+    """Return the manifest of an id, whose lock ``held`` takes, and what to tell of it; None if it cannot be read."""
+    try:
+        manifest = held.enter_context(LockedManifest(directory, unique_id))
+    except (CorruptCheckpointError, OSError) as error:
+        return None, {"id": unique_id, "problem": str(error)}
+    generation = max((save[1] for save in map(save_of, manifest.catalog.files) if save), default=0)
+    return manifest, {"id": unique_id, "save": [generation, manifest.save_token]}
+
+
+def _flags(directory: CheckpointDirectory, manifest: Manifest, has: bool) -> tuple[bytes, dict[str, str]]:
+    """Return bits, whether this rank has the manifest and can read each of its files; by name, what is wrong."""
+    usable, wrong = directory.usable_files(manifest)
+    return np.packbits([has, *usable]).tobytes(), wrong
+
+
+def _found(manifest: Manifest, flags: Sequence[bytes], wrongs: Sequence[bytes]) -> Found:
+    """Return what ranks see of a manifest, as each says by :func:`_flags`."""
     count = 1 + len(manifest.catalog.files)
     seen = np.stack([np.unpackbits(np.frombuffer(each, dtype=np.uint8), count=count).astype(bool) for each in flags])
     wrong = {name: what for each in wrongs for name, what in json.loads(each).items()}
@@ -149,7 +173,7 @@ def _look(
 def find_nodes(
     comm: Communicator, path: Location, options: LoadOptions, call: str, context: str
 ) -> tuple[Found, contextlib.ExitStack]:
-    """Agree on a checkpoint; return what was found, and the manifest's lock. Four collectives.
+    """Agree on a checkpoint as :func:`find_checkpoint` does; return what was found, and the manifest's lock.
 
     Raises:
         ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.

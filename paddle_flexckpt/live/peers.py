@@ -80,6 +80,10 @@ class Peers(Source):
         self.closing.callback(transport.close)
         return transport
 
+    @functools.cached_property
+    def _address(self) -> bytes:
+        return self._transport.address()
+
     @property
     def owned(self) -> Mapping[int, Any]:
         """Return this rank's tensors by row; none where they are in files."""
@@ -116,14 +120,17 @@ class Peers(Source):
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Check that no target overwrites a source, and return what the other ranks have to know."""
-        self._devices = sorted({*devices_of(self.owned.values()), *task.memory.devices})
-        wait_for_devices(self._devices)
+        self._wait_for_devices(task)
         refuse_shared_memory(self.catalog, self.owned, task.resolution.targets, _names_in_place(task))
         dtypes = [*self.catalog.dtypes, *task.resolution.targets.catalog.dtypes]
         # Whether this rank can exchange between devices, and whether it has a tensor on one.
         usable = self._comm.device_group is not None and not self._offload and has_views(dtypes)
         use = bytes([usable, bool(self._devices)])
-        return (*self.describe_replicas(), self._transport.address(), encode_catalog(task.plan.in_order), use)
+        return (*self.describe_replicas(), self._address, encode_catalog(task.plan.in_order), use)
+
+    def _wait_for_devices(self, task: Task) -> None:
+        self._devices = sorted({*devices_of(self.owned.values()), *task.memory.devices})
+        wait_for_devices(self._devices)
 
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
         """Plan what ranks send each other."""
@@ -144,9 +151,9 @@ class Peers(Source):
     def renew(self) -> bytes:
         """Make ready to carry out the same plan once more; return what the others need to reach this rank."""
         self.closing.close()
-        del self._transport
+        del self._transport, self._address
         wait_for_devices(self._devices)
-        return self._transport.address()
+        return self._address
 
     def meet(self, addresses: list[bytes]) -> bool:
         """Take note of where the other ranks are; return whether the plan still holds."""

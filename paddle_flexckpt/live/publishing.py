@@ -22,7 +22,7 @@ from paddle_flexckpt.aoa import TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError, dtype_of
 from paddle_flexckpt.engine.agreement import check_coordinator
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
-from paddle_flexckpt.engine.options import GROUP, SHARDS, StatementOptions, rule, takes
+from paddle_flexckpt.engine.options import GROUP, SHARDS, ProgressOptions, StatementOptions, rule, takes
 from paddle_flexckpt.engine.plan import split_tiles
 from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.tensor_files import INDEX_FILE, TensorFile, choose_tensors, divide_evenly, make_index
@@ -45,7 +45,7 @@ BATCH_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
-class PublishOptions(StatementOptions):
+class PublishOptions(ProgressOptions, StatementOptions):
     """Hold the options of publishing.
 
     Attributes:
@@ -227,7 +227,14 @@ class _Publication:
 
     def write(self) -> None:
         """Move and write batch by batch, then make the index. As many steps on every rank."""
-        _, answers = self._comm.together(lambda: (None, str(len(self._batches)).encode()), self._context)
+
+        def begin() -> tuple[None, bytes]:
+            own = self._own
+            nbytes, items = sum(file.data_bytes for file in own), sum(len(file.names) for file in own)
+            self._meter = self._options.meter("write", nbytes, items)
+            return None, str(len(self._batches)).encode()
+
+        _, answers = self._comm.together(begin, self._context)
         for step in range(max(map(int, answers))):
             batch = self._batches[step] if step < len(self._batches) else []
             memory = WholeTensors(rank=self._comm.rank)
@@ -235,6 +242,7 @@ class _Publication:
             self._may_be_there = len(self._files) == 1  # which needs no index
             self._on_all(functools.partial(self._store, memory, batch))
         self._on_all(self._sink.sync)
+        self._on_all(self._meter.finish)
         self._may_be_there = True
         self._on_all(self._commit)
 
@@ -265,8 +273,12 @@ class _Publication:
         """Write what a batch has received behind what there is."""
         for row, (file, name, box) in enumerate(batch):
             stream = self._stream or self._begin(file)
-            stream.write(memoryview(memory.take(row)[1].ravel().view(np.uint8)))
-            if name == file.names[-1] and _ends(box, self._infos[name]):
+            data = memoryview(memory.take(row)[1].ravel().view(np.uint8))
+            stream.write(data)
+            ends = _ends(box, self._infos[name])
+            self._meter.add(data.nbytes, items=int(ends))
+            del data  # before the next one is taken
+            if name == file.names[-1] and ends:
                 stream.finish()
                 self._stream = None
 

@@ -16,7 +16,7 @@ import numpy as np
 from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.background.waves import LEAST_BYTES
 from paddle_flexckpt.catalog import EXTRA_STATE, ValidationError
-from paddle_flexckpt.engine.options import Options, Storage, rule
+from paddle_flexckpt.engine.options import ProgressOptions, Storage, rule
 
 ReplicaPolicy = Literal["equal", "all", "close", "first"]
 CheckReplicas = Union[bool, ReplicaPolicy, Mapping[Union[str, "re.Pattern[str]"], ReplicaPolicy]]
@@ -87,7 +87,7 @@ class ReplicaPolicies:
 
 
 @dataclass(frozen=True)
-class SaveOptions(Options):
+class SaveOptions(ProgressOptions):
     """Hold the options of a save.
 
     Attributes:
@@ -144,6 +144,11 @@ class SaveOptions(Options):
             raise ValidationError(
                 "async_save does not work with storage='per_node': the writer processes of all ranks agree on the "
                 "outcome through one directory, which they have to share. Remedy: save with async_save=False"
+            )
+        if self.progress is not None and self.async_save is not False:
+            raise ValidationError(
+                "progress= is of synchronous saves: of an asynchronous one, the handle's progress says how far it is. "
+                "Remedy: leave progress= out, and ask handle.progress"
             )
         if self.staging_bytes is not None and (
             self.async_save is False or self.slice_bytes is not None or not _is_least(self.staging_bytes, LEAST_BYTES)

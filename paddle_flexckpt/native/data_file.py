@@ -7,7 +7,9 @@ little, it is hashed right after, while it is in cache.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -20,6 +22,7 @@ from paddle_flexckpt.native.checksums import BLOCK_BYTES, HashThread, hash_block
 from paddle_flexckpt.native.header import encode_header
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
+from paddle_flexckpt.progress import SILENT, Meter
 
 # So many bytes go to the file in one call, as blocks of large items and of many small ones: several calls cost more,
 # and a device waits for no more than this. So many blocks at most.
@@ -31,7 +34,9 @@ HASHED_INLINE = 4 << 20
 TOKEN_WINDOW = 256
 
 
-def write_data_file(directory: Location, items: Catalog, data: Iterable[np.ndarray], save: SaveInfo) -> Manifest:
+def write_data_file(
+    directory: Location, items: Catalog, data: Iterable[np.ndarray], save: SaveInfo, meter: Meter = SILENT
+) -> Manifest:
     """Write one rank's data file, make it durable, and return this rank's part of the manifest.
 
     Args:
@@ -41,6 +46,7 @@ def write_data_file(directory: Location, items: Catalog, data: Iterable[np.ndarr
         data: The items' bytes in order: contiguous uint8 arrays, of which up to ``BATCH_BYTES`` are kept until they are
             written. An item may come in several arrays; all but its last are of whole blocks.
         save: The save that it is of.
+        meter: Is told of what is written.
 
     Raises:
         OSError: The file system refused.
@@ -59,11 +65,15 @@ def write_data_file(directory: Location, items: Catalog, data: Iterable[np.ndarr
     lengths = items.byte_length.tolist()
     checksums: list[int] = []
     file_bytes = len(header) + sum(lengths)
+    ends, written = list(itertools.accumulate(lengths)) if meter.is_heard else [], 0
     with contextlib.closing(HashThread()) as hashing, backend.create(name, size=file_bytes) as file:
         file.write(header)
         for blocks in _batches(path, lengths, data):
             beside = hashing.hash(blocks) if sum([block.nbytes for block in blocks]) > HASHED_INLINE else None
             file.write_many([memoryview(block) for block in blocks])
+            if meter.is_heard:
+                written += sum([block.nbytes for block in blocks])
+                meter.reach(written, bisect.bisect_right(ends, written))
             checksums += map(hash_block, blocks) if beside is None else beside.result()
     stored = replace(
         items, files=(name,), file=np.zeros(len(items), dtype=np.int32), byte_offset=items.byte_offset + len(header)

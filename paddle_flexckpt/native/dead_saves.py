@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import map_files
@@ -12,19 +12,25 @@ from paddle_flexckpt.native.directory import MARKER, CheckpointDirectory, SaveNa
 from paddle_flexckpt.native.save_directory import SaveDirectory
 
 
-def find_markers(directory: CheckpointDirectory) -> list[str]:
-    """Return the names of the files that say that a save has begun."""
-    return sorted(filter(MARKER.fullmatch, directory.backend.names()))
+def find_saves(
+    directory: CheckpointDirectory, names: Sequence[str] | None = None
+) -> Iterator[tuple[str, SaveNames | None, int]]:
+    """Yield each marker that says that a save has begun: its name, the save, and how many nodes it goes to.
 
-
-def read_marker(directory: CheckpointDirectory, marker: str) -> SaveNames | None:
-    """Return the save that a marker is of; None if it died before the marker was whole, so before any other file."""
-    try:
-        said = json.loads(directory.backend.read(marker))
-        save = SaveNames(int(said["unique_id"]), int(said["generation"]), str(said["token"]))
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return save if save.marker_file == marker else None
+    The save is None if it died before the marker was whole, so before any other file.
+    """
+    names = directory.backend.names() if names is None else names
+    for marker in sorted(filter(MARKER.fullmatch, names)):
+        try:
+            said = json.loads(directory.backend.read(marker))
+            save = SaveNames(int(said["unique_id"]), int(said["generation"]), str(said["token"]))
+            nodes = int(said.get("nodes", 1))
+        except FileNotFoundError:
+            continue  # a rank of a save that has just failed has removed it, after that save's files
+        except (ValueError, KeyError, TypeError, RecursionError):
+            yield marker, None, 1
+        else:
+            yield marker, (save if save.marker_file == marker else None), nodes
 
 
 def find_prepared(directory: CheckpointDirectory, save: SaveNames, names: Sequence[str] | None = None) -> list[str]:
@@ -53,13 +59,8 @@ def remove_dead_saves(
     names = directory.backend.names() if names is None else names
     removed = directory.remove_temporaries(names)
     removed += _remove_repaired_partitions(directory, names)
-    for marker in sorted(filter(MARKER.fullmatch, names)):
-        if current is not None and marker == current.marker_file:
-            continue
-        try:
-            save = read_marker(directory, marker)
-        except FileNotFoundError:
-            continue  # another rank of a save that has just failed has removed it, after that save's files
+    ours = "" if current is None else current.marker_file
+    for marker, save, _ in find_saves(directory, [name for name in names if name != ours]):
         if save is None:
             directory.remove_save_files([], marker)
             removed.append(marker)

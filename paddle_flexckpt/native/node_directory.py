@@ -14,13 +14,11 @@ Tested in tests/live/test_nodes.py.
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.media.backend import Lock
-from paddle_flexckpt.native.dead_saves import find_markers, find_prepared, read_marker
+from paddle_flexckpt.native.dead_saves import find_prepared, find_saves
 from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.manifest import Manifest, read_save_token
 from paddle_flexckpt.native.save_directory import SaveDirectory
@@ -55,22 +53,19 @@ class NodeDirectory(SaveDirectory):
     def known_saves(self) -> NodeSaves:
         """Return the saves of which this node knows."""
         begun, prepared = {}, []
-        for save, nodes in self._begun():
-            begun[save.token] = nodes
-            if find_prepared(self, save):
-                prepared.append(save.token)
-        return NodeSaves(list(self.tokens().values()), begun, prepared)
-
-    def _begun(self) -> Iterator[tuple[SaveNames, int]]:
-        for marker in find_markers(self):
-            save = read_marker(self, marker)
+        for _, save, nodes in find_saves(self):
             if save is not None:
-                yield save, int(json.loads(self.backend.read(marker)).get("nodes", 1))
+                begun[save.token] = nodes
+                if find_prepared(self, save):
+                    prepared.append(save.token)
+        return NodeSaves(list(self.tokens().values()), begun, prepared)
 
     def publish_prepared(self, published: set[str]) -> None:
         """Publish what is prepared here of saves that another node has published. The caller has the lock."""
-        for save, _ in list(self._begun()):
-            names = find_prepared(self, save) if save.token in published else []
+        for _, save, _ in list(find_saves(self)):
+            if save is None or save.token not in published:
+                continue
+            names = find_prepared(self, save)
             if names:
                 replaced = self.publish(save, self.backend.read(names[0]))
                 if replaced is not None:

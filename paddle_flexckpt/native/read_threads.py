@@ -25,6 +25,8 @@ class ReadThreads:
         """Start nothing yet. ``several``: whether there are more threads than the caller's, up to one a processor."""
         self._helpers = min(MOST_THREADS, _processors()) - 1 if several else 0
         self._executor: ThreadPoolExecutor | None = None
+        # Called after each part, by the thread that has carried it out; what it raises is that part's error.
+        self.after: Callable[[], None] | None = None
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         """Call a function with every number below ``count``, begun in this order; return when all calls have returned.
@@ -39,6 +41,8 @@ class ReadThreads:
             try:
                 for number in numbers:
                     work(number)
+                    if self.after is not None:
+                        self.after()
             except BaseException as error:
                 deque(numbers, maxlen=0)
                 errors[number] = error

@@ -28,6 +28,7 @@ from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.read_threads import SpareMemory
 from paddle_flexckpt.native.spread_copies import SpreadCopies
 from paddle_flexckpt.native.stretches import AlikeCopies, Stretches, reach
+from paddle_flexckpt.progress import SILENT, Meter
 
 # A run at least this long is worth a system call of its own (a pread costs about as much as copying 16 KiB).
 MIN_PREAD_BYTES = 16 << 10
@@ -42,6 +43,7 @@ class FileReader(BlockReader):
         """Open nothing yet; arguments and errors as of :class:`BlockReader`."""
         super().__init__(directory, manifest, verify, use_replicas)
         self._staging = np.empty(self._block_bytes, dtype=np.uint8)
+        self._meter = SILENT
 
     def __enter__(self) -> FileReader:
         return self
@@ -53,6 +55,14 @@ class FileReader(BlockReader):
     def block_bytes(self) -> int:
         """Return the bytes of a block that has a checksum."""
         return self._block_bytes
+
+    def tell(self, meter: Meter) -> None:
+        """Tell a meter from now on how many bytes of those that targets need have been read."""
+        self._meter = meter
+        self.files.threads.after = self._tell if meter.is_heard else None
+
+    def _tell(self) -> None:
+        self._meter.reach(self.count.bytes_read - self.count.bytes_extra)
 
     def read_ahead(self, items: np.ndarray, begin: np.ndarray, end: np.ndarray) -> None:
         """Say which bytes of items will be read, in this order; it does nothing but save time.
@@ -91,12 +101,14 @@ class FileReader(BlockReader):
                 self._read_scattered(item, copy.simplified(), target, dtype)
             else:
                 self.files.copy_mapped(mapped, row, copy, target, dtype)
+            self._tell()
             return
         run = copy.size * dtype.itemsize // run_bytes
         per_run = run_bytes // dtype.itemsize
         for i in range(run):
             for part in copy.part(i * per_run, (i + 1) * per_run) if run > 1 else (copy,):
                 self._read_run(item, part.simplified(), target, dtype)
+        self._tell()
 
     def read_alike(self, copies: AlikeCopies) -> None:
         """Carry out strided copies of one form, in the order of the files; as :meth:`read` does with each.

@@ -21,6 +21,7 @@ from paddle_flexckpt.native.data_file import TOKEN_WINDOW
 from paddle_flexckpt.native.header import DataFileHeader, encode_header, read_header
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.replicas import StoredReplicas
+from paddle_flexckpt.progress import SILENT, Meter
 
 _MAX_NAMED = 3
 _OTHER_TOKEN = "the header has another save_token: another save's file"
@@ -52,11 +53,12 @@ class Verification:
     recoverable: bool = True
 
 
-def verify_files(directory: Location, manifest: Manifest) -> Verification:
+def verify_files(directory: Location, manifest: Manifest, meter: Meter = SILENT) -> Verification:
     """Read all data files of a checkpoint once and compare them with its manifest.
 
     Compared are sizes, save tokens, headers (with the bytes that the manifest says they have), the checksum of every
-    block, and whether items follow each other without gaps. One block is in memory at a time.
+    block, and whether items follow each other without gaps. One block is in memory at a time. ``meter`` is told of the
+    bytes of tensors.
     """
     found = Verification()
     notes: list[_Note] = []
@@ -65,7 +67,8 @@ def verify_files(directory: Location, manifest: Manifest) -> Verification:
     order = np.lexsort((catalog.byte_offset, catalog.file))
     edges = np.searchsorted(catalog.file[order], np.arange(len(catalog.files) + 1))
     for file in range(len(catalog.files)):
-        notes += _FileVerifier(directory, manifest, file, order[edges[file] : edges[file + 1]], found).verify()
+        notes += _FileVerifier(directory, manifest, file, order[edges[file] : edges[file + 1]], found, meter).verify()
+        meter.add(0, items=1)
     replicas = StoredReplicas(manifest)
     for note in notes:
         files: set[int] | None = set()
@@ -123,9 +126,15 @@ class _FileVerifier:
     """Compare one data file with the manifest."""
 
     def __init__(
-        self, directory: Location, manifest: Manifest, file: int, rows: np.ndarray, found: Verification
+        self,
+        directory: Location,
+        manifest: Manifest,
+        file: int,
+        rows: np.ndarray,
+        found: Verification,
+        meter: Meter,
     ) -> None:
-        self._manifest = manifest
+        self._manifest, self._meter = manifest, meter
         self._block_bytes = manifest.checksums.block_bytes
         self._file = file
         self._rows = rows
@@ -304,6 +313,7 @@ class _FileVerifier:
                 note("cannot be read", first, last, got=error.strerror)
                 continue
             self._found.bytes_read += count
+            self._meter.add(count)
             if count < len(view):
                 note("are not there: the file ends before", first + count, length)
                 break

@@ -17,9 +17,12 @@ Tested in tests/parallel/test_sharding.py and tests/semi_auto/test_fully_shard.p
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+import paddle
 
 from paddle_flexckpt.parallel.tensor_fusion import trainable_parameters
 from paddle_flexckpt.sharded_weight import ShardedWeight
@@ -233,13 +236,29 @@ class BufferSlot:
     begin: int  # where the piece holds it
 
 
-def fused_context() -> Any:
-    """Return what ``fully_shard`` with fused parameters has registered, or None."""
-    try:
-        from paddle.distributed.auto_parallel.fully_shard_fusion import get_fsdp_context
-    except ImportError:  # Paddle before 3.3
-        return None
-    return get_fsdp_context()
+# Modules that may have ``get_fsdp_context``, the newest first: Paddle after 3.3 moved it. The last two fuse parameters.
+_FUSION_MODULES = ("paddle.distributed.fsdp.fully_shard_fusion", "paddle.distributed.auto_parallel.fully_shard_fusion")
+_CONTEXT_MODULES = ("paddle.distributed.fsdp._fsdp_context", *_FUSION_MODULES)
+
+
+def fused_context(has_dist_tensors: bool = True) -> Any:
+    """Return what ``fully_shard`` with fused parameters has registered, or None.
+
+    Args:
+        has_dist_tensors: Whether there are parameters that ``fully_shard`` may have fused.
+
+    Raises:
+        RuntimeError: There are, and this Paddle has no known way to tell which.
+    """
+    # What fuses parameters has been imported.
+    finds = [getattr(sys.modules.get(name), "get_fsdp_context", None) for name in _CONTEXT_MODULES]
+    if has_dist_tensors and not any(finds) and any(name in sys.modules for name in _FUSION_MODULES):
+        raise RuntimeError(
+            f"cannot tell which parameters fully_shard has fused: expected get_fsdp_context in one of "
+            f"{', '.join(_CONTEXT_MODULES)}, got none in Paddle {paddle.__version__}. Remedy: use a version of Paddle "
+            "that this version of paddle_flexckpt knows, 3.0 to 3.3"
+        )
+    return next((context for context in (find() for find in finds if find) if context is not None), None)
 
 
 def steps_on_buffers(parameters: Iterable[Any]) -> bool:
@@ -248,7 +267,8 @@ def steps_on_buffers(parameters: Iterable[Any]) -> bool:
     An optimizer that was made before ``fully_shard`` has the dense parameters of before: the names of what is fused
     since are theirs with ``.dist`` behind. Another model's parameters may have names that are fused, too.
     """
-    context = fused_context()
+    parameters = list(parameters)
+    context = fused_context(any(parameter.is_dist() for parameter in parameters))
     if context is None:
         return False
     fused = _members(context)
@@ -262,9 +282,11 @@ def describe_fused(weight: ShardedWeight) -> ShardedWeight:
     What has been gathered of it is dropped. What a later forward gathers is not: so describe anew for each load.
 
     Raises:
+        RuntimeError: This Paddle does not tell what is fused.
         ValueError: The buffer has another size than this rank's piece, or is spread over more than one mesh axis.
     """
-    parameter, context = weight.dist_tensor, fused_context()
+    parameter = weight.dist_tensor
+    context = None if parameter is None else fused_context()
     # By identity: another model's may have its name.
     if parameter is None or context is None or id(parameter) not in _members(context):
         return weight

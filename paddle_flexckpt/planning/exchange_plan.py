@@ -35,6 +35,12 @@ class ExchangePlan:
     repeated: Pieces
     repeated_bytes: int = 0
 
+    @property
+    def nbytes(self) -> int:
+        """Return about how many bytes it takes."""
+        parts = [self.local, self.repeated, *self.outgoing.values(), *self.incoming.values()]
+        return sum([part.nbytes for part in parts])
+
 
 def plan_exchange(
     matcher: ShardMatcher, target: Catalog, rank: int, rows: np.ndarray | None = None, maps: BoxMaps | None = None
@@ -124,6 +130,11 @@ class ReadPlan:
 
     pieces: Pieces
     needed_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Return about how many bytes it takes."""
+        return self.pieces.nbytes
 
 
 def plan_read(

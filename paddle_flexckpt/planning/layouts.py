@@ -105,12 +105,14 @@ class _Part:
         shape: Extents of the local boxes, int64 ``[t, d]``, padded on the left.
         size: Elements of these, int64 ``[t]``.
         trained: Positions in ``tensor`` of those that the optimizer has.
+        order: Positions in ``tensor`` in the order of the model's state: a tied tensor stands where its layer does.
     """
 
     tensor: np.ndarray
     shape: np.ndarray
     size: np.ndarray
     trained: np.ndarray
+    order: np.ndarray
 
 
 class Layout:
@@ -190,9 +192,10 @@ class Layout:
         begin, end = self._owned(place.pp, self._expert_place(place.dp, place.sharding), place.sharding)
         stage3 = self.strategy.kind == "stage3"
         sliced = part.size > self._model.segment_size if stage3 else np.zeros(len(part.size), dtype=bool)
-        parts = [self._rows(np.arange(len(part.tensor)), part, place.tp, np.where(sliced, begin, -1), end, 0)]
+        parts = [self._rows(part.order, part, place.tp, np.where(sliced, begin, -1), end, 0)]
         # States of a parameter of which the rank owns nothing are not there, its scalars included.
-        mine = part.trained[end[part.trained] > begin[part.trained]]
+        mine = self._trained_order(part)
+        mine = mine[end[mine] > begin[mine]]
         whole = (begin == 0) & (end == part.size) & ~sliced & (self.strategy.kind != "v2")
         for number, state in enumerate(self._model.states, 1):
             rows = mine[self._is_half[part.tensor[mine]]] if state.is_master else mine
@@ -234,18 +237,30 @@ class Layout:
         shape = self._shape[tensor].copy()
         cut = np.flatnonzero(self._cut[tensor] >= 0)
         shape[cut, self._cut[tensor][cut]] //= self.strategy.tp
-        return _Part(tensor, shape, shape.prod(axis=1), np.flatnonzero(self._is_trained[tensor]))
+        layers = [min(self._bounds[stage].intersection(self._model.tensors[row].layers), default=-1) for row in chosen]
+        tied = [place for place, row in enumerate(chosen) if len(self._model.tensors[row].layers) > 1]
+        order = list(range(len(chosen)))
+        for place in tied if self.strategy.pp > 1 else ():
+            order.remove(place)
+            before = [at for at, other in enumerate(order) if layers[other] < layers[place]]
+            order.insert(before[-1] + 1 if before else 0, place)
+        trained = np.flatnonzero(self._is_trained[tensor])
+        return _Part(tensor, shape, shape.prod(axis=1), trained, np.asarray(order, dtype=np.int64))
+
+    def _trained_order(self, part: _Part) -> np.ndarray:
+        """Return the parameters of the optimizer in its order: sharding V1 sorts them by size, the largest first."""
+        if self.strategy.kind != "v1" or self.strategy.sharding == 1:
+            return part.trained
+        return part.trained[np.argsort(-part.size[part.trained], kind="stable")]
 
     def _find_owned(self, stage: int, expert_place: int, member: int) -> tuple[np.ndarray, np.ndarray]:
         """Return what a member of the sharding group owns: flattened ranges of local boxes, two int64 ``[t]``."""
         part, kind, degree = self._part(stage, expert_place), self.strategy.kind, self.strategy.sharding
         begin, end = np.zeros(len(part.size), dtype=np.int64), part.size.copy()
-        sizes = part.size[part.trained]
         if kind in ("v1", "stage2"):
             # V1 gives the largest first, stage 2 in order: each to the rank that has least so far.
-            order = np.argsort(-sizes, kind="stable") if kind == "v1" else np.arange(len(sizes))
-            owner = _least_loaded(sizes[order].tolist(), degree)
-            others = part.trained[order][owner != member]
+            trained = self._trained_order(part)
+            others = trained[_least_loaded(part.size[trained].tolist(), degree) != member]
             end[others] = 0
         elif kind == "v2":
             found = self._buffer_ranges(part, member)

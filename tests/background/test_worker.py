@@ -55,7 +55,7 @@ def serve(code, jobs):
         )
     channel = Channel(ours)
     segment = Segment.create(0)
-    said = []
+    said, progress = [], []
     for number, (job, data) in enumerate(jobs):
         text = job.encode()
         segment.grow(len(data) + len(text))
@@ -65,11 +65,20 @@ def serve(code, jobs):
         message = {"save": number, "segment": 0, "data_bytes": len(data), "job_bytes": len(text)}
         channel.send({**message, "descriptors": list(descriptors)}, list(descriptors.values()))
         assert channel.receive()[0] == {"save": number, "begun": True}
-        said.append(channel.receive()[0])
+        while "progress" in (answer := channel.receive()[0]):
+            progress.append(answer)
+        said.append(answer)
     channel.end()
     status = process.wait(PATIENCE_SECONDS)
     channel.close()
     segment.close()
+    for number, (job, data) in enumerate(jobs):
+        told = [each["progress"] for each in progress if each["save"] == number]
+        assert told[0]["phase"] == "write"
+        if said[number]["failure"] is None:
+            assert (told[-1]["phase"], told[-1]["bytes_done"], told[-1]["items_done"]) == (
+                "commit", len(data), len(job.items),
+            )  # fmt: skip
     return said, status
 
 

@@ -8,12 +8,14 @@ import json
 import subprocess
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from paddle_flexckpt.cli.arguments import byte_count
 from paddle_flexckpt.cli.main import main
 from tests.engine.samples import save, values_of
+from tests.pages.samples import check
 
 KINDS = {
     "model.layers.0.w": ("float32", (4, 6)),
@@ -42,6 +44,14 @@ def failed(capsys, *arguments: str) -> str:
     captured = capsys.readouterr()
     assert captured.out == ""
     return captured.err
+
+
+@pytest.mark.filterwarnings("error")
+def test_show_says_nothing_but_the_values_of_signalling_nans(tmp_path, capsys):
+    bits = np.asarray([0x3F80, 0x7F81, 0xFF81], dtype=np.uint16)
+    save(str(tmp_path / "checkpoint"), {"w": bits.view(ml_dtypes.bfloat16)})
+    lines = printed(capsys, "show", str(tmp_path / "checkpoint"), "w").splitlines()
+    assert lines == ["w: bfloat16 [3], from 1 to 1, mean 1, deviation 0, 0 zeros, 2 not finite", "[ 1. nan nan]"]
 
 
 def test_show_prints_values_and_statistics(checkpoint, tmp_path, capsys):
@@ -119,6 +129,10 @@ def test_diff_lists_what_differs_and_exits_with_1(checkpoint, tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["only_in_first"] == ["model.layers.1.w"]
     assert report["differing"]["model.norm"]["first_index"] == [3]
+    page = tmp_path / "a.html"
+    assert main(["diff", path, other, "--html", str(page)]) == 1
+    assert capsys.readouterr().out.splitlines() == [*lines, f"wrote {page}"]
+    assert "20.00%" in check(page.read_text(encoding="utf-8")).text()
     assert "nowhere does not exist" in failed(capsys, "diff", path, str(tmp_path / "nowhere"))
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("flask_cors")
 import paddle
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_common import KINDS, Net
@@ -34,7 +35,7 @@ def save(url, options, degree):
     net = Net(KINDS, True, degree, place=place)
     model = net.sharded_state_dict()
     state = {**model, **adamw(net).sharded_state_dict(model), **collect_extra_state(step=7)}
-    report = fc.save_state_dict(state, fc.open_storage(url, **options), step=7)
+    report = fc.save_state_dict(state, open_storage(url, **options), step=7)
     return {"path": report.path, "written": report.bytes_written, "total": report.total_bytes}
 
 
@@ -59,7 +60,7 @@ def load(url, environment, degree):
 def missing_bucket(options):
     """The error of a save that cannot work, as every rank sees it."""
     try:
-        fc.save_state_dict({"w": paddle.ones([2])}, fc.open_storage("s3://nowhere/a", **options))
+        fc.save_state_dict({"w": paddle.ones([2])}, open_storage("s3://nowhere/a", **options))
     except fc.CheckpointError as error:
         return str(error)
     return None

@@ -37,6 +37,22 @@ def test_a_state_has_the_digests_of_its_checkpoint(values, tmp_path, cuts, repli
     assert list(found[0]) == sorted(values)
 
 
+def test_the_public_function_takes_a_checkpoint_or_live_state(values, tmp_path):
+    def both(comm):
+        state = cut(values, 0, 1)
+        fc.save_state_dict(state, tmp_path, comm)
+        return fc.digest(state, comm)
+
+    (found,) = SimulatedWorld(1).run(both)
+    assert found == fc.digest(tmp_path) == fc.digest(str(tmp_path), unique_id=0)
+    renamed = fc.digest(tmp_path, aoa_config={"aoa_statements": ["m.float32 -> x"]})
+    assert renamed["x"] == found["m.float32"]
+    with pytest.raises(ValidationError, match="digest takes no unique_id and no aoa_config of live state"):
+        fc.digest({}, unique_id=0, aoa_config={"aoa_statements": []})
+    with pytest.raises(ValidationError, match="digest takes no process_group of a checkpoint"):
+        fc.digest(tmp_path, SimulatedWorld(1))
+
+
 def test_every_element_is_read_on_one_rank(values, monkeypatch):
     """Four ranks, two of them with replicas of what the others have."""
     counts = []

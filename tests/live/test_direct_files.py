@@ -331,8 +331,8 @@ def test_ranks_that_load_different_checkpoints_are_told(saves):
     assert not any(map(any, [*first[1].values(), *second[1].values()]))
 
 
-def test_a_model_that_is_cut_otherwise_is_put_right(tmp_path, monkeypatch):
-    """Statements for a fused parameter are made of all names; it is planned anew each time."""
+def test_a_model_that_is_cut_otherwise_is_put_right_by_a_kept_plan_too(tmp_path, monkeypatch):
+    """Statements for a fused parameter are made of all names, and so is the plan."""
 
     def build(position, size, fill):
         part = np.zeros((4, 16 // size), np.float32)
@@ -342,16 +342,40 @@ def test_a_model_that_is_cut_otherwise_is_put_right(tmp_path, monkeypatch):
         weight.fused = FusedAxis(1, "fused_ffn")
         return {"w": weight, **{f"b{i}": np.full(3, i if fill else 0, np.float32) for i in range(9)}}
 
+    def job(comm, path):
+        found = []
+        for _ in range(2):
+            state, before = build(comm.position, 4, False), comm.collectives
+            report = load_state_dict(state, path, comm)
+            assert report.fused == {"w": "2 parts -> 4 parts"}
+            found.append((comm.collectives - before, held(state)))
+        return found
+
     found = {}
     for most, kind in ((10**6, "one"), (0, "parted")):
         monkeypatch.setattr(partitions, "MOST_ROWS_IN_ONE_FILE", most)
         monkeypatch.setattr(partitions, "ROWS_PER_PARTITION", 2)
-        SimulatedWorld(2).run(
-            lambda comm, kind=kind: save_state_dict(build(comm.position, 2, True), tmp_path / kind, comm)
-        )
-        for _ in range(2):
-            found[kind] = run(4, tmp_path / kind, lambda position: build(position, 4, False))
-    for (said, after), (expected, bits) in zip(found["parted"], found["one"]):
-        assert not isinstance(said, str), said
-        assert after == bits and any(after["w"])
-        assert said["fused"] == expected["fused"] == {"w": "2 parts -> 4 parts"}
+        path = tmp_path / kind
+        SimulatedWorld(2).run(lambda comm, path=path: save_state_dict(build(comm.position, 2, True), path, comm))
+        found[kind] = SimulatedWorld(4).run(lambda comm, path=path: job(comm, path))
+    assert all([count for count, _ in each] == [2, 2] for each in found["one"])
+    assert all([count for count, _ in each] == [4, 2] for each in found["parted"])
+    for one, parted in zip(found["one"], found["parted"]):
+        assert len({str(after) for _, after in (*one, *parted)}) == 1 and any(one[0][1]["w"])
+
+
+@pytest.mark.parametrize("rows", [5, 10**6])
+def test_more_ranks_than_partitions(tmp_path, monkeypatch, rows):
+    """Some answer for none; and where all is in one partition, one rank answers for all."""
+    monkeypatch.setattr(partitions, "MOST_ROWS_IN_ONE_FILE", 0)
+    monkeypatch.setattr(partitions, "ROWS_PER_PARTITION", rows)
+    values = {f"k{i}": np.full(3, i + 1, np.float32) for i in range(8)}
+    save(tmp_path, values, 1)
+    assert len(CheckpointDirectory(tmp_path).read_manifest().partitions) == (2 if rows == 5 else 1)
+    for left in ([], ["k2", "k5"]):
+        build = lambda position, left=left: {  # noqa: E731
+            key: np.zeros(3, np.float32) for i, key in enumerate(values) if i % 4 == position and key not in left
+        }
+        for position, (report, after) in enumerate(run(4, tmp_path, build, strict="missing")):
+            assert report["unexpected"] == left
+            assert after == {key: values[key].tobytes() for key in build(position)}

@@ -46,6 +46,7 @@ OPTIONS = [
     {"comm_method": "direct"},
     {"comm_method": "cooperative"},
     {"storage": "per_node"},
+    {"storage": "shared"},
     {"aoa_config": AOA},
     {"aoa_config": {"aoa_statements": ["w -> w, scale=3.0"]}},
     {"aoa_config": {"aoa_statements": ["w -> nowhere, nonsense"]}},
@@ -53,6 +54,18 @@ OPTIONS = [
     {"unique_id": 1},
     {"unique_id": 5},
 ]
+
+# How ranks come by the files: each reads what it needs; one rank for all, who send each other the rest, or, where each
+# node has some of the files, those that see them.
+WAYS = {
+    "direct": {},
+    "cooperative": {"comm_method": "cooperative"},
+    "per node": {"storage": "per_node"},
+    "per node, cooperative": {"storage": "per_node", "comm_method": "cooperative"},
+}
+DEFAULTS = {"comm_method": "auto", "storage": "shared", "verify": "read"}
+# What a rank sends by a kept plan: that it has one, and, in an exchange, where it is.
+BRIEF = 27
 
 
 # Changes of targets that matter to loads alone.
@@ -99,12 +112,19 @@ def outcome_of(state, path, comm, **options) -> object:
     return report, [tensor.tobytes() for tensor in tensors]
 
 
+def path_of(path, comm, options):
+    """The directory that a rank sees: of the first half of the ranks, or of the others, where nodes have their own."""
+    if options.get("storage") != "per_node":
+        return path
+    return path / "ab"[2 * comm.position // comm.size]
+
+
 def save(path, size, seed=0, change=None, **options):
     def job(comm):
         state = build(comm.position, size, seed)
         if change is not None:
             change(state, comm.position, size)
-        return save_state_dict(state, path, comm, **options)
+        return save_state_dict(state, path_of(path, comm, options), comm, **options)
 
     SimulatedWorld(size).run(job)
 
@@ -123,11 +143,21 @@ def resolved(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("who", ["all", "one"])
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_change_is_noticed_and_the_outcome_is_that_of_a_first_load(resolved, size, who):
+@pytest.mark.parametrize(
+    ("way", "size"),
+    [
+        *[("direct", size) for size in (1, 2, 4)],
+        ("cooperative", 2),
+        ("per node", 2),
+        *[pytest.param(way, 4, marks=pytest.mark.slow) for way in WAYS if way != "direct"],
+    ],
+)
+def test_every_change_is_noticed_and_the_outcome_is_that_of_a_first_load(resolved, way, size, who):
     """One thing after the other is changed, on all ranks or on the last; and then all is as it was before."""
     changes = [each for each in (*LAYOUTS, *VALUES, *TARGETS, *OPTIONS) if size > 1 or each not in MOVED]
-    random.Random(f"{size} {who}").shuffle(changes)
+    random.Random(f"{way} {size} {who}").shuffle(changes)
+    base = WAYS[way]
+    found = int("storage" in base)  # in one collective more, which files there are
 
     def job(comm, path):
         sizes, kept, reused = sent_by(comm), comm.kept, []
@@ -135,14 +165,17 @@ def test_every_change_is_noticed_and_the_outcome_is_that_of_a_first_load(resolve
 
         def loaded(number, change, plans):
             """What comes of a load with the plans there are, its messages' sizes and how often it is resolved."""
-            comm.kept, state, options = plans, build(comm.position, size, number), {}
+            comm.kept, state, options = plans, build(comm.position, size, number), base
             if changes_here and callable(change):
                 change(state, comm.position, size)
             elif changes_here:
-                options = change if change.get("coordinator_rank") != -1 else {"coordinator_rank": size - 1}
+                options = {
+                    **base,
+                    **(change if change.get("coordinator_rank") != -1 else {"coordinator_rank": size - 1}),
+                }
             sizes.clear()
             count = resolved.count(comm.rank)
-            outcome = outcome_of(state, path, comm, **options)
+            outcome = outcome_of(state, path_of(path, comm, base), comm, **options)
             sent = [*sizes, resolved.count(comm.rank) - count]
             barrier(comm)
             return outcome, sent
@@ -150,26 +183,28 @@ def test_every_change_is_noticed_and_the_outcome_is_that_of_a_first_load(resolve
         for number, change in enumerate(changes):
             loaded(number, lambda *_: None, kept)
             before = loaded(number, lambda *_: None, kept)
-            assert before[1][0] <= 64
-            assert len(before[1]) == 3
+            assert before[1][found] <= 64
+            assert len(before[1]) == 3 + found
             assert before[1][-1] == 0
             with_plans, twice = loaded(number, change, kept), loaded(number, change, kept)
             first = loaded(number, change, KeptPlans())
             assert with_plans[0] == first[0] == twice[0], change
-            if with_plans[1][-1] == 0 and with_plans[1][0] == before[1][0]:
+            if with_plans[1][-1] == 0 and isinstance(with_plans[0][0], dict):
                 reused.append(change)
         return reused
 
     with memory_directory() as directory:
-        save(directory, size, 1, unique_id=0)
-        save(directory, size, 2, unique_id=1)
+        save(directory, size, 1, unique_id=0, **{name: base[name] for name in base if name == "storage"})
+        save(directory, size, 2, unique_id=1, **{name: base[name] for name in base if name == "storage"})
         reused = SimulatedWorld(size).run(lambda comm: job(comm, directory))[-1]
-    # Another checkpoint of the same structure is no other plan; but all have to load it.
+    # Another checkpoint of the same structure is no other plan; but all have to load it, and nodes to name it alike.
+    alike = who == "all" or size == 1
     expected = [
         *SAME,
         *([no_rule_of_a_state] if size > 1 else []),
-        {"unique_id": 1},
-        *([{"unique_id": 0}] if who == "all" or size == 1 else []),
+        *([{"unique_id": 1}] if alike or not found else []),
+        *([{"unique_id": 0}] if alike else []),
+        *[each for each in OPTIONS if each.items() <= {**DEFAULTS, **base}.items()],
     ]
     assert sorted(map(repr, reused)) == sorted(map(repr, [each for each in expected if each in changes]))
 
@@ -203,6 +238,70 @@ def test_one_short_message_takes_the_place_of_gathering_and_planning(resolved, o
                     assert sizes[1] == first[-1]  # "all have read", with their bytes
                 assert len({str(outcome[1]) for _, outcome in later}) == len(later)
         assert sorted(resolved) == sorted([*range(size)] * 4)  # one by a plan that was made, and three first loads
+
+
+@pytest.mark.parametrize(("way", "size"), [("cooperative", 2), ("cooperative", 4), ("per node", 2), ("per node", 4)])
+def test_ranks_that_read_for_each_other_tell_where_they_are_and_move_data(resolved, way, size):
+    """What a first load gathers is in no message of a later one, whose address is another each time."""
+    options = WAYS[way]
+    found = int("storage" in options)
+
+    def job(comm, path):
+        sizes, counts, moved = sent_by(comm), [], []
+        for seed in range(3):
+            sizes.clear()
+            state = build(comm.position, size, 9 + seed)
+            report = load_state_dict(state, path_of(path, comm, options), comm, **options)
+            counts.append([*sizes])
+            moved.append((report.bytes_read, report.bytes_received, report.bytes_sent, report.comm_method))
+            comm.kept, kept = KeptPlans(), comm.kept
+            again = build(comm.position, size, 19 + seed)
+            assert outcome_of(again, path_of(path, comm, options), comm, **options)[1] == [
+                getattr(value, "local_tensor", value).tobytes() for value in state.values()
+            ]
+            comm.kept = kept
+        assert len({*moved}) == 1
+        return counts, moved[0]
+
+    with memory_directory() as directory:
+        save(directory, size, 1, **{name: options[name] for name in options if name == "storage"})
+        of_rank = SimulatedWorld(size).run(lambda comm: job(comm, directory))
+    assert sum(moved[1] for _, moved in of_rank) == sum(moved[2] for _, moved in of_rank) > 0
+    for (first, *later), _ in of_rank:
+        assert [len(first), *map(len, later)] == [3 + found, 2 + found, 2 + found]
+        # Here an address is a number.
+        assert all(each[found] <= BRIEF + 2 for each in later)
+    assert sorted(resolved) == sorted([*range(size)] * 4)
+
+
+def test_another_sight_of_the_files_is_another_plan(resolved):
+    """Nodes that change places, and a file that is removed: who sees what is part of a plan."""
+
+    def job(comm, path):
+        def load(place):
+            state, before = build(comm.position, 2, 9), resolved.count(comm.rank)
+            report = load_state_dict(state, path / place, comm, storage="per_node")
+            for key, value in build(comm.position, 2, 1).items():
+                assert (getattr(state[key], "local_tensor", state[key]) == getattr(value, "local_tensor", value)).all()
+            barrier(comm)
+            return resolved.count(comm.rank) - before, report.bytes_received
+
+        own, other = "ab" if comm.rank == 0 else "ba"
+        found = [load(own), load(own), load(other), load(own), load(other)]
+        if comm.rank == 0:
+            (path / "a" / "1_0.safetensors").unlink()
+        barrier(comm)
+        return [*found, load(own), load(own)]
+
+    with memory_directory() as directory:
+        save(directory, 2, 1, storage="per_node", node_copies=2)
+        (directory / "b" / "0_0.safetensors").unlink()
+        of_rank = SimulatedWorld(2).run(lambda comm: job(comm, directory))
+    for loads in of_rank:
+        assert [planned for planned, _ in loads] == [1, 0, 1, 0, 0, 1, 0]
+    received = list(zip(*([got for _, got in loads] for loads in of_rank)))
+    assert received[0] == received[1] == received[3] != received[2] == received[4]
+    assert received[5] == received[6] != received[0]
 
 
 @pytest.mark.parametrize("changed", [0, 1])

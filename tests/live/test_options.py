@@ -50,6 +50,7 @@ VALUES = {
     "keep": (KeepLatest(1), KeepLatest(2)),
     "lr_scheduler": (None, "a schedule"),
     "master_weights": ("exact", "convert"),
+    "max_file_bytes": (100, 200),
     "metric": ("loss", "accuracy"),
     "mode": ("min", "max"),
     "mw_name_compatibility": (True, False),
@@ -58,6 +59,7 @@ VALUES = {
     "optimizer_states": ("raise", "ignore"),
     "overwrite": (False, True),
     "preemption_signals": ((), (10,)),
+    "prefix": (None, "model"),
     "rng": (False, True),
     "root": ("a", "b"),
     "save_replicas": (False, True),
@@ -94,6 +96,8 @@ def call(name, tmp_path, comm, **options):
         return fc.save_state_dict(shards(), tmp_path / "new", comm, **options)
     if name == "load_state_dict":
         return fc.load_state_dict(shards(), tmp_path / "there", comm, **options)
+    if name == "publish":
+        return fc.publish(shards(), tmp_path / "published", comm, **options)
     if name == "load_extra_state":
         return load_extra_state(tmp_path / "there", process_group=comm, **options)
     if name in ("reshard_sharded_state_dict", "plan_reshard"):

@@ -15,6 +15,7 @@ import paddle
 import paddle_flexckpt as fc
 from paddle_flexckpt import run_state
 from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.native.listing import is_complete
 from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 
@@ -42,12 +43,12 @@ def test_plain_tensors_and_extra_state(url, tmp_path):
     assert fc.verify_checkpoint(url).ok
     statements = ["model.w^T -> t"]
     assert "model.w" in fc.explain(statements, url)
-    assert "model.w" in fc.explain(statements, fc.open_storage(url), {"t": paddle.zeros([6, 4])})
+    assert "model.w" in fc.explain(statements, open_storage(url), {"t": paddle.zeros([6, 4])})
     turned = fc.load_merged_state_dict(url, aoa_config={"aoa_statements": statements})
     assert (turned["t"].numpy() == weight.numpy().T).all()
     fc.export_safetensors(url, f"{url}-out", {"aoa_statements": statements})
     fc.export_safetensors(url, tmp_path / "out", {"aoa_statements": statements})
-    assert fc.open_storage(f"{url}-out").read("model.safetensors") == (tmp_path / "out/model.safetensors").read_bytes()
+    assert open_storage(f"{url}-out").read("model.safetensors") == (tmp_path / "out/model.safetensors").read_bytes()
 
 
 def test_an_error_names_the_url(url):
@@ -76,7 +77,7 @@ def test_every_public_function_that_takes_a_path_takes_any_location():
     for function in (getattr(room, name) for room in (fc, run_state) for name in room.__all__):
         if inspect.isfunction(function):
             for parameter in inspect.signature(function).parameters.values():
-                if parameter.name in ("path", "output") and function is not fc.open_storage:
+                if parameter.name in ("path", "output"):
                     found += 1
                     assert parameter.annotation == "Location", function
     assert inspect.signature(is_complete).parameters["path"].annotation == "Location"

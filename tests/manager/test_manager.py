@@ -14,6 +14,7 @@ import paddle
 import paddle_flexckpt as fc
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import KeepBest, KeepLatest, KeepPolicy, SaveEvery, SaveInterval, SavePolicy
+from paddle_flexckpt.media.opening import open_storage
 from tests.manager.samples import (
     DAMAGES,
     directory_of,
@@ -124,7 +125,7 @@ def test_model_and_state_together(tmp_path, installed):
 
 
 def test_a_backend_as_root(tmp_path):
-    manager = manager_of(fc.open_storage(tmp_path, lock=False), keep=KeepLatest(1))
+    manager = manager_of(open_storage(tmp_path, lock=False), keep=KeepLatest(1))
     save(manager, 1)
     save(manager, 2)
     assert tree(tmp_path) == files_of(2)

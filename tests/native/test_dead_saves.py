@@ -65,6 +65,16 @@ def test_a_marker_that_goes_between_the_listing_and_the_look_is_nobodys(tmp_path
     assert names(tmp_path) == before
 
 
+def test_so_it_is_on_a_node(tmp_path, monkeypatch):
+    save(tmp_path, 0)
+    node = open_to_save(tmp_path)
+    before = node.known_saves()
+    monkeypatch.setattr(node.backend, "names", lambda: [*names(tmp_path), "5.saving"])
+    assert node.known_saves() == before
+    node.publish_prepared({before.published[0]})
+    assert node.known_saves() == before
+
+
 def names_of(ticket):
     return ["0_5.part", "0_5.safetensors", "1_5.safetensors", ticket.marker_file]
 

@@ -5,6 +5,7 @@ What Paddle's own objects do in real processes is in tests/distributed/test_shar
 
 from __future__ import annotations
 
+import sys
 import types
 
 import numpy as np
@@ -15,7 +16,7 @@ from paddle import nn
 import paddle_flexckpt as fc
 from paddle_flexckpt.parallel.optimizers import OptimizerMixin, describe_states, names_by_tensor
 from paddle_flexckpt.parallel.sharding import _owned_range
-from paddle_flexckpt.parallel.slices import parameter_name
+from paddle_flexckpt.parallel.slices import fused_context, parameter_name
 
 
 class Group:
@@ -278,3 +279,30 @@ def test_init_without_install():
     model = layer.sharded_state_dict()
     fc.uninstall()
     assert len(fc.init_optimizer_state(optimizer, model)) == 8
+
+
+OLD, NEW = "paddle.distributed.auto_parallel.fully_shard_fusion", "paddle.distributed.fsdp._fsdp_context"
+
+
+@pytest.mark.parametrize(("where", "others"), [((NEW,), (OLD,)), ((OLD,), (NEW,)), ((OLD,), ()), ((NEW, OLD), ())])
+def test_what_is_fused_is_found_where_this_paddle_keeps_it(monkeypatch, where, others):
+    """Paddle after 3.3 has it in a module of its own; the old one may keep its name, and know of nothing."""
+    context = object()
+    monkeypatch.delitem(sys.modules, OLD, raising=False)
+    for name in (*where, *others):
+        found = context if name in where else None
+        module = types.SimpleNamespace(get_fsdp_context=lambda found=found: found)
+        monkeypatch.setitem(sys.modules, name, module)
+    assert fused_context() is context
+
+
+def test_a_paddle_that_does_not_tell_what_is_fused_is_refused_where_there_are_dist_tensors(monkeypatch):
+    monkeypatch.setitem(sys.modules, OLD, types.SimpleNamespace())
+    with pytest.raises(RuntimeError, match="expected get_fsdp_context in one of .*_fsdp_context.* Remedy: use"):
+        fused_context()
+    assert fused_context(has_dist_tensors=False) is None
+
+
+def test_a_paddle_that_fuses_nothing_has_no_context(monkeypatch):
+    monkeypatch.delitem(sys.modules, OLD, raising=False)
+    assert fused_context() is None

@@ -1,0 +1,232 @@
+"""Say which rank has which part of each tensor: in a checkpoint, and in a job that would load it.
+
+Tested in tests/engine/test_holders.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, concat, group_replicas, without_extra_state
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.planning.layouts import Layout
+from paddle_flexckpt.report import Report, format_bytes
+
+
+@dataclass(frozen=True)
+class Part:
+    """Describe one part of a tensor, and who has it.
+
+    Attributes:
+        global_offset: The first element of its box, in the tensor.
+        local_shape: The extents of the box.
+        flattened_range: First element and the one behind the last, of the box in row-major order; None: all of it.
+        bytes: Of the part.
+        ranks: Who saved it, or who would need it.
+        files: Where it is stored; for each rank one.
+    """
+
+    global_offset: list[int]
+    local_shape: list[int]
+    flattened_range: list[int] | None
+    bytes: int
+    ranks: list[int]
+    files: list[str] = field(default_factory=list)
+
+    def where(self) -> str:
+        """Return the part as text: ``[0:4, 2:6]``, with its flattened range if it has one."""
+        box = ", ".join(f"{o}:{o + n}" for o, n in zip(self.global_offset, self.local_shape))
+        return f"[{box}]" + ("" if self.flattened_range is None else " flattened {}:{}".format(*self.flattened_range))
+
+
+@dataclass(frozen=True)
+class TensorHolders:
+    """Say who has the parts of one tensor.
+
+    Attributes:
+        dtype: Name of its element type.
+        shape: Its global shape.
+        stored: The parts that the checkpoint has; none where the tensor comes of statements.
+        needed: Those that ranks of the job need; none without a job, or where no rank needs the tensor.
+    """
+
+    dtype: str
+    shape: list[int]
+    stored: list[Part]
+    needed: list[Part]
+
+
+@dataclass(frozen=True)
+class HoldersReport(Report):
+    """Say which rank has which part of each tensor.
+
+    Attributes:
+        source: The checkpoint's directory.
+        unique_id: Its id.
+        step: Training step, if known.
+        world_size: Ranks that saved it, if known.
+        strategy: That of the job that would load it; "" without one.
+        tensors: Who has what, by key.
+        stored_bytes: Bytes of these tensors that each rank saved, by rank.
+        needed_bytes: Bytes of these tensors that each rank of the job needs, by rank.
+        notes: What the layout of the job takes for granted.
+    """
+
+    source: str
+    unique_id: int | None
+    step: int | None
+    world_size: int | None
+    strategy: str
+    tensors: dict[str, TensorHolders]
+    stored_bytes: list[int]
+    needed_bytes: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        count = "1 tensor" if len(self.tensors) == 1 else f"{len(self.tensors)} tensors"
+        text = f"{self.source} (id {self.unique_id}): {count}, {_sum_and_most(self.stored_bytes, 'saved')}"
+        if self.strategy:
+            text += f"; under {self.strategy} {_sum_and_most(self.needed_bytes, 'needed')}"
+        return text
+
+
+def _sum_and_most(sizes: Sequence[int], what: str) -> str:
+    most = max(sizes, default=0)
+    ranks = "1 rank" if len(sizes) == 1 else f"{len(sizes)} ranks"
+    where = f", at most {format_bytes(most)}, by rank {sizes.index(most)}" if len(sizes) > 1 else ""
+    return f"{format_bytes(sum(sizes))} {what} by {ranks}{where}"
+
+
+def find_holders(
+    path: Location,
+    keys: Sequence[str] = (),
+    *,
+    unique_id: int | None = None,
+    layout: Layout | None = None,
+    notes: Sequence[str] = (),
+) -> HoldersReport:
+    """Say which rank has which part of each tensor of a checkpoint, and which rank of a job would need it.
+
+    Only the manifest is read.
+
+    Args:
+        path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a file of tensors.
+        keys: The tensors that are meant: keys, or patterns with ``*``; by default all.
+        unique_id: Which checkpoint of the directory; None takes the highest id.
+        layout: That of the job, such as :func:`~paddle_flexckpt.engine.models.layout_of` makes it.
+        notes: What the layout takes for granted, for the report.
+
+    Raises:
+        ValidationError: There is no such checkpoint, or no such key.
+        CorruptCheckpointError: The manifest is damaged.
+    """
+    directory = SourceDirectory(path)
+    manifest = directory.read_manifest(unique_id)
+    stored = without_extra_state(manifest.catalog)
+    there = {stored.keys[number] for number in np.unique(stored.key).tolist()}
+    chosen = _chosen(keys, there | set(layout.keys if layout else ()))
+    stored = _only(stored, chosen)
+    ranks = max([manifest.world_size or 0, *(stored.rank + 1).tolist()])
+    sizes = np.zeros(ranks, dtype=np.int64)
+    np.add.at(sizes, stored.rank, stored.byte_length)
+    tensors: dict[str, TensorHolders] = {}
+    for key, row, part in _parts(stored, [[rank] for rank in range(ranks)]):
+        _tensor(tensors, stored, key, row).stored.append(part)
+    needed: list[int] = []
+    if layout is not None:
+        job, alike = _job(layout, chosen)
+        needed = [0] * layout.strategy.ranks
+        length = job.byte_length
+        for kind, same in enumerate(alike):
+            own = int(length[job.rank == kind].sum())
+            for rank in same:
+                needed[rank] = own
+        for key, row, part in _parts(job, alike):
+            _tensor(tensors, job, key, row).needed.append(part)
+    return HoldersReport(
+        source=directory.path,
+        unique_id=manifest.unique_id,
+        step=manifest.step,
+        world_size=manifest.world_size,
+        strategy=str(layout.strategy) if layout else "",
+        tensors=dict(sorted(tensors.items())),
+        stored_bytes=sizes.tolist(),
+        needed_bytes=needed,
+        notes=list(notes),
+    )
+
+
+def _chosen(wanted: Sequence[str], there: set[str]) -> set[str]:
+    """Return the keys that names and patterns stand for.
+
+    Raises:
+        ValidationError: One stands for none.
+    """
+    if not wanted:
+        return there
+    found: set[str] = set()
+    problems: list[Problem | str] = []
+    for name in wanted:
+        keys = {name} if name in there else {key for key in there if fnmatch.fnmatchcase(key, name)}
+        if not keys:
+            alike = difflib.get_close_matches(name, there) or sorted(there)[:3]
+            problems.append(Problem("there is no such key", key=name, got=f"{len(there)} keys such as {alike}"))
+        found |= keys
+    if problems:
+        raise ValidationError(problems)
+    return found
+
+
+def _only(catalog: Catalog, keys: set[str]) -> Catalog:
+    return catalog.take(np.asarray([key in keys for key in catalog.keys], dtype=bool)[catalog.key])
+
+
+def _job(layout: Layout, keys: set[str]) -> tuple[Catalog, list[list[int]]]:
+    """Return the shards of each kind of rank, whose ``rank`` is the number of the kind, and the ranks of each kind."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.strategy.ranks):
+        alike.setdefault(layout.kind(rank), []).append(rank)
+    catalogs = []
+    for kind, ranks in enumerate(alike.values()):
+        own = _only(layout.catalog(ranks[0]), keys)
+        catalogs.append(replace(own, rank=np.full(len(own), kind, dtype=np.int32)))
+    return concat(catalogs), list(alike.values())
+
+
+def _parts(catalog: Catalog, alike: Sequence[list[int]]) -> Iterator[tuple[str, int, Part]]:
+    """Yield the key, a row and the part of each group of equal shards; ``alike``: the ranks of each kind of rank."""
+    groups, length, is_flattened = group_replicas(catalog), catalog.byte_length, catalog.is_flattened
+    for begin, end in zip(groups.start[:-1].tolist(), groups.start[1:].tolist()):
+        rows = groups.order[begin:end].tolist()
+        row = rows[0]
+        files = [catalog.file_name(each) for each in rows]
+        flat = [int(catalog.flat_start[row]), int(catalog.flat_stop[row])] if is_flattened[row] else None
+        part = Part(
+            global_offset=list(catalog.unpadded(row, catalog.offset)),
+            local_shape=list(catalog.unpadded(row, catalog.shape)),
+            flattened_range=flat,
+            bytes=int(length[row]),
+            ranks=_sorted(alike[int(catalog.rank[each])] for each in rows),
+            files=[name for name in files if name is not None],
+        )
+        yield catalog.key_name(row), row, part
+
+
+def _sorted(ranks: Iterable[list[int]]) -> list[int]:
+    several = list(ranks)
+    return several[0] if len(several) == 1 else sorted(rank for some in several for rank in some)
+
+
+def _tensor(tensors: dict[str, TensorHolders], catalog: Catalog, key: str, row: int) -> TensorHolders:
+    if key not in tensors:
+        shape: list[Any] = list(catalog.unpadded(row, catalog.global_shape))
+        tensors[key] = TensorHolders(catalog.dtype_name(row), shape, [], [])
+    return tensors[key]

@@ -1,0 +1,119 @@
+"""Progress: how far a call has come that moves many bytes, told to its caller by the thread that moves them.
+
+A callback is called as bytes pass, not as time does: so the calls are the same in every run, and a call that stands
+still is silent. Tested in tests/test_progress.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paddle_flexckpt.catalog.errors import CheckpointError
+
+# A callback is called about so many times, and more often where that would be more than so many bytes each.
+STEPS = 100
+MOST_STEP_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Say how far this rank has come.
+
+    Attributes:
+        phase: What is being done: ``"write"`` (save, export, publish), ``"read"`` (load), ``"verify"``, ``"digest"`` or
+            ``"compare"``; of an asynchronous save ``"stage"``, ``"queue"``, ``"write"`` and ``"commit"``.
+        bytes_done: Bytes of tensors that are done; never less than before, and never more than ``bytes_total``.
+        bytes_total: Bytes of tensors that there are to do on this rank.
+        items_done: Shards, tensors or files that are done.
+        items_total: How many there are; 0 where they are not counted.
+    """
+
+    phase: str
+    bytes_done: int
+    bytes_total: int
+    items_done: int = 0
+    items_total: int = 0
+
+    @property
+    def fraction(self) -> float:
+        """Return which part is done, from 0 to 1; of nothing, all is."""
+        return self.bytes_done / self.bytes_total if self.bytes_total else 1.0
+
+
+ProgressCallback = Callable[[Progress], object]
+
+
+class Meter:
+    """Count what is done, and call the callback where another step is complete. Threads may share it.
+
+    The first call says that nothing is done, the last that all is::
+
+        meter = Meter(callback, "write", bytes_total, items_total)
+        for tensor in tensors:
+            write(tensor)
+            meter.add(tensor.nbytes, items=1)
+        meter.finish()
+
+    What the callback raises is raised as a CheckpointError by the method that has called it; the callback is not called
+    again.
+    """
+
+    def __init__(self, callback: ProgressCallback | None, phase: str, bytes_total: int, items_total: int = 0) -> None:
+        """Call the callback for the first time; None makes a meter that does nothing."""
+        self._callback = callback
+        self._phase, self._bytes_total, self._items_total = phase, bytes_total, items_total
+        self._bytes_done = self._items_done = self._told = 0
+        self._step = max(1, min(bytes_total // STEPS, MOST_STEP_BYTES))
+        self._lock = threading.RLock()
+        if callback is not None:
+            self._tell()
+
+    @property
+    def is_heard(self) -> bool:
+        """Return whether somebody listens; else nothing need be counted."""
+        return self._callback is not None
+
+    def add(self, nbytes: int, items: int = 0) -> None:
+        """Say that so much more is done."""
+        if self._callback is not None:
+            with self._lock:
+                self.reach(self._bytes_done + nbytes, self._items_done + items)
+
+    def reach(self, bytes_done: int, items_done: int = 0) -> None:
+        """Say how much is done in all; less than before says nothing, and more than all is all."""
+        if self._callback is None:
+            return
+        with self._lock:
+            self._bytes_done = min(max(self._bytes_done, bytes_done), self._bytes_total)
+            self._items_done = min(max(self._items_done, items_done), self._items_total)
+            if self._bytes_done - self._told >= self._step and self._bytes_done < self._bytes_total:
+                self._tell()
+
+    def finish(self) -> None:
+        """Say that all is done; to do so again says nothing."""
+        if self._callback is not None:
+            with self._lock:
+                self._bytes_done, self._items_done = self._bytes_total, self._items_total
+                self._tell()
+                self._callback = None
+
+    def _tell(self) -> None:
+        callback = self._callback
+        if callback is None:  # it has failed in another thread
+            return
+        self._told = self._bytes_done
+        progress = Progress(self._phase, self._bytes_done, self._bytes_total, self._items_done, self._items_total)
+        try:
+            callback(progress)
+        except Exception as error:
+            self._callback = None
+            raise CheckpointError(
+                f"the progress callback failed at {progress}: {type(error).__name__}: {error}. Remedy: mend the "
+                "callback, or leave progress= out"
+            ) from error
+
+
+#: Counts nothing.
+SILENT = Meter(None, "", 0)
