@@ -22,7 +22,7 @@ def test_all_tables(tmp_path, capsys):
                 "120000",
                 "--openings",
                 "4,0",
-                "4,64",
+                "4,16",
                 "--first-saves",
                 "64",
                 "--tensors",
@@ -50,8 +50,8 @@ def test_all_tables(tmp_path, capsys):
     # It reads each rank's part, and looks at each rank's data file.
     assert calls["save_coordinator_files"][1] - calls["save_coordinator_files"][0] >= 2 * 4
     before, now = found["openings"]
-    assert before["held"] == before["rows"] == 64 * now["held"] and before["partitions_read"] == before["partitions"]
-    assert now["keys"] * 64 == before["keys"] and now["mib"] < before["mib"] / 8
+    assert before["held"] == before["rows"] == 16 * now["held"] and before["partitions_read"] == before["partitions"]
+    assert now["keys"] * 16 == before["keys"] and now["mib"] < before["mib"] / 4
     assert calls["load_collectives"] == [4, 4]
     (manifest,) = found["manifests"]
     assert manifest["partitions"] == 30 and manifest["bytes"] < 40 * manifest["rows"]
