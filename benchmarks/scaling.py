@@ -361,6 +361,10 @@ def measure_manifest(rows: int, where: Path, tensors: int = 20) -> dict[str, Any
         one_tensor = [timed(lambda name=name: read_rows(reader.backend, known, [name]))[1] for name in names]
         _, everything = timed(lambda: reader.read_committed(0))
         size = len(head) + sum(each.nbytes for each in written.partitions)
+    with tempfile.TemporaryDirectory(dir=where) as path:
+        result |= measure_writers(manifest, Path(path))
+        made = lambda: Manifest.of_partitions(manifest.info, manifest.sizes, written.partitions)  # noqa: E731
+        result["coordinator_seconds"] = timed(lambda: made().encode())[1]
     return result | {
         "partitions": len(written.partitions),
         "bytes": size,
@@ -427,6 +431,50 @@ def measure_opening(case: tuple[int, int], where: Path, rows: int = 1_000_000) -
         "held": len(files.catalog),
         "seconds": seconds,
         "mib": mib,
+    }
+
+
+def measure_writers(manifest: Any, path: Path, sample: int = 8) -> dict[str, Any]:
+    """The same partitions, written by the ranks: what some of them are told, and what that takes them."""
+    import numpy as np
+
+    from benchmarks.spread_scale import OneOfMany
+    from paddle_flexckpt.foreign.formats import open_to_save
+    from paddle_flexckpt.live.partition_writers import PartitionWriter
+    from paddle_flexckpt.native.directory import SaveNames
+    from paddle_flexckpt.native.partitions import partitions_for
+
+    catalog, names = manifest.catalog, SaveNames(0, 0, _TOKEN)
+    ranks, count = len(catalog.files), partitions_for(len(catalog))
+    directory, some = open_to_save(path), range(min(ranks, sample))
+    order = np.argsort(catalog.file, kind="stable")
+    edges = np.searchsorted(catalog.file[order], np.arange(ranks + 1)).tolist()
+    said, seconds = [], np.zeros(ranks)
+    received: list[dict[int, bytes]] = [{} for _ in some]
+    writers = [PartitionWriter(OneOfMany(ranks, place), directory, names, count) for place in range(ranks)]
+    for place, writer in enumerate(writers):
+        rows = manifest.take(order[edges[place] : edges[place + 1]])
+        own = replace(rows.catalog, files=(catalog.files[place],), file=np.zeros(len(rows.catalog), dtype=np.int32))
+        part = replace(rows, catalog=own, file_bytes=manifest.file_bytes[[place]])
+        begin = time.process_time()
+        told, messages = writer.send(part)
+        seconds[place] = time.process_time() - begin
+        said.append(told)
+        for each in some:
+            if each in messages:
+                received[each][place] = messages[each]
+    for place in some:
+        before = names.data_file((place - 1) % ranks)
+        with open(path / before, "wb") as file:
+            file.write(_TOKEN.encode())
+            file.truncate(manifest.sizes[before])
+        begin = time.process_time()
+        writers[place].write(said, received[place])
+        seconds[place] += time.process_time() - begin
+    return {
+        "writers": min(ranks, count),
+        "writer_received": max(sum(map(len, each.values())) for each in received),
+        "writer_seconds": float(seconds[: len(some)].max()),
     }
 
 
@@ -602,6 +650,9 @@ def show_manifests(found: list[dict[str, Any]]) -> str:
             (f"{each['rows']:,}", "partitions", f"{each['partitions'] + 1:,}", _units(each["bytes"]),
              f"{each['write']:.2f} s", f"{each['open'] * 1e3:.1f} ms", f"{each['one_tensor'] * 1e3:.2f} ms",
              f"{each['all']:.2f} s"),
+            (f"{each['rows']:,}", f"partitions, by {each['writers']:,} ranks", f"{each['partitions'] + 1:,}",
+             _units(each["bytes"]), f"a rank {each['writer_seconds']:.2f} s, of {_units(each['writer_received'])}; "
+             f"the coordinator {each['coordinator_seconds'] * 1e3:.1f} ms more", "", "", ""),
         )],
     )  # fmt: skip
 

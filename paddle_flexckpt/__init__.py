@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from paddle_flexckpt.engine.rehearsal import rehearse
     from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
     from paddle_flexckpt.live.digests import digest
+    from paddle_flexckpt.live.full_param import full_param
     from paddle_flexckpt.live.loader import load_state_dict
     from paddle_flexckpt.live.merged import load_merged_state_dict
     from paddle_flexckpt.live.publishing import publish
@@ -95,6 +96,7 @@ _MODULES = {
     ),
     "aoa.invert": ("invert",),
     "live.digests": ("digest",),
+    "live.full_param": ("full_param",),
     "live.loader": ("load_state_dict",),
     "live.merged": ("load_merged_state_dict",),
     "live.publishing": ("publish",),

@@ -1,12 +1,12 @@
 """Tell whose checkpoint a directory holds, by the names of what is in it, and open it for reading or saving.
 
 In this order: a manifest (``{id}.manifest``) is this library's, whatever else is there. Of the others there has to be
-one alone: ``{id}.metadata`` is Paddle's own; ``.metadata`` is that of torch.distributed.checkpoint, as are
-safetensors files ``shard-{n}-model-*``; the directories ``model_state``, ``optimizer_state`` and ``master_weight``
-with files of Paddle's in them are a FlexCheckpoint of PaddleFormers; safetensors files of optimizer states, master
-weights or adapters are a unified checkpoint of PaddleNLP, and so are weights alone whose files say ``format: np``;
-other safetensors files are a Hugging Face directory. Where there is none of these, ``.pdparams`` and ``.pdopt`` are
-state dicts of ``paddle.save``, and ``.npz`` is an archive of numpy's.
+one alone: ``{id}.metadata`` is Paddle's own; ``.metadata`` is that of torch.distributed.checkpoint, or with
+``metadata.json`` of Megatron-Core, as are safetensors files ``shard-{n}-model-*``; the directories ``model_state``,
+``optimizer_state`` and ``master_weight`` with files of Paddle's in them are a FlexCheckpoint of PaddleFormers;
+safetensors files of optimizer states, master weights or adapters are a unified checkpoint of PaddleNLP, and so are
+weights alone whose files say ``format: np``; other safetensors files are a Hugging Face directory. Where there is
+none of these, ``.pdparams`` and ``.pdopt`` are state dicts of ``paddle.save``, and ``.npz`` is an archive of numpy's.
 
 Tested in tests/foreign/test_huggingface.py and tests/foreign/test_paddleformers_checkpoint.py.
 """
@@ -24,6 +24,7 @@ from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.foreign.dcp_safetensors import find_shard_files, read_shards_manifest
 from paddle_flexckpt.foreign.huggingface import INDEX_FILE, TENSOR_FILE, find_weights, manifest_of_weights, read_weights
+from paddle_flexckpt.foreign.megatron import LATEST_FILE, is_megatron, read_megatron_manifest
 from paddle_flexckpt.foreign.npz import NPZ_FILE, read_npz_manifest
 from paddle_flexckpt.foreign.paddle_checkpoint import (
     paddle_ids,
@@ -48,7 +49,15 @@ from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.node_directory import NodeDirectory
 
 Origin = Literal[
-    "native", "paddle", "paddleformers", "unified_checkpoint", "huggingface", "paddle_pickle", "npz", "torch_dcp"
+    "native",
+    "paddle",
+    "paddleformers",
+    "unified_checkpoint",
+    "huggingface",
+    "paddle_pickle",
+    "npz",
+    "torch_dcp",
+    "megatron",
 ]
 # How errors and reports call them.
 ORIGINS: Mapping[str, str] = MappingProxyType(
@@ -61,6 +70,7 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
         "paddle_pickle": "state dicts of paddle.save",
         "npz": "an npz archive of numpy",
         "torch_dcp": "a checkpoint of torch.distributed.checkpoint",
+        "megatron": "a checkpoint of Megatron-Core",
     }
 )
 # What no directory is called that a save makes: a load takes such a path for a file's.
@@ -214,7 +224,9 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
     sources: list[ForeignSource] = []
     if paddle_ids(backend):
         sources.append(ForeignSource("paddle", partial(read_paddle_manifest, backend)))
-    if DCP_METADATA_FILE in names:
+    if is_megatron(backend, names):
+        sources.append(_source_without_ids(backend, "megatron", partial(read_megatron_manifest, backend)))
+    elif DCP_METADATA_FILE in names:
         sources.append(_source_without_ids(backend, "torch_dcp", partial(read_dcp_manifest, backend)))
     directories = paddleformers_directories(backend, backend.names("directories"))
     if directories:
@@ -309,6 +321,9 @@ def explain_missing(backend: Backend, ids: Sequence[int], unique_id: int | None)
     inside = _directories_with_manifests(backend)
     if inside:
         return f"{start}, but in {', '.join(inside)}. Remedy: give the path of that directory"
+    if LATEST_FILE in names:
+        steps = sorted(name for name in backend.names("directories") if name.startswith("iter_"))
+        return f"{start}, but those of Megatron in {listed(steps) or 'none'}. Remedy: give the path of one of them"
     for program, mark, remedy in _UNREAD:
         if any(map(mark.fullmatch, names)):
             return f"{path} is a checkpoint of {program}, which is not read here. Remedy: {remedy}"

@@ -80,7 +80,7 @@ class ItemPlace(NamedTuple):
 
 
 class DcpMetadata(NamedTuple):
-    """Hold ``.metadata``: the entries by name, and the place of each item."""
+    """Hold ``.metadata``: the entries by name, and the place of each item; the last field is Megatron-Core's."""
 
     state_dict_metadata: Mapping[str, TensorEntry | BytesEntry]
     storage_data: Mapping[ItemIndex, ItemPlace]
@@ -88,6 +88,7 @@ class DcpMetadata(NamedTuple):
     storage_meta: Any = None
     version: str | None = None
     mcore_data: Mapping[str, Any] | None = None
+    all_local_plans: Any = None
 
 
 class Storage(NamedTuple):
@@ -190,6 +191,10 @@ def _index(fqn: str, offset: tuple[int, ...] | None = None, index: int | None = 
     return ItemIndex(fqn, offset)  # the index is a hint
 
 
+def _nothing(**fields: Any) -> None:
+    """Leave a record out."""
+
+
 _text, _numbers = has_type(str), is_integers
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
@@ -204,6 +209,7 @@ _RECORDS: dict[tuple[str, str], tuple[Callable[..., Any], _Checks, frozenset[str
             "storage_meta": _is_any,
             "version": or_none(_text),
             "mcore_data": or_none(has_type(dict)),
+            "all_local_plans": _is_any,
         },
         frozenset({"state_dict_metadata", "storage_data"}),
     ),
@@ -233,11 +239,24 @@ _RECORDS: dict[tuple[str, str], tuple[Callable[..., Any], _Checks, frozenset[str
         frozenset({"relative_path", "offset", "length"}),
     ),
     (_METADATA, "StorageMeta"): (
-        lambda **fields: None,
+        _nothing,
         dict.fromkeys(("checkpoint_id", "save_id", "load_id", "modules"), _is_any),
         frozenset(),
     ),
 }
+# Plans of the save, which Megatron-Core keeps for the next one: nobody needs them here.
+_PLANS = {
+    "SavePlan": ("items", "storage_data", "planner_data", "usable"),
+    "WriteItem": ("index", "type", "bytes_io_data", "tensor_data"),
+    "TensorWriteData": ("chunk", "properties", "size"),
+    "BytesIOWriteData": ("nbytes",),
+}
+_PLANNER, _MEGATRON = "torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch"
+_RECORDS[_MEGATRON, "MCoreMetadata"] = _RECORDS[_METADATA, "Metadata"]
+_RECORDS.update(
+    ((_PLANNER, name), (_nothing, dict.fromkeys(fields, _is_any), frozenset())) for name, fields in _PLANS.items()
+)
+_RECORDS[_MEGATRON, "MCoreSavePlan"] = _RECORDS[_PLANNER, "SavePlan"]
 _DTYPE_NAMES = {("torch", name): Symbol(name) for name in (*DTYPES, *_OTHER_DTYPES)}
 _METADATA_NAMES = MappingProxyType(
     {(module, name): Symbol(name, make=make_record(name, *record)) for (module, name), record in _RECORDS.items()}
@@ -248,6 +267,7 @@ _METADATA_NAMES = MappingProxyType(
         (_OLD, "MEM_FORMAT_ENCODING"): Symbol("MEM_FORMAT_ENCODING", _name),
         ("torch.serialization", "_get_layout"): Symbol("_get_layout", _name),
         ("torch", "Size"): Symbol("torch.Size", _size),
+        (_PLANNER, "WriteItemType"): Symbol("WriteItemType", _name),
         ("pathlib", "PosixPath"): Symbol("PosixPath", _name),
         ("pathlib._local", "PosixPath"): Symbol("PosixPath", _name),
     }

@@ -226,6 +226,41 @@ def gather_memory(
     return concat([decode_catalog(catalog) for catalog in catalogs]), {mine: tensors}, others
 
 
+class GatheredState:
+    """Hold what all ranks have in memory, described once, to fill targets from it as often as wanted.
+
+    Attributes:
+        catalog: The shards of all ranks, each rank's in a virtual file.
+        tensors: This rank's.
+        said: What ranks told each other besides, as of :func:`gather_memory`.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        describe: Callable[[], Mapping[str, Any]],
+        said: Callable[[], tuple[bytes, ...]],
+        context: str,
+    ) -> None:
+        """Describe the state of all ranks. One collective; arguments and errors as of :func:`gather_memory`."""
+        self._comm, self._context = comm, context
+        self.catalog, own, self.said = gather_memory(comm, describe, said, context)
+        self._described = owned_tensors(self.catalog, own, comm.rank, context)
+        owned = {row: getattr(value, "local_tensor", value) for row, value in self._described.items()}
+        self.tensors = list(owned.values())
+        self._checked = check_sources(comm, owned, self.catalog, context)
+
+    def fill(self, describe: Callable[[], Targets], options: ReshardOptions, call: str) -> LoadReport:
+        """Fill targets of all ranks; ``describe`` gives this rank's, or raises. Every rank calls this.
+
+        Raises:
+            ValidationError: The two sides do not fit; no target was changed.
+            CheckpointError: A rank failed during the exchange.
+        """
+        peers = MemoryPeers(self._comm, self.catalog, self._checked, self._described, options, self._context)
+        return Transfer(self._comm, peers, describe, options, call, self._context).run()
+
+
 def brief_run(number: bytes, unchanged: bool, address: bytes) -> bytes:
     """Return what a rank says before it runs a plan: which one, whether it still holds, and how to reach the rank."""
     return join((BRIEF_RUN + number + bytes([unchanged]) + address,))
