@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from paddle_flexckpt.cli.arguments import byte_count
@@ -31,4 +30,4 @@ def add_command(commands: Any) -> None:
 def _bench(options: argparse.Namespace) -> str:
     """Return one line, or JSON."""
     report = probe(options.path, options.bytes, options.threads)
-    return json.dumps(report.as_dict(), indent=2) if options.json else report.summary()
+    return report.to_json() if options.json else report.summary()

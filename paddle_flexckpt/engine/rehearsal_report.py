@@ -6,7 +6,7 @@ Tested in tests/engine/test_rehearsal.py and tests/cli/test_rehearse.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import ClassVar
 
 from paddle_flexckpt.report import Report, format_bytes
 
@@ -40,6 +40,7 @@ class RankReads:
     buffer_bytes: int = 0
     object_requests: int = 0
     object_bytes: int = 0
+    derived: ClassVar[tuple[str, ...]] = ("amplification", "memory_bytes")
 
     @property
     def amplification(self) -> float:
@@ -97,6 +98,8 @@ class RehearsalReport(Report):
     cooperative: dict[str, list[int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
+    derived = ("ok",)
+
     @property
     def ok(self) -> bool:
         """Return whether the checkpoint loads."""
@@ -106,14 +109,6 @@ class RehearsalReport(Report):
     def worst(self) -> RankReads:
         """Return the ranks that read the most; the first of these."""
         return max(self.ranks, key=lambda each: each.bytes_read)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all fields, JSON-safe, and for each group of ranks what follows from them."""
-        groups = [
-            {**found, "amplification": each.amplification, "memory_bytes": each.memory_bytes}
-            for each, found in zip(self.ranks, super().as_dict()["ranks"])
-        ]
-        return {**super().as_dict(), "ok": self.ok, "ranks": groups}
 
     def summary(self) -> str:
         """Return one line for people."""
