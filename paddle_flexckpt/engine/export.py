@@ -129,7 +129,7 @@ class _Export(WholeTensors):
         if not self._written:
             self._made = not exists(self._sink)
             self._sink.make_directory()
-        self._stream = stream = self._sink.create(file.name, "replace", size=len(file.header) + file.data_bytes)
+        self._stream = stream = self._sink.create(file.name, "replace", size=file.nbytes)
         self._written.append(file.name)
         self._left = sum(map(self._bands.__getitem__, file.names))
         stream.write(file.header)

@@ -278,7 +278,7 @@ class _Publication:
 
     def _begin(self, file: TensorFile) -> OutputFile:
         self._written.append(file.name)
-        self._stream = stream = self._sink.create(file.name, "replace", size=len(file.header) + file.data_bytes)
+        self._stream = stream = self._sink.create(file.name, "replace", size=file.nbytes)
         stream.write(file.header)
         return stream
 

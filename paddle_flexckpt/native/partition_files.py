@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 import xxhash
-from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, concat
 from paddle_flexckpt.media.backend import Backend, map_files
@@ -24,6 +23,7 @@ from paddle_flexckpt.native.manifest import (
     Manifest,
     catalog_of,
     checksums_of,
+    encode_container,
     read_container,
 )
 from paddle_flexckpt.native.partitions import Partition, partition_of
@@ -60,7 +60,7 @@ def encode_partition(rows: Manifest, number: int, count: int) -> bytes:
     arrays = {name: array for name, array in arrays.items() if name not in _FILES}
     info = rows.describe() | {"format_version": PARTITIONED}
     info |= {"partition": str(number), "partitions": str(count)}
-    return safetensors_numpy.save(arrays, metadata=info)
+    return encode_container(arrays, info)
 
 
 def describe_partition(file: str, data: bytes, rows: Manifest) -> Partition:
