@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from paddle_flexckpt.aoa.config import AoaConfig
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, add_html, aoa_config, written
+from paddle_flexckpt.cli.arguments import (
+    Outcome,
+    add_aoa,
+    add_checkpoint,
+    add_cut,
+    add_html,
+    aoa_config,
+    cut_of,
+    written,
+)
 from paddle_flexckpt.engine.models import layout_of
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.rehearsal import RankReads, RehearsalReport, rehearse
@@ -65,14 +73,7 @@ def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument(
         "--model", metavar="OTHER", help="a checkpoint of the job's model, if it is not what CHECKPOINT holds"
     )
-    parser.add_argument(
-        "--cut",
-        action="append",
-        default=[],
-        metavar="GLOB=AXIS",
-        help="along which axis tensor parallelism cuts these tensors, or none; may be given several times, and the "
-        "first that fits counts; by default as they were cut at the save",
-    )
+    add_cut(parser)
     parser.add_argument("--weights", action="store_true", help="the job has no optimizer")
 
 
@@ -84,7 +85,7 @@ def layout_from(options: argparse.Namespace, config: AoaConfig | None) -> tuple[
         unique_id=options.unique_id,
         aoa_config=config,
         model=options.model,
-        cuts=[_cut(text) for text in options.cut],
+        cuts=[cut_of(text) for text in options.cut],
         states=not options.weights,
     )
 
@@ -117,7 +118,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
             from paddle_flexckpt.pages.reports import save_rehearsal_page
 
             lines.append(written(options.html, save_rehearsal_page(saved)))
-        text = json.dumps(saved.as_dict(), indent=2) if options.json else "\n".join(lines)
+        text = saved.to_json() if options.json else "\n".join(lines)
         return Outcome(text, int(not saved.ok))
     report = rehearse(
         options.source,
@@ -133,15 +134,8 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
         from paddle_flexckpt.pages.reports import rehearsal_page
 
         lines.append(written(options.html, rehearsal_page(report)))
-    text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(lines)
+    text = report.to_json() if options.json else "\n".join(lines)
     return Outcome(text, int(not report.ok))
-
-
-def _cut(text: str) -> tuple[str, int | None]:
-    glob, equals, axis = text.rpartition("=")
-    if not equals or not (axis == "none" or axis.lstrip("-").isdigit()):
-        raise ValidationError([f"--cut takes GLOB=AXIS, with a number or none; got {text!r}"])
-    return glob, None if axis == "none" else int(axis)
 
 
 def _lines(report: RehearsalReport) -> list[str]:

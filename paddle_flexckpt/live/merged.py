@@ -76,7 +76,7 @@ def _choose(source: Catalog, mapping: TensorMapping | None, start: str) -> dict[
     there = tensor_infos(source, mapping, extra_state=mapping is None and bool(start))
     names = [key for key in sorted(there) if key.startswith(start)]
     _check_complete(source, names if mapping is None else mapping.source_names(names))
-    _check_axes({key: len(there[key].shape) for key in names})
+    check_axes({key: len(there[key].shape) for key in names})
     if mapping is not None and mapping.unfed:
         first = sorted(mapping.unfed)[0]
         logger.warning(f"nothing feeds {len(mapping.unfed)} keys such as {first!r} ({mapping.provenance.get(first)})")
@@ -91,7 +91,7 @@ def empty_tensors(catalog: Catalog, names: Iterable[str]) -> dict[str, Any]:
     return {name: empty_on_host(there[name].shape, there[name].dtype) for name in names if name in there}
 
 
-def _check_axes(axes: Mapping[str, int]) -> None:
+def check_axes(axes: Mapping[str, int]) -> None:
     """Refuse what numpy arrays can have, and tensors of Paddle cannot."""
     problems: list[Problem | str] = [
         Problem(

@@ -26,16 +26,15 @@ from paddle_flexckpt.engine.options import GROUP, SHARDS, ProgressOptions, State
 from paddle_flexckpt.engine.plan import split_tiles
 from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.tensor_files import INDEX_FILE, TensorFile, choose_tensors, divide_evenly, make_index
-from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
+from paddle_flexckpt.engine.transfer import quiet_loads
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
 from paddle_flexckpt.foreign.formats import open_destination, shown
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
-from paddle_flexckpt.live.peers import MemoryPeers, ReshardOptions
-from paddle_flexckpt.live.resharder import gather_memory
-from paddle_flexckpt.live.sources import check_sources
-from paddle_flexckpt.live.virtual_files import owned_tensors
+from paddle_flexckpt.live.peers import ReshardOptions
+from paddle_flexckpt.live.resharder import GatheredState
 from paddle_flexckpt.media.backend import Backend, Location, OutputFile, exists
 from paddle_flexckpt.media.backend import publish as publish_file
+from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import PublishReport
 
 CONFIG_FILE = "config.json"
@@ -96,6 +95,7 @@ class PublishOptions(ProgressOptions, StatementOptions):
 
 
 @takes(PublishOptions, model=SHARDS, output="what is compared is the directory that it stands for", process_group=GROUP)
+@observed("publish", "output")
 def publish(
     model: Any,
     output: Location,
@@ -185,16 +185,13 @@ class _Publication:
             self._config = options.config_text() if self._leads else None
             return options.encode("publish"), b"" if exists(self._sink) else b"made"
 
-        self._catalog, own, (made,) = gather_memory(comm, describe, said, self._context)
-        self._made = made[options.coordinator_rank] == b"made"
-        self._described = owned_tensors(self._catalog, own, comm.rank, self._context)
-        self._owned = {row: getattr(value, "local_tensor", value) for row, value in self._described.items()}
-        self._checked = check_sources(comm, self._owned, self._catalog, self._context)
+        self._state = GatheredState(comm, describe, said, self._context)
+        self._made = self._state.said[0][options.coordinator_rank] == b"made"
         comm.together(self._divide, self._context)
 
     def _divide(self) -> tuple[None, bytes]:
         """Choose tensors and divide them among files: the same on every rank, as all know all sources."""
-        catalog, options = self._catalog, self._options
+        catalog, options = self._state.catalog, self._options
         self._mapping: TensorMapping | None = whole_mapping(options.aoa_config, catalog)
         infos = tensor_infos(catalog, self._mapping, extra_state=True)
         start = f"{options.prefix}." if options.prefix else ""
@@ -254,20 +251,19 @@ class _Publication:
         self._comm.together(step, self._context)
 
     def _move(self, memory: WholeTensors, batch: list[tuple[TensorFile, str, Box]], first: bool) -> None:
-        comm, key_of = self._comm, self._keys
+        key_of = self._keys
         options = ReshardOptions(
             coordinator_rank=self._options.coordinator_rank,
             offload=self._options.offload,
             check_replicas=self._options.check_replicas and first,  # they are compared once
             optimizer_states="ignore",
         )
-        peers = MemoryPeers(comm, self._catalog, self._checked, self._described, options, self._context)
 
         def describe() -> Targets:
             infos = {key_of[name]: self._infos[name] for _, name, _ in batch}
             return memory.targets(infos, self._mapping, {key_of[name]: box for _, name, box in batch})
 
-        self._received += Transfer(comm, peers, describe, options, "publish", self._context).run().bytes_received
+        self._received += self._state.fill(describe, options, "publish").bytes_received
 
     def _store(self, memory: WholeTensors, batch: list[tuple[TensorFile, str, Box]]) -> None:
         """Write what a batch has received behind what there is."""
@@ -284,7 +280,7 @@ class _Publication:
 
     def _begin(self, file: TensorFile) -> OutputFile:
         self._written.append(file.name)
-        self._stream = stream = self._sink.create(file.name, "replace", size=len(file.header) + file.data_bytes)
+        self._stream = stream = self._sink.create(file.name, "replace", size=file.nbytes)
         stream.write(file.header)
         return stream
 

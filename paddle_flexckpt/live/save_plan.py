@@ -26,8 +26,8 @@ from paddle_flexckpt.live.device_bytes import ALIGNMENT, DeviceBytes
 from paddle_flexckpt.live.device_memory import DeviceMemory
 from paddle_flexckpt.live.planners import Planners, decode_findings
 from paddle_flexckpt.live.replicas import Replicas
-from paddle_flexckpt.live.staging import Source
-from paddle_flexckpt.live.tensor_memory import device_of, host_bytes, host_memory, is_contiguous
+from paddle_flexckpt.live.staging import Source, change_signs
+from paddle_flexckpt.live.tensor_memory import device_of, host_bytes
 from paddle_flexckpt.live.tensors import HostTensor
 from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.partitions import partitions_for
@@ -37,8 +37,6 @@ from paddle_flexckpt.progress import Meter, ProgressCallback
 
 # Host tensors whose memory is looked up in one call.
 _TENSORS_AT_ONCE = 1024
-# Of so many items so many bytes are compared, to notice that the state changes while it is staged in slices.
-_SAMPLES, _SAMPLE_BYTES = 32, 4096
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,20 +325,6 @@ class Share:
                     yield DeviceMemory(tensor), start, stop - start
 
     def signs(self) -> list[tuple[int, bytes]]:
-        """Return for each item what a change of its tensor would mostly show in, at little cost.
-
-        That is the counter of changes in place, which optimizers leave as it is, and the first bytes of some items.
-        """
-        signs = [(getattr(self._tensors[row], "inplace_version", 0), b"") for row in self._rows.tolist()]
-        some = np.linspace(0, len(signs) - 1, _SAMPLES).astype(int).tolist() if signs else ()
-        for i in {*some, *self.items.byte_length.argsort()[-1:].tolist()}:
-            tensor, start = self._tensors[int(self._rows[i])], int(self._starts[i])
-            sample = np.empty(min(_SAMPLE_BYTES, int(self._stops[i]) - start), dtype=np.uint8)
-            if not is_contiguous(tensor):
-                continue
-            if device_of(tensor) is None:
-                sample[...] = host_memory(tensor).view(np.uint8)[start : start + len(sample)]
-            else:
-                DeviceMemory(tensor).read_into(start, sample)
-            signs[i] = signs[i][0], sample.tobytes()
-        return signs
+        """Return for each item what a change of its tensor would mostly show in, at little cost."""
+        tensors = [self._tensors[row] for row in self._rows.tolist()]
+        return change_signs(tensors, self._starts, self._stops)

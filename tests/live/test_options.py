@@ -60,6 +60,7 @@ VALUES = {
     "overwrite": (False, True),
     "preemption_signals": ((), (10,)),
     "prefix": (None, "model"),
+    "reports": (False, True),
     "rng": (False, True),
     "root": ("a", "b"),
     "save_replicas": (False, True),
@@ -98,6 +99,8 @@ def call(name, tmp_path, comm, **options):
         return fc.load_state_dict(shards(), tmp_path / "there", comm, **options)
     if name == "publish":
         return fc.publish(shards(), tmp_path / "published", comm, **options)
+    if name == "full_param":
+        return list(fc.full_param(shards(), process_group=comm, **options))
     if name == "load_extra_state":
         return load_extra_state(tmp_path / "there", process_group=comm, **options)
     if name in ("reshard_sharded_state_dict", "plan_reshard"):
