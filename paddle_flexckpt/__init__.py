@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from paddle_flexckpt.live.tensors import assign_sharded_slice
     from paddle_flexckpt.manager import CheckpointManager, check
     from paddle_flexckpt.native.listing import latest, list_checkpoints
+    from paddle_flexckpt.observers import observe
     from paddle_flexckpt.parallel import (
         ExpertParallelMixin,
         gen_aoa_statements,
@@ -123,6 +124,7 @@ _MODULES = {
         "shard_weight",
     ),
     "native.listing": ("latest", "list_checkpoints"),
+    "observers": ("observe",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 # Names that were public here once, and where they are now.

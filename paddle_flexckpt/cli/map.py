@@ -59,7 +59,7 @@ def _map(options: argparse.Namespace) -> str:
     if options.png is not None:
         holders_picture(report, options.png, seconds)
         lines.append(f"wrote {options.png}")
-    return json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(lines)
+    return report.to_json() if options.json else "\n".join(lines)
 
 
 def seconds_of(path: str) -> dict[str, list[float]]:

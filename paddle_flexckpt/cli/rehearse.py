@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from paddle_flexckpt.aoa.config import AoaConfig
@@ -119,7 +118,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
             from paddle_flexckpt.pages.reports import save_rehearsal_page
 
             lines.append(written(options.html, save_rehearsal_page(saved)))
-        text = json.dumps(saved.as_dict(), indent=2) if options.json else "\n".join(lines)
+        text = saved.to_json() if options.json else "\n".join(lines)
         return Outcome(text, int(not saved.ok))
     report = rehearse(
         options.source,
@@ -135,7 +134,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
         from paddle_flexckpt.pages.reports import rehearsal_page
 
         lines.append(written(options.html, rehearsal_page(report)))
-    text = json.dumps(report.as_dict(), indent=2) if options.json else "\n".join(lines)
+    text = report.to_json() if options.json else "\n".join(lines)
     return Outcome(text, int(not report.ok))
 
 

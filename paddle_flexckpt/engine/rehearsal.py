@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -64,6 +64,7 @@ class RankReads:
     target_bytes: int
     scratch_bytes: int
     sources: dict[int, int] = field(default_factory=dict)
+    derived: ClassVar[tuple[str, ...]] = ("amplification", "memory_bytes")
 
     @property
     def amplification(self) -> float:
@@ -117,6 +118,8 @@ class RehearsalReport(Report):
     cooperative: dict[str, list[int]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
+    derived = ("ok",)
+
     @property
     def ok(self) -> bool:
         """Return whether the checkpoint loads."""
@@ -126,14 +129,6 @@ class RehearsalReport(Report):
     def worst(self) -> RankReads:
         """Return the ranks that read the most; the first of these."""
         return max(self.ranks, key=lambda each: each.bytes_read)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all fields, JSON-safe, and for each group of ranks what follows from them."""
-        groups = [
-            {**found, "amplification": each.amplification, "memory_bytes": each.memory_bytes}
-            for each, found in zip(self.ranks, super().as_dict()["ranks"])
-        ]
-        return {**super().as_dict(), "ok": self.ok, "ranks": groups}
 
     def summary(self) -> str:
         """Return one line for people."""
@@ -280,8 +275,8 @@ class _Rehearsal:
                 self._check_files(np.flatnonzero(used))
             except CheckpointError as error:
                 raise self._failure(error) from error
-        bits = np.packbits(task.resolution.used(self._source, task.mapping)).tobytes()
-        unexpected = check_unexpected(self._source, [bits], task.mapping, self._options, self._context)
+        used = task.resolution.used(self._source, task.mapping)
+        unexpected = check_unexpected(self._source.keys, used, task.mapping, self._options, self._context)
         said = task.resolution.report()
         names = ("missing", "aliases", "cast", "masters", "maybe_fused")
         total = sum(len(each.ranks) * each.bytes_needed for each in groups)

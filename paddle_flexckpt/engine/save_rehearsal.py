@@ -65,6 +65,8 @@ class SaveRehearsal(Report):
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
+    derived = ("ok",)
+
     @property
     def ok(self) -> bool:
         """Return whether the job can save."""
@@ -74,10 +76,6 @@ class SaveRehearsal(Report):
     def worst(self) -> int:
         """Return the rank that writes the most; the first of these."""
         return int(np.argmax(self.ranks["bytes_written"]))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all fields, JSON-safe."""
-        return {**super().as_dict(), "ok": self.ok}
 
     def summary(self) -> str:
         """Return one line for people."""

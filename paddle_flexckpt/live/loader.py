@@ -17,6 +17,7 @@ from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.file_peers import source_of
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import LoadReport
 
 
@@ -30,6 +31,7 @@ from paddle_flexckpt.report import LoadReport
     worker_groups=UNUSED,
     num_workers=UNUSED,
 )
+@observed("load", "path")
 def load_state_dict(
     state_dict: Mapping[str, Any],
     path: Location,

@@ -34,6 +34,7 @@ from paddle_flexckpt.live.peers import ReshardOptions
 from paddle_flexckpt.live.resharder import GatheredState
 from paddle_flexckpt.media.backend import Backend, Location, OutputFile, exists
 from paddle_flexckpt.media.backend import publish as publish_file
+from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import PublishReport
 
 CONFIG_FILE = "config.json"
@@ -103,6 +104,7 @@ class PublishOptions(ModelOptions):
 
 
 @takes(PublishOptions, model=SHARDS, output="what is compared is the directory that it stands for", process_group=GROUP)
+@observed("publish", "output")
 def publish(
     model: Any,
     output: Location,

@@ -23,6 +23,7 @@ from paddle_flexckpt.live.sources import check_sources
 from paddle_flexckpt.live.state import LocalState, layout_of, open_state
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.virtual_files import gather_virtual_files, owned_tensors
+from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import LoadReport
 
 # A plan's number: bytes that one rank draws.
@@ -36,6 +37,7 @@ def virtual_file(rank: int) -> str:
 
 
 @takes(ReshardOptions, src_sharded_state_dict=SHARDS, dst_sharded_state_dict=SHARDS, process_group=GROUP)
+@observed("reshard")
 def reshard_sharded_state_dict(
     src_sharded_state_dict: Mapping[str, Any],
     dst_sharded_state_dict: Mapping[str, Any],
@@ -107,6 +109,7 @@ class ReshardPlan:
         self._plan()
         self._peers.closing.close()
 
+    @observed("reshard")
     def run(self) -> LoadReport:
         """Fill the targets with what the sources hold now. Every rank calls this.
 
@@ -275,6 +278,7 @@ def brief_run(number: bytes, unchanged: bool, address: bytes) -> bytes:
     worker_groups=UNUSED,
     comm_method=UNUSED,
 )
+@observed("reshard")
 def _load_state_dict(
     target_state_dict: Mapping[str, Any],
     source_state_dict: Mapping[str, Mapping[str, Any]],

@@ -47,6 +47,7 @@ from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.media.backend import Location, place_of
 from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import SaveReport
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -81,6 +82,7 @@ def save_state_dict(
 
 
 @takes(SaveOptions, state_dict=SHARDS, path=PATH, process_group=GROUP, safetensors=UNUSED)
+@observed("save", "path")
 def save_state_dict(
     state_dict: Mapping[str, Any],
     path: Location,

@@ -29,9 +29,9 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Location, Lock, SaveLock, map_files, publish, run_beside, write_file
-from paddle_flexckpt.native.companion import Companion
+from paddle_flexckpt.native.companion import Companion, CompanionDirectory
 from paddle_flexckpt.native.data_file import write_data_file
-from paddle_flexckpt.native.directory import MANIFEST, MARKER, CheckpointDirectory, SaveNames, is_before, save_of
+from paddle_flexckpt.native.directory import MANIFEST, MARKER, SaveNames, is_before, save_of
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
 from paddle_flexckpt.native.partition_files import describe_partition, encode_partition, split_rows
 from paddle_flexckpt.native.partitions import Partition, count_partitions
@@ -40,17 +40,12 @@ from paddle_flexckpt.progress import SILENT, Meter
 logger = logging.getLogger("paddle_flexckpt")
 
 
-class SaveDirectory(CheckpointDirectory):
-    """Save checkpoints into one directory.
-
-    Attributes:
-        companion: Makes the file for another program's loader.
-    """
+class SaveDirectory(CompanionDirectory):
+    """Save checkpoints into one directory."""
 
     def __init__(self, location: Location, companion: Companion) -> None:
         """Open nothing yet: the directory need not exist."""
-        super().__init__(location)
-        self.companion = companion
+        super().__init__(location, companion)
         self._temporary = re.compile(rf"(?:(\d+)\.manifest|{re.escape(companion.name)})\.[0-9a-f]{{32}}\.tmp", re.ASCII)
 
     def lock(self) -> SaveLock:
@@ -395,43 +390,3 @@ class SaveDirectory(CheckpointDirectory):
             self.backend.sync()
         self.remove_refusal(marker)
         run_beside(self.backend, partial(self.backend.remove, marker), beside)
-
-    def update_companion(self, only: Manifest | None = None) -> None:
-        """Bring the companion up to date, durably; ``only`` is the manifest of the only checkpoint, if known."""
-        if not self.backend.has_path:
-            return
-        ids = self.list_ids()
-        if not ids:
-            self.remove_refusal()
-            return
-        refuse = self.companion.refuse
-        if len(ids) > 1:
-            data = refuse("it takes the files of one id for those of another where a directory has several")
-        else:
-            try:
-                data = self._companion_of(only or self.read_committed(ids[0], ()))
-            except (CorruptCheckpointError, ValidationError):
-                data = refuse("its manifest is damaged")
-        write_file(self.backend, self.companion.name, data, "replace")
-        self.backend.sync()
-
-    def _companion_of(self, manifest: Manifest) -> bytes:
-        """Return the companion of the only checkpoint, whose rows need not have been read."""
-        if manifest.nodes:
-            return self.companion.refuse("its files are on several nodes")
-        if manifest.rows > self.companion.most_rows:
-            return self.companion.refuse(f"it has more than {self.companion.most_rows} shards")
-        return self.companion.encode(manifest if manifest.has_rows else self.read_committed(manifest.unique_id))
-
-    def remove_refusal(self, marker: str = "") -> None:
-        """Remove the companion where it has nothing to protect but a save that ends now. The caller has the lock."""
-        if not self.backend.has_path:
-            return
-        names, own = self.backend.names(), self.companion
-        if own.name not in names:
-            return
-        others = (name for name in names if name != marker)
-        if any(MANIFEST.fullmatch(name) or MARKER.fullmatch(name) or save_of(name) for name in others):
-            return
-        if own.is_ours(self.backend.read(own.name)):
-            self.backend.remove(own.name)

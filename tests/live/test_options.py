@@ -61,6 +61,7 @@ VALUES = {
     "overwrite": (False, True),
     "preemption_signals": ((), (10,)),
     "prefix": (None, "model"),
+    "reports": (False, True),
     "rng": (False, True),
     "root": ("a", "b"),
     "safetensor_prefix": ("model", "other"),

@@ -381,6 +381,26 @@ def test_groups_of_other_ranks_write_partitions_too(tmp_path):
     assert (target["own.1"] == 1).all()
 
 
+def test_ranks_write_partitions_to_an_object_store(monkeypatch):
+    fsspec = pytest.importorskip("fsspec")
+    url, world = "memory://flexckpt-partitions/run", 4
+    monkeypatch.setattr(partitions, "ROWS_PER_PARTITION", 4)
+    created, put = [], SaveDirectory.write_part
+    monkeypatch.setattr(SaveDirectory, "write_part", lambda *arguments: created.append(arguments) or put(*arguments))
+    try:
+        for unique_id in (0, 1):
+            save_all(url, world, unique_id=unique_id)
+        directory = CheckpointDirectory(url)
+        several = directory.read_manifest(1, keys=())
+        assert created == [] and len(several.partitions) > world
+        assert set(directory.backend.names()) == {
+            *several.files, *directory.read_manifest(0, keys=()).files, "0.manifest", "1.manifest"
+        }  # fmt: skip
+        check_values(url, world, 1)
+    finally:
+        fsspec.filesystem("memory").store.clear()
+
+
 def test_messages_of_rows_keep_every_column():
     part, count = random_part(np.random.default_rng(3)), 5
     messages = partition_writers.encode_part(part, count)
