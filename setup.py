@@ -62,6 +62,7 @@ EXTRAS_REQUIRE = {
         "flask-cors>=5",
         "hypothesis>=6.100",
         "import-linter>=2.5",
+        "jsonschema>=4.20",
         "matplotlib>=3.7",
         "moto[s3]>=5.1",
         "mypy>=1.11",

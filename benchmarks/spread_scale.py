@@ -11,6 +11,7 @@ a mixture of experts; every rank's shards are described, and some of the ranks p
 
 from __future__ import annotations
 
+import struct
 import sys
 import time
 import tracemalloc
@@ -27,11 +28,14 @@ from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.dealing import deal
+from paddle_flexckpt.live.partition_writers import encode_part
 from paddle_flexckpt.live.planners import Planners, Said, planner_of
 from paddle_flexckpt.live.replica_digests import DIGEST
 from paddle_flexckpt.live.replicas import Replicas
 from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.save_plan import SavePlan, report_counts
+from paddle_flexckpt.native.checksums import BLOCK_BYTES
+from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.planning.comparison import Comparison, compare_samples, compare_written
 from paddle_flexckpt.planning.holder_sets import HolderSets, share_out
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
@@ -39,6 +43,8 @@ from paddle_flexckpt.planning.shared_lines import SharedLines
 from paddle_flexckpt.planning.strategy import Strategy
 from paddle_flexckpt.planning.write_plan import lay_lines
 
+# What the coordinator is told of a partition.
+DESCRIPTION_BYTES = 52
 # A letter's head in the host channel, a digest, and the path of a directory that a rank may tell.
 LETTER_BYTES, DIGEST_BYTES, PATH = 16, DIGEST.itemsize, "/mnt/shared/job/checkpoints/step-00001000"
 CONTEXT = "cannot save"
@@ -99,6 +105,14 @@ def compared_lines(catalog, groups, items) -> Comparison:
     return written.and_also(compare_samples(catalog, groups, every, turn=0))
 
 
+def rows_of_writers(plan: SavePlan) -> int:
+    """Bytes in which a rank tells what it has written to the writers of partitions."""
+    items = replace(plan.items, files=("",), file=np.zeros(len(plan.items), dtype=np.int32))
+    sums = np.zeros(int((-(-items.byte_length // BLOCK_BYTES)).sum()), dtype=np.uint64)
+    part = Manifest.of_save(SaveInfo("", 0, 1), items, sums, {"": 0})
+    return sum(map(len, encode_part(part, plan.partitions).values()))
+
+
 def measure_busiest(ranks: int, tensors: int, replicas: int) -> dict[str, float]:
     """The first save of a job with tensors cut by rows, as the rank finds it that plans the most keys."""
     if min(ranks, tensors, replicas) < 1 or ranks % replicas:
@@ -148,22 +162,25 @@ def measure_busiest(ranks: int, tensors: int, replicas: int) -> dict[str, float]
 
     # Items: what all planners tell this rank.
     share = share_out(table._sets, np.full(cuts, length.sum()), ranks)[place % cuts * replicas :][:replicas]
-    dealt, loads = {}, np.zeros(replicas)
+    dealt, loads, noted = {}, np.zeros(replicas), {}
     counts = np.full(ranks, tensors, dtype=np.int64)
     for each in np.flatnonzero(busy).tolist():
         messages = part_of(ranks, tensors, replicas, np.flatnonzero(planner == each), one_set.members)
         part = decode_rows(messages, comm.ranks, np.cumsum(counts) - counts)
         lines = lay_lines(part.catalog, group_replicas(part.catalog), part.place)
         items = lines.cut(share, before=before[each : each + 1])
+        # All sets of replicas are alike.
+        noted[each] = b"+" + struct.pack("<Q", len(items.row) * cuts)
         loads += np.bincount(part.place[items.row] // cuts, (items.stop - items.start) * 4, replicas)
         if each != place:
             dealt[each] = deal(part, items, compared_lines(part.catalog, lines.groups, items))[place]
     an_item = np.zeros(ranks)
     an_item[list(dealt)] = list(map(len, dealt.values()))
     received["items"] = arriving(place, ranks, lambda source, _: an_item[source])
+    received["items"] += sum(map(len, noted.values())) + LETTER_BYTES * len(noted)
 
     # What all say when they have written.
-    counted = [join((bytes(40), b"")) for _ in places]
+    counted = [join((bytes(40), bytes(24))) for _ in places]
     received["write"] = (ranks - 1) * (1 + len(counted[0])) + LETTER_BYTES * ranks
     # A sample of each shard, and a writer's and a neighbour's stretch of what all replicas write together.
     a_key = 1 + 2 / replicas
@@ -171,7 +188,7 @@ def measure_busiest(ranks: int, tensors: int, replicas: int) -> dict[str, float]
     received["outcome"] = 2 * 8 * 2 * int(np.ceil(np.log2(ranks)))
 
     def save() -> SavePlan:
-        comm.letters = [({}, rows), ({}, asked), (told, answers), ({}, dealt)]
+        comm.letters = [({}, rows), ({}, asked), (told, answers), (noted, dealt)]
         agreed = check_heads(heads, CONTEXT, comm.ranks)
         planners = Planners(comm, own, np.zeros(tensors, dtype=np.int64), [*map(Said.decode, agreed[-1])], CONTEXT, "")
         planners.inspect()
@@ -189,6 +206,11 @@ def measure_busiest(ranks: int, tensors: int, replicas: int) -> dict[str, float]
     begin = time.process_time()
     plan = save()
     planned = time.process_time()
+    # Rows with their checksums, to those who write the partitions of their keys: of each rank as many as of this one.
+    own_rows = rows_of_writers(plan)
+    writers = plan.partitions
+    received["write"] += arriving(place, ranks, lambda _, to: -(-own_rows * (to < writers) // writers))
+    received["outcome"] += arriving(place, ranks, lambda source, to: DESCRIPTION_BYTES * (source < writers) * (to == 0))
     after(plan)
     compared = time.process_time()
     tracemalloc.start()
@@ -209,6 +231,7 @@ def measure_busiest(ranks: int, tensors: int, replicas: int) -> dict[str, float]
         "imbalance": float(loads.max() / loads.mean()),
         "written_of_unique": float(loads.sum() / length.sum()),
         "items": len(plan.items),
+        "partitions": writers,
     }
 
 

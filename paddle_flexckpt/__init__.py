@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from paddle_flexckpt.engine.rehearsal import rehearse
     from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
     from paddle_flexckpt.live.digests import digest
+    from paddle_flexckpt.live.full_param import full_param
     from paddle_flexckpt.live.loader import load_state_dict
-    from paddle_flexckpt.live.merged import load_merged_state_dict
+    from paddle_flexckpt.live.merged import load_merged_state_dict, merge_sharded_state_dict
     from paddle_flexckpt.live.publishing import publish
     from paddle_flexckpt.live.resharder import _load_state_dict, plan_reshard, reshard_sharded_state_dict
     from paddle_flexckpt.live.saver import save_state_dict
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from paddle_flexckpt.live.tensors import assign_sharded_slice
     from paddle_flexckpt.manager import CheckpointManager, check
     from paddle_flexckpt.native.listing import latest, list_checkpoints
+    from paddle_flexckpt.observers import observe
     from paddle_flexckpt.parallel import (
         ExpertParallelMixin,
         gen_aoa_statements,
@@ -95,8 +97,9 @@ _MODULES = {
     ),
     "aoa.invert": ("invert",),
     "live.digests": ("digest",),
+    "live.full_param": ("full_param",),
     "live.loader": ("load_state_dict",),
-    "live.merged": ("load_merged_state_dict",),
+    "live.merged": ("load_merged_state_dict", "merge_sharded_state_dict"),
     "live.publishing": ("publish",),
     "live.resharder": ("_load_state_dict", "plan_reshard", "reshard_sharded_state_dict"),
     "live.statements": ("explain", "plain_state_statements"),
@@ -121,6 +124,7 @@ _MODULES = {
         "shard_weight",
     ),
     "native.listing": ("latest", "list_checkpoints"),
+    "observers": ("observe",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 # Names that were public here once, and where they are now.

@@ -22,8 +22,9 @@ class Progress:
     """Say how far this rank has come.
 
     Attributes:
-        phase: What is being done: ``"write"`` (save, export, publish), ``"read"`` (load), ``"verify"``, ``"digest"`` or
-            ``"compare"``; of an asynchronous save ``"stage"``, ``"queue"``, ``"write"`` and ``"commit"``.
+        phase: What is being done: ``"write"`` (save, export, conversion, publish), ``"read"`` (load), ``"verify"``,
+            ``"digest"`` or ``"compare"``; of an asynchronous save ``"stage"``, ``"queue"``, ``"write"`` and
+            ``"commit"``.
         bytes_done: Bytes of tensors that are done; never less than before, and never more than ``bytes_total``.
         bytes_total: Bytes of tensors that there are to do on this rank.
         items_done: Shards, tensors or files that are done.

@@ -5,9 +5,12 @@ Tested in tests/live/test_policies.py and tests/cli/test_cli.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from paddle_flexckpt.catalog import Problem
@@ -75,12 +78,54 @@ def _rate(count: int, seconds: float) -> str:
 
 
 class Report:
-    """Base of all reports: dataclasses whose fields say what was done."""
+    """Base of all reports: dataclasses whose fields say what was done.
+
+    As JSON it begins with ``schema``, which names what it is: docs/schemas has a JSON Schema for each name. A new field
+    leaves the version as it is; one that goes, or means something else, makes another.
+    """
+
+    #: The version of what :meth:`to_dict` returns.
+    schema_version: ClassVar[int] = 1
+    #: Properties that are part of it, besides the fields; any dataclass within may have some.
+    derived: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def schema_name(cls) -> str:
+        """Return the name of the schema: ``save`` of a SaveReport."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__.removesuffix("Report")).lower()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields, JSON-safe."""
-        fields: Any = self
-        return asdict(fields)
+        """Return all fields as plain values."""
+        return {name: plain(value) for name, value in _fields_of(self)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields, and which schema they have, as JSON has values: it knows no number that is not finite."""
+        schema = {"name": self.schema_name(), "version": self.schema_version}
+        return {"schema": schema, **plain(self.as_dict(), finite=True)}
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """Return :meth:`to_dict` as text."""
+        return json.dumps(self.to_dict(), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def plain(value: Any, finite: bool = False) -> Any:
+    """Return a value with dataclasses as dicts; ``finite``: and ``"nan"``, ``"inf"`` and ``"-inf"`` as text."""
+    if is_dataclass(value):
+        return {name: plain(each, finite) for name, each in _fields_of(value)}
+    if isinstance(value, Mapping):
+        return {str(name): plain(each, finite) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each, finite) for each in value]
+    if hasattr(value, "item"):  # a number of numpy
+        value = value.item()
+    if isinstance(value, float) and finite and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def _fields_of(value: Any) -> Iterator[tuple[str, Any]]:
+    for name in (*(each.name for each in fields(value)), *getattr(value, "derived", ())):
+        yield name, getattr(value, name)
 
 
 @dataclass(frozen=True)
@@ -344,14 +389,12 @@ class VerifyReport(Report):
     seconds: dict[str, float] = field(default_factory=dict)
     has_checksums: bool = True
 
+    derived = ("ok",)
+
     @property
     def ok(self) -> bool:
         """Return whether nothing is wrong."""
         return not self.problems
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return all fields, JSON-safe."""
-        return {**asdict(self), "ok": self.ok}
 
     def summary(self) -> str:
         """Return one line for people."""

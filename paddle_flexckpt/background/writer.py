@@ -31,6 +31,7 @@ from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.opening import reopen
+from paddle_flexckpt.observers import tell
 from paddle_flexckpt.progress import Progress
 from paddle_flexckpt.report import SaveReport
 
@@ -323,7 +324,11 @@ class BackgroundWriter:
             save.lock.release()
         if save.waves is not None and save.report is not None:  # else the caller still listens, and closes it
             save.waves.close()
-        self._saves.finish(number, outcome)
+        try:
+            if save.report is not None:  # else the call fails, and tells
+                tell("save", save.job.path, time.perf_counter() - save.begin, outcome)
+        finally:
+            self._saves.finish(number, outcome)
 
 
 def await_earlier(path: str) -> None:

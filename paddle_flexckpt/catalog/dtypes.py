@@ -76,6 +76,11 @@ def dtype_of(name: str) -> DType:
     return dtype
 
 
+def is_float(name: str) -> bool:
+    """Return whether an element type, by its name, is a floating-point type, and not a complex one."""
+    return name in _FLOATS
+
+
 def castable(source: str, target: str) -> bool:
     """Return whether a load may cast: floats and complex numbers among themselves, integers to wider or floating types.
 

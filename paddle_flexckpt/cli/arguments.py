@@ -6,13 +6,14 @@ Tested in tests/cli/test_cli.py.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 from paddle_flexckpt.aoa.config import AoaConfig
-from paddle_flexckpt.catalog import Catalog, without_extra_state
+from paddle_flexckpt.catalog import Catalog, ValidationError, without_extra_state
 from paddle_flexckpt.foreign.formats import SourceDirectory
 
 
@@ -38,6 +39,57 @@ def add_checkpoint(parser: argparse.ArgumentParser, required_id: bool = False) -
     parser.add_argument("source", metavar="CHECKPOINT", help="directory or URL of the checkpoint")
     chosen = "its id" if required_id else "its id; by default the highest"
     parser.add_argument("--id", type=int, dest="unique_id", metavar="ID", required=required_id, help=chosen)
+
+
+def add_cut(parser: argparse.ArgumentParser) -> None:
+    """Add ``--cut``."""
+    parser.add_argument(
+        "--cut",
+        action="append",
+        default=[],
+        metavar="GLOB=AXIS",
+        help="along which axis tensor parallelism cuts these tensors, or none; may be given several times, and the "
+        "first that fits counts; by default as they were cut at the save",
+    )
+
+
+def cut_of(text: str) -> tuple[str, int | None]:
+    """Return the glob and the axis of a ``--cut``.
+
+    Raises:
+        ValidationError: It has none.
+    """
+    glob, equals, axis = text.rpartition("=")
+    if not equals or not (axis == "none" or axis.lstrip("-").isdigit()):
+        raise ValidationError([f"--cut takes GLOB=AXIS, with a number or none; got {text!r}"])
+    return glob, None if axis == "none" else int(axis)
+
+
+def parameter_of(text: str) -> tuple[str, Any]:
+    """Return the name and value of a ``--set``.
+
+    Raises:
+        ValidationError: It has none.
+    """
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValidationError([f"--set takes NAME=VALUE; got {text!r}"])
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
+def add_html(parser: argparse.ArgumentParser) -> None:
+    """Add ``--html``."""
+    parser.add_argument("--html", metavar="FILE", help="write a page for a browser too, which needs no network")
+
+
+def written(path: str, content: str) -> str:
+    """Write a page, and return a line that says so."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(content)
+    return f"wrote {path}"
 
 
 def byte_count(text: str) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +14,17 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
-from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, aoa_config, byte_count, table
+from paddle_flexckpt.cli.arguments import (
+    Outcome,
+    add_aoa,
+    add_checkpoint,
+    add_html,
+    aoa_config,
+    byte_count,
+    table,
+    written,
+)
+from paddle_flexckpt.cli.outputs import DigestReport, InspectReport, Shard, ShownTensor, ShowReport, StoredTensor
 from paddle_flexckpt.engine.comparison import diff
 from paddle_flexckpt.engine.digests import digest_checkpoint
 from paddle_flexckpt.engine.export import export_safetensors
@@ -26,6 +35,8 @@ from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.report import format_bytes
 
+# Of more values than a person reads, --json of `show` has none.
+MOST_VALUES = 1 << 16
 # A key, and a slice of it.
 _SLICE = re.compile(r"(.+)\[([^\[\]]*)\]")
 
@@ -47,6 +58,7 @@ def add_command(commands: Any) -> None:
     add_checkpoint(show)
     show.add_argument("what", metavar="KEY[SLICE]", nargs="+", help="a key, or a slice of it as numpy writes it")
     add_aoa(show, required=False)
+    show.add_argument("--json", action="store_true", help="print them as JSON")
 
     digest = commands.add_parser(
         "digest",
@@ -54,6 +66,7 @@ def add_command(commands: Any) -> None:
         epilog="example: diff <(flexckpt digest run/step_100) <(flexckpt digest exported/model.safetensors)",
     )
     add_checkpoint(digest)
+    digest.add_argument("--json", action="store_true", help="print them as JSON")
     add_aoa(digest, required=False)
 
     compare = commands.add_parser(
@@ -70,6 +83,7 @@ def add_command(commands: Any) -> None:
     add_aoa(compare, required=False)
     compare.add_argument("--extra-state", action="store_true", help="compare a run's extra state too")
     compare.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_html(compare)
 
     verify = commands.add_parser("verify", help="read a whole checkpoint and list all that is damaged")
     add_checkpoint(verify)
@@ -118,10 +132,14 @@ def _show(options: argparse.Namespace) -> str:
     """Return for each slice its key, type, shape, statistics and values, the middle of long ones left out."""
     config = None if options.aoa is None else aoa_config(options.aoa)
     with TensorReader(options.source, options.unique_id, config) as reader:
-        return "\n".join(_shown(reader, text) for text in options.what)
+        shown = [_shown(reader, text) for text in options.what]
+    if options.json:
+        return ShowReport(options.source, [tensor for tensor, _ in shown]).to_json()
+    return "\n".join(text for _, text in shown)
 
 
-def _shown(reader: TensorReader, text: str) -> str:
+def _shown(reader: TensorReader, text: str) -> tuple[ShownTensor, str]:
+    """Return a tensor, or a slice of it, with statistics: for programs and for people."""
     match = _SLICE.fullmatch(text)
     match = None if match is not None and text in reader else match
     try:
@@ -131,16 +149,29 @@ def _shown(reader: TensorReader, text: str) -> str:
         raise
     except (IndexError, ValueError) as error:
         raise ValidationError([Problem(f"cannot read a slice: {error}", key=text)]) from error
+    is_complex = array.dtype.kind == "c"
     with np.errstate(invalid="ignore"):  # signalling NaNs
-        values = array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+        values = array.astype(np.complex128 if is_complex else np.float64)
         text_of_values = np.array2string(values if array.dtype.kind == "V" else array, threshold=64, edgeitems=3)
     finite = values[np.isfinite(values)]
-    head = f"{text}: {array.dtype.name} {list(array.shape)}"
-    if finite.size and array.dtype.kind != "c":
-        head += f", from {finite.min():.6g} to {finite.max():.6g}"
-        head += f", mean {finite.mean():.6g}, deviation {finite.std():.6g}"
-    head += f", {int((values == 0).sum())} zeros, {values.size - finite.size} not finite"
-    return f"{head}\n{text_of_values}"
+    of_all = finite.size and not is_complex
+    found = ShownTensor(
+        what=text,
+        dtype=array.dtype.name,
+        shape=list(array.shape),
+        smallest=float(finite.min()) if of_all else None,
+        largest=float(finite.max()) if of_all else None,
+        mean=float(finite.mean()) if of_all else None,
+        deviation=float(finite.std()) if of_all else None,
+        zeros=int((values == 0).sum()),
+        not_finite=int(values.size - finite.size),
+        values=(array if array.dtype.kind in "biu" else values).tolist() if values.size <= MOST_VALUES else None,
+    )
+    head = f"{text}: {found.dtype} {found.shape}"
+    if of_all:
+        head += f", from {found.smallest:.6g} to {found.largest:.6g}"
+        head += f", mean {found.mean:.6g}, deviation {found.deviation:.6g}"
+    return found, f"{head}, {found.zeros} zeros, {found.not_finite} not finite\n{text_of_values}"
 
 
 def _part(text: str) -> Any:
@@ -161,6 +192,8 @@ def _digest(options: argparse.Namespace) -> str:
     """Return a line for each tensor: its digest and its key."""
     config = None if options.aoa is None else aoa_config(options.aoa)
     found = digest_checkpoint(options.source, options.unique_id, config)
+    if options.json:
+        return DigestReport(options.source, found).to_json()
     return "\n".join(f"{digest}  {key}" for key, digest in found.items())
 
 
@@ -169,7 +202,12 @@ def _diff(options: argparse.Namespace) -> Outcome:
     config = None if options.aoa is None else aoa_config(options.aoa)
     chosen = {name: getattr(options, name) for name in ("first_id", "second_id", "extra_state")}
     report = diff(options.first, options.second, config, **chosen)
-    lines = [json.dumps(report.as_dict(), indent=2)] if options.json else [*report.lines(), report.summary()]
+    lines = [*report.lines(), report.summary()]
+    if options.html is not None:
+        from paddle_flexckpt.pages.reports import diff_page
+
+        lines.append(written(options.html, diff_page(report)))
+    lines = [report.to_json()] if options.json else lines
     return Outcome("\n".join(lines), int(not report.equal))
 
 
@@ -177,7 +215,7 @@ def _verify(options: argparse.Namespace) -> Outcome:
     """Return one line for each problem and one for all; code 1 if there is a problem."""
     report = verify_checkpoint(options.source, options.unique_id)
     if options.json:
-        text = json.dumps(report.as_dict(), indent=2, ensure_ascii=False, default=str)
+        text = report.to_json()
     else:
         text = "\n".join([*(" ".join(str(problem).split()) for problem in report.problems), report.summary()])
     return Outcome(text, int(not report.ok))
@@ -201,43 +239,43 @@ def _inspect(options: argparse.Namespace) -> str:
     if options.json:
         rows = dict(_rows_by_key(manifest.catalog))
         chosen = {key: _rows_of(manifest.catalog, key) for key in options.key} if options.key else rows
-        return json.dumps(_described(directory, manifest, chosen), indent=2)
+        return _described(directory, manifest, chosen).to_json()
     if options.key:
         return "\n".join(line for key in options.key for line in _shards(manifest.catalog, key))
     return "\n".join([_head(directory, manifest), *_keys(manifest.catalog), *_totals(manifest)])
 
 
-def _described(directory: CheckpointDirectory, manifest: Manifest, rows: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return the checkpoint, and the tensors of some rows with their shards, JSON-safe."""
+def _described(directory: CheckpointDirectory, manifest: Manifest, rows: Mapping[str, np.ndarray]) -> InspectReport:
+    """Return the checkpoint, and the tensors of some rows with their shards."""
     catalog, length = manifest.catalog, manifest.catalog.byte_length
     tensors = {}
     for key, own in rows.items():
         first, order = int(own[0]), catalog.order(int(catalog.key[own[0]]))
-        tensors[key] = {
-            "dtype": catalog.dtype_name(first),
-            "shape": list(catalog.unpadded(first, catalog.global_shape)),
-            "order": None if order is None or order.axis is None else order.describe(),
-            "shards": [
-                {
-                    "global_offset": list(catalog.unpadded(row, catalog.offset)),
-                    "local_shape": list(catalog.unpadded(row, catalog.shape)),
-                    "description": catalog.describe(row),
-                    "rank": int(catalog.rank[row]),
-                    "file": catalog.file_name(row),
-                    "byte_offset": int(catalog.byte_offset[row]),
-                    "bytes": int(length[row]),
-                }
+        tensors[key] = StoredTensor(
+            dtype=catalog.dtype_name(first),
+            shape=list(catalog.unpadded(first, catalog.global_shape)),
+            order=None if order is None or order.axis is None else order.describe(),
+            shards=[
+                Shard(
+                    global_offset=list(catalog.unpadded(row, catalog.offset)),
+                    local_shape=list(catalog.unpadded(row, catalog.shape)),
+                    description=catalog.describe(row),
+                    rank=int(catalog.rank[row]),
+                    file=catalog.file_name(row),
+                    byte_offset=int(catalog.byte_offset[row]),
+                    bytes=int(length[row]),
+                )
                 for row in own.tolist()
             ],
-        }
-    return {
-        "path": directory.path,
-        "unique_id": manifest.unique_id,
-        "step": manifest.step,
-        "world_size": manifest.world_size,
-        "format": ORIGINS[manifest.origin] if manifest.foreign else "flexckpt",
-        "tensors": tensors,
-    }
+        )
+    return InspectReport(
+        path=directory.path,
+        unique_id=manifest.unique_id,
+        step=manifest.step,
+        world_size=manifest.world_size,
+        format=ORIGINS[manifest.origin] if manifest.foreign else "flexckpt",
+        tensors=tensors,
+    )
 
 
 def _head(directory: CheckpointDirectory, manifest: Manifest) -> str:

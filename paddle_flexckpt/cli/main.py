@@ -12,6 +12,7 @@ from paddle_flexckpt._version import __version__
 # Only the module of the command that is asked for is imported: `flexckpt --version` needs no numpy.
 _COMMANDS = {
     "checkpoints": ("inspect", "show", "digest", "diff", "verify", "repair", "export"),
+    "convert": ("convert",),
     "overview": ("ls", "du", "doctor"),
     "rehearse": ("rehearse",),
     "map": ("map",),

@@ -6,7 +6,6 @@ Tested in tests/cli/test_overview.py.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shutil
 import sys
@@ -20,6 +19,15 @@ from paddle_flexckpt._version import __version__
 from paddle_flexckpt.aoa.sides import MASTER, split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.cli.arguments import Outcome, add_checkpoint, table
+from paddle_flexckpt.cli.outputs import (
+    DoctorReport,
+    ListedCheckpoint,
+    ListReport,
+    Package,
+    PatchState,
+    Usage,
+    UsageReport,
+)
 from paddle_flexckpt.engine.step_record import RECORD, StepRecord, read_record
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.opening import open_backend
@@ -94,11 +102,15 @@ def _list(options: argparse.Namespace) -> Outcome:
         )
     records = [_record(info) if info.complete else None for info in found]
     if options.json:
-        entries = [
-            {**info.as_dict(), "time": record and record.time, "metrics": record and dict(record.metrics)}
+        listed = [
+            ListedCheckpoint(
+                **vars(info),
+                time=None if record is None else record.time,
+                metrics=None if record is None else record.metrics,
+            )
             for info, record in zip(found, records)
         ]
-        text = json.dumps(entries, indent=2)
+        text = ListReport(open_backend(options.root).path, listed).to_json()
     else:
         now = time.time()
         lines = [("step", "id", "age", "bytes", "ranks", "complete", "metrics", "path")]
@@ -144,10 +156,10 @@ def _usage(options: argparse.Namespace) -> str:
     np.add.at(sizes, of_row, catalog.byte_length)
     keys = [len(np.unique(catalog.key[of_row == group])) for group in range(len(names))]
     order = np.argsort(-sizes, kind="stable").tolist()
-    if options.json:
-        entries = [{options.by: names[i], "bytes": int(sizes[i]), "keys": keys[i]} for i in order]
-        return json.dumps(entries, indent=2)
     total = int(sizes.sum())
+    if options.json:
+        groups = [Usage(names[i], int(sizes[i]), keys[i]) for i in order]
+        return UsageReport(options.source, options.by, groups, total).to_json()
     lines = [(options.by, "bytes", "", "share", "keys")]
     for i in order:
         size = int(sizes[i])
@@ -188,14 +200,15 @@ def _role_of(key: str, keys: set[str]) -> str:
 
 def _doctor(options: argparse.Namespace) -> Outcome:
     """Return what is installed and what is known of it; code 1 if something does not do."""
-    entries, problems = [], []
+    packages: list[Package] = []
+    problems: list[str] = []
     for name, pattern, purpose in _PACKAGES:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
             version = ""
         supported = bool(version) and re.match(pattern, version) is not None
-        entries.append({"package": name, "version": version, "supported": supported, "for": purpose})
+        packages.append(Package(name, version, supported, purpose))
         if version and not supported:
             problems.append(f"{name} {version} is not a version that the tests run with")
         if not version and name in _REQUIRED:
@@ -204,19 +217,13 @@ def _doctor(options: argparse.Namespace) -> Outcome:
     python = ".".join(map(str, sys.version_info[:3]))
     free = _free_shared_memory()
     if options.json:
-        report = {
-            "flexckpt": __version__,
-            "python": python,
-            "packages": entries,
-            "patches": [{"name": name, "status": status, "mends": title} for name, status, title in patches],
-            "shared_memory_free": free,
-            "problems": problems,
-        }
-        return Outcome(json.dumps(report, indent=2), int(bool(problems)))
+        states = [PatchState(*each) for each in patches]
+        report = DoctorReport(__version__, python, packages, states, free, problems)
+        return Outcome(report.to_json(), int(bool(problems)))
     lines = [("package", "version", "supported", "for"), ("flexckpt", __version__, "", ""), ("python", python, "", "")]
-    for each in entries:
-        verdict = "-" if not each["version"] else "yes" if each["supported"] else "no"
-        lines.append((str(each["package"]), str(each["version"]) or "-", verdict, str(each["for"])))
+    for each in packages:
+        verdict = "-" if not each.version else "yes" if each.supported else "no"
+        lines.append((each.package, each.version or "-", verdict, each.purpose))
     text = table(lines)
     text.append(f"shared memory, for asynchronous saves and reshards: {_free(free)}")
     for name, status, title in patches:

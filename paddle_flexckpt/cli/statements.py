@@ -11,8 +11,7 @@ from typing import Any
 
 from paddle_flexckpt import aoa
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
-from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.cli.arguments import add_aoa, aoa_config, catalog_of
+from paddle_flexckpt.cli.arguments import add_aoa, aoa_config, catalog_of, parameter_of
 
 _SOURCE = "directory or URL of a checkpoint of the statements' source"
 _TARGET = "directory or URL of a checkpoint of the statements' destination"
@@ -75,16 +74,6 @@ def _rules(options: argparse.Namespace) -> str:
             indent=2,
             ensure_ascii=False,
         )
-    parameters = dict(_parameter(text) for text in options.set)
+    parameters = dict(parameter_of(text) for text in options.set)
     rules = model_rules(options.name, options.variant, options.direction, **parameters)
     return json.dumps(rules, indent=2, ensure_ascii=False)
-
-
-def _parameter(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValidationError([f"--set takes NAME=VALUE; got {text!r}"])
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value

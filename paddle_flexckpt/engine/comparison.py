@@ -95,6 +95,8 @@ class DiffReport(Report):
     bytes_read: int
     seconds: dict[str, float] = field(default_factory=dict)
 
+    derived = ("equal",)
+
     @property
     def equal(self) -> bool:
         """Return whether nothing differs."""

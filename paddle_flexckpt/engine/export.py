@@ -23,6 +23,7 @@ from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
 from paddle_flexckpt.engine.whole_tensors import CHOSEN, WholeTensors
 from paddle_flexckpt.foreign.formats import open_destination
 from paddle_flexckpt.media.backend import Backend, Location, OutputFile, exists, publish
+from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import ExportReport, LoadReport
 
 # With the operands of a tile, and what the files' own reader and writer hold, an export stays below 256 MiB.
@@ -35,6 +36,7 @@ _OF_LOAD = (
 
 
 @takes(ExportOptions, path=ALONE, output=ALONE)
+@observed("export", "path")
 def export_safetensors(
     path: Location, output: Location, aoa_config: AoaConfig | None = None, **options: Any
 ) -> ExportReport:
@@ -129,7 +131,7 @@ class _Export(WholeTensors):
         if not self._written:
             self._made = not exists(self._sink)
             self._sink.make_directory()
-        self._stream = stream = self._sink.create(file.name, "replace", size=len(file.header) + file.data_bytes)
+        self._stream = stream = self._sink.create(file.name, "replace", size=file.nbytes)
         self._written.append(file.name)
         self._left = sum(map(self._bands.__getitem__, file.names))
         stream.write(file.header)

@@ -20,7 +20,7 @@ from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.planning.layouts import ADAMW, Layout, Model, ModelTensor, State
-from paddle_flexckpt.planning.strategy import parse_strategy
+from paddle_flexckpt.planning.strategy import Strategy, parse_strategy
 
 _PIPELINE, _LAYER = re.compile(r"(\d+)\."), re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
@@ -62,9 +62,31 @@ def layout_of(
     infos = tensor_infos(stored, mapping)
     if mapping is not None:  # what statements make is cut otherwise than what it is made of
         stored = stored.take(~np.asarray([key in mapping.tensors for key in stored.keys], dtype=bool)[stored.key])
+    return layout_for(parsed, infos, stored, cuts, states)
+
+
+def layout_for(
+    strategy: Strategy,
+    infos: Mapping[str, TensorInfo],
+    stored: Catalog,
+    cuts: Sequence[tuple[str, int | None]] = (),
+    states: bool = True,
+) -> tuple[Layout, list[str]]:
+    """Return the layout of a job that has these tensors, and what is taken for granted in it.
+
+    Args:
+        strategy: The job's.
+        infos: As of :func:`model_of`, as are those that follow.
+        stored: The shards of the checkpoint, but for those of tensors that statements make.
+        cuts: See there.
+        states: See there.
+
+    Raises:
+        ValidationError: The strategy cannot cut the model.
+    """
     described = model_of(infos, stored, cuts, states)
     notes = []
-    if parsed.tp > 1:
+    if strategy.tp > 1:
         whole = [each.name for each in described.tensors if each.tp_axis is None and len(each.shape) > 1]
         if all(each.tp_axis is None for each in described.tensors):
             raise ValidationError(
@@ -73,9 +95,9 @@ def layout_of(
             )
         if whole:
             notes.append(f"each rank of tensor parallelism has all of {listed(whole, 3)} (--cut says otherwise)")
-    if parsed.kind != "none" and described.states:
+    if strategy.kind != "none" and described.states:
         notes.append("the optimizer has the parameters in the order of the checkpoint, layer by layer")
-    return Layout(described, parsed), notes
+    return Layout(described, strategy), notes
 
 
 def model_of(

@@ -233,10 +233,24 @@ class LoadOptions(FileOptions, TransferOptions):
             ``"send_recv"``, ``"multi_group_broadcast"``, ``"grouped_send_recv"``, ``"parallel_broadcast"``) mean
             ``"cooperative"``. The report says which of the two it was, and why. With ``storage="per_node"`` ranks
             that need the same and see it each read it, unless this is ``"cooperative"``.
+        load_transform: Only None: functions that make tensors from others are refused. AOA statements do what is known
+            of them, such as dequantising Hugging Face weights.
     """
 
     storage: Storage = field(default="shared", metadata=rule(choices=("shared", "per_node")))
     comm_method: CommMethod = field(default="auto", metadata=rule(choices=get_args(CommMethod)))
+    load_transform: Any = field(default=None, metadata=rule(own="a load that is given one is refused"))
+
+    def check(self) -> None:
+        """Raise ValidationError if an option has a value that it cannot have."""
+        super().check()
+        if self.load_transform is not None:
+            raise ValidationError(
+                [
+                    f"load_transform is not supported; got {type(self.load_transform).__name__}. Remedy: say in "
+                    "aoa_config what the targets are made of (docs/aoa.md), or transform the tensors after the load"
+                ]
+            )
 
     @property
     def reads(self) -> Literal["auto", "direct", "cooperative"]:

@@ -7,20 +7,45 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+import xxhash
 
 from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype_of
+from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 
-INDEX_FILE = "model.safetensors.index.json"
+PREFIX = "model"
 
 
-def choose_tensors(infos: Mapping[str, TensorInfo], start: str, states: bool) -> tuple[dict[str, str], int]:
-    """Return the keys to write by the names that they get, and how many states are left out."""
+def index_file(prefix: str) -> str:
+    """Return the name of the index of files whose names start so."""
+    return f"{prefix}.safetensors.index.json"
+
+
+INDEX_FILE = index_file(PREFIX)
+
+
+def choose_tensors(
+    infos: Mapping[str, TensorInfo], start: str, states: bool, by_safetensors: bool = True
+) -> tuple[dict[str, str], int]:
+    """Return the keys to write by the names that they get, and how many states are left out.
+
+    Args:
+        infos: Shape and dtype by key.
+        start: Only keys that start with this, which is taken off.
+        states: Whether optimizer states and extra state are written too.
+        by_safetensors: Whether the files have to hold each dtype as safetensors itself knows it.
+
+    Raises:
+        ValidationError: There is nothing to write, or the files cannot hold a tensor.
+    """
     inside = [key for key in sorted(infos) if key.startswith(start)]
     everything = set(infos)
     chosen = [k for k in inside if states or not (k.startswith(EXTRA_STATE) or split_state(k, everything)[1])]
@@ -32,7 +57,7 @@ def choose_tensors(infos: Mapping[str, TensorInfo], start: str, states: bool) ->
             remedy="cast it, or leave it out, with an AOA statement",
         )
         for key in chosen
-        if dtype_of(infos[key].dtype).trailing > 1
+        if by_safetensors and dtype_of(infos[key].dtype).trailing > 1
     ]
     names = {key[len(start) :]: key for key in chosen}
     if "__metadata__" in names:
@@ -63,34 +88,68 @@ class TensorFile:
     header: bytes
     data_bytes: int
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the whole file."""
+        return len(self.header) + self.data_bytes
+
 
 def divide(infos: Mapping[str, TensorInfo], max_file_bytes: int) -> list[TensorFile]:
     """Divide tensors among files: in the order of their names, as many as fit."""
+    return _files(group(infos, max_file_bytes), infos)
+
+
+def group(infos: Mapping[str, TensorInfo], max_file_bytes: int, most: int = sys.maxsize) -> list[list[str]]:
+    """Return the names of the tensors of each file: in their order, as many as fit, and no more than ``most``."""
     parts: list[list[str]] = [[]]
     size = 0
     for name in sorted(infos):
-        length = _bytes_of(infos[name])
-        if parts[-1] and size + length > max_file_bytes:
+        length = infos[name].nbytes
+        if parts[-1] and (size + length > max_file_bytes or len(parts[-1]) >= most):
             parts.append([])
             size = 0
         parts[-1].append(name)
         size += length
-    return _files(parts, infos)
+    return parts
 
 
-def divide_evenly(infos: Mapping[str, TensorInfo], max_file_bytes: int, ranks: int) -> list[TensorFile]:
+def divide_evenly(
+    infos: Mapping[str, TensorInfo], max_file_bytes: int, ranks: int, prefix: str = PREFIX
+) -> list[TensorFile]:
     """Divide tensors among as many files for each rank, about equally large: in the order of their names."""
     names = sorted(infos)
-    total = sum(_bytes_of(infos[name]) for name in names)
+    total = sum(infos[name].nbytes for name in names)
     count = ranks * max(math.ceil(total / ranks / max_file_bytes), 1)
     parts: list[list[str]] = [[] for _ in range(count)]
     before = 0
     for name in names:
-        length = _bytes_of(infos[name])
+        length = infos[name].nbytes
         # By its middle: a large tensor is not always the last of its file.
         parts[min((2 * before + length) * count // (2 * max(total, 1)), count - 1)].append(name)
         before += length
-    return _files([part for part in parts if part], infos)
+    return _files([part for part in parts if part], infos, prefix)
+
+
+def write_tensor_file(sink: Backend, file: TensorFile, data: Iterable[np.ndarray]) -> str:
+    """Write a file, which appears whole, and return the digest of its bytes.
+
+    Args:
+        sink: Where it goes.
+        file: What it holds.
+        data: The elements of its tensors in their order, in any number of arrays.
+
+    Raises:
+        OSError: The medium refused.
+    """
+    digest = xxhash.xxh3_128(file.header)
+    with sink.create(file.name, "replace", size=file.nbytes) as stream:
+        stream.write(file.header)
+        for array in data:
+            part = memoryview(array.ravel().view(np.uint8))
+            digest.update(part)
+            stream.write(part)
+            del array, part  # gone before the next one is read
+    return digest.hexdigest()
 
 
 def make_index(files: Sequence[TensorFile]) -> bytes:
@@ -102,20 +161,17 @@ def make_index(files: Sequence[TensorFile]) -> bytes:
     return (json.dumps(index, ensure_ascii=False, indent=2) + "\n").encode()
 
 
-def _bytes_of(info: TensorInfo) -> int:
-    return math.prod(info.shape) * dtype_of(info.dtype).itemsize
-
-
-def _files(parts: Sequence[list[str]], infos: Mapping[str, TensorInfo]) -> list[TensorFile]:
+def _files(parts: Sequence[list[str]], infos: Mapping[str, TensorInfo], prefix: str = PREFIX) -> list[TensorFile]:
     files = []
     for number, part in enumerate(parts, 1):
-        file = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        of_parts = "" if len(parts) == 1 else f"-{number:05d}-of-{len(parts):05d}"
+        file = f"{prefix}{of_parts}.safetensors"
         # Wide elements first, so that all are aligned.
         part.sort(key=lambda name: (-dtype_of(infos[name].dtype).itemsize, name))
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for name in part:
-            begin, end = end, end + _bytes_of(infos[name])
+            begin, end = end, end + infos[name].nbytes
             code = dtype_of(infos[name].dtype).safetensors
             entries[name] = {"dtype": code, "shape": list(infos[name].shape), "data_offsets": [begin, end]}
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()

@@ -23,10 +23,12 @@ from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.partition_files import partition_problems
 from paddle_flexckpt.native.repair import rebuild_manifest
 from paddle_flexckpt.native.verify import Verification, verify_files
+from paddle_flexckpt.observers import observed
 from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.report import RepairReport, VerifyReport
 
 
+@observed("verify", "path")
 def verify_checkpoint(
     path: Location, unique_id: int | None = None, *, progress: ProgressCallback | None = None
 ) -> VerifyReport:

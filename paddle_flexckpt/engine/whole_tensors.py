@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -85,6 +85,26 @@ class WholeTensors(Memory):
         no_names, nowhere = ((),) * len(infos), np.zeros((len(infos), 2), dtype=np.int64)
         some = tuple(bands) if len(bands) > len(infos) else ()
         return Targets(builder.build(), no_names, no_names, nowhere, self, mapping, some)
+
+    def parts(
+        self, infos: Mapping[str, TensorInfo], mapping: TensorMapping | None, parts: Sequence[tuple[str, Box]]
+    ) -> Targets:
+        """Return targets of which boxes are filled; a tensor may have several, and others may come between them.
+
+        Args:
+            infos: Shape and dtype by key, of those that ``parts`` name.
+            mapping: As in :meth:`targets`.
+            parts: Key and box of each part, in the order in which they are filled.
+        """
+        builder = CatalogBuilder(self._rank)
+        for key, info in infos.items():
+            builder.add(key, info.dtype, info.shape, (0,) * len(info.shape), info.shape)
+        rows = {key: row for row, key in enumerate(infos)}
+        self.keys = [key for key, _ in parts]
+        self._infos = [replace(infos[key], shape=box.shape) for key, box in parts]
+        no_names, nowhere = ((),) * len(infos), np.zeros((len(infos), 2), dtype=np.int64)
+        bands = tuple((rows[key], box) for key, box in parts)
+        return Targets(builder.build(), no_names, no_names, nowhere, self, mapping, bands)
 
     def open(self, row: int, fresh: bool) -> _Array:
         """Return a fresh array, and keep it."""

@@ -20,8 +20,10 @@ from paddle_flexckpt.foreign.pickle_values import (
     INERT,
     PADDLE,
     Arguments,
+    Runs,
     Symbol,
     Unfinished,
+    Unkept,
     Vocabulary,
     describe,
     is_flat,
@@ -62,14 +64,24 @@ def load_pickle(data: bytes | bytearray | memoryview, file: str = "pickle", voca
         UnsafePickleError: It names anything else, or costs too much. Nothing was called.
         CorruptCheckpointError: It is cut short or not a pickle.
     """
-    return _Machine(memoryview(data).toreadonly().cast("B"), file, vocabulary).run()
+    view = memoryview(data).toreadonly().cast("B")
+    if vocabulary.runs is not None:
+        try:
+            return _Machine(view, file, vocabulary, vocabulary.runs()).run()
+        except _NotKeptError:
+            pass  # one by one, everything is kept
+    return _Machine(view, file, vocabulary).run()
+
+
+class _NotKeptError(Exception):
+    """A run of records was read at once, and an object of it is referred to that was not kept for that."""
 
 
 class _Machine:
     """Hold a stack, the starts of its open sequences, and the memo."""
 
-    def __init__(self, data: memoryview, file: str, vocabulary: Vocabulary) -> None:
-        self._data, self._file, self._vocabulary = data, file, vocabulary
+    def __init__(self, data: memoryview, file: str, vocabulary: Vocabulary, runs: Runs | None = None) -> None:
+        self._data, self._file, self._vocabulary, self._runs = data, file, vocabulary, runs
         self._position = 0
         self._stack: list[Any] = []
         self._marks: list[int] = []
@@ -153,13 +165,15 @@ class _Machine:
         del self._stack[begin:]
         return items
 
-    def _container(self) -> None:
-        self._containers -= 1
+    def _container(self, count: int = 1) -> None:
+        self._containers -= count
         if self._containers < 0:
             self._refuse(f"more lists, tuples and dicts than {len(self._data)} bytes of data need")
 
     def _attach(self, parent: Any, values: list[Any]) -> None:
         """Check what becomes part of a list or dict, and how deep that makes it."""
+        if len(values) > 1 and set(map(type, values)) <= self._vocabulary.records:
+            return  # records are neither inert nor nested
         depth = self._depth.get(id(parent), 0)
         for value in values:
             kind = type(value)
@@ -222,9 +236,15 @@ class _Machine:
             self._refuse(f"entries added to {describe(target)}, which is not a dict")
         if len(items) % 2:
             self._damaged("a dict has a key without a value")
-        values = items[1::2]
+        keys, values = items[::2], items[1::2]
         self._attach(target, values)
-        for key, value in zip(items[::2], values):
+        if set(map(type, keys)) <= self._vocabulary.keys:
+            size = len(target)
+            target.update(zip(keys, values))
+            if len(target) != size + len(keys):
+                self._refuse("the same key twice in a dict")
+            return
+        for key, value in zip(keys, values):
             kind = type(key)
             # The hash of other keys could be slow, deep, or chosen so that all of them collide.
             small = kind is int and -_LARGEST_KEY < key < _LARGEST_KEY
@@ -237,16 +257,30 @@ class _Machine:
     def _tuple(self, items: list[Any]) -> None:
         self._container()
         inert = False
+        if self._vocabulary.is_ordered:
+            items = [self._inside(item) for item in items]
         for item in items:
             kind = type(item)
             if kind in ATOMS or kind is np.ndarray or kind in self._vocabulary.records:
                 continue
             if kind is tuple and (is_flat(item) or is_named_array(item)):
                 continue
-            if kind not in INERT or kind is Unfinished or kind is Arguments:
+            if kind not in INERT or kind is Unfinished or (kind is Arguments and not self._may_be_inside(item)):
                 self._refuse(f"{describe(item)} in a tuple")
             inert = True
         self._stack.append(Arguments(tuple(items)) if inert else tuple(items))
+
+    def _inside(self, item: Any) -> Any:
+        """Return what stands for an element of a tuple: nothing for a dict, arguments for another tuple of records."""
+        if type(item) is dict:
+            return None
+        if type(item) is tuple and not (is_flat(item) or is_named_array(item)):
+            return Arguments(item)
+        return item
+
+    def _may_be_inside(self, item: Arguments) -> bool:
+        """Return whether arguments may be in a tuple: those of a tensor's, and not one in the other without end."""
+        return self._vocabulary.is_ordered and not any(type(each) is Arguments for each in item.items)
 
     def _put(self, index: int) -> None:
         value = self._top()
@@ -264,6 +298,8 @@ class _Machine:
             self._damaged(f"memo index {index} where {len(self._memo)} objects are known")
         value = self._memo[index]
         kind = type(value)
+        if kind is Unkept:
+            raise _NotKeptError
         # Lists in lists, each twice, are small in a file and endless for whoever walks through them.
         if kind is list or kind is dict or kind is Unfinished or kind is Arguments:
             self._refuse(f"{describe(value)} referred to more than once, or from within itself")
@@ -319,12 +355,22 @@ class _Machine:
 
     def _build(self) -> None:
         target, state = self._pop(2)
+        if self._vocabulary.is_ordered and type(target) is dict and type(state) is dict:
+            self._stack.append(target)
+            return
         if type(target) is not Unfinished:
             self._refuse(f"a state given to {describe(target)}")
         finished = target.finish(state)
         self._stack.append(finished)
         if target.memo >= 0 and self._memo[target.memo] is target:
             self._memo[target.memo] = finished
+        if self._runs is not None and type(state) is dict:
+            batch = self._runs.read(self._data, self._position, target.name, tuple(state), self._memo)
+            while batch is not None:
+                self._position = batch.end
+                self._container(batch.containers)
+                self._stack += batch.values
+                batch = self._runs.read(self._data, self._position, target.name, tuple(state), self._memo)
 
 
 _Operation = Callable[[_Machine], None]

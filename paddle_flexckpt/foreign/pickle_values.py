@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,12 +42,40 @@ class Vocabulary:
         records: The classes of what is made, of which tuples may be.
         keys: Those of them that may be keys of dicts.
         persistent: Makes what a persistent id stands for; None if there is no such thing.
+        is_ordered: Whether OrderedDicts are dicts here: their attributes, and dicts in tuples (of hooks), are left out.
+        runs: Makes what reads runs of equal records at once; None: the machine reads them one by one.
     """
 
     names: Mapping[tuple[str, str], Symbol]
     records: frozenset[type]
     keys: frozenset[type]
     persistent: Callable[[Any], Any] | None = None
+    runs: Callable[[], Runs] | None = None
+    is_ordered: bool = False
+
+
+class Batch(NamedTuple):
+    """Hold what a run of records puts on the stack, where it ends, and how many containers it needs."""
+
+    values: list[Any]
+    end: int
+    containers: int
+
+
+class Runs(Protocol):
+    """Read the records that follow one of the same class, as the machine would."""
+
+    def read(
+        self, data: memoryview, position: int, name: str, fields: tuple[str, ...], memo: list[Any]
+    ) -> Batch | None:
+        """Return the records from a position on, with the memo extended; None leaves them to the machine."""
+
+
+class Unkept:
+    """Stand in the memo for an object of a run that nothing is expected to refer to."""
+
+
+UNKEPT = Unkept()
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from paddle_flexckpt.foreign.pickle_values import (
     or_none,
     refused,
 )
+from paddle_flexckpt.foreign.torch_records import Makers, RecordRuns
 
 # Names of element types that are known, and that no catalog has.
 _OTHER_DTYPES = "complex32 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 qint8 quint8 qint32".split()
@@ -79,7 +80,7 @@ class ItemPlace(NamedTuple):
 
 
 class DcpMetadata(NamedTuple):
-    """Hold ``.metadata``: the entries by name, and the place of each item."""
+    """Hold ``.metadata``: the entries by name, and the place of each item; the last field is Megatron-Core's."""
 
     state_dict_metadata: Mapping[str, TensorEntry | BytesEntry]
     storage_data: Mapping[ItemIndex, ItemPlace]
@@ -87,6 +88,7 @@ class DcpMetadata(NamedTuple):
     storage_meta: Any = None
     version: str | None = None
     mcore_data: Mapping[str, Any] | None = None
+    all_local_plans: Any = None
 
 
 class Storage(NamedTuple):
@@ -164,11 +166,13 @@ def _is_entries(value: Any) -> bool:
 
 
 def _is_places(value: Any) -> bool:
-    return type(value) is dict and all(type(k) is ItemIndex and type(v) is ItemPlace for k, v in value.items())
+    return (
+        type(value) is dict and set(map(type, value)) <= {ItemIndex} and set(map(type, value.values())) <= {ItemPlace}
+    )
 
 
 def _is_chunks(value: Any) -> bool:
-    return type(value) is list and all(type(each) is Chunk for each in value)
+    return type(value) is list and set(map(type, value)) <= {Chunk}
 
 
 def _is_names(value: Any) -> bool:
@@ -187,6 +191,10 @@ def _index(fqn: str, offset: tuple[int, ...] | None = None, index: int | None = 
     return ItemIndex(fqn, offset)  # the index is a hint
 
 
+def _nothing(**fields: Any) -> None:
+    """Leave a record out."""
+
+
 _text, _numbers = has_type(str), is_integers
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"
@@ -201,6 +209,7 @@ _RECORDS: dict[tuple[str, str], tuple[Callable[..., Any], _Checks, frozenset[str
             "storage_meta": _is_any,
             "version": or_none(_text),
             "mcore_data": or_none(has_type(dict)),
+            "all_local_plans": _is_any,
         },
         frozenset({"state_dict_metadata", "storage_data"}),
     ),
@@ -230,11 +239,24 @@ _RECORDS: dict[tuple[str, str], tuple[Callable[..., Any], _Checks, frozenset[str
         frozenset({"relative_path", "offset", "length"}),
     ),
     (_METADATA, "StorageMeta"): (
-        lambda **fields: None,
+        _nothing,
         dict.fromkeys(("checkpoint_id", "save_id", "load_id", "modules"), _is_any),
         frozenset(),
     ),
 }
+# Plans of the save, which Megatron-Core keeps for the next one: nobody needs them here.
+_PLANS = {
+    "SavePlan": ("items", "storage_data", "planner_data", "usable"),
+    "WriteItem": ("index", "type", "bytes_io_data", "tensor_data"),
+    "TensorWriteData": ("chunk", "properties", "size"),
+    "BytesIOWriteData": ("nbytes",),
+}
+_PLANNER, _MEGATRON = "torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch"
+_RECORDS[_MEGATRON, "MCoreMetadata"] = _RECORDS[_METADATA, "Metadata"]
+_RECORDS.update(
+    ((_PLANNER, name), (_nothing, dict.fromkeys(fields, _is_any), frozenset())) for name, fields in _PLANS.items()
+)
+_RECORDS[_MEGATRON, "MCoreSavePlan"] = _RECORDS[_PLANNER, "SavePlan"]
 _DTYPE_NAMES = {("torch", name): Symbol(name) for name in (*DTYPES, *_OTHER_DTYPES)}
 _METADATA_NAMES = MappingProxyType(
     {(module, name): Symbol(name, make=make_record(name, *record)) for (module, name), record in _RECORDS.items()}
@@ -245,6 +267,7 @@ _METADATA_NAMES = MappingProxyType(
         (_OLD, "MEM_FORMAT_ENCODING"): Symbol("MEM_FORMAT_ENCODING", _name),
         ("torch.serialization", "_get_layout"): Symbol("_get_layout", _name),
         ("torch", "Size"): Symbol("torch.Size", _size),
+        (_PLANNER, "WriteItemType"): Symbol("WriteItemType", _name),
         ("pathlib", "PosixPath"): Symbol("PosixPath", _name),
         ("pathlib._local", "PosixPath"): Symbol("PosixPath", _name),
     }
@@ -260,10 +283,16 @@ _TENSOR_NAMES = MappingProxyType(
     | {("torch", name): Symbol(dtype) for name, dtype in _STORAGES.items()}
     | _DTYPE_NAMES
 )
+_MAKERS: Makers = {
+    "ChunkStorageMetadata": lambda columns: map(Chunk, columns["offsets"], columns["sizes"]),
+    "MetadataIndex": lambda columns: map(ItemIndex, columns["fqn"], columns["offset"]),
+    "_StorageInfo": lambda columns: map(ItemPlace, columns["relative_path"], columns["offset"], columns["length"]),
+}
 # Of ``.metadata``; and of ``data.pkl`` in the archive of an item.
 DCP_METADATA = Vocabulary(
     _METADATA_NAMES,
     frozenset({TensorEntry, BytesEntry, Properties, Chunk, ItemIndex, ItemPlace}),
     frozenset({ItemIndex}),
+    runs=lambda: RecordRuns(_MAKERS),
 )
 DCP_TENSOR = Vocabulary(_TENSOR_NAMES, frozenset({Storage}), frozenset(), _storage)

@@ -8,8 +8,10 @@ Tested in tests/foreign/test_npz.py.
 from __future__ import annotations
 
 import functools
+import mmap
+import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
@@ -40,18 +42,7 @@ def read_directory(read: Read, size: int, where: str) -> list[ZipMember]:
     Raises:
         CorruptCheckpointError: It is no archive, is damaged, or has a name twice, or one that leads out of it.
     """
-    tail_begin = max(0, size - _TAIL_BYTES)
-    tail = read(tail_begin, size - tail_begin)
-    end = tail.rfind(b"PK\5\6")
-    if end < 0 or end + _END.size > len(tail):
-        raise damaged(where, "it does not end as a zip archive without a comment does")
-    _, _, _, _, count, length, begin, _ = _END.unpack_from(tail, end)
-    if count == 0xFFFF or length == 0xFFFFFFFF or begin == 0xFFFFFFFF:
-        count, length, begin = _read_large_end(read, tail, end, where)
-    if begin + length > tail_begin + end or length > _MOST_DIRECTORY_BYTES or count * _ENTRY.size > length:
-        raise damaged(where, f"its directory, {length} bytes from byte {begin}, is not inside it")
-    inside = begin - tail_begin
-    text = tail[inside : inside + length] if inside >= 0 else read(begin, length)
+    begin, count, text, _ = _read_text(read, size, where)
     members = []
     position = 0
     for _ in range(count):
@@ -62,6 +53,43 @@ def read_directory(read: Read, size: int, where: str) -> list[ZipMember]:
     if len({member.name for member in members}) != count:
         raise damaged(where, "two members have the same name")
     return members
+
+
+class Layout:
+    """Find the archives of the same size whose members are where those of a known one are.
+
+    They have the same directory, headers and texts, but for checksums, which nothing here looks at.
+    """
+
+    def __init__(self, read: Read, size: int, where: str, found: Sequence[ZipMember], texts: Sequence[ZipMember]):
+        """Take an archive of which these members have been found, and the texts of some of them read."""
+        begin, count, directory, end = _read_text(read, size, where)
+        pieces = [(begin, directory)]
+        position = 0
+        for _ in range(count):
+            pieces += [(begin + position + 16, b"")]  # of four bytes
+            position = _read_entry(directory, position, where)[1]
+        pieces.append((end, read(end, size - end)))
+        for member in found:
+            head = read(member.header, _LOCAL.size + len(member.name.encode()))
+            pieces += [(member.header, head), (member.header + 14, b"")]
+        pieces += [(at, read(at, member.size)) for member in texts for at in [find_bytes(read, member, where)]]
+        fixed = {at + i: text[i] for at, text in pieces if text for i in range(len(text))}
+        for at, text in pieces:
+            for i in range(4) if not text else ():
+                fixed.pop(at + i, None)
+        expression, last = b"", 0
+        for at in sorted(fixed):
+            if at > last:
+                expression += b".{%d}" % (at - last)
+            expression += re.escape(bytes([fixed[at]]))
+            last = at + 1
+        self._pattern = re.compile(expression + b".{%d}" % (size - last), re.DOTALL)
+        self._size = size
+
+    def is_at(self, data: mmap.mmap, begin: int) -> bool:
+        """Return whether such an archive begins there."""
+        return self._pattern.fullmatch(data, begin, begin + self._size) is not None
 
 
 def find_bytes(read: Read, member: ZipMember, where: str) -> int:
@@ -82,6 +110,23 @@ def find_bytes(read: Read, member: ZipMember, where: str) -> int:
 def damaged(where: str, what: str) -> CorruptCheckpointError:
     """Return the error of an archive."""
     return CorruptCheckpointError(f"{where} is damaged: {what}. Remedy: restore it or load another checkpoint")
+
+
+def _read_text(read: Read, size: int, where: str) -> tuple[int, int, bytes, int]:
+    """Return where the directory begins, how many entries it has, its text, and where what ends the archive begins."""
+    tail_begin = max(0, size - _TAIL_BYTES)
+    tail = read(tail_begin, size - tail_begin)
+    end = tail.rfind(b"PK\5\6")
+    if end < 0 or end + _END.size > len(tail):
+        raise damaged(where, "it does not end as a zip archive without a comment does")
+    _, _, _, _, count, length, begin, _ = _END.unpack_from(tail, end)
+    if count == 0xFFFF or length == 0xFFFFFFFF or begin == 0xFFFFFFFF:
+        count, length, begin = _read_large_end(read, tail, end, where)
+    if begin + length > tail_begin + end or length > _MOST_DIRECTORY_BYTES or count * _ENTRY.size > length:
+        raise damaged(where, f"its directory, {length} bytes from byte {begin}, is not inside it")
+    inside = begin - tail_begin
+    text = tail[inside : inside + length] if inside >= 0 else read(begin, length)
+    return begin, count, text, begin + length
 
 
 def _read_large_end(read: Read, tail: bytes, end: int, where: str) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.file_peers import source_of
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import LoadReport
 
 
@@ -28,7 +29,9 @@ from paddle_flexckpt.report import LoadReport
     offload=UNUSED,
     safetensors=UNUSED,
     worker_groups=UNUSED,
+    num_workers=UNUSED,
 )
+@observed("load", "path")
 def load_state_dict(
     state_dict: Mapping[str, Any],
     path: Location,
@@ -41,6 +44,7 @@ def load_state_dict(
     safetensors: bool = True,
     worker_groups: Any = None,
     comm_method: CommMethod = "auto",
+    num_workers: int = 1,
     **options: Any,
 ) -> LoadReport:
     """Fill live shards, in place, from a checkpoint that was saved under this or any other layout.
@@ -59,6 +63,7 @@ def load_state_dict(
         offload: Accepted for compatibility: reading goes through host memory always, one tensor at a time.
         safetensors: Accepted for compatibility: data files are safetensors files always.
         worker_groups: Accepted for compatibility: who sends what follows from who needs what.
+        num_workers: Accepted for compatibility: files are read in as many threads as helps.
         **options: Like all other arguments, of :class:`~paddle_flexckpt.engine.options.LoadOptions`.
 
     Returns:

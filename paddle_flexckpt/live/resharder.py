@@ -23,6 +23,7 @@ from paddle_flexckpt.live.sources import check_sources
 from paddle_flexckpt.live.state import LocalState, layout_of, open_state
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.virtual_files import gather_virtual_files, owned_tensors
+from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import LoadReport
 
 # A plan's number: bytes that one rank draws.
@@ -36,6 +37,7 @@ def virtual_file(rank: int) -> str:
 
 
 @takes(ReshardOptions, src_sharded_state_dict=SHARDS, dst_sharded_state_dict=SHARDS, process_group=GROUP)
+@observed("reshard")
 def reshard_sharded_state_dict(
     src_sharded_state_dict: Mapping[str, Any],
     dst_sharded_state_dict: Mapping[str, Any],
@@ -107,6 +109,7 @@ class ReshardPlan:
         self._plan()
         self._peers.closing.close()
 
+    @observed("reshard")
     def run(self) -> LoadReport:
         """Fill the targets with what the sources hold now. Every rank calls this.
 
@@ -226,6 +229,41 @@ def gather_memory(
     return concat([decode_catalog(catalog) for catalog in catalogs]), {mine: tensors}, others
 
 
+class GatheredState:
+    """Hold what all ranks have in memory, described once, to fill targets from it as often as wanted.
+
+    Attributes:
+        catalog: The shards of all ranks, each rank's in a virtual file.
+        tensors: This rank's.
+        said: What ranks told each other besides, as of :func:`gather_memory`.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        describe: Callable[[], Mapping[str, Any]],
+        said: Callable[[], tuple[bytes, ...]],
+        context: str,
+    ) -> None:
+        """Describe the state of all ranks. One collective; arguments and errors as of :func:`gather_memory`."""
+        self._comm, self._context = comm, context
+        self.catalog, own, self.said = gather_memory(comm, describe, said, context)
+        self._described = owned_tensors(self.catalog, own, comm.rank, context)
+        owned = {row: getattr(value, "local_tensor", value) for row, value in self._described.items()}
+        self.tensors = list(owned.values())
+        self._checked = check_sources(comm, owned, self.catalog, context)
+
+    def fill(self, describe: Callable[[], Targets], options: ReshardOptions, call: str) -> LoadReport:
+        """Fill targets of all ranks; ``describe`` gives this rank's, or raises. Every rank calls this.
+
+        Raises:
+            ValidationError: The two sides do not fit; no target was changed.
+            CheckpointError: A rank failed during the exchange.
+        """
+        peers = MemoryPeers(self._comm, self.catalog, self._checked, self._described, options, self._context)
+        return Transfer(self._comm, peers, describe, options, call, self._context).run()
+
+
 def brief_run(number: bytes, unchanged: bool, address: bytes) -> bytes:
     """Return what a rank says before it runs a plan: which one, whether it still holds, and how to reach the rank."""
     return join((BRIEF_RUN + number + bytes([unchanged]) + address,))
@@ -240,6 +278,7 @@ def brief_run(number: bytes, unchanged: bool, address: bytes) -> bytes:
     worker_groups=UNUSED,
     comm_method=UNUSED,
 )
+@observed("reshard")
 def _load_state_dict(
     target_state_dict: Mapping[str, Any],
     source_state_dict: Mapping[str, Mapping[str, Any]],

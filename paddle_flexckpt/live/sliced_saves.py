@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.observers import tell
 from paddle_flexckpt.undo import Undo
 
 
@@ -67,12 +68,13 @@ class SlicedSave(SaveHandle):
             ValidationError: The state has changed meanwhile, or replicas differ that have to be equal.
             CheckpointError: A rank could not stage its share. Nothing is saved.
         """
-        save = self._close()
+        save, begin = self._close(), time.perf_counter()
         try:
             save.hand_over(self, self._elsewhere)
         except CheckpointError as error:
             self.seen = True
             self.finish(error)
+            tell("save", self.path, time.perf_counter() - begin, error)
             raise
         return self
 

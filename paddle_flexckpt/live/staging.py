@@ -6,18 +6,44 @@ Tested in tests/device/test_slices.py and tests/background/test_slices.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Union
 
 import numpy as np
 
 from paddle_flexckpt.live.device_memory import DeviceMemory, current_device
+from paddle_flexckpt.live.tensor_memory import device_of, host_memory, is_contiguous
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_block
 
 # Where an item's bytes are, the first of them there, and how many they are; host memory is uint8.
 Source = tuple[Union[np.ndarray, DeviceMemory], int, int]
 # Slices end between elements of any dtype.
 _UNIT = 16
+
+
+# Of so many tensors so many bytes are compared, to notice that a state changes meanwhile.
+_SAMPLES, _SAMPLE_BYTES = 32, 4096
+
+
+def change_signs(tensors: Sequence[Any], starts: np.ndarray, stops: np.ndarray) -> list[tuple[int, bytes]]:
+    """Return for each tensor what a change of it would mostly show in, at little cost.
+
+    That is the counter of changes in place, which optimizers leave as it is, and the first bytes of some: those of
+    which most is taken, from the byte ``start`` to the byte ``stop``, and others.
+    """
+    signs = [(getattr(tensor, "inplace_version", 0), b"") for tensor in tensors]
+    some = np.linspace(0, len(signs) - 1, _SAMPLES).astype(int).tolist() if signs else ()
+    for i in {*some, *(stops - starts).argsort()[-1:].tolist()}:
+        tensor, start = tensors[i], int(starts[i])
+        sample = np.empty(min(_SAMPLE_BYTES, int(stops[i]) - start), dtype=np.uint8)
+        if not is_contiguous(tensor):
+            continue
+        if device_of(tensor) is None:
+            sample[...] = host_memory(tensor).view(np.uint8)[start : start + len(sample)]
+        else:
+            DeviceMemory(tensor).read_into(start, sample)
+        signs[i] = signs[i][0], sample.tobytes()
+    return signs
 
 
 def blocks_of(items: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
@@ -80,6 +79,7 @@ class CheckpointManager:
         slice_bytes: int | None = None,
         staging_bytes: int | None = None,
         preemption_signals: Iterable[int] = (signal.SIGTERM,),
+        reports: bool = False,
         model: Any = None,
         optimizer: Any = None,
         lr_scheduler: Any = None,
@@ -100,6 +100,9 @@ class CheckpointManager:
             staging_bytes: As in :func:`save_state_dict`, for saves in the background.
             preemption_signals: Signals that say that this process will soon be ended. They are caught, until
                 :meth:`close`: the loop saves at its next step and stops. That needs the main thread.
+            reports: Whether the coordinator's report of each save is written beside the step's directory, as
+                ``step_{step:08d}.report.json``. That of a save in the background is written when the manager next
+                looks after these: in :meth:`save`, :meth:`wait` or :meth:`close`. It is removed with the step.
             model: What :meth:`save` will be given; so are ``optimizer``, ``lr_scheduler``, ``scaler`` and ``state``.
                 They are checked now, by :func:`check`, and not kept.
 
@@ -109,7 +112,7 @@ class CheckpointManager:
         options = locals()
         self._comm = communicator_for(process_group)
         self._async_save, self._slice_bytes, self._staging_bytes = async_save, slice_bytes, staging_bytes
-        self._pending = PendingSteps(self._comm)
+        self._pending, self._writes_reports = PendingSteps(self._comm), reports
         self._closed = False
         # Steps that a restore has found damaged: a save may replace them.
         self._damaged: set[int] = set()
@@ -118,6 +121,8 @@ class CheckpointManager:
         def open_root() -> tuple[None, bytes]:
             if not isinstance(async_save, (bool, BackgroundWriter)):
                 raise ValidationError([f"async_save has to be a bool or a BackgroundWriter; got {async_save!r}"])
+            if not isinstance(reports, bool):
+                raise ValidationError([f"reports is True or False; got {reports!r}"])
             SaveOptions(async_save=async_save, slice_bytes=slice_bytes, staging_bytes=staging_bytes).check()
             self._steps = StepDirectories(root)
             self.path = self._steps.path
@@ -276,7 +281,8 @@ class CheckpointManager:
             self._damaged.discard(step)
         self._schedule.note(step, saved=True)
         state_of_new = "on its way" if background else "complete"
-        self._retain(f"the checkpoint of step {step} is {state_of_new}", None if background else step)
+        reports = {step: report} if isinstance(report, SaveReport) else {}
+        self._retain(f"the checkpoint of step {step} is {state_of_new}", None if background else step, reports)
         return report
 
     def stage_next(self) -> bool:
@@ -293,7 +299,7 @@ class CheckpointManager:
             CheckpointError: One of them has failed, or something old could not be removed.
         """
         self._check_open()
-        if self._pending.steps:
+        if self._pending.steps or (self._writes_reports and self._pending.has_reports):
             self._pending.collect(f"cannot finish the saves in {self.path!r}", wait_for="all")
             self._retain("all saves in the background are complete", None)
 
@@ -311,11 +317,19 @@ class CheckpointManager:
             self._closed = True
             self._signals.close()
 
-    def _retain(self, done: str, newest: int | None) -> None:
-        """Remove what may go; ``done`` is what has gone well, for the error."""
-        retain = partial(self._steps.retain, self._keep, newest, self._pending.steps)
-        context = f"{done}, but what need not be kept in {self.path!r} could not be removed"
-        self._comm.together(lambda: (retain() if self._comm.position == 0 else None, b""), context)
+    def _retain(self, done: str, newest: int | None, reports: Mapping[int, SaveReport] | None = None) -> None:
+        """Write the reports that there are, and remove what may go; ``done`` is what has gone well, for the error."""
+        written = {**self._pending.take_reports(), **(reports or {})} if self._writes_reports else {}
+
+        def retain() -> tuple[None, bytes]:
+            if self._comm.position == 0:
+                for step, report in written.items():
+                    self._steps.write_report(step, report)
+                self._steps.retain(self._keep, newest, self._pending.steps)
+            return None, b""
+
+        what = "a report could not be written, or what need not be kept" if written else "what need not be kept"
+        self._comm.together(retain, f"{done}, but {what} in {self.path!r} could not be removed")
 
     @takes(RestoreOptions, **OWN_OBJECTS)
     def restore(

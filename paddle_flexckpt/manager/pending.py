@@ -9,6 +9,7 @@ from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.sliced_saves import SlicedSave
+from paddle_flexckpt.report import SaveReport
 
 # One byte for each save, in a message of each rank.
 _RUNNING, _ENDED, _FAILED = range(3)
@@ -21,6 +22,18 @@ class PendingSteps:
         """Take the ranks that save."""
         self._comm = comm
         self._saves: list[tuple[int, SaveHandle]] = []
+        # By step, the reports of those that have ended well.
+        self._reports: dict[int, SaveReport] = {}
+
+    @property
+    def has_reports(self) -> bool:
+        """Return whether :meth:`take_reports` would return any."""
+        return bool(self._reports)
+
+    def take_reports(self) -> dict[int, SaveReport]:
+        """Return the reports, by step, of saves that :meth:`collect` has found committed since this was called."""
+        reports, self._reports = self._reports, {}
+        return reports
 
     @property
     def steps(self) -> set[int]:
@@ -73,6 +86,9 @@ class PendingSteps:
 
         _, answers = self._comm.together(look, context)
         states = [set(column) for column in zip(*answers)]
+        for (step, handle), seen in zip(self._saves, states):
+            if seen == {_ENDED} and handle.error is None:
+                self._reports[step] = handle.result()
         failed = [handle for (_, handle), seen in zip(self._saves, states) if _FAILED in seen]
         self._saves = [save for save, seen in zip(self._saves, states) if _RUNNING in seen and _FAILED not in seen]
         if failed:

@@ -30,6 +30,7 @@ from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
 from paddle_flexckpt.native.manifest import read_save_token
+from paddle_flexckpt.report import SaveReport
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -239,6 +240,14 @@ class StepDirectories:
             raise CheckpointError("; ".join(dict.fromkeys(problems)))
         return removed
 
+    def write_report(self, step: int, report: SaveReport) -> None:
+        """Write the report of a step's save beside its directory.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        write_file(self._root, _report_of(step), f"{report.to_json()}\n".encode(), "replace")
+
     def _interrupted(self) -> list[int]:
         """Return the steps whose removal has begun."""
         return sorted(int(match[1]) for match in map(_REMOVING.fullmatch, self._root.names()) if match)
@@ -295,6 +304,7 @@ class StepDirectories:
     def _end_removal(self, step: int) -> None:
         """Remove the directory, unless something is in it, and then the note; the lock, too, may be a file in it."""
         self.directory(step).remove_directory()
+        self._root.remove(_report_of(step))
         self._root.sync()
         self._root.remove(_marker_of(step))
 
@@ -332,6 +342,10 @@ def save_token_in(directory: Backend) -> str:
 
 def _marker_of(step: int) -> str:
     return f"{name_of(step)}.removing"
+
+
+def _report_of(step: int) -> str:
+    return f"{name_of(step)}.report.json"
 
 
 def _remove_files(directory: Backend, files: Sequence[str]) -> None:

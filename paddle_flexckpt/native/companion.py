@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.media.backend import Location, write_file
+from paddle_flexckpt.native.directory import MANIFEST, MARKER, CheckpointDirectory, save_of
 from paddle_flexckpt.native.manifest import Manifest
 
 
@@ -15,7 +18,7 @@ class Companion(ABC):
 
     Attributes:
         name: Its name.
-        most_rows: It refuses checkpoints of more shards: to tell of them would take longer than to save them.
+        most_rows: It refuses checkpoints of more shards: one process would need all of their rows, and seconds.
     """
 
     name: str
@@ -32,3 +35,56 @@ class Companion(ABC):
     @abstractmethod
     def is_ours(self, data: bytes) -> bool:
         """Return whether a file of that name has been written here, if only in part."""
+
+
+class CompanionDirectory(CheckpointDirectory):
+    """Keep the companion of one directory of checkpoints up to date.
+
+    Attributes:
+        companion: Makes the file for another program's loader.
+    """
+
+    def __init__(self, location: Location, companion: Companion) -> None:
+        """Open nothing yet: the directory need not exist."""
+        super().__init__(location)
+        self.companion = companion
+
+    def update_companion(self, only: Manifest | None = None) -> None:
+        """Bring the companion up to date, durably; ``only`` is the manifest of the only checkpoint, if known."""
+        if not self.backend.has_path:
+            return
+        ids = self.list_ids()
+        if not ids:
+            self.remove_refusal()
+            return
+        refuse = self.companion.refuse
+        if len(ids) > 1:
+            data = refuse("it takes the files of one id for those of another where a directory has several")
+        else:
+            try:
+                data = self._companion_of(only or self.read_committed(ids[0], ()))
+            except (CorruptCheckpointError, ValidationError):
+                data = refuse("its manifest is damaged")
+        write_file(self.backend, self.companion.name, data, "replace")
+        self.backend.sync()
+
+    def _companion_of(self, manifest: Manifest) -> bytes:
+        """Return the companion of the only checkpoint, whose rows need not have been read."""
+        if manifest.nodes:
+            return self.companion.refuse("its files are on several nodes")
+        if manifest.rows > self.companion.most_rows:
+            return self.companion.refuse(f"it has more than {self.companion.most_rows} shards")
+        return self.companion.encode(manifest if manifest.has_rows else self.read_committed(manifest.unique_id))
+
+    def remove_refusal(self, marker: str = "") -> None:
+        """Remove the companion where it has nothing to protect but a save that ends now. The caller has the lock."""
+        if not self.backend.has_path:
+            return
+        names, own = self.backend.names(), self.companion
+        if own.name not in names:
+            return
+        others = (name for name in names if name != marker)
+        if any(MANIFEST.fullmatch(name) or MARKER.fullmatch(name) or save_of(name) for name in others):
+            return
+        if own.is_ours(self.backend.read(own.name)):
+            self.backend.remove(own.name)

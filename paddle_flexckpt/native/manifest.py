@@ -199,7 +199,7 @@ class Manifest:
         if self.step is not None:
             info["step"] = str(self.step)
         info["digest"] = _digest(arrays, info)
-        return safetensors_numpy.save(arrays, metadata=info)
+        return encode_container(arrays, info)
 
     def describe(self) -> dict[str, str]:
         """Return what ``__metadata__`` of every container says."""
@@ -266,6 +266,17 @@ class Manifest:
             )
         except UNUSABLE as error:
             raise CorruptCheckpointError(f"{file} is not a usable manifest: {repr(error)[:_MAX_REPORTED]}") from error
+
+
+def encode_container(arrays: dict[str, np.ndarray], info: Mapping[str, str]) -> bytes:
+    """Return the bytes of a container, the same each time: safetensors itself has ``__metadata__`` in any order."""
+    data = safetensors_numpy.save(arrays, metadata=dict(info))
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
 
 
 def read_container(data: bytes, file: str) -> tuple[dict[str, str], dict[str, np.ndarray]]:

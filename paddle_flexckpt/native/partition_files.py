@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import numpy as np
 import xxhash
-from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, concat
 from paddle_flexckpt.media.backend import Backend, map_files
@@ -24,6 +23,7 @@ from paddle_flexckpt.native.manifest import (
     Manifest,
     catalog_of,
     checksums_of,
+    encode_container,
     read_container,
 )
 from paddle_flexckpt.native.partitions import Partition, partition_of
@@ -60,7 +60,7 @@ def encode_partition(rows: Manifest, number: int, count: int) -> bytes:
     arrays = {name: array for name, array in arrays.items() if name not in _FILES}
     info = rows.describe() | {"format_version": PARTITIONED}
     info |= {"partition": str(number), "partitions": str(count)}
-    return safetensors_numpy.save(arrays, metadata=info)
+    return encode_container(arrays, info)
 
 
 def describe_partition(file: str, data: bytes, rows: Manifest) -> Partition:
@@ -93,7 +93,7 @@ def decode_partition(data: bytes, file: str, manifest: Manifest, number: int) ->
         files = manifest.catalog.files
         catalog = replace(catalog, files=files, file=manifest.files_of_ranks(catalog.rank))
         check_columns(catalog, manifest.file_bytes)
-        if (len(catalog), len(set(catalog.keys))) != (expected.rows, expected.keys):
+        if (len(catalog), len(catalog.keys), len(set(catalog.keys))) != (expected.rows, expected.keys, expected.keys):
             raise ValueError(f"expected {expected.rows} rows and {expected.keys} keys")
         if len(catalog.keys) and (partition_of(catalog.keys, count) != number).any():
             raise ValueError("there are keys of other partitions")
@@ -155,6 +155,11 @@ def read_rows(backend: Backend, manifest: Manifest, keys: Sequence[str] | None =
     count = len(manifest.partitions)
     wanted = range(count) if keys is None else np.unique(partition_of(keys, count)).tolist()
     read = map_files(backend, lambda number: read_partition(backend, manifest, number), wanted)
+    return merge_rows(manifest, read)
+
+
+def merge_rows(manifest: Manifest, read: Sequence[Manifest]) -> Manifest:
+    """Return a manifest with rows of its partitions, in their order."""
     if not read:
         return manifest
     values = np.concatenate([each.checksums.values for each in read])

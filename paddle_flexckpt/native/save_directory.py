@@ -2,7 +2,7 @@
 
 1. Take the right to save, and write a marker, which tells the files of a dead save from others.
 2. Write the data files, then the ranks' parts, and the partitions of a manifest of very many rows; each is durable at
-   once.
+   once. Where ranks write the partitions themselves there are no parts.
 3. Make the directory's entries durable, then put the manifest in place, whole or not at all.
 4. Bring the companion file, for another program's loader, up to date.
 5. Remove what has been replaced, then the marker.
@@ -29,9 +29,9 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Location, Lock, SaveLock, map_files, publish, run_beside, write_file
-from paddle_flexckpt.native.companion import Companion
+from paddle_flexckpt.native.companion import Companion, CompanionDirectory
 from paddle_flexckpt.native.data_file import write_data_file
-from paddle_flexckpt.native.directory import MANIFEST, MARKER, CheckpointDirectory, SaveNames, is_before, save_of
+from paddle_flexckpt.native.directory import MANIFEST, MARKER, SaveNames, is_before, save_of
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
 from paddle_flexckpt.native.partition_files import describe_partition, encode_partition, split_rows
 from paddle_flexckpt.native.partitions import Partition, count_partitions
@@ -40,17 +40,12 @@ from paddle_flexckpt.progress import SILENT, Meter
 logger = logging.getLogger("paddle_flexckpt")
 
 
-class SaveDirectory(CheckpointDirectory):
-    """Save checkpoints into one directory.
-
-    Attributes:
-        companion: Makes the file for another program's loader.
-    """
+class SaveDirectory(CompanionDirectory):
+    """Save checkpoints into one directory."""
 
     def __init__(self, location: Location, companion: Companion) -> None:
         """Open nothing yet: the directory need not exist."""
-        super().__init__(location)
-        self.companion = companion
+        super().__init__(location, companion)
         self._temporary = re.compile(rf"(?:(\d+)\.manifest|{re.escape(companion.name)})\.[0-9a-f]{{32}}\.tmp", re.ASCII)
 
     def lock(self) -> SaveLock:
@@ -226,31 +221,52 @@ class SaveDirectory(CheckpointDirectory):
         self.commit_manifest(save, manifest)
         return manifest
 
-    def commit_manifest(self, save: SaveNames, manifest: Manifest) -> None:
+    def commit_manifest(self, save: SaveNames, manifest: Manifest, is_checked: bool = False) -> None:
         """Make the checkpoint exist, of which every file but the manifest is durable; errors as of :meth:`commit`.
 
-        The files are looked at once more right before: they have to be there, of their size and of this save.
+        The files are looked at once more right before: they have to be there, of their size and of this save. With
+        ``is_checked`` all ranks together have done so (:meth:`check_untouched`), and one listing shows what is there.
         """
+        listed: list[list[str]] = []
+
+        def look() -> None:
+            listed.append(self.backend.names())
 
         def check() -> None:
-            try:
-                self.check_complete(manifest)
-            except CorruptCheckpointError as error:
-                what = str(error).partition(" Remedy:")[0]
-                raise CheckpointError(
-                    f"nothing was committed, as somebody else has changed the files of this save: {what} Remedy: find "
-                    "out who removes files there, and save again"
-                ) from error
+            left = manifest
+            if is_checked:
+                look()
+                here = set(listed[0])
+                # A network's file system may list a new file too late: what is not listed is looked for.
+                sizes = {name: size for name, size in manifest.sizes.items() if name not in here}
+                partitions = [each for each in manifest.partitions if each.file not in here]
+                left = Manifest.of_partitions(manifest.info, sizes, partitions)
+            self.check_untouched(left)
 
-        listed: list[list[str]] = []
         # Beside the checks a listing takes no time of its own; later it would, and shows nothing else.
-        checks = [check, lambda: listed.append(self.backend.names())] if self.backend.at_once > 1 else [check]
+        beside = self.backend.at_once > 1
+        checks = [check, look] if beside and not is_checked else [check]
         replaced = self.publish(save, manifest.encode(), *checks)
         try:
-            self.finish(save, replaced is None, manifest, listed[0] if listed else None)
+            self.finish(save, replaced is None, manifest, listed[0] if beside else None)
         finally:
             if replaced is not None:
                 replaced.release()
+
+    def check_untouched(self, manifest: Manifest) -> None:
+        """Check that files of a save that is not committed yet are there, of their size and of this save.
+
+        Raises:
+            CheckpointError: One is not: nothing can be committed.
+        """
+        try:
+            self.check_complete(manifest)
+        except CorruptCheckpointError as error:
+            what = str(error).partition(" Remedy:")[0]
+            raise CheckpointError(
+                f"nothing was committed, as somebody else has changed the files of this save: {what} Remedy: find "
+                "out who removes files there, and save again"
+            ) from error
 
     def publish(self, save: SaveNames, manifest: bytes, *checks: Callable[[], object]) -> Lock | None:
         """Put the manifest of a save in place: from then on the checkpoint exists.
@@ -310,17 +326,19 @@ class SaveDirectory(CheckpointDirectory):
         finally:
             lock.release()
 
-    def discard(self, save: SaveNames, rank: int) -> None:
+    def discard(self, save: SaveNames, rank: int, partitions: Sequence[str] | None = None) -> None:
         """Remove what a rank wrote in a save that cannot be committed any more; the caller knows that.
 
-        The marker goes with the last file of the save.
+        The marker goes with the last file of the save. ``partitions`` are those that this rank wrote; None: all.
         """
         # What cannot be removed does no harm, and must not hide why the save failed: the marker stays with it.
         with contextlib.suppress(OSError):
             if self.is_committed(save):
                 return
             own = (save.prepared_file(rank), save.data_file(rank), save.part_file(rank))
-            for name in (*own, *filter(save.owns_partition, self.backend.names())):
+            if partitions is None:
+                partitions = [*filter(save.owns_partition, self.backend.names())]
+            for name in (*own, *partitions):
                 self.backend.remove(name)
             if not any(map(save.owns, self.backend.names())):
                 self.remove_uploads(save)
@@ -372,43 +390,3 @@ class SaveDirectory(CheckpointDirectory):
             self.backend.sync()
         self.remove_refusal(marker)
         run_beside(self.backend, partial(self.backend.remove, marker), beside)
-
-    def update_companion(self, only: Manifest | None = None) -> None:
-        """Bring the companion up to date, durably; ``only`` is the manifest of the only checkpoint, if known."""
-        if not self.backend.has_path:
-            return
-        ids = self.list_ids()
-        if not ids:
-            self.remove_refusal()
-            return
-        refuse = self.companion.refuse
-        if len(ids) > 1:
-            data = refuse("it takes the files of one id for those of another where a directory has several")
-        else:
-            try:
-                data = self._companion_of(only or self.read_committed(ids[0], ()))
-            except (CorruptCheckpointError, ValidationError):
-                data = refuse("its manifest is damaged")
-        write_file(self.backend, self.companion.name, data, "replace")
-        self.backend.sync()
-
-    def _companion_of(self, manifest: Manifest) -> bytes:
-        """Return the companion of the only checkpoint, whose rows need not have been read."""
-        if manifest.nodes:
-            return self.companion.refuse("its files are on several nodes")
-        if manifest.rows > self.companion.most_rows:
-            return self.companion.refuse(f"it has more than {self.companion.most_rows} shards")
-        return self.companion.encode(manifest if manifest.has_rows else self.read_committed(manifest.unique_id))
-
-    def remove_refusal(self, marker: str = "") -> None:
-        """Remove the companion where it has nothing to protect but a save that ends now. The caller has the lock."""
-        if not self.backend.has_path:
-            return
-        names, own = self.backend.names(), self.companion
-        if own.name not in names:
-            return
-        others = (name for name in names if name != marker)
-        if any(MANIFEST.fullmatch(name) or MARKER.fullmatch(name) or save_of(name) for name in others):
-            return
-        if own.is_ours(self.backend.read(own.name)):
-            self.backend.remove(own.name)

@@ -15,6 +15,8 @@ import xxhash
 
 from paddle_flexckpt.planning.holder_sets import HolderSets, share_out
 
+# Rows of all ranks up to which every rank plans all keys: some 8 MiB to receive, and 0.1 s to plan.
+SPREAD_ROWS = 1 << 17
 # Bytes on the line, bytes of the set's ranks.
 _ENTRY = struct.Struct("<QI")
 # Sets of more ranks are compressed: mostly these are apart by the same number. As not every host may compress alike, a

@@ -1,26 +1,36 @@
 """Put this library behind Paddle's own checkpoint functions, for whoever calls them.
 
-``paddle.distributed.save_state_dict``, ``load_state_dict`` and ``load_merged_state_dict`` keep their signatures, their
-results and their way of choosing an id; what they write and read is the native format (and they read Paddle's as well).
+``paddle.distributed.save_state_dict``, ``load_state_dict``, ``load_merged_state_dict``, ``merge_sharded_state_dict``,
+and ``full_param``, which ``Layer.full()`` calls, keep their signatures, their results and their way of choosing an id;
+what they write and read is the native format (and they read Paddle's as well).
 A library that opens the ``.metadata`` file of a checkpoint itself, as PaddleFormers does to see which keys there are,
 finds the one that every save writes for Paddle's own loader, and no other.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.live.full_param import full_param as whole_tensors
 from paddle_flexckpt.live.loader import load_state_dict as load
 from paddle_flexckpt.live.merged import load_merged_state_dict as load_merged
+from paddle_flexckpt.live.merged import merge_sharded_state_dict as merge
 from paddle_flexckpt.live.saver import save_state_dict as save
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.undo import Undo
 
 _changes = Undo()
+# Where Paddle has the functions.
+_DCP = "paddle.distributed.flex_checkpoint.dcp"
+_HOMES = ("paddle.distributed", f"{_DCP}.full_param", f"{_DCP}.load_state_dict")
 
 
 def replace_in_tree() -> None:
@@ -28,14 +38,28 @@ def replace_in_tree() -> None:
 
     Calling it again does nothing. Modules that import them by name afterwards get these, too.
     """
-    import paddle.distributed as dist
-
     if is_in_tree_replaced():
         return
-    for function in (save_state_dict, load_state_dict, load_merged_state_dict):
-        before = getattr(dist, function.__name__, None)
-        if before is not None:  # Paddle before 3.2 has no load_merged_state_dict
+    for function in (save_state_dict, load_state_dict, load_merged_state_dict, merge_sharded_state_dict, full_param):
+        before = in_tree_function(function.__name__)
+        if before is not None:
             _changes.replace_everywhere(function.__name__, before, function)
+
+
+def in_tree_function(name: str) -> Callable[..., Any] | None:
+    """Return Paddle's function of a name; None where there is none: before 3.2 only two of them are there."""
+    for module in _HOMES:
+        found = getattr(importlib.import_module(module), name, None) if _is_module(module) else None
+        if found is not None and not isinstance(found, ModuleType):
+            return found
+    return None
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # nor is its package
+        return False
 
 
 def restore_in_tree() -> None:
@@ -98,9 +122,40 @@ def load_state_dict(
     safetensors: bool = False,
     worker_groups: Any = None,
     comm_method: str = "broadcast",
+    num_workers: int = 1,
+    load_transform: Any = None,
 ) -> None:
-    """Load as Paddle's function of this name, by :func:`paddle_flexckpt.load_state_dict`; errors are those of that."""
-    load(state_dict, path, process_group, coordinator_rank, unique_id, offload, mw_name_compatibility, aoa_config)
+    """Load as Paddle's function of this name, by :func:`paddle_flexckpt.load_state_dict`; errors are those of that.
+
+    Paddle's develop branch has ``num_workers``, which has no effect here, and ``load_transform``, which is refused.
+    """
+    options = {"mw_name_compatibility": mw_name_compatibility, "load_transform": load_transform}
+    load(state_dict, path, process_group, coordinator_rank, unique_id, offload, aoa_config=aoa_config, **options)
+
+
+def full_param(sharded_state_dict: Any, aoa_config: Any = None, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+    """Give whole tensors as Paddle's function of this name, by :mod:`paddle_flexckpt.live.full_param`; errors likewise.
+
+    ``Layer.full()`` calls it.
+    """
+    return whole_tensors(sharded_state_dict, aoa_config, **kwargs)
+
+
+def merge_sharded_state_dict(
+    load_path: str,
+    save_path: str,
+    prefix: str | None = None,
+    safetensor_prefix: str = "model",
+    skip_postfix_list: Sequence[str] = (),
+    process_group: Any = None,
+    unique_id: int | None = None,
+    offload: bool = False,
+    aoa_config: Any = None,
+    safetensors: bool = False,
+) -> None:
+    """Write whole tensors as Paddle's function of this name, by :mod:`paddle_flexckpt.live.merged`; errors likewise."""
+    kept = {"unique_id": unique_id, "aoa_config": aoa_config}
+    merge(load_path, save_path, prefix, safetensor_prefix, skip_postfix_list, process_group, **kept)
 
 
 def load_merged_state_dict(

@@ -49,7 +49,7 @@ def test_ls_lists_steps_with_age_and_metrics(root, capsys):
     assert re.match(r" +100 +0 +2\.0 h +\d+ B +1 +yes +loss 2\.5 +\S+step_00000100$", lines[1])
     assert re.match(r" +200 +0 +3\d s +\d+ B +1 +yes +loss nan +\S+step_00000200$", lines[2])
     assert len(lines) == 3
-    entries = json.loads("\n".join(printed(capsys, "ls", str(root), "--json")))
+    entries = json.loads("\n".join(printed(capsys, "ls", str(root), "--json")))["checkpoints"]
     assert [(each["step"], each["complete"]) for each in entries] == [(100, True), (200, True)]
     assert entries[0]["metrics"] == {"loss": 2.5}
 
@@ -84,8 +84,8 @@ def test_ls_lists_a_checkpoint_without_a_record(tmp_path, capsys):
 )
 def test_du_sums_up_bytes(tmp_path, capsys, by, expected):
     save(tmp_path / "one", VALUES, world=1)
-    entries = json.loads("\n".join(printed(capsys, "du", str(tmp_path / "one"), "--by", by, "--json")))
-    assert {each[by]: each["bytes"] for each in entries} == expected
+    entries = json.loads("\n".join(printed(capsys, "du", str(tmp_path / "one"), "--by", by, "--json")))["groups"]
+    assert {each["name"]: each["bytes"] for each in entries} == expected
     assert [each["bytes"] for each in entries] == sorted(expected.values(), reverse=True)
     lines = printed(capsys, "du", str(tmp_path / "one"), "--by", by)
     assert len(lines) == len(expected) + 2
@@ -94,8 +94,8 @@ def test_du_sums_up_bytes(tmp_path, capsys, by, expected):
 
 def test_du_by_rank_counts_what_each_wrote(tmp_path, capsys):
     save(tmp_path / "one", {"w": np.ones((4, 8), np.float32)}, world=2)
-    entries = json.loads("\n".join(printed(capsys, "du", str(tmp_path / "one"), "--by", "rank", "--json")))
-    assert sorted((each["rank"], each["bytes"]) for each in entries) == [("0", 64), ("1", 64)]
+    entries = json.loads("\n".join(printed(capsys, "du", str(tmp_path / "one"), "--by", "rank", "--json")))["groups"]
+    assert sorted((each["name"], each["bytes"]) for each in entries) == [("0", 64), ("1", 64)]
 
 
 def test_doctor_finds_nothing_wrong_here(capsys):

@@ -16,7 +16,7 @@ from paddle_flexckpt.engine.rehearsal import rehearse
 from paddle_flexckpt.planning.layouts import Layout, ModelTensor
 from paddle_flexckpt.planning.strategy import parse_strategy
 from tests.distributed.matrix import jobs
-from tests.distributed.matrix.rehearsals import JOBS, layout_of, miscounted
+from tests.distributed.matrix.rehearsals import JOBS, layout_of, miscounted, missaved, undescribed
 from tests.distributed.matrix.strategies import BY_NAME, MODELS, sample
 from tests.distributed.matrix.table import Matrix
 from tests.distributed.test_layouts import model_of
@@ -67,6 +67,24 @@ def test_counts_are_those_of_a_real_job(world, matrix, model, one, other):
     path, strategy = saved(matrix, model, one), BY_NAME[other]
     counted = world(strategy.world).run(f"{JOBS}:load", strategy=other, model=model, folders={one: path})
     assert miscounted(path, layout_of(strategy, model), [found[one] for found in counted]) == []
+
+
+SAVES = [
+    ("tied", "tp2xpp2"),
+    ("tied", "tp2xv1x2"),
+    ("untied", "v2x2xpp2"),
+    ("untied", "stage3x4"),
+    ("experts", "ep2xtp2"),
+]
+
+
+@pytest.mark.parametrize(("model", "name"), SAVES)
+def test_a_save_counts_what_is_said(world, tmp_path, model, name):
+    strategy = BY_NAME[name]
+    found = world(strategy.world).run(f"{JOBS}:save", strategy=name, model=model, folder=str(tmp_path))
+    layout = layout_of(strategy, model)
+    assert undescribed(layout, [rank["rows"] for rank in found]) == []
+    assert missaved(layout, [rank["counted"] for rank in found]) == []
 
 
 def test_errors_are_those_of_a_real_job(world, matrix):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 import struct
 import zipfile
 
@@ -14,6 +15,7 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.foreign.strided_boxes import boxes_of, count_boxes, row_major
+from paddle_flexckpt.foreign.zip_directory import Layout, find_bytes, read_directory
 
 W = np.arange(24, dtype=np.float32).reshape(4, 6)
 ARRAYS = {
@@ -169,3 +171,39 @@ def test_boxes_are_the_array(shape, strides, count):
         made[place] = storage[box.begin : box.begin + size].reshape(box.shape)
     np.testing.assert_array_equal(made, whole)
     assert row_major((2, 3, 4)) == (12, 4, 1)
+
+
+def test_an_archive_of_a_known_layout_has_its_members_there(tmp_path):
+    """Whatever byte of it is another one: if the layout is said to be the same, reading finds the same."""
+
+    def archive(text: bytes, elements: bytes) -> bytes:
+        made = io.BytesIO()
+        with zipfile.ZipFile(made, "w") as file:
+            file.writestr("a/data.pkl", text)
+            file.writestr("a/data/0", elements)
+            file.writestr("a/version", b"3")
+        return made.getvalue()
+
+    def members_of(data: bytes):
+        read = lambda offset, length: data[offset : offset + length]  # noqa: E731
+        members = read_directory(read, len(data), "f")
+        found = [(member, find_bytes(read, member, "f")) for member in members[:2]]
+        return read, members, found, read(found[0][1], members[0].size)
+
+    known, other = archive(b"the text", bytes(40)), archive(b"the text", bytes(range(40)))
+    read, members, found, text = members_of(known)
+    layout = Layout(read, len(known), "f", members[:2], members[:1])
+    path = tmp_path / "archives"
+    same = 0
+    for at in range(len(other)):
+        changed = bytearray(other)
+        changed[at] ^= 0x11
+        path.write_bytes(b"before" + known + changed)
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            assert layout.is_at(mapped, 6)
+            assert not layout.is_at(mapped, 5)
+            if layout.is_at(mapped, 6 + len(known)):
+                same += 1
+                assert members_of(bytes(changed))[1:] == (members, found, text)
+    # The elements, and the checksums in three headers (one of which nobody reads) and three entries.
+    assert 40 + 2 * 4 + 3 * 4 <= same <= 40 + 30 + len("a/version") + 1 + 2 * 4 + 3 * 4

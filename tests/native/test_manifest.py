@@ -192,3 +192,8 @@ def test_merged_parts_are_the_parts_one_after_the_other(tmp_path):
     for row, part in enumerate(parts[:1] + parts[2:]):
         assert merged.checksums.of_block(row, 0) == part.checksums.of_block(0, 0)
         assert merged.catalog.byte_offset[row] == part.catalog.byte_offset[0]
+
+
+def test_the_same_manifest_has_the_same_bytes(manifest):
+    """A file that is written again, by a process that goes on with the work of another, is the same file."""
+    assert len({manifest.encode() for _ in range(20)}) == 1

@@ -18,6 +18,7 @@ def test_the_busiest_rank_of_a_small_job():
     assert found["imbalance"] <= 1.05
     assert found["written_of_unique"] == 1.0
     assert 0 < found["items"] < 200
+    assert found["partitions"] == 1
     parts = sum(value for name, value in found.items() if name.startswith("received_") and name != "received_mib")
     assert found["received_mib"] == pytest.approx(parts)
     assert found["memory_mib"] > found["received_mib"]

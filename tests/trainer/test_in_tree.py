@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import types
@@ -14,7 +15,7 @@ import pytest
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.trainer import is_in_tree_replaced, replace_in_tree, restore_in_tree
+from paddle_flexckpt.trainer import in_tree, is_in_tree_replaced, replace_in_tree, restore_in_tree
 
 NAMES = ("save_state_dict", "load_state_dict", "load_merged_state_dict")
 pytestmark = pytest.mark.skipif(not hasattr(dist, "load_merged_state_dict"), reason="Paddle before 3.2 has not all")
@@ -50,13 +51,55 @@ def test_every_module_that_has_a_function_gets_the_other_one_and_back(monkeypatc
     for name in NAMES:
         now = getattr(dist, name)
         assert now is not before[name]
-        assert list(inspect.signature(now).parameters) == list(inspect.signature(before[name]).parameters)
     assert user.load_state_dict is dist.load_state_dict
     assert home.save_state_dict is dist.save_state_dict
     restore_in_tree()
     assert {name: getattr(dist, name) for name in NAMES} == before
     assert user.load_state_dict is before["load_state_dict"]
     assert home.save_state_dict is before["save_state_dict"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "merge_sharded_state_dict", "full_param"])
+def test_the_keywords_are_those_of_the_installed_paddle_and_of_the_next(name):
+    """A new Paddle is noticed here; the develop branch's keywords are in its public sources (September 2026)."""
+    theirs = inspect.signature(in_tree.in_tree_function(name)).parameters
+    ours = inspect.signature(getattr(in_tree, name)).parameters
+    assert list(ours)[: len(theirs)] == list(theirs)
+    theirs = {key: () if each.default == [] else each.default for key, each in theirs.items()}  # which they share
+    assert theirs == {key: ours[key].default for key in theirs}
+    assert name != "load_state_dict" or {"num_workers", "load_transform"} <= ours.keys()
+    own = {"full_param": "whole_tensors", "merge_sharded_state_dict": "merge"}.get(name, name[: -len("_state_dict")])
+    assert set(ours) - {"kwargs"} <= set(inspect.signature(getattr(in_tree, own)).parameters)
+
+
+def test_what_develop_takes_is_without_effect_or_refused_by_name(tmp_path):
+    replace_in_tree()
+    dist.save_state_dict(state(), str(tmp_path))
+    target = zeros()
+    dist.load_state_dict(target, str(tmp_path), num_workers=8, worker_groups=[None], load_transform=None)
+    assert np.array_equal(target["a"].numpy(), state()["a"].numpy())
+    with pytest.raises(
+        ValidationError, match="load_transform is not supported; got Transform. Remedy: say in aoa_config"
+    ):
+        dist.load_state_dict(zeros(), str(tmp_path), load_transform=type("Transform", (), {})())
+
+
+def test_a_checkpoint_is_merged(tmp_path):
+    replace_in_tree()
+    dist.save_state_dict(state(), str(tmp_path / "in"))
+    merged = importlib.import_module("paddle.distributed.flex_checkpoint.dcp.load_state_dict").merge_sharded_state_dict
+    assert merged(str(tmp_path / "in"), str(tmp_path / "out"), skip_postfix_list=["a"]) is None
+    found = dist.load_merged_state_dict(str(tmp_path / "out"))
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"b": [0, 0, 0, 0]}
+
+
+def test_whole_tensors_of_a_layer_are_ours():
+    layer = paddle.nn.Linear(3, 2)
+    statements = {"aoa_statements": ["weight^T -> turned"]}
+    replace_in_tree()
+    found = dict(layer.full(aoa_config=statements, num_splits=2, shard_idx=1))
+    assert list(found) == ["turned"]
+    assert np.array_equal(found["turned"].numpy(), layer.weight.numpy().T)
 
 
 def test_what_is_saved_is_native_and_comes_back(tmp_path):

@@ -11,15 +11,20 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.engine.rehearsal import rehearse
+from paddle_flexckpt.engine.save_rehearsal import rehearse_save
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.state import open_state
+from paddle_flexckpt.media.local import LocalOutputFile
+from paddle_flexckpt.native import checksums, data_file
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.strategy import parse_strategy
 from paddle_flexckpt.testing import World
@@ -29,14 +34,34 @@ from tests.distributed.test_layouts import model_of, rows_of, text_of
 
 JOBS = "tests.distributed.matrix.rehearsals"
 SHARED = ("bytes_read", "reads", "bytes_received", "bytes_sent")
+SAVED = ("keys", "items", "total_bytes", "held_bytes", "imbalance")
 COUNTS = ("bytes_needed", "bytes_read", "reads", "peak_scratch_bytes", "missing", "unexpected")
 
 
 def save(strategy: str, model: str, folder: str) -> dict[str, Any]:
-    """Return what this rank of a job describes; save its state, untrained."""
+    """Save the state of a job, untrained; return what this rank describes, and what it counts of the save."""
     state = jobs.begin(strategy, model, "saved").state()
-    fc.save_state_dict(state, folder)
-    return rows_of(open_state(state, dist.get_rank()).catalog)
+    writes, hashed, write_many, hash_block = [], [], LocalOutputFile.write_many, checksums.hash_block
+
+    def write(self: LocalOutputFile, parts: Sequence[Any]) -> None:
+        writes.append(self._path)
+        write_many(self, parts)
+
+    def note(block: Any) -> int:
+        hashed.append(memoryview(block).nbytes)
+        return hash_block(block)
+
+    with (
+        mock.patch.object(LocalOutputFile, "write_many", write),
+        mock.patch.object(checksums, "hash_block", note),
+        mock.patch.object(data_file, "hash_block", note),
+    ):
+        report = fc.save_state_dict(state, folder)
+    manifest = SourceDirectory(folder).read_manifest(None)
+    counted = {name: getattr(report, name) for name in SAVED}
+    counted.update(bytes_written=report.bytes_written, hashed_bytes=sum(hashed), files=len(manifest.files))
+    counted.update(writes=sum(path.endswith(".safetensors") for path in writes), token=manifest.save_token)
+    return {"rows": rows_of(open_state(state, dist.get_rank()).catalog), "counted": counted}
 
 
 def load(strategy: str, model: str, folders: Mapping[str, str]) -> dict[str, list[dict[str, Any]]]:
@@ -82,14 +107,29 @@ def miscounted(path: str, layout: Layout, counted: list[list[dict[str, Any]]]) -
     return wrong if seen == list(range(len(counted))) else [*wrong, f"ranks {seen}"]
 
 
+def missaved(layout: Layout, counted: list[dict[str, Any]]) -> list[str]:
+    """Return where a rehearsal of a save differs from what the ranks of a job count."""
+    report = rehearse_save(layout, turn=int(counted[0]["token"][:8], 16))
+    wrong = []
+    for rank, each in enumerate(counted):
+        said: dict[str, Any] = {name: getattr(report, name) for name in (*SAVED, "files")}
+        said.update({name: report.ranks[name][rank] for name in ("bytes_written", "hashed_bytes", "writes")})
+        wrong += [
+            f"rank {rank}: {name}={said[name]} instead of {each[name]}" for name in said if said[name] != each[name]
+        ]
+    return wrong
+
+
 def run(world: Callable[[int], World], folder: Path, model: str) -> list[dict[str, Any]]:
     """Compare all strategies of a model, printing a line for each; return what is wrong by pair."""
     known = [each for each in STRATEGIES if model in each.models]
     folders = {each.name: str(folder / model / each.name) for each in known}
     results = []
     for each in known:
-        rows = world(each.world).run(f"{JOBS}:save", strategy=each.name, model=model, folder=folders[each.name])
-        wrong = undescribed(layout_of(each, model), rows)
+        saved = world(each.world).run(f"{JOBS}:save", strategy=each.name, model=model, folder=folders[each.name])
+        layout = layout_of(each, model)
+        wrong = undescribed(layout, [rank["rows"] for rank in saved])
+        wrong += missaved(layout, [rank["counted"] for rank in saved])
         results.append({"model": model, "loaded": each.name, "saved": "", "wrong": wrong})
     for each in known:
         begin = time.perf_counter()
@@ -124,7 +164,7 @@ def main() -> int:
     for each in wrong:
         print(f"{each['model']} {each['saved'] or 'described'} -> {each['loaded']}: {each['wrong'][:3]}")
     pairs = sum(bool(result["saved"]) for result in results)
-    print(f"{len(results) - pairs} layouts and {pairs} pairs compared, {len(wrong)} differ")
+    print(f"{len(results) - pairs} layouts and their saves, and {pairs} pairs compared, {len(wrong)} differ")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     return 1 if wrong else 0

@@ -1,0 +1,82 @@
+"""Choose the rules for a model by its configuration, the ``config.json`` beside Hugging Face's weights.
+
+Tested in tests/aoa/test_config_rules.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from paddle_flexckpt.aoa.errors import AoaError
+from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
+
+# Families by what configurations call them, where that is not the family's own name.
+_MODEL_TYPES = MappingProxyType({"mistral": "llama", "deepseek_v2": "deepseek_v3", "ernie4_5_moe": "ernie4_5"})
+# Where configurations have the parameters of rules; the first that is there counts.
+_ENTRIES = MappingProxyType(
+    {
+        "num_heads": ("num_attention_heads", "n_head"),
+        "num_key_value_groups": ("num_key_value_heads", "num_attention_heads"),
+        "num_experts": ("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts"),
+        "num_layers": ("num_hidden_layers",),
+        "tied": ("tie_word_embeddings",),
+    }
+)
+_HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+def family_of(config: Mapping[str, Any]) -> str:
+    """Return the family of models whose rules are those of a configuration.
+
+    Raises:
+        AoaError: There are none.
+    """
+    kind = str(config.get("model_type"))
+    family = _MODEL_TYPES.get(kind, kind)
+    if family not in rule_names():
+        known = ", ".join(sorted({*rule_names(), *_MODEL_TYPES}))
+        raise AoaError(
+            [
+                f"there are no rules for the model_type {config.get('model_type')!r} of the configuration; there are "
+                f"for {known}. Remedy: name a family whose tensors have the same names, or give AOA statements"
+            ]
+        )
+    return family
+
+
+def rules_of_config(
+    config: Mapping[str, Any],
+    direction: str,
+    keys: Collection[str],
+    family: str | None = None,
+    variant: str = "plain",
+    **given: Any,
+) -> dict[str, list[str]]:
+    """Return the ``aoa_config`` for a model by its configuration.
+
+    Args:
+        config: The configuration, as ``config.json`` has it.
+        direction: ``"from_hf"`` or ``"to_hf"``.
+        keys: Keys of the source. Where the configuration does not say whether the embeddings are tied, they are if
+            no output layer is among these.
+        family: Of models, as of :func:`~paddle_flexckpt.aoa.model_rules.model_rules`; None: the configuration says it.
+        variant: Likewise.
+        **given: Parameters of the rules, which count more than the configuration.
+
+    Returns:
+        The statements.
+
+    Raises:
+        AoaError: There are no rules, or the configuration lacks what they need.
+    """
+    chosen = family_of(config) if family is None else family
+    parameters = {}
+    for name in describe_model_rules(chosen)["parameters"]:
+        entry = next((entry for entry in _ENTRIES.get(name, ()) if config.get(entry) is not None), None)
+        if entry is not None:
+            parameters[name] = config[entry]
+        elif name == "tied":
+            parameters[name] = not any(key.endswith(_HEADS) for key in keys)
+    return model_rules(chosen, variant, direction, **{**parameters, **given})

@@ -1,0 +1,144 @@
+"""flexckpt convert: write a checkpoint of any format in another format or layout.
+
+Tested in tests/cli/test_convert.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from paddle_flexckpt.aoa.config_rules import rules_of_config
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.cli.arguments import add_aoa, add_cut, aoa_config, byte_count, cut_of, parameter_of
+from paddle_flexckpt.engine.conversion import MEMORY_BYTES, convert_checkpoint, read_config
+from paddle_flexckpt.engine.conversion_targets import TARGETS
+from paddle_flexckpt.foreign.formats import SourceDirectory
+
+
+def add_command(commands: Any) -> None:
+    """Add the parser of the command."""
+    parser = commands.add_parser(
+        "convert",
+        help="write a checkpoint of any format in another format or layout",
+        description="Writes a checkpoint of any format that can be read in another format or layout, one file after "
+        "the other, in little memory. An interrupted conversion goes on when the same command is given again. The "
+        "destination is no checkpoint before all of it is there. config.json is copied.",
+        epilog="example: flexckpt convert model.pdparams out --format huggingface --model llama --config config.json",
+    )
+    parser.add_argument("source", metavar="SRC", help="directory or URL of a checkpoint, or a file that is one")
+    parser.add_argument("output", metavar="DST", help="directory or URL to write to; nothing else may be there")
+    parser.add_argument("--id", type=int, dest="unique_id", metavar="ID", help="id of SRC; by default the highest")
+    parser.add_argument("--format", choices=tuple(TARGETS), default="native", help="what to write (default: native)")
+    parser.add_argument(
+        "--to",
+        metavar="STRATEGY",
+        help="write what the ranks of a job with these degrees would have saved (tp, pp, vpp, dp, ep, sep, and "
+        "sharding=KIND:DEGREE); by default whole tensors",
+    )
+    add_cut(parser)
+    add_aoa(parser, required=False)
+    parser.add_argument(
+        "--model",
+        metavar="FAMILY",
+        help="use the rules for this family of models between Hugging Face's names and Paddle's, with heads and "
+        "experts as config.json has them; auto: the family too",
+    )
+    parser.add_argument("--variant", default="plain", help="which parameters the Paddle model fuses (default: plain)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a parameter of the family, such as prefix=llama.; may be given several times",
+    )
+    parser.add_argument("--config", metavar="FILE", help="the model's config.json; by default that in SRC")
+    parser.add_argument("--dtype", help="type that floating-point weights get, such as bfloat16")
+    parser.add_argument("--prefix", help="only keys that start with this and a dot, which are taken off")
+    states = parser.add_mutually_exclusive_group()
+    states.add_argument(
+        "--states",
+        action="store_true",
+        default=None,
+        help="write optimizer states and extra state (default for native)",
+    )
+    states.add_argument("--weights", action="store_false", dest="states", help="write neither")
+    parser.add_argument(
+        "--max-file-bytes", type=byte_count, default=5 << 30, help="largest size of a file of whole tensors (5GiB)"
+    )
+    parser.add_argument(
+        "--memory",
+        type=byte_count,
+        dest="memory_bytes",
+        metavar="BYTES",
+        default=MEMORY_BYTES,
+        help="the most memory to take, about (default: 256MiB)",
+    )
+    parser.add_argument(
+        "--verify",
+        choices=("read", "full", "off"),
+        default="read",
+        help="which bytes are compared with their checksums: blocks read whole (default), all, none",
+    )
+    parser.add_argument(
+        "--restart", action="store_true", help="remove what another conversion has begun to write to DST"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=_convert)
+
+
+def _convert(options: argparse.Namespace) -> str:
+    names = ("unique_id", "format", "states", "dtype", "config", "prefix", "max_file_bytes", "memory_bytes", "verify")
+    report = convert_checkpoint(
+        options.source,
+        options.output,
+        _statements(options),
+        strategy=options.to,
+        cuts=tuple(cut_of(text) for text in options.cut),
+        restart=options.restart,
+        **{name: getattr(options, name) for name in names},
+    )
+    return json.dumps(report.as_dict(), indent=2) if options.json else report.summary()
+
+
+def _statements(options: argparse.Namespace) -> Any:
+    """Return the AOA statements: those that were given, or those of the family of models.
+
+    Raises:
+        ValidationError: It is not clear which are meant.
+    """
+    if options.model is None:
+        if options.set:
+            raise ValidationError(["--set is about the rules of a family. Remedy: give --model too"])
+        return None if options.aoa is None else aoa_config(options.aoa)
+    if options.aoa is not None:
+        raise ValidationError(
+            ["--model and --aoa both say what becomes of the tensors. Remedy: give one; `flexckpt rules` prints the "
+             "statements of a family, to be edited"]
+        )  # fmt: skip
+    directory = SourceDirectory(options.source)
+    manifest = directory.read_manifest(options.unique_id)
+    is_hf = manifest.origin == "huggingface"
+    if is_hf == (options.format == "huggingface"):
+        raise ValidationError(
+            [
+                f"--model takes tensors from Hugging Face's names to Paddle's or back, and here both sides are "
+                f"{'' if is_hf else 'not '}Hugging Face's: SRC is {manifest.origin}, --format is {options.format}. "
+                "Remedy: leave --model out, or give --aoa"
+            ]
+        )
+    text = read_config(options.config, directory)
+    if text is None:
+        raise ValidationError(
+            [f"there is no config.json in {directory.path}, which says how many heads the model has. Remedy: give it "
+             "by --config"]
+        )  # fmt: skip
+    return rules_of_config(
+        json.loads(text),
+        "from_hf" if is_hf else "to_hf",
+        manifest.catalog.keys,
+        None if options.model == "auto" else options.model,
+        options.variant,
+        **dict(parameter_of(text) for text in options.set),
+    )

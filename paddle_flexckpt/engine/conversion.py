@@ -1,0 +1,424 @@
+"""Convert a checkpoint of any format that can be read to any that can be written, in bounded memory.
+
+One file after the other is written, and noted when it is durable: a conversion that was interrupted goes on with the
+first file that is not. What makes the checkpoint exist comes last. Tested in tests/engine/test_conversion.py and
+tests/cli/test_convert.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from paddle_flexckpt._version import __version__
+from paddle_flexckpt.algebra import Box
+from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
+from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.catalog import NATURAL, Catalog, Order, ValidationError, dtype_of, unordered
+from paddle_flexckpt.catalog.dtypes import is_float
+from paddle_flexckpt.engine.agreement import Solo
+from paddle_flexckpt.engine.conversion_notes import ConversionNotes
+from paddle_flexckpt.engine.conversion_targets import TARGETS, Content, ConversionTarget
+from paddle_flexckpt.engine.files import Files, reads_of
+from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
+from paddle_flexckpt.engine.options import ALONE, FileOptions, WholeOptions, takes
+from paddle_flexckpt.engine.plan import split_tiles
+from paddle_flexckpt.engine.targets import Targets
+from paddle_flexckpt.engine.tensor_files import choose_tensors
+from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
+from paddle_flexckpt.engine.whole_tensors import CHOSEN, WholeTensors
+from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination
+from paddle_flexckpt.media.backend import Backend, Location, publish
+from paddle_flexckpt.native.directory import LockedManifest
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.planning.strategy import parse_strategy
+from paddle_flexckpt.progress import Meter
+from paddle_flexckpt.report import Report, format_bytes, order_warning, replica_warning
+
+logger = logging.getLogger("paddle_flexckpt")
+
+CONFIG_FILE = "config.json"
+MEMORY_BYTES = 256 << 20
+# Operands of a tile and buffers of reader and writer take what bands leave of it.
+LEAST_MEMORY = 128 << 20
+# One band is written while the next is read; as much again is for tiles and buffers.
+_BANDS = 4
+# Of what is written these say nothing.
+_HOW = ("verify", "use_replicas", "memory_bytes", "restart", "unique_id", "config", "progress")
+
+
+@dataclass(frozen=True)
+class ConvertOptions(WholeOptions):
+    """Hold the options of a conversion.
+
+    Attributes:
+        format: What is written, a key of :data:`~paddle_flexckpt.engine.conversion_targets.TARGETS`.
+        strategy: The layout, such as ``"tp=2,pp=2"``: what each rank of that job would have saved. None: whole
+            tensors.
+        cuts: Globs of names and the axis along which tensor parallelism cuts these, or None; by default as they were
+            cut at the save.
+        states: Whether optimizer states and a run's extra state are written; None: if the format has a place for them.
+        dtype: Type that floating-point tensors get; optimizer states keep theirs. None: all keep theirs.
+        config: Path of the model's configuration, which becomes ``config.json``; by default that of the source's
+            directory, if there is one.
+        max_file_bytes: Bytes of tensors in one file, where they are whole; a larger tensor has a file for itself.
+        memory_bytes: The most memory that it takes, about.
+        restart: Whether to remove what an earlier conversion has begun to write there.
+    """
+
+    format: str = "native"
+    strategy: str | None = None
+    cuts: Sequence[tuple[str, int | None]] = ()
+    states: bool | None = None
+    dtype: str | None = None
+    config: str | os.PathLike[str] | None = None
+    max_file_bytes: int = 5 << 30
+    memory_bytes: int = MEMORY_BYTES
+    restart: bool = False
+
+    def check(self) -> None:
+        """Raise ValidationError if an option has a value that it cannot have."""
+        super().check()
+        problems = []
+        if self.format not in TARGETS:
+            problems.append(f"format is one of {', '.join(TARGETS)}; got {self.format!r}")
+        elif self.strategy is not None and not TARGETS[self.format].has_layout:
+            cut = [name for name, target in TARGETS.items() if target.has_layout]
+            problems.append(
+                f"{self.format} has whole tensors, which no strategy cuts; got strategy={self.strategy!r}. Remedy: "
+                f"leave it out, or write {' or '.join(cut)}"
+            )
+        if type(self.max_file_bytes) is not int or self.max_file_bytes < 1:
+            problems.append(f"max_file_bytes has to be a positive integer; got {self.max_file_bytes!r}")
+        if type(self.memory_bytes) is not int or self.memory_bytes < LEAST_MEMORY:
+            least = format_bytes(LEAST_MEMORY)
+            problems.append(f"memory_bytes has to be an integer of at least {least}; got {self.memory_bytes!r}")
+        if self.dtype is not None and not is_float(dtype_of(self.dtype).name):
+            problems.append(f"dtype is a floating-point type, which floating-point tensors get; got {self.dtype!r}")
+        if problems:
+            raise ValidationError(problems)
+
+
+@dataclass(frozen=True)
+class ConvertReport(Report):
+    """Say what a conversion did.
+
+    Attributes:
+        source: The checkpoint that was read.
+        origin: Whose it is, a key of :data:`~paddle_flexckpt.foreign.formats.ORIGINS`.
+        unique_id: Its id.
+        output: The directory written to.
+        format: What was written.
+        strategy: The layout, or None.
+        files: Names of the files of tensors.
+        kept_files: Those of them that an earlier process had written.
+        keys: Tensors written.
+        left_out: Optimizer states and tensors of extra state that were not.
+        total_bytes: Bytes of tensors in the files.
+        bytes_written: Bytes of these that this process has written.
+        bytes_read: Bytes of tensors read.
+        bytes_verified: Bytes of these whose checksums were compared.
+        bytes_extra: Bytes of these that no tensor needed.
+        cast: Tensors of which the type was changed.
+        maybe_fused: Keys that may be fused, for all that the source says: written as they lie.
+        replicas_used: By key, what was damaged and which file of which rank served instead.
+        notes: What was taken for granted.
+        seconds: Wall time; ``total`` is all of it.
+    """
+
+    source: str
+    origin: str
+    unique_id: int
+    output: str
+    format: str
+    strategy: str | None
+    files: list[str]
+    kept_files: list[str]
+    keys: int
+    left_out: int
+    total_bytes: int
+    bytes_written: int
+    bytes_read: int = 0
+    bytes_verified: int = 0
+    bytes_extra: int = 0
+    cast: int = 0
+    maybe_fused: list[str] = field(default_factory=list)
+    replicas_used: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        layout = f" for {self.strategy}" if self.strategy else ""
+        text = (
+            f"converted {self.keys} tensors of {self.source} (id {self.unique_id}, {self.origin}) to {self.format}"
+            f"{layout}: {files} in {self.output}, {format_bytes(self.total_bytes)}, {self.seconds['total']:.2f} s"
+        )
+        if self.kept_files:
+            text += f"; {len(self.kept_files)} of the files had been written before"
+        if self.left_out:
+            text += f"; {self.left_out} states left out"
+        if self.cast:
+            text += f"; {self.cast} tensors cast"
+        return text + "".join(f"; note: {note}" for note in self.notes)
+
+
+@takes(ConvertOptions, path=ALONE, output=ALONE)
+def convert_checkpoint(
+    path: Location, output: Location, aoa_config: AoaConfig | None = None, **options: Any
+) -> ConvertReport:
+    """Convert a checkpoint to another format or layout.
+
+    One process does it; Paddle is not needed. What an interrupted conversion has written stays: the same call goes on.
+    The destination is no checkpoint before all is there.
+
+    Fused parameters that statements do not touch get natural order. With bands of large tensors ``verify="read"`` is
+    ``"full"``.
+
+    Args:
+        path: The checkpoint: a path, a URL, or what ``open_storage`` gives; or a file that is one.
+        output: Where the files go, likewise: a directory that is empty, is not there yet, or has what an earlier call
+            with the same arguments has begun.
+        **options: Like ``aoa_config``, of :class:`ConvertOptions`.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValidationError: There is no such checkpoint, the output is in use, the statements do not fit, or the format
+            cannot hold a tensor; nothing was written.
+        CorruptCheckpointError: The checkpoint is damaged.
+        CheckpointError: Another process writes there.
+        OSError: The file system refused.
+    """
+    begin = time.perf_counter()
+    asked = ConvertOptions(aoa_config=aoa_config, **options)
+    asked.check()
+    sink, directory = open_destination(output), SourceDirectory(path)
+    with LockedManifest(directory, asked.unique_id) as manifest, quiet_loads():
+        return _Conversion(directory, manifest, sink, asked).run(begin)
+
+
+class _Conversion:
+    """Plan a conversion, and carry it out."""
+
+    def __init__(self, directory: SourceDirectory, manifest: Manifest, sink: Backend, options: ConvertOptions) -> None:
+        """Plan all of it; touch nothing."""
+        self._directory, self._manifest, self._sink, self._options = directory, manifest, sink, options
+        catalog, target = manifest.catalog, TARGETS[options.format]
+        self._mapping = whole_mapping(options.aoa_config, catalog)
+        infos = tensor_infos(catalog, self._mapping, extra_state=True)
+        states = target.states if options.states is None else options.states
+        chosen, self._left_out = choose_tensors(infos, options.start, states, target.by_safetensors)
+        self._keys = chosen
+        self._given = {name: infos[key] for name, key in chosen.items()}
+        self._infos = self._given if options.dtype is None else _cast(self._given, options.dtype)
+        self._config = read_config(options.config, directory)
+        self._digest = self._make_digest()
+        content = Content(
+            infos=self._infos,
+            orders=_orders(self._keys, catalog, self._mapping),
+            stored=_stored(self._keys, catalog, self._mapping),
+            token=self._digest,
+            step=manifest.step,
+            strategy=None if options.strategy is None else parse_strategy(options.strategy),
+            cuts=options.cuts,
+            max_file_bytes=options.max_file_bytes,
+        )
+        self._target: ConversionTarget = target(sink, content)
+
+    def _make_digest(self) -> str:
+        """Return what is the same only for the same source, options and configuration."""
+        backend, manifest = self._directory.backend, self._manifest
+        agreed = {name: value for name, value in self._options.agreed().items() if name not in _HOW}
+        times = []
+        if manifest.foreign and backend.has_path:  # whose files have no checksums
+            times = [os.stat(backend.where(name)).st_mtime_ns for name in manifest.catalog.files]
+        said = [__version__, agreed, xxhash.xxh3_128_hexdigest(manifest.encode()), times]
+        text = json.dumps(said, sort_keys=True, default=repr).encode()
+        return xxhash.xxh3_128_hexdigest(text + (self._config or b""))
+
+    def run(self, begin: float) -> ConvertReport:
+        """Write what is not there yet, then commit."""
+        target, sink, notes = self._target, self._sink, ConversionNotes(self._sink, self._digest)
+        sink.make_directory()
+        with sink.locks.take():
+            own = [CONFIG_FILE] if self._config is not None else []
+            notes.begin([*target.names(), *own], self._options.restart)
+            if self._config is not None:
+                publish(sink, CONFIG_FILE, self._config)
+            target.begin()
+            records: dict[int, bytes] = {}
+            for number, file in enumerate(target.files):
+                record = notes.read(file.name)
+                if record is not None and target.holds(number, record):
+                    records[number] = record
+            kept = [target.files[number].name for number in records]
+            done = self._write([n for n in range(len(target.files)) if n not in records], records, notes)
+            target.commit([records[number] for number in range(len(target.files))])
+            notes.end()
+        total = sum(file.data_bytes for file in target.files)
+        return ConvertReport(
+            source=self._directory.path,
+            origin=self._manifest.origin,
+            unique_id=self._manifest.unique_id,
+            output=sink.path,
+            format=self._options.format,
+            strategy=self._options.strategy,
+            files=[file.name for file in target.files],
+            kept_files=kept,
+            keys=len(self._infos),
+            left_out=self._left_out,
+            total_bytes=total,
+            bytes_written=total - sum(file.data_bytes for file in target.files if file.name in kept),
+            cast=sum(info.dtype != self._given[name].dtype for name, info in self._infos.items()),
+            notes=[*target.notes, *self._config_notes()],
+            seconds={"total": time.perf_counter() - begin},
+            **done,
+        )
+
+    def _write(self, numbers: Sequence[int], records: dict[int, bytes], notes: ConversionNotes) -> dict[str, Any]:
+        """Write files, and note each; return what the report says of the reads, by field."""
+        bands: list[tuple[str, Box]] = []
+        counts = []
+        for number in numbers:
+            before = len(bands)
+            for name, box in self._target.files[number].parts:
+                bands += ((self._keys[name], band) for band in self._bands(name, box))
+            counts.append(len(bands) - before)
+        options = self._options.keywords(FileOptions)
+        source = Files(self._directory.backend, FileOptions(**options), self._manifest, plain_errors=True)
+        files = [self._target.files[number] for number in numbers]
+        meter = self._options.meter("write", sum(file.data_bytes for file in files), len(files))
+        with source.closing:
+            arrays: Iterator[np.ndarray] = iter(())
+            said: dict[str, Any] = {}
+            if bands:
+                memory = WholeTensors()
+                casting = replace(CHOSEN, dtype="raise" if self._options.dtype is None else "cast")
+                transfer = Transfer(Solo(), source, lambda: self._targets(memory, bands), casting)
+                task = transfer.prepare()
+                arrays = (memory.take(row)[1] for row in source.fill(task))
+                said["maybe_fused"] = task.resolution.report()["maybe_fused"]
+            for number, file, count in zip(numbers, files, counts):
+                records[number] = self._target.write(number, _told(itertools.islice(arrays, count), meter))
+                notes.note(file.name, records[number])
+                meter.add(0, 1)
+            meter.finish()
+            next(arrays, None)  # the end of what fills them
+            if bands:
+                said.update(reads_of(source.reader))
+        if said.get("maybe_fused"):
+            logger.warning(order_warning(self._directory.path, said["maybe_fused"]))
+        if said.get("replicas_used"):
+            logger.warning(replica_warning(self._directory.path, said["replicas_used"]))
+        return said
+
+    def _targets(self, memory: WholeTensors, bands: Sequence[tuple[str, Box]]) -> Targets:
+        names = {key: name for name, key in self._keys.items()}
+        return memory.parts({key: self._infos[names[key]] for key, _ in bands}, self._mapping, bands)
+
+    def _bands(self, name: str, box: Box) -> Iterator[Box]:
+        """Yield what of a part is in memory at a time."""
+        # What is read may be of a wider type than what is written.
+        itemsize = max(dtype_of(infos[name].dtype).itemsize for infos in (self._infos, self._given))
+        return split_tiles(box, max(self._options.memory_bytes // _BANDS // itemsize, 1), aligned=False)
+
+    def _config_notes(self) -> list[str]:
+        """Return what the configuration says and the tensors do not."""
+        said = json.loads(self._config) if self._config is not None else {}
+        named = [str(said[name]) for name in ("torch_dtype", "dtype") if name in said]
+        dtype = self._options.dtype
+        if dtype is None or all(name.rpartition(".")[2] == dtype for name in named):
+            return []
+        return [f"{CONFIG_FILE} was copied as it is, and says {named[0]}; the tensors are {dtype}"]
+
+
+def _told(arrays: Iterable[np.ndarray], meter: Meter) -> Iterator[np.ndarray]:
+    """Yield arrays, and count each when it is written."""
+    for array in arrays:
+        nbytes = array.nbytes
+        yield array
+        del array
+        meter.add(nbytes)
+
+
+def _cast(infos: Mapping[str, TensorInfo], dtype: str) -> dict[str, TensorInfo]:
+    """Return the same with another type for floating-point tensors that are no optimizer's states."""
+    name, everything = dtype_of(dtype).name, set(infos)
+    return {
+        key: replace(info, dtype=name) if is_float(info.dtype) and not split_state(key, everything)[1] else info
+        for key, info in infos.items()
+    }
+
+
+def read_config(given: str | os.PathLike[str] | None, directory: SourceDirectory) -> bytes | None:
+    """Return the text of a model's configuration; None if there is none.
+
+    Args:
+        given: The path of a file; None: it may be in the checkpoint's directory.
+        directory: The checkpoint's.
+
+    Raises:
+        ValidationError: It cannot be read, or is no JSON object.
+    """
+    try:
+        if given is not None:
+            with open(given, "rb") as file:
+                text = file.read()
+        elif CONFIG_FILE in directory.backend.names():
+            text = directory.backend.read(CONFIG_FILE)
+        else:
+            return None
+        if not isinstance(json.loads(text), dict):
+            raise ValueError("it is not a JSON object")
+        return text
+    except (OSError, ValueError) as error:
+        where = given or directory.backend.where(CONFIG_FILE)
+        raise ValidationError(
+            f"{where} cannot be read as a model's configuration: {error}. Remedy: correct it, or give another (config)"
+        ) from error
+
+
+def _copied(keys: Mapping[str, str], mapping: TensorMapping | None) -> dict[str, str]:
+    """Return the source's key of each name whose tensor is, element by element, the source's."""
+    if mapping is None:
+        return dict(keys)
+    copied = mapping.copied_keys(keys.values())
+    untouched = {key for key in keys.values() if key not in mapping.tensors}
+    return {name: copied.get(key, key) for name, key in keys.items() if key in copied or key in untouched}
+
+
+def _orders(keys: Mapping[str, str], source: Catalog, mapping: TensorMapping | None) -> dict[str, Order]:
+    """Return in which order the elements of what is written lie, by name; nothing where the source does not say."""
+    known = {key: source.order(number) for number, key in enumerate(source.keys)}
+    uncertain = {source.keys[number] for number in np.flatnonzero(unordered(source)).tolist()}
+    copied, orders = _copied(keys, mapping), {}
+    for name, key in keys.items():
+        before = known.get(copied.get(name, key))
+        if name not in copied:
+            # Statements have put it into natural order, or made it.
+            orders[name] = replace(before, parts=1) if before is not None and before.is_permuted else NATURAL
+        elif before is not None:
+            orders[name] = before
+        elif copied[name] not in uncertain:
+            orders[name] = NATURAL
+    return orders
+
+
+def _stored(keys: Mapping[str, str], source: Catalog, mapping: TensorMapping | None) -> Catalog:
+    """Return the source's shards of tensors that are written as they are, by their names there."""
+    names = {key: name for name, key in _copied(keys, mapping).items()}
+    chosen = np.asarray([key in names for key in source.keys], dtype=bool)
+    kept = source.take(chosen[source.key]).compact()
+    return replace(kept, keys=tuple(names[key] for key in kept.keys))

@@ -1,0 +1,201 @@
+"""Say what a save would do on each rank of a job, without the job: who writes what, and what that takes.
+
+All ranks' shards are described by a layout, checked and planned by the functions of a save; writes and hashes are
+counted instead of made.
+
+Tested in tests/engine/test_save_rehearsal.py and tests/distributed/test_rehearsal.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError, concat
+from paddle_flexckpt.catalog.findings import inspect, raise_findings
+from paddle_flexckpt.engine.read_counts import sums_of
+from paddle_flexckpt.native.checksums import BLOCK_BYTES
+from paddle_flexckpt.native.data_file import BATCH_BLOCKS, BATCH_BYTES
+from paddle_flexckpt.planning.comparison import compare_samples, compare_whole, compare_written
+from paddle_flexckpt.planning.layouts import Layout
+from paddle_flexckpt.planning.shared_lines import SPREAD_ROWS
+from paddle_flexckpt.planning.write_plan import Items, WritePlan, plan_write
+from paddle_flexckpt.report import Report, format_bytes
+
+_CONTEXT = "cannot save"
+# What a save says by rank, in the order of a table.
+COLUMNS = ("held_bytes", "bytes_written", "items", "writes", "hashed_bytes", "staging_bytes")
+
+
+@dataclass(frozen=True)
+class SaveRehearsal(Report):
+    """Say what a save of a job would do.
+
+    Attributes:
+        strategy: The job's.
+        world_size: Its ranks.
+        error: Why the save would fail, in the words that the job would raise on every rank; "" where it would not.
+        keys: Tensors saved, over all ranks.
+        items: Shards stored, over all ranks.
+        files: Data files.
+        total_bytes: Bytes of tensors that all ranks write.
+        held_bytes: Bytes of tensors that all ranks hold, replicas counted.
+        imbalance: Most loaded rank's bytes over the mean.
+        ranks: By rank: ``held_bytes``, its own bytes; ``bytes_written``, bytes of tensors, and ``items``, stored
+            shards, in its data file; ``writes``, calls that write that file; ``hashed_bytes``, bytes that it takes
+            checksums and digests of; ``staging_bytes``, memory for a copy of what it writes, where the save is
+            asynchronous.
+        notes: What the rehearsal has taken for granted.
+        seconds: How long the slowest rank writes at the given rate; empty without one.
+    """
+
+    strategy: str
+    world_size: int
+    error: str = ""
+    keys: int = 0
+    items: int = 0
+    files: int = 0
+    total_bytes: int = 0
+    held_bytes: int = 0
+    imbalance: float = 1.0
+    ranks: dict[str, list[int]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    derived = ("ok",)
+
+    @property
+    def ok(self) -> bool:
+        """Return whether the job can save."""
+        return not self.error
+
+    @property
+    def worst(self) -> int:
+        """Return the rank that writes the most; the first of these."""
+        return int(np.argmax(self.ranks["bytes_written"]))
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        if not self.ok:
+            return f"{self.strategy} on {self.world_size} ranks does not save: {self.error}"
+        most = self.ranks["bytes_written"][self.worst]
+        text = (
+            f"{self.strategy} on {self.world_size} ranks saves {self.keys} tensors in {self.files} files: "
+            f"{format_bytes(self.total_bytes)} of {format_bytes(self.held_bytes)} held, {self.items} items, imbalance "
+            f"{self.imbalance:.2f}; rank {self.worst} writes the most, {format_bytes(most)}"
+        )
+        return text + "".join(f"; {way}: {value:.1f} s" for way, value in self.seconds.items())
+
+
+def rehearse_save(
+    layout: Layout,
+    *,
+    save_replicas: bool = False,
+    check_replicas: Literal["equal", "all"] = "equal",
+    staging_bytes: int | None = None,
+    bytes_per_second: float | None = None,
+    turn: int = 0,
+    notes: Sequence[str] = (),
+) -> SaveRehearsal:
+    """Say what saving the state of a layout to storage that all ranks share would do.
+
+    Args:
+        layout: What each rank has.
+        save_replicas: As of a save.
+        check_replicas: As of a save.
+        staging_bytes: As of an asynchronous save.
+        bytes_per_second: What one rank writes while all do; by default no time is estimated.
+        turn: Says which two ranks compare a replica; each save has another.
+        notes: What the layout takes for granted, for the report.
+
+    Raises:
+        ValidationError: An option has another value.
+    """
+    if check_replicas not in ("equal", "all"):
+        raise ValidationError([f"a save is rehearsed with check_replicas 'equal' or 'all'; got {check_replicas!r}"])
+    ranks = layout.strategy.ranks
+    said: dict[str, Any] = {"strategy": str(layout.strategy), "world_size": ranks, "notes": list(notes)}
+    job = _in_order([layout.catalog(rank) for rank in range(ranks)])
+    found = inspect(job, np.arange(len(job)))
+    try:
+        raise_findings(found.findings, _CONTEXT)
+    except CheckpointError as error:
+        return SaveRehearsal(**said, error=str(error))
+    if found.coverage.overlaps:
+        count = len(found.coverage.overlaps)
+        said["notes"].append(f"{count} pairs of shards overlap: a save compares what they share, which is not counted")
+    if len(job) > SPREAD_ROWS and ranks > 1:
+        said["notes"].append(
+            f"beyond {SPREAD_ROWS} shards a job plans each key on one rank, and may cut elsewhere what several hold"
+        )
+    plan = plan_write(job, "{}".format, save_replicas, groups=found.groups)
+    length = plan.catalog.byte_length
+    writer = plan.catalog.rank.astype(np.int64)
+    written = sums_of(writer, length, ranks)
+    stop = plan.source_start + plan.catalog.size
+    items = Items(plan.source, plan.source_start, stop)
+    whole = np.full(len(found.groups), save_replicas or check_replicas == "all")
+    part = ~whole
+    compared = compare_written(items, job, found.groups, part, turn)
+    compared = compared.and_also(compare_samples(job, found.groups, part, turn))
+    compared = compared.and_also(compare_whole(job, found.groups, whole))
+    own = {*zip(*(column.tolist() for column in vars(items).values()))}
+    lines = zip(compared.row.tolist(), compared.start.tolist(), compared.stop.tolist())
+    is_more = np.fromiter((line not in own for line in lines), dtype=bool, count=len(compared))
+    more = (compared.stop - compared.start) * job.itemsize[compared.row]
+    hashed = written + sums_of(job.rank[compared.row[is_more]].astype(np.int64), more[is_more], ranks)
+    columns = {
+        "held_bytes": sums_of(job.rank.astype(np.int64), job.byte_length, ranks),
+        "bytes_written": written,
+        "items": np.bincount(writer, minlength=ranks),
+        "writes": _writes(plan, ranks),
+        "hashed_bytes": hashed,
+        "staging_bytes": written if staging_bytes is None else np.minimum(written, staging_bytes),
+    }
+    owners = np.unique(job.rank)
+    total = int(written.sum())
+    return SaveRehearsal(
+        **said,
+        keys=len(job.keys),
+        items=len(plan.catalog),
+        files=int(np.count_nonzero(columns["items"])),
+        total_bytes=total,
+        held_bytes=int(job.byte_length.sum()),
+        imbalance=float(written[owners].max() / written[owners].mean()) if total else 1.0,
+        ranks={name: columns[name].tolist() for name in COLUMNS},
+        seconds={"write": float(written.max()) / bytes_per_second} if bytes_per_second else {},
+    )
+
+
+def _in_order(catalogs: Sequence[Catalog]) -> Catalog:
+    """Return all ranks' shards as a save has them: keys are numbered in the order in which they occur."""
+    job = concat(catalogs)
+    used, first, key = np.unique(job.key, return_index=True, return_inverse=True)
+    order = np.argsort(first, kind="stable")
+    number = np.empty(len(used), dtype=np.int32)
+    number[order] = np.arange(len(used), dtype=np.int32)
+    names = tuple(map(job.keys.__getitem__, used[order].tolist()))
+    return replace(job, keys=names, key=number[key.reshape(-1)])
+
+
+def _writes(plan: WritePlan, ranks: int) -> np.ndarray:
+    """Return how many calls write each rank's data file: its header, and as many blocks at a time as go together."""
+    writes = np.zeros(ranks, dtype=np.int64)
+    writer = plan.catalog.rank
+    edges = np.searchsorted(writer, np.arange(ranks + 1))
+    for rank, (first, last) in enumerate(zip(edges.tolist(), edges[1:].tolist())):
+        length = plan.catalog.byte_length[first:last]
+        blocks = -(-length // BLOCK_BYTES)
+        item = np.repeat(np.arange(len(length)), blocks)
+        place = np.arange(len(item)) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+        ends = np.cumsum(np.minimum(length[item] - place * BLOCK_BYTES, BLOCK_BYTES))
+        at, calls = 0, int(last > first)
+        while at < len(ends):
+            before = ends[at - 1] if at else 0
+            full = int(np.searchsorted(ends, before + BATCH_BYTES)) + 1
+            at, calls = min(full, at + BATCH_BLOCKS), calls + 1
+        writes[rank] = calls
+    return writes
