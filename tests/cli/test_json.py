@@ -30,8 +30,7 @@ VALUES = {
     "model.odd": np.asarray([np.nan, np.inf, -np.inf, 1], dtype=np.float16),
     "model.flags": np.asarray([True, False]),
 }
-#: By command, the command lines of which each is tried.
-#: ONE and TWO are checkpoints, BAD a damaged one, NEW is not there.
+#: By command, the command lines of which each is tried; ONE and TWO are checkpoints, BAD a damaged one.
 LINES = {
     "inspect": (["ONE"], ["ONE", "--key", "model.odd"]),
     "show": (["ONE", "model.odd", "model.layers.0.w[1:, 0]", "model.flags"],),
@@ -43,7 +42,8 @@ LINES = {
     "doctor": ([],),
     "rehearse": (["ONE", "--to", "tp=1", "--weights"], ["ONE", "--to", "dp=2", "--save"]),
     "map": (["ONE"],),
-    "convert": (["BAD", "NEW", "--verify", "off"],),
+    "convert": (["ONE", "OUT"],),
+    "bench": (["ROOT", "--bytes", "1MiB"],),
 }
 
 
@@ -90,8 +90,11 @@ def places(tmp_path_factory):
     save(str(root / "BAD"), VALUES, world=1)
     (data,) = (root / "BAD").glob("*.safetensors")
     flip(data, data.stat().st_size - 3)
-    new = str(tmp_path_factory.mktemp("new") / "NEW")
-    return {"ROOT": str(root), "NEW": new, **{name: str(root / name) for name in ("ONE", "TWO", "BAD")}}
+    return {
+        "ROOT": str(root),
+        "OUT": str(tmp_path_factory.mktemp("out") / "new"),
+        **{name: str(root / name) for name in ("ONE", "TWO", "BAD")},
+    }
 
 
 def test_the_files_are_those_of_the_reports():
@@ -118,6 +121,13 @@ def test_show_tells_numbers_that_are_not_finite_as_text(places, capsys):
     assert odd["values"] == ["nan", "inf", "-inf", 1.0]
     assert (odd["smallest"], odd["not_finite"], odd["zeros"]) == (1.0, 3, 0)
     assert (column["values"], column["mean"], column["shape"]) == ([6.0, 12.0, 18.0], 12.0, [3])
+
+
+def test_reading_a_manifest_is_logged_at_debug_only(places, caplog):
+    with caplog.at_level("DEBUG", "paddle_flexckpt"):
+        main(["inspect", places["ONE"]])
+    found = [record for record in caplog.records if "0.manifest" in record.getMessage()]
+    assert [record.levelname for record in found] == ["DEBUG"]
 
 
 def test_digest_and_du_say_the_same_as_in_lines(places, capsys):
