@@ -42,6 +42,7 @@ MORE = {
         "paddle_flexckpt.progress.Progress",
         "paddle_flexckpt.progress.Meter",
         "paddle_flexckpt.engine.digests.digest_checkpoint",
+        "paddle_flexckpt.engine.holders.find_holders",
         "paddle_flexckpt.live.digests.digest_state_dict",
         "paddle_flexckpt.live.publishing.PublishOptions",
         "paddle_flexckpt.engine.tensor_reader.TensorReader",

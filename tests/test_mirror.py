@@ -24,6 +24,7 @@ NOT_YET = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {
     "live",
     "manager",
     "media",
+    "pages",
     "parallel",
     "run_state",
     "trainer",

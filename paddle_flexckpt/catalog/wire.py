@@ -40,6 +40,18 @@ def pack_by_position(payloads: Mapping[int, bytes]) -> tuple[bytes, bytes]:
     return np.asarray([*payloads], dtype="<u4").tobytes(), join(payloads.values())
 
 
+def join_by_position(*payloads: Mapping[int, bytes]) -> dict[int, bytes]:
+    """Join several payloads for each position to one message."""
+    places = sorted(set().union(*payloads))
+    return {place: join([each.get(place, b"") for each in payloads]) for place in places}
+
+
+def split_by_position(messages: Mapping[int, bytes], count: int) -> list[dict[int, bytes]]:
+    """Return the payloads, ``count`` from each position, that :func:`join_by_position` was given; no empty ones."""
+    parts = {place: split(message) for place, message in messages.items()}
+    return [{place: each[i] for place, each in parts.items() if each[i]} for i in range(count)]
+
+
 def unpack_by_position(parts: Sequence[bytes]) -> dict[int, bytes]:
     """Return the payloads by position that :func:`pack_by_position` was given."""
     return dict(zip(np.frombuffer(parts[0], dtype="<u4").tolist(), split(parts[1])))

@@ -40,6 +40,18 @@ def add_checkpoint(parser: argparse.ArgumentParser, required_id: bool = False) -
     parser.add_argument("--id", type=int, dest="unique_id", metavar="ID", required=required_id, help=chosen)
 
 
+def add_html(parser: argparse.ArgumentParser) -> None:
+    """Add ``--html``."""
+    parser.add_argument("--html", metavar="FILE", help="write a page for a browser too, which needs no network")
+
+
+def written(path: str, content: str) -> str:
+    """Write a page, and return a line that says so."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(content)
+    return f"wrote {path}"
+
+
 def byte_count(text: str) -> int:
     """Return the bytes that a text such as ``5GiB``, ``5GB``, ``512 KiB`` or ``4096`` stands for.
 

@@ -14,7 +14,16 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
-from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, aoa_config, byte_count, table
+from paddle_flexckpt.cli.arguments import (
+    Outcome,
+    add_aoa,
+    add_checkpoint,
+    add_html,
+    aoa_config,
+    byte_count,
+    table,
+    written,
+)
 from paddle_flexckpt.cli.bars import progress_bar
 from paddle_flexckpt.cli.outputs import DigestReport, InspectReport, Shard, ShownTensor, ShowReport, StoredTensor
 from paddle_flexckpt.engine.comparison import diff
@@ -79,12 +88,13 @@ def add_command(commands: Any) -> None:
     add_aoa(compare, required=False)
     compare.add_argument("--extra-state", action="store_true", help="compare a run's extra state too")
     compare.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_html(compare)
 
     verify = commands.add_parser(
         "verify",
         help="read a whole checkpoint and list all that is damaged",
-        description="Reads a whole checkpoint and lists all that is damaged. The exit status is 0 where nothing is, and "
-        "1 otherwise.",
+        description="Reads a whole checkpoint and lists all that is damaged. The exit status is 0 where nothing is, "
+        "and 1 otherwise.",
         epilog="example: flexckpt verify run/step_00000100",
     )
     add_checkpoint(verify)
@@ -210,7 +220,12 @@ def _diff(options: argparse.Namespace) -> Outcome:
     chosen = {name: getattr(options, name) for name in ("first_id", "second_id", "extra_state")}
     with progress_bar(options.json) as progress:
         report = diff(options.first, options.second, config, progress=progress, **chosen)
-    lines = [report.to_json()] if options.json else [*report.lines(), report.summary()]
+    lines = [*report.lines(), report.summary()]
+    if options.html is not None:
+        from paddle_flexckpt.pages.reports import diff_page
+
+        lines.append(written(options.html, diff_page(report)))
+    lines = [report.to_json()] if options.json else lines
     return Outcome("\n".join(lines), int(not report.equal))
 
 

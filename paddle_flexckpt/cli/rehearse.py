@@ -8,7 +8,7 @@ from typing import Any
 from paddle_flexckpt.aoa.config import AoaConfig
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, aoa_config
+from paddle_flexckpt.cli.arguments import Outcome, add_aoa, add_checkpoint, add_html, aoa_config, written
 from paddle_flexckpt.engine.models import layout_of
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.rehearsal import RankReads, RehearsalReport, rehearse
@@ -48,6 +48,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--save-replicas", action="store_true", help="with --save: as in save_state_dict")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, with all ranks")
+    add_html(parser)
     parser.set_defaults(run=_rehearse)
 
 
@@ -110,12 +111,28 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
     rate = None if options.gbps is None else options.gbps * 1e9
     if options.save:
         saved = rehearse_save(layout, save_replicas=options.save_replicas, bytes_per_second=rate, notes=notes)
-        text = saved.to_json() if options.json else "\n".join([*_save_lines(saved), saved.summary()])
+        lines = [*_save_lines(saved), saved.summary()]
+        if options.html is not None:
+            from paddle_flexckpt.pages.reports import save_rehearsal_page
+
+            lines.append(written(options.html, save_rehearsal_page(saved)))
+        text = saved.to_json() if options.json else "\n".join(lines)
         return Outcome(text, int(not saved.ok))
     report = rehearse(
-        options.source, layout, asked, cooperative=options.cooperative, bytes_per_second=rate, notes=notes
+        options.source,
+        layout,
+        asked,
+        cooperative=options.cooperative,
+        by_source=options.html is not None,
+        bytes_per_second=rate,
+        notes=notes,
     )
-    text = report.to_json() if options.json else "\n".join([*_lines(report), report.summary()])
+    lines = [*_lines(report), report.summary()]
+    if options.html is not None:
+        from paddle_flexckpt.pages.reports import rehearsal_page
+
+        lines.append(written(options.html, rehearsal_page(report)))
+    text = report.to_json() if options.json else "\n".join(lines)
     return Outcome(text, int(not report.ok))
 
 

@@ -113,6 +113,20 @@ def sums_of(rank: np.ndarray, values: np.ndarray, ranks: int) -> np.ndarray:
     return found
 
 
+def bytes_by_source(pieces: Pieces, source: Catalog, place: np.ndarray, ranks: int) -> list[dict[int, int]]:
+    """Return bytes of pieces by the rank that saved them, for each rank; arguments as of :func:`count_reads`."""
+    target = place[pieces.target]
+    target = np.where(target < 0, -1 - target, target)
+    count = int(source.rank.max(initial=0)) + 1
+    pair, inverse = np.unique(target * count + source.rank[pieces.source], return_inverse=True)
+    size = sums_of(inverse, pieces.size * source.itemsize[pieces.source], len(pair))
+    found: list[dict[int, int]] = [{} for _ in range(ranks)]
+    for each, nbytes in zip(pair.tolist(), size.tolist()):
+        if nbytes:
+            found[each // count][each % count] = nbytes
+    return found
+
+
 class _Counter:
     """Add up reads, form by form."""
 

@@ -20,7 +20,7 @@ from paddle_flexckpt.engine.files import Files, plan_reads
 from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.options import FileOptions, LoadOptions
 from paddle_flexckpt.engine.plan import Tile, plan_fill
-from paddle_flexckpt.engine.read_counts import count_reads
+from paddle_flexckpt.engine.read_counts import bytes_by_source, count_reads
 from paddle_flexckpt.engine.shared_reads import count_shared_reads
 from paddle_flexckpt.engine.targets import Memory, Targets
 from paddle_flexckpt.engine.transfer import Task, make_task
@@ -53,6 +53,7 @@ class RankReads:
         files: Files opened.
         target_bytes: Bytes of the targets.
         scratch_bytes: The most memory that operands of computed values take at any time.
+        sources: Bytes of these pieces by the rank that saved them; empty unless asked for.
     """
 
     ranks: list[int]
@@ -62,6 +63,7 @@ class RankReads:
     files: int
     target_bytes: int
     scratch_bytes: int
+    sources: dict[int, int] = field(default_factory=dict)
     derived: ClassVar[tuple[str, ...]] = ("amplification", "memory_bytes")
 
     @property
@@ -182,6 +184,7 @@ def rehearse(
     options: LoadOptions | None = None,
     *,
     cooperative: bool = False,
+    by_source: bool = False,
     bytes_per_second: float | None = None,
     notes: Sequence[str] = (),
 ) -> RehearsalReport:
@@ -194,6 +197,7 @@ def rehearse(
         layout: What each rank has.
         options: Of the load.
         cooperative: Whether to say also what ranks do where one of them reads for all.
+        by_source: Whether to say also which rank has saved what each rank needs.
         bytes_per_second: What one rank reads while all do; by default no time is estimated. Between ranks goes twice
             as much, as ``comm_method="auto"`` takes it.
         notes: What the layout takes for granted, for the report.
@@ -209,7 +213,7 @@ def rehearse(
         said: dict[str, Any] = {"source": directory.path, "unique_id": manifest.unique_id, "notes": list(notes)}
         said.update(strategy=str(layout.strategy), world_size=layout.strategy.ranks)
         try:
-            found = _Rehearsal(path, manifest, layout, asked, cooperative).run()
+            found = _Rehearsal(path, manifest, layout, asked, cooperative, by_source).run()
         except CheckpointError as error:
             return RehearsalReport(**said, error=str(error))
         report = RehearsalReport(**said, **found)
@@ -231,11 +235,18 @@ class _Rehearsal:
     """Work out a load into a layout."""
 
     def __init__(
-        self, path: Location, manifest: Manifest, layout: Layout, options: LoadOptions, cooperative: bool
+        self,
+        path: Location,
+        manifest: Manifest,
+        layout: Layout,
+        options: LoadOptions,
+        cooperative: bool,
+        by_source: bool,
     ) -> None:
         self._manifest, self._layout, self._options = manifest, layout, options
         # What each rank fills, as far as it has to be known.
         self._filled: list[Catalog] | None = [] if cooperative else None
+        self._by_source = by_source
         self._source = manifest.catalog
         self._context = f"cannot load from {shown(path)}"
         self._files = Files(path, FileOptions(), manifest)
@@ -318,6 +329,7 @@ class _Rehearsal:
                 place = np.where(np.arange(len(plan.catalog)) < plan.targets, 0, -1)
             block_bytes = self._manifest.checksums.block_bytes
             counts = count_reads(pieces, self._source, plan.catalog, place, len(ranks), block_bytes)
+            sources = bytes_by_source(pieces, self._source, place, len(ranks)) if self._by_source else [{}] * len(ranks)
             for number, (each, catalog) in enumerate(zip(ranks, catalogs)):
                 found.append(
                     RankReads(
@@ -328,6 +340,7 @@ class _Rehearsal:
                         files=int(counts.files[number]),
                         target_bytes=int(catalog.byte_length.sum()),
                         scratch_bytes=scratch,
+                        sources=sources[number],
                     )
                 )
         return sorted(found, key=lambda each: each.ranks[0]), used

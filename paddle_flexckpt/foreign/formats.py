@@ -1,12 +1,12 @@
 """Tell whose checkpoint a directory holds, by the names of what is in it, and open it for reading or saving.
 
 In this order: a manifest (``{id}.manifest``) is this library's, whatever else is there. Of the others there has to be
-one alone: ``{id}.metadata`` is Paddle's own; ``.metadata`` is that of torch.distributed.checkpoint; the directories
-``model_state``, ``optimizer_state`` and ``master_weight`` with files of Paddle's in them are a FlexCheckpoint of
-PaddleFormers; safetensors files of optimizer states, master weights or adapters are a unified checkpoint of PaddleNLP,
-and so are weights alone whose files say ``format: np``; other safetensors files are a Hugging Face directory. Where
-there is none of these, ``.pdparams`` and ``.pdopt`` are state dicts of ``paddle.save``, and ``.npz`` is an archive of
-numpy's.
+one alone: ``{id}.metadata`` is Paddle's own; ``.metadata`` is that of torch.distributed.checkpoint, as are
+safetensors files ``shard-{n}-model-*``; the directories ``model_state``, ``optimizer_state`` and ``master_weight``
+with files of Paddle's in them are a FlexCheckpoint of PaddleFormers; safetensors files of optimizer states, master
+weights or adapters are a unified checkpoint of PaddleNLP, and so are weights alone whose files say ``format: np``;
+other safetensors files are a Hugging Face directory. Where there is none of these, ``.pdparams`` and ``.pdopt`` are
+state dicts of ``paddle.save``, and ``.npz`` is an archive of numpy's.
 
 Tested in tests/foreign/test_huggingface.py and tests/foreign/test_paddleformers_checkpoint.py.
 """
@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.foreign.dcp_safetensors import find_shard_files, read_shards_manifest
 from paddle_flexckpt.foreign.huggingface import INDEX_FILE, TENSOR_FILE, find_weights, manifest_of_weights, read_weights
 from paddle_flexckpt.foreign.npz import NPZ_FILE, read_npz_manifest
 from paddle_flexckpt.foreign.paddle_checkpoint import (
@@ -222,7 +223,11 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
     if is_unified_checkpoint(names):
         sources.append(_source_without_ids(backend, "unified_checkpoint", partial(read_unified_manifest, backend)))
     else:
-        weights = find_weights(backend.path, names)
+        shards = find_shard_files(names)
+        if shards:
+            sources.append(_source_without_ids(backend, "torch_dcp", partial(read_shards_manifest, backend, shards)))
+        # Beside them there may be what was consolidated of them.
+        weights = find_weights(backend.path, sorted(set(names) - set(shards)))
     origins: list[Origin] = [source.origin for source in sources] + (["huggingface"] if weights else [])
     if len(origins) > 1:
         listed = " and ".join(ORIGINS[origin] for origin in origins)

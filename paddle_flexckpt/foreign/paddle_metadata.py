@@ -38,8 +38,8 @@ class PaddleMetadata(Companion):
     """Make the file for Paddle's own loader."""
 
     name = PADDLE_METADATA
-    # Of so many it takes tens of seconds, and 100 MB.
-    most_rows = 1_000_000
+    # Of so many it takes seconds, and the rows have to be at hand: a manifest in one file has no more.
+    most_rows = 100_000
 
     def refuse(self, reason: str) -> bytes:
         """Return a file that stops Paddle: it names a module that no Python has, so that the error says the reason."""

@@ -11,7 +11,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,10 +24,9 @@ from paddle_flexckpt.engine.copies import CHUNK_BYTES
 from paddle_flexckpt.engine.kept_plans import in_full
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.save_options import SaveOptions
-from paddle_flexckpt.live.save_plan import Share
+from paddle_flexckpt.live.save_plan import Share, Written
 from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.media.backend import Backend, Lock, write_file
-from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
@@ -99,13 +98,17 @@ class NodeSave:
         """Take what :meth:`begin` returned on every rank; the names are known."""
         self._addresses = messages
 
-    def write(self, share: Share, hashed: np.ndarray) -> tuple[bytes, Checksums]:
+    def write(self, share: Share, hashed: np.ndarray) -> Written:
         """Write this rank's data file; return its part of the manifest, and the block checksums of all items."""
         self._clean_up()
         with share.data() as data:
             size, directory = self.comm.size, self.directory
             part = directory.write_data(self.names, share.items, data, world_size=size, **share.written())
-        return part.encode(), part.checksums
+        return Written(part.encode(), part.checksums)
+
+    def write_partitions(self, said: Sequence[bytes], received: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Write none: those of a large manifest are written on each node, by :meth:`commit`."""
+        return {}
 
     def _clean_up(self) -> None:
         """Finish or remove what dead saves have left on this rank's node."""
@@ -123,7 +126,7 @@ class NodeSave:
                 "until all of the nodes that took part save here again"
             )
 
-    def commit(self, parts: Sequence[bytes]) -> None:
+    def commit(self, parts: Sequence[bytes], told: Mapping[int, bytes]) -> None:
         """Make the checkpoint exist, on all nodes: prepare, publish, finish. A collective after each.
 
         Raises:

@@ -19,7 +19,7 @@ import xxhash
 from paddle_flexckpt.catalog import Catalog, ReplicaGroups
 from paddle_flexckpt.catalog.findings import Finding, Layout, inspect, raise_findings
 from paddle_flexckpt.catalog.key_rows import KeyRows, decode_rows, encode_rows
-from paddle_flexckpt.catalog.wire import join, split
+from paddle_flexckpt.catalog.wire import join, join_by_position, split, split_by_position
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.dealing import Dealt, deal, take
 from paddle_flexckpt.planning.comparison import Comparison
@@ -30,6 +30,7 @@ from paddle_flexckpt.planning.write_plan import Items, every_replica, lay_lines
 logger = logging.getLogger("paddle_flexckpt")
 
 _SAID = struct.Struct("<QB?")
+_COUNT = struct.Struct("<Q")
 
 
 class Said(NamedTuple):
@@ -79,31 +80,41 @@ def decode_findings(notes: Iterable[bytes]) -> list[Finding]:
 
 
 def tell_planners(
-    comm: Communicator, is_spread: bool, work: Callable[[], tuple[bytes, Mapping[int, bytes]]], context: str
-) -> tuple[list[bytes], list[bytes]]:
+    comm: Communicator,
+    is_spread: bool,
+    work: Callable[[], tuple[bytes, Mapping[int, bytes], Mapping[int, bytes]]],
+    context: str,
+) -> tuple[list[bytes], list[bytes], dict[int, bytes]]:
     """Take a step on every rank; tell all ranks one thing, and the planners another. One collective.
 
     Args:
         comm: The ranks.
         is_spread: Whether there are several planners; else every rank is told what is for this one itself.
-        work: The step: returns what is for all, and what is for each planner by position.
+        work: The step: returns what is for all; and by position what is for each planner, and what else is for a rank,
+            nothing unless there are several planners.
         context: What is being done, for errors.
 
     Returns:
-        What each rank said to all, and what each said to this one as a planner.
+        What each rank said to all, what each said to this one as a planner, and what else, by position.
     """
     if is_spread:
-        _, notes, received = comm.trade(lambda: (None, *work()), context)
+
+        def to_each() -> tuple[None, bytes, dict[int, bytes]]:
+            note, *payloads = work()
+            return None, note, join_by_position(*payloads)
+
+        _, notes, received = comm.trade(to_each, context)
+        digests, others = split_by_position(received, 2)
         places = range(comm.size)
-        return [notes.get(place, b"") for place in places], [received.get(place, b"") for place in places]
+        return [notes.get(place, b"") for place in places], [digests.get(place, b"") for place in places], others
 
     def to_all() -> tuple[None, bytes]:
-        note, payloads = work()
+        note, payloads, _ = work()
         return None, join((note, payloads.get(comm.position, b"")))
 
     _, answers = comm.together(to_all, context)
     said = [split(answer) for answer in answers]
-    return [each[0] for each in said], [each[1] for each in said]
+    return [each[0] for each in said], [each[1] for each in said], {}
 
 
 class Planners:
@@ -117,6 +128,7 @@ class Planners:
         is_spread: Whether a key is planned by one rank alone.
         any_device: Whether any rank has shards on a device.
         items: What all ranks write of these keys; from :meth:`plan` on.
+        item_count: How many items all ranks write of all keys; likewise.
         lines: What this rank compares, as a planner; likewise.
         comm: The ranks.
     """
@@ -125,6 +137,7 @@ class Planners:
     groups: ReplicaGroups
     overlaps: list[tuple[int, int]]
     items: Items
+    item_count: int
     lines: Comparison
 
     def __init__(
@@ -215,9 +228,11 @@ class Planners:
             def work() -> tuple[None, bytes, dict[int, bytes]]:
                 share, before = self._shared.share(told, answers, comm.size)
                 items = self._lines.cut(share, before=before)
-                return None, b"", dealt(every_replica(rows.catalog, groups) if save_replicas else items)
+                messages = dealt(every_replica(rows.catalog, groups) if save_replicas else items)
+                return None, _COUNT.pack(len(self.items.row)) if messages else b"", messages
 
-            _, _, messages = comm.trade(work, self._context)
+            _, notes, messages = comm.trade(work, self._context)
+            self.item_count = sum(_COUNT.unpack(note)[0] for note in notes.values())
         else:
             if save_replicas:
                 items = every_replica(rows.catalog, groups)
@@ -225,5 +240,6 @@ class Planners:
                 lines = lay_lines(rows.catalog, groups, rows.place, self._indivisible)
                 items = lines.cut(share_out(lines.sets, lines.amount, comm.size))
             own = dealt(items).get(comm.position)
+            self.item_count = len(items.row)
             messages = {} if own is None else {comm.position: own}
         return take(messages, self._catalog)

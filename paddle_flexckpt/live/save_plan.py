@@ -9,16 +9,17 @@ import contextlib
 import json
 import struct
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError
 from paddle_flexckpt.catalog.findings import raise_findings
 from paddle_flexckpt.catalog.key_rows import KeyRows
+from paddle_flexckpt.catalog.wire import join_by_position, split_by_position
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.dealing import NO_ITEMS, Dealt, deal, take
 from paddle_flexckpt.live.device_bytes import ALIGNMENT, DeviceBytes
@@ -28,6 +29,8 @@ from paddle_flexckpt.live.replicas import Replicas
 from paddle_flexckpt.live.staging import Source
 from paddle_flexckpt.live.tensor_memory import device_of, host_bytes, host_memory, is_contiguous
 from paddle_flexckpt.live.tensors import HostTensor
+from paddle_flexckpt.native.checksums import Checksums
+from paddle_flexckpt.native.partitions import partitions_for
 from paddle_flexckpt.planning.comparison import Comparison, Lines
 from paddle_flexckpt.planning.write_plan import Items, lay_out
 from paddle_flexckpt.progress import Meter, ProgressCallback
@@ -61,6 +64,7 @@ class SavePlan:
         lines: Of what this rank takes digests in this turn, by the position of the planner that compares them; rows are
             its state's.
         counts: What of the report is this rank's (:data:`COUNTS`).
+        partitions: In how many partitions ranks write the manifest, where planning is spread; else 0.
     """
 
     is_spread: bool
@@ -78,6 +82,7 @@ class SavePlan:
     starts: np.ndarray
     lines: Mapping[int, Lines]
     counts: tuple[int, ...]
+    partitions: int
 
     @property
     def catalog(self) -> Catalog:
@@ -127,6 +132,7 @@ class SavePlan:
             starts=written.source_start,
             lines=dealt.lines,
             counts=(keys, len(written.source), written.total_bytes, int(own.byte_length.sum()), len(own)),
+            partitions=partitions_for(planners.item_count) if planners.is_spread else 0,
         )
 
     @property
@@ -178,12 +184,15 @@ def compare_replicas(
     own: Catalog,
     context: str,
     is_kept: bool,
-) -> tuple[np.ndarray, SavePlan]:
+    beside: Callable[[], Mapping[int, bytes]],
+) -> tuple[np.ndarray, SavePlan, dict[int, bytes]]:
     """Compare the digests of all ranks; where planning is spread, those of this planner's keys. One collective then.
 
+    ``beside`` is what a rank does in that step if its replicas agree, and returns what it has to tell others of it.
+
     Returns:
-        Which groups differ, bool ``[number of groups]``; and a plan that is kept in its next turn, for which planners
-        tell in the same collective what is compared.
+        Which groups differ, bool ``[number of groups]``; a plan that is kept in its next turn, for which planners tell
+        in the same collective what is compared; and what others have told this rank, by position.
 
     Raises:
         ValidationError: Replicas differ that have to be equal; the same on every rank.
@@ -204,21 +213,37 @@ def compare_replicas(
     if not plan.is_spread:
         differing = replicas.compare(plan.compared, digests)
         compared, messages = next_lines()
-        return differing, turned(compared, {place: each for place, each in messages.items() if place == comm.position})
+        own_lines = {place: each for place, each in messages.items() if place == comm.position}
+        return differing, turned(compared, own_lines), {}
 
     def work() -> tuple[tuple[np.ndarray, Comparison], bytes, dict[int, bytes]]:
         try:
             differing = replicas.compare(plan.compared, digests)
             compared, messages = next_lines()
-            return (differing, compared), b"", messages
+            return (differing, compared), b"", join_by_position(messages, beside())
         except ValidationError as error:
             problems = [each for each in error.problems if isinstance(each, Problem)]
             findings = [(0, 0, plan.number_of(each), str(each)) for each in problems]
             return (np.zeros(0, dtype=bool), plan.compared), json.dumps(findings).encode(), {}
 
-    (differing, compared), notes, messages = comm.trade(work, context)
+    (differing, compared), notes, received = comm.trade(work, context)
     raise_findings(decode_findings(notes.values()), context)
-    return differing, turned(compared, messages)
+    messages, told = split_by_position(received, 2)
+    return differing, turned(compared, messages), told
+
+
+class Written(NamedTuple):
+    """Hold what ranks have to know of what one of them has written.
+
+    Attributes:
+        told: What all have to know.
+        checksums: Block checksums, at least of what is compared.
+        rows: By position of a rank, what that one alone has to know.
+    """
+
+    told: bytes
+    checksums: Checksums
+    rows: Mapping[int, bytes] = {}
 
 
 class Share:
@@ -228,6 +253,7 @@ class Share:
         items: Its items, all of one file.
         step: Training step to record, if known.
         devices: Those that some of the tensors are on.
+        partitions: In how many partitions ranks write the manifest if they can meet when their data is written; else 0.
     """
 
     def __init__(
@@ -240,7 +266,7 @@ class Share:
         progress: ProgressCallback | None = None,
     ) -> None:
         """Take a rank's items of a plan, the name of its data file, its tensors, and who is told of progress."""
-        self._progress = progress
+        self._progress, self.partitions = progress, plan.partitions
         self.items = replace(plan.items, files=(file,), file=np.zeros(len(plan.items), dtype=np.int32))
         self.step, self.devices = step, devices
         self._tensors, self._rows = tensors, plan.rows

@@ -151,6 +151,7 @@ class Save:
         self._state_dict, self._comm, self._options = state_dict, comm, options
         self._begin = time.perf_counter()
         self._waited = 0.0
+        self._told: Mapping[int, bytes] = {}
         # Of a save in slices: its handle, and the seconds that the caller spent elsewhere.
         self._handle: SaveHandle | None = None
         self._elsewhere = 0.0
@@ -347,21 +348,25 @@ class Save:
         """
         plan, state, context = self._plan, self._state, self._context
 
-        def work() -> tuple[bytes, dict[int, bytes]]:
+        def work() -> tuple[bytes, dict[int, bytes], Mapping[int, bytes]]:
             held, by_device = dict(enumerate(state.tensors)), plan.by_device or None
             with Digests(held, state.catalog, plan.all_lines, by_device, plan.written) as digests:
-                part, checksums = self.destination.write(self._share, digests.written)
+                part, checksums, rows = self.destination.write(self._share, digests.written)
                 found = memoryview(digests.encode(checksums))
             ends = np.cumsum([len(lines) * DIGEST.itemsize for lines in plan.lines.values()]).tolist()
             spans = zip(plan.lines, [0, *ends], ends)
-            return join((plan.counted(), part)), {planner: bytes(found[begin:end]) for planner, begin, end in spans}
+            own = {planner: bytes(found[begin:end]) for planner, begin, end in spans}
+            return join((plan.counted(), part)), own, rows
 
-        said, digests = tell_planners(self._comm, plan.is_spread, work, context)
-        counts, parts = zip(*map(split, said))
+        said, digests, rows = tell_planners(self._comm, plan.is_spread, work, context)
+        counts, parts = map(list, zip(*map(split, said)))
         held = dict(enumerate(state.tensors, plan.first_row)) if not plan.is_spread else {}
         replicas = self._replicas_of(held, plan.catalog, plan.groups, plan.policies)
         is_kept = self._kept_plan is not None
-        differing, turned = compare_replicas(self._comm, replicas, plan, digests, state.catalog, context, is_kept)
+        beside = functools.partial(self.destination.write_partitions, parts, rows)
+        differing, turned, self._told = compare_replicas(
+            self._comm, replicas, plan, digests, state.catalog, context, is_kept, beside
+        )
         if turned is not plan:
             self._keep(turned)
         differing = differing if plan.differing is None else differing | plan.differing
@@ -372,7 +377,7 @@ class Save:
             seconds={"plan": self._planned - self._begin - self._waited},
             **report_counts(counts, plan),
         )
-        return report, list(parts)
+        return report, parts
 
     def commit(self, report: SaveReport, parts: list[bytes]) -> SaveReport | SaveHandle:
         """Make the checkpoint exist, or hand the save over to the background writer.
@@ -386,7 +391,7 @@ class Save:
             seconds = {"queue": self._waited, "stage": spent, "blocked": written - self._begin - self._elsewhere}
             report = replace(report, seconds={**report.seconds, **seconds})
             return self.destination.hand_over(report, self._begin, self._handle)
-        self.destination.commit(parts)
+        self.destination.commit(parts, self._told)
         end = time.perf_counter()
         seconds = {"write": spent, "commit": end - written, "total": end - self._begin}
         report = replace(report, seconds={**report.seconds, **seconds})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from paddle_flexckpt.catalog import LostRankError, ValidationError
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.lost_ranks import own_presence
 from paddle_flexckpt.live.page_lock import lock_pages
-from paddle_flexckpt.live.save_plan import Share
+from paddle_flexckpt.live.partition_writers import PartitionWriter
+from paddle_flexckpt.live.save_plan import Share, Written
 from paddle_flexckpt.live.staging import Staging, blocks_of
 from paddle_flexckpt.media.backend import SaveLock
 from paddle_flexckpt.native.checksums import Checksums, hash_block
@@ -40,9 +41,11 @@ class SharedSave:
         directory: The directory.
         names: What the save calls its files: from :meth:`begin` on for the coordinator, from :meth:`agree` on for all.
         lock: The coordinator's right to save here.
+        in_partitions: Whether ranks write the manifest of a large save themselves, in partitions.
     """
 
     names: SaveNames
+    in_partitions = True
 
     def __init__(
         self, comm: Communicator, directory: SaveDirectory, coordinator_rank: int, unique_id: int | None, context: str
@@ -55,6 +58,7 @@ class SharedSave:
         self._before: list[str] = []
         # Whether there is something here that this rank may remove: not from the commit on.
         self._is_removable = False
+        self._partitions: PartitionWriter | None = None
 
     @property
     def is_coordinator(self) -> bool:
@@ -96,46 +100,72 @@ class SharedSave:
             )
         return None, b""
 
-    def write(self, share: Share, hashed: np.ndarray) -> tuple[bytes, Checksums]:
+    def write(self, share: Share, hashed: np.ndarray) -> Written:
         """Write this rank's data file, and its part where that is not told in the next collective.
 
-        Returns the part or nothing, and block checksums at least of the items ``hashed``, bool ``[n]``.
+        Returns block checksums at least of the items ``hashed``, bool ``[n]``; and the part or nothing, or the rows for
+        those who write partitions.
         """
         if self.is_coordinator:
             remove_dead_saves(self.directory, self.names, names=self._before)
         size, rank = self._comm.size, self._comm.rank
         directory, names, is_told = self.directory, self.names, size == 1 or not self.directory.backend.has_path
+        if share.partitions and self.in_partitions:
+            self._partitions = PartitionWriter(self._comm, directory, names, share.partitions)
         with share.data() as data:
-            if not is_told:
+            if not is_told and self._partitions is None:
                 part = directory.write_share(names, rank, share.items, data, world_size=size, **share.written())
-                return b"", part.checksums
+                return Written(b"", part.checksums)
             part = directory.write_data(names, share.items, data, world_size=size, **share.written())
+        if self._partitions is not None:
+            told, rows = self._partitions.send(part)
+            return Written(told, part.checksums, rows)
         encoded = part.encode()
         if size > 1 and len(encoded) * size > TOLD_BYTES:
             directory.write_part(names, rank, part)
             encoded = b""
-        return encoded, part.checksums
+        return Written(encoded, part.checksums)
 
-    def commit(self, parts: Sequence[bytes]) -> None:
+    def write_partitions(self, said: Sequence[bytes], received: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Write this rank's partitions, if ranks write them; return what the coordinator has to know, by position.
+
+        Args:
+            said: What each rank's :meth:`write` told all.
+            received: The rows for this one, by position.
+        """
+        if self._partitions is None:
+            return {}
+        return {self._coordinator_rank: self._partitions.write(said, received)}
+
+    def commit(self, parts: Sequence[bytes], told: Mapping[int, bytes]) -> None:
         """Make the checkpoint exist. One collective.
+
+        Args:
+            parts: What each rank's :meth:`write` told all.
+            told: What each rank's :meth:`write_partitions` told the coordinator.
 
         Raises:
             CheckpointError: The coordinator could not commit.
         """
         self._is_removable = False  # the coordinator alone knows whether it has committed
-        self._comm.together(lambda: self._commit(parts), self._context)
+        self._comm.together(lambda: self._commit(parts, told), self._context)
 
-    def _commit(self, parts: Sequence[bytes]) -> tuple[None, bytes]:
-        if self.is_coordinator:
+    def _commit(self, parts: Sequence[bytes], told: Mapping[int, bytes]) -> tuple[None, bytes]:
+        if self.is_coordinator and self._partitions is not None:
+            self.directory.commit_manifest(self.names, self._partitions.manifest([*told.values()]), is_checked=True)
+        elif self.is_coordinator:
             ranks = self._comm.ranks
-            told = {rank: Manifest.decode(part, f"the part of rank {rank}") for rank, part in zip(ranks, parts) if part}
-            self.directory.commit(self.names, ranks, told)
+            known = {
+                rank: Manifest.decode(part, f"the part of rank {rank}") for rank, part in zip(ranks, parts) if part
+            }
+            self.directory.commit(self.names, ranks, known)
         return None, b""
 
     def discard(self) -> None:
         """Remove what this rank wrote, unless the save may exist; the marker goes with the last file."""
         if self._is_removable:
-            self.directory.discard(self.names, self._comm.rank)
+            own = () if self._partitions is None else self._partitions.files
+            self.directory.discard(self.names, self._comm.rank, own)
 
     def lose_rank(self, error: LostRankError) -> None:
         """Leave everything as it is: nobody knows how far the others are."""
@@ -147,7 +177,12 @@ class SharedSave:
 
 
 class BackgroundSave(SharedSave):
-    """Stage one save in memory, and hand it over to this rank's background writer."""
+    """Stage one save in memory, and hand it over to this rank's background writer.
+
+    Its ranks do not meet again when the data is written, so they leave their parts to the coordinator.
+    """
+
+    in_partitions = False
 
     def __init__(self, slot: SaveSlot, staging_bytes: int | None, *arguments: Any) -> None:
         """Take room with the writer, the memory that may be taken, and the arguments of :class:`SharedSave`."""
@@ -207,7 +242,7 @@ class BackgroundSave(SharedSave):
             self._failure = error
         return self._failure is None and not self._staging.is_done
 
-    def write(self, share: Share, hashed: np.ndarray) -> tuple[bytes, Checksums]:
+    def write(self, share: Share, hashed: np.ndarray) -> Written:
         """Copy this rank's data to where the writer finds it, or what slices have left of it.
 
         Raises:
@@ -230,7 +265,8 @@ class BackgroundSave(SharedSave):
                     f"{key!r}{rest} changed while the save was staged in slices. Remedy: call finish_staging() before "
                     "optimizer.step(), or have finish_before(optimizer) do so"
                 )
-        return b"", Checksums.of_items(np.asarray(checksums, dtype=np.uint64), np.where(hashed, lengths, 0))
+        sums = np.asarray(checksums, dtype=np.uint64)
+        return Written(b"", Checksums.of_items(sums, np.where(hashed, lengths, 0)))
 
     def _write_in_waves(self, share: Share, nbytes: int, hashed: Iterable[tuple[int, int]]) -> list[int]:
         """Have the writer write while this rank's data is copied, through so much memory; wait for the last copy.

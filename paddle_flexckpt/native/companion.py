@@ -15,7 +15,7 @@ class Companion(ABC):
 
     Attributes:
         name: Its name.
-        most_rows: It refuses checkpoints of more shards: to tell of them would take longer than to save them.
+        most_rows: It refuses checkpoints of more shards: one process would need all of their rows, and seconds.
     """
 
     name: str

@@ -49,7 +49,12 @@ class Partition:
 
 def count_partitions(rows: int) -> int:
     """Return in how many partitions one process writes a manifest of so many rows; 0: it goes into one file."""
-    return 0 if rows <= MOST_ROWS_IN_ONE_FILE else -(-rows // ROWS_PER_PARTITION)
+    return 0 if rows <= MOST_ROWS_IN_ONE_FILE else partitions_for(rows)
+
+
+def partitions_for(rows: int) -> int:
+    """Return in how many partitions so many rows go where they have to be in some."""
+    return max(1, -(-rows // ROWS_PER_PARTITION))
 
 
 def partition_of(keys: Sequence[str], count: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 1. Take the right to save, and write a marker, which tells the files of a dead save from others.
 2. Write the data files, then the ranks' parts, and the partitions of a manifest of very many rows; each is durable at
-   once.
+   once. Where ranks write the partitions themselves there are no parts.
 3. Make the directory's entries durable, then put the manifest in place, whole or not at all.
 4. Bring the companion file, for another program's loader, up to date.
 5. Remove what has been replaced, then the marker.
@@ -226,31 +226,52 @@ class SaveDirectory(CheckpointDirectory):
         self.commit_manifest(save, manifest)
         return manifest
 
-    def commit_manifest(self, save: SaveNames, manifest: Manifest) -> None:
+    def commit_manifest(self, save: SaveNames, manifest: Manifest, is_checked: bool = False) -> None:
         """Make the checkpoint exist, of which every file but the manifest is durable; errors as of :meth:`commit`.
 
-        The files are looked at once more right before: they have to be there, of their size and of this save.
+        The files are looked at once more right before: they have to be there, of their size and of this save. With
+        ``is_checked`` all ranks together have done so (:meth:`check_untouched`), and one listing shows what is there.
         """
+        listed: list[list[str]] = []
+
+        def look() -> None:
+            listed.append(self.backend.names())
 
         def check() -> None:
-            try:
-                self.check_complete(manifest)
-            except CorruptCheckpointError as error:
-                what = str(error).partition(" Remedy:")[0]
-                raise CheckpointError(
-                    f"nothing was committed, as somebody else has changed the files of this save: {what} Remedy: find "
-                    "out who removes files there, and save again"
-                ) from error
+            left = manifest
+            if is_checked:
+                look()
+                here = set(listed[0])
+                # A network's file system may list a new file too late: what is not listed is looked for.
+                sizes = {name: size for name, size in manifest.sizes.items() if name not in here}
+                partitions = [each for each in manifest.partitions if each.file not in here]
+                left = Manifest.of_partitions(manifest.info, sizes, partitions)
+            self.check_untouched(left)
 
-        listed: list[list[str]] = []
         # Beside the checks a listing takes no time of its own; later it would, and shows nothing else.
-        checks = [check, lambda: listed.append(self.backend.names())] if self.backend.at_once > 1 else [check]
+        beside = self.backend.at_once > 1
+        checks = [check, look] if beside and not is_checked else [check]
         replaced = self.publish(save, manifest.encode(), *checks)
         try:
-            self.finish(save, replaced is None, manifest, listed[0] if listed else None)
+            self.finish(save, replaced is None, manifest, listed[0] if beside else None)
         finally:
             if replaced is not None:
                 replaced.release()
+
+    def check_untouched(self, manifest: Manifest) -> None:
+        """Check that files of a save that is not committed yet are there, of their size and of this save.
+
+        Raises:
+            CheckpointError: One is not: nothing can be committed.
+        """
+        try:
+            self.check_complete(manifest)
+        except CorruptCheckpointError as error:
+            what = str(error).partition(" Remedy:")[0]
+            raise CheckpointError(
+                f"nothing was committed, as somebody else has changed the files of this save: {what} Remedy: find "
+                "out who removes files there, and save again"
+            ) from error
 
     def publish(self, save: SaveNames, manifest: bytes, *checks: Callable[[], object]) -> Lock | None:
         """Put the manifest of a save in place: from then on the checkpoint exists.
@@ -310,17 +331,19 @@ class SaveDirectory(CheckpointDirectory):
         finally:
             lock.release()
 
-    def discard(self, save: SaveNames, rank: int) -> None:
+    def discard(self, save: SaveNames, rank: int, partitions: Sequence[str] | None = None) -> None:
         """Remove what a rank wrote in a save that cannot be committed any more; the caller knows that.
 
-        The marker goes with the last file of the save.
+        The marker goes with the last file of the save. ``partitions`` are those that this rank wrote; None: all.
         """
         # What cannot be removed does no harm, and must not hide why the save failed: the marker stays with it.
         with contextlib.suppress(OSError):
             if self.is_committed(save):
                 return
             own = (save.prepared_file(rank), save.data_file(rank), save.part_file(rank))
-            for name in (*own, *filter(save.owns_partition, self.backend.names())):
+            if partitions is None:
+                partitions = [*filter(save.owns_partition, self.backend.names())]
+            for name in (*own, *partitions):
                 self.backend.remove(name)
             if not any(map(save.owns, self.backend.names())):
                 self.remove_uploads(save)

@@ -15,6 +15,7 @@ import pytest
 from paddle_flexckpt.cli.arguments import byte_count
 from paddle_flexckpt.cli.main import main
 from tests.engine.samples import save, values_of
+from tests.pages.samples import check
 
 KINDS = {
     "model.layers.0.w": ("float32", (4, 6)),
@@ -128,6 +129,10 @@ def test_diff_lists_what_differs_and_exits_with_1(checkpoint, tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["only_in_first"] == ["model.layers.1.w"]
     assert report["differing"]["model.norm"]["first_index"] == [3]
+    page = tmp_path / "a.html"
+    assert main(["diff", path, other, "--html", str(page)]) == 1
+    assert capsys.readouterr().out.splitlines() == [*lines, f"wrote {page}"]
+    assert "20.00%" in check(page.read_text(encoding="utf-8")).text()
     assert "nowhere does not exist" in failed(capsys, "diff", path, str(tmp_path / "nowhere"))
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from paddle_flexckpt.cli.main import main
+from paddle_flexckpt.cli.map import seconds_of
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.strategy import parse_strategy
 from tests.engine.rehearsed import save
+from tests.engine.samples import save as save_values
 from tests.engine.test_models import decoder
+from tests.pages.samples import HOSTILE, check
 
 KEY = "model.layers.0.mlp.down_proj.weight"
 
@@ -49,6 +53,50 @@ def test_json_has_all(checkpoint, capsys):
     assert (part["global_offset"], part["local_shape"], part["ranks"]) == ([0, 0], [16, 8], [0])
 
 
+def test_a_page_and_a_picture_are_written_beside(checkpoint, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    report = tmp_path / "report.json"
+    html, png = tmp_path / "a.html", tmp_path / "a.png"
+    report.write_text(json.dumps({"rank_seconds": {"write": [1.0, 3.0]}}))
+    command = ["map", checkpoint, "--to", "tp=4", "--html", str(html), "--png", str(png), "--report", str(report)]
+    assert main(command) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == [f"wrote {html}", f"wrote {png}"]
+    text = check(html.read_text(encoding="utf-8")).text()
+    assert "write: rank 1 stands out; rank 1 has 3 s, 1.5 times the median." in text and KEY in text
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["world_size"] == 2
+
+
+def test_a_key_is_text_in_the_page_whatever_it_says(tmp_path, capsys):
+    keys = [key for key in HOSTILE if "\udc80" not in key]
+    save_values(tmp_path / "bad", dict.fromkeys(keys, np.ones(4, np.float32)), world=1)
+    assert main(["map", str(tmp_path / "bad"), "--html", str(tmp_path / "a.html")]) == 0
+    text = check((tmp_path / "a.html").read_text(encoding="utf-8")).text()
+    assert [key for key in keys if key not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("found", "seconds"),
+    [
+        ({"rank_seconds": {"plan": [1, 2], "write": [3, 4.5]}}, {"plan": [1.0, 2.0], "write": [3.0, 4.5]}),
+        ([{"seconds": {"read": 1}}, {"seconds": {"read": 2, "plan": 3}}], {"read": [1.0, 2.0], "plan": [0.0, 3.0]}),
+    ],
+)
+def test_seconds_are_those_of_one_report_or_of_all_ranks(tmp_path, found, seconds):
+    (tmp_path / "r.json").write_text(json.dumps(found))
+    assert seconds_of(str(tmp_path / "r.json")) == seconds
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"rank_seconds": {"write": ["x"]}}', '{"rank_seconds": [1]}'])
+def test_a_report_that_is_none_is_refused(checkpoint, tmp_path, capsys, content):
+    (tmp_path / "r.json").write_text(content)
+    command = ["map", checkpoint, "--html", str(tmp_path / "a.html"), "--report", str(tmp_path / "r.json")]
+    assert main(command) == 1
+    assert "this is no report with seconds (file " in capsys.readouterr().err
+    assert not (tmp_path / "a.html").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -57,6 +105,7 @@ def test_json_has_all(checkpoint, capsys):
         (["--cut", "*=1"], "--cut describes the job that --to names"),
         (["--to", "tp=3"], "tp=3 does not fit the model"),
         (["--id", "7"], "7"),
+        (["--report", "r.json"], "--report is for a page or a picture"),
     ],
 )
 def test_what_makes_no_sense_is_an_error(checkpoint, capsys, arguments, words):

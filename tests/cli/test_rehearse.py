@@ -9,8 +9,10 @@ import pytest
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.strategy import parse_strategy
+from paddle_flexckpt.report import format_bytes
 from tests.engine.rehearsed import save
 from tests.engine.test_models import decoder
+from tests.pages.samples import check
 
 
 @pytest.fixture
@@ -38,6 +40,34 @@ def test_reading_together_is_said_beside(checkpoint, capsys):
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["cooperative"]
     assert set(map(len, found.values())) == {4}
+
+
+@pytest.mark.parametrize("to", ["tp=4,dp=2", "tp=2,pp=2", "tp=1,sharding=v2:4"])
+def test_the_page_has_what_goes_from_rank_to_rank(checkpoint, tmp_path, capsys, to):
+    page = tmp_path / "a.html"
+    assert main(["rehearse", checkpoint, "--to", to, "--html", str(page), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    for each in report["ranks"]:
+        assert sum(each["sources"].values()) == each["bytes_needed"]
+    titles = {
+        text for tag, text in check(page.read_text(encoding="utf-8")).texts if tag == "title" and " to rank" in text
+    }
+    assert titles == {
+        f"rank {source} to rank {rank}: {format_bytes(count)}"
+        for each in report["ranks"]
+        for source, count in each["sources"].items()
+        for rank in each["ranks"]
+    }
+    assert main(["rehearse", checkpoint, "--to", to, "--html", str(page)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"wrote {page}"
+
+
+def test_the_page_of_what_does_not_load_says_why(checkpoint, tmp_path, capsys):
+    save(tmp_path / "other", Layout(decoder(5), parse_strategy("tp=2")))
+    page = tmp_path / "a.html"
+    command = ["rehearse", checkpoint, "--to", "tp=2", "--model", str(tmp_path / "other"), "--html", str(page)]
+    assert main(command) == 1
+    assert "the source has no such key" in check(page.read_text(encoding="utf-8")).text()
 
 
 def test_json_has_all_ranks(checkpoint, capsys):
@@ -71,7 +101,7 @@ def test_states_that_nobody_asks_for_are_the_jobs_error(checkpoint, tmp_path, ca
     assert "unexpected: " in capsys.readouterr().out
 
 
-def test_a_save_is_rehearsed_instead(checkpoint, capsys):
+def test_a_save_is_rehearsed_instead(checkpoint, tmp_path, capsys):
     command = ["rehearse", checkpoint, "--to", "tp=2,pp=2,dp=5", "--save", "--gbps", "0.001"]
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -83,6 +113,12 @@ def test_a_save_is_rehearsed_instead(checkpoint, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["ok"] and report["total_bytes"] == report["held_bytes"] == sum(report["ranks"]["bytes_written"])
     assert set(map(len, report["ranks"].values())) == {20}
+    page = str(tmp_path / "a.html")
+    assert main([*command, "--html", page]) == 0
+    assert capsys.readouterr().out.splitlines() == [*lines, f"wrote {page}"]
+    with open(page, encoding="utf-8") as file:
+        text = check(file.read()).text()
+    assert lines[-1] in text and "Hashed bytes" in text
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paddle_flexckpt.live import planners
 from paddle_flexckpt.media.backend import write_file
 from paddle_flexckpt.native import partitions, save_directory
 from tests.crash.explore import losses, stops
@@ -34,6 +35,29 @@ def test_old_or_new_and_a_next_save_when_power_goes(bench, name):
     found = losses(bench(find(name)), seed=11, limit=8, count=5)
     assert not found.violations, "\n".join(found.violations)
     assert found.points >= 1
+
+
+@pytest.fixture
+def every_rank_writes_partitions(monkeypatch):
+    monkeypatch.setattr(planners, "SPREAD_ROWS", -1)
+
+
+SPREAD = ["overwrite twice, 2 ranks", "second id, then overwrite the first, 2 ranks", "manager: one goes, 2 ranks"]
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_old_or_new_where_each_rank_writes_partitions(bench, name, every_rank_writes_partitions):
+    found = stops(bench(find(name)), seed=12, count=12)
+    assert not found.violations, "\n".join(found.violations)
+    assert found.points == 12
+    found = losses(bench(find(name)), seed=12, limit=8, count=5)
+    assert not found.violations, "\n".join(found.violations)
+
+
+@pytest.mark.parametrize("fault", ["I/O error", "quota"])
+def test_one_error_where_each_rank_writes_partitions(bench, fault, every_rank_writes_partitions):
+    found = faults(bench(find("overwrite, 2 ranks")), fault, count=16)
+    assert not found.violations, "\n".join(found.violations)
 
 
 @pytest.mark.parametrize("fault", ["I/O error", "quota"])

@@ -1,0 +1,164 @@
+"""Show who holds what: how much each rank, and which parts of each tensor. Tested in tests/pages/test_holders.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from paddle_flexckpt.algebra.flat import flat_range_to_boxes
+from paddle_flexckpt.engine.holders import HoldersReport, Part, TensorHolders
+from paddle_flexckpt.pages.charts import Area, areas
+from paddle_flexckpt.pages.markup import Markup, Section, bullets, element, facts, join, page, paragraph, table
+from paddle_flexckpt.pages.ranks import by_rank, of_bytes, of_seconds
+from paddle_flexckpt.report import format_bytes, format_ranks
+
+#: Tensors that are drawn, rows of tables of parts, and parts of one drawing: a page stays readable, and small.
+MOST_DRAWN, MOST_ROWS, MOST_AREAS = 12, 1000, 300
+_RANGES = 6
+
+
+def holders_page(report: HoldersReport, seconds: Mapping[str, Sequence[float]] | None = None) -> str:
+    """Return a page of who holds what.
+
+    Args:
+        report: That.
+        seconds: What a save or load took, by phase and rank.
+    """
+    return page(f"Who holds what: {report.source}", report.summary(), holders_sections(report, seconds))
+
+
+def holders_sections(report: HoldersReport, seconds: Mapping[str, Sequence[float]] | None = None) -> list[Section]:
+    """Return the parts of that page."""
+    job = report.strategy
+    overview = facts(
+        [
+            ("id", str(report.unique_id)),
+            ("step", "unknown" if report.step is None else report.step),
+            ("saved by", f"{report.world_size} ranks" if report.world_size else "unknown ranks"),
+            ("tensors", len(report.tensors)),
+            ("saved", format_bytes(sum(report.stored_bytes))),
+            *([("under", job), ("needed", format_bytes(sum(report.needed_bytes)))] if job else []),
+        ]
+    )
+    if report.notes:
+        overview = join([overview, paragraph("Taken for granted:"), bullets(report.notes)])
+    found = [Section("Overview", overview)]
+    if seconds:
+        found.append(
+            Section(
+                "Seconds by rank and phase", by_rank("rank", [of_seconds(name, each) for name, each in seconds.items()])
+            )
+        )
+    found.append(Section("Bytes saved by each rank", by_rank("rank", [of_bytes("Saved", report.stored_bytes)])))
+    if job:
+        needed = [of_bytes(f"Needed under {job}", report.needed_bytes)]
+        found.append(Section("Bytes needed by each rank", by_rank("rank", needed)))
+    return [*found, Section("Tensors", _tensors(report)), Section("Parts", _parts(report))]
+
+
+def _tensors(report: HoldersReport) -> Markup:
+    drawn = [_drawing(key, tensor, bool(report.strategy)) for key, tensor in largest(report, MOST_DRAWN)]
+    left = len(report.tensors) - len(drawn)
+    more = (
+        [paragraph(f"{left} smaller ones are not drawn. Name keys to have those drawn.", class_="quiet")]
+        if left
+        else []
+    )
+    return join([*drawn, *more])
+
+
+def largest(report: HoldersReport, most: int) -> list[tuple[str, TensorHolders]]:
+    """Return the largest tensors, at most so many, by key."""
+    size = {key: math.prod(tensor.shape) for key, tensor in report.tensors.items()}
+    chosen = set(sorted(size, key=lambda key: (-size[key], key))[:most])
+    return [(key, tensor) for key, tensor in report.tensors.items() if key in chosen]
+
+
+def _drawing(key: str, tensor: TensorHolders, has_job: bool) -> Markup:
+    pictures = [_picture("Saved", tensor.stored, tensor.shape)]
+    if has_job:
+        pictures.append(_picture("Needed", tensor.needed, tensor.shape))
+    head = element("h3", f"{key}: {tensor.dtype} {tensor.shape}")
+    return join([head, element("div", *pictures, class_="pair")])
+
+
+def _picture(what: str, parts: Sequence[Part], shape: Sequence[int]) -> Markup:
+    if not parts:
+        return paragraph(f"{what}: no part.")
+    found = list(plane(parts, shape))
+    axes = cut_axes(parts, shape)
+    extents = [shape[axis] if axis >= 0 else 1 for axis in axes]
+    if len(found) > MOST_AREAS:
+        return paragraph(f"{what}: in {len(found)} pieces, too many to draw.")
+    title = f"{what}: {len(parts)} part{'s' * (len(parts) > 1)}"
+    if axes[0] >= 0 and len(shape) > 2:
+        title += f", drawn along axes {axes[0]} and {axes[1]}"
+    return areas(title, (extents[0], extents[1]), found)
+
+
+def cut_axes(parts: Sequence[Part], shape: Sequence[int]) -> tuple[int, int]:
+    """Return the two axes of a tensor that are drawn, those that are cut first; -1 where there is none."""
+    cut = [axis for axis in range(len(shape)) if any(box[axis][1] < shape[axis] for box in _boxes(parts))]
+    rest = [axis for axis in reversed(range(len(shape))) if axis not in cut]
+    chosen = sorted((cut + rest)[:2])
+    return (chosen[0], chosen[1]) if len(chosen) == 2 else (-1, chosen[0] if chosen else -1)
+
+
+def plane(parts: Sequence[Part], shape: Sequence[int]) -> list[Area]:
+    """Return rectangles, along the axes of :func:`cut_axes`; a flattened range is several."""
+    axes, found = cut_axes(parts, shape), []
+    for part in parts:
+        where = f"{part.where()}: {_said(part)}, {format_bytes(part.bytes)}"
+        for box in _boxes([part]):
+            row, column = (box[axis] if axis >= 0 else (0, 1) for axis in axes)
+            if row[1] and column[1]:
+                found.append(Area(row, column, part.ranks[0], format_ranks(part.ranks, 1), where))
+    return found
+
+
+def _boxes(parts: Sequence[Part]) -> list[list[tuple[int, int]]]:
+    """Return the boxes of parts: first index and extent along each axis."""
+    found = []
+    for part in parts:
+        inner = [([0] * len(part.local_shape), part.local_shape)]
+        if part.flattened_range is not None:
+            inner = [
+                (list(box.offset), list(box.shape))
+                for box in flat_range_to_boxes(part.local_shape, *part.flattened_range)
+            ]
+        for offset, extents in inner:
+            found.append([(o + p, n) for o, p, n in zip(part.global_offset, offset, extents)])
+    return found
+
+
+def _said(part: Part) -> str:
+    return ("rank " if len(part.ranks) == 1 else "ranks ") + format_ranks(part.ranks, _RANGES)
+
+
+def _parts(report: HoldersReport) -> Markup:
+    """Return a table of all parts, or of those of the first tensors."""
+    rows: list[tuple[str, ...]] = []
+    shown = 0
+    for key, tensor in report.tensors.items():
+        sides = (("saved", tensor.stored), ("needed", tensor.needed))
+        own = [
+            (
+                key,
+                what,
+                part.where(),
+                format_ranks(part.ranks, _RANGES),
+                format_bytes(part.bytes),
+                ", ".join(part.files[:2]),
+            )
+            for what, parts in sides
+            for part in parts
+        ]
+        if rows and len(rows) + len(own) > MOST_ROWS:
+            break
+        rows += own
+        shown += 1
+    caption = f"Parts of {shown} of {len(report.tensors)} tensors"
+    if shown < len(report.tensors):
+        caption += "; the text and --json have all"
+    head = ("Key", "What", "Range of indices", "Ranks", "Bytes", "Files")
+    return table(caption, head, rows[: 4 * MOST_ROWS], numbers=(4,))

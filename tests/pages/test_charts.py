@@ -1,0 +1,79 @@
+"""Charts: each mark says what it shows, sums are exact, and the number of marks is bounded."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.pages.charts import MOST_CELLS, MOST_COLUMNS, Area, Series, areas, columns, heat_map
+from tests.pages.samples import Page
+
+
+def titles(markup: str) -> list[str]:
+    return [text for tag, text in Page(markup).texts if tag == "title"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, MOST_COLUMNS, MOST_COLUMNS + 1, 1024, 10_000])
+def test_each_rank_is_in_a_column_and_the_straggler_is_seen(ranks):
+    values = [10.0] * ranks
+    values[ranks // 2] = 30.0 if ranks > 2 else 10.0
+    series = Series("Seconds", values, "{:.0f} s".format)
+    found = Page(columns(series))
+    marks = [each for each in found.named("rect") if "data-i" in each]
+    assert len(marks) == -(-ranks // max(1, -(-ranks // MOST_COLUMNS))) <= MOST_COLUMNS
+    assert series.far() == ([ranks // 2] if ranks > 2 else [])
+    assert [each["class"] for each in marks].count("far") == len(series.far())
+    (tallest,) = {each["height"] for each in marks if each["class"] == ("far" if ranks > 2 else "bar")}
+    assert float(tallest) == max(float(each["height"]) for each in marks)
+    if ranks > 2:
+        assert f"most 30 s, rank {ranks // 2}; median 10 s; 3.00 times the median" in found.text()
+
+
+def test_ranks_without_anything_do_not_count_for_the_median():
+    series = Series("Bytes", [0, 0, 0, 0, 5, 5, 9], str)
+    assert (series.median, series.far()) == (5, [6])
+    assert Series("Bytes", [0, 0], str).far() == [] == Series("Bytes", [], str).far()
+    assert "no rank" in columns(Series("Bytes", [], str))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, MOST_CELLS, 100, 1024])
+def test_a_heat_map_has_all_that_goes_from_rank_to_rank(ranks):
+    pairs = np.stack(np.divmod(np.arange(ranks * ranks), ranks), axis=1)
+    values = np.random.default_rng(ranks).integers(0, 1000, len(pairs))
+    markup = heat_map("Bytes", pairs, values, ranks, ranks, str)
+    assert len(markup) < 1_000_000
+    cells = [text.rpartition(": ") for text in titles(markup) if " to rank" in text]
+    assert len(cells) <= MOST_CELLS**2
+    assert sum(int(value) for *_, value in cells) == int(values.sum())
+    width = max(1, -(-ranks // MOST_CELLS))
+    sums = values.reshape(ranks, ranks)
+    first = f"rank{'s' * (width > 1)} 0" + f"-{width - 1}" * (width > 1)
+    assert (f"{first} to {first}", ": ", str(sums[:width, :width].sum())) in cells
+
+
+def test_nothing_between_ranks_is_no_cell():
+    markup = heat_map("Bytes", np.asarray([[0, 3]]), np.asarray([7]), 2, 4, str)
+    assert [text for text in titles(markup) if " to " in text] == ["rank 0 to rank 3: 7"]
+    (chart,) = [each for each in Page(markup).named("div")]
+    assert (chart["data-rows"], chart["data-columns"], chart["data-down"]) == ("2", "4", "rank 0|rank 1")
+    assert "most 0" in heat_map("Bytes", np.zeros((0, 2), int), np.zeros(0, int), 2, 2, str)
+
+
+def test_shades_rise_with_values():
+    pairs = np.asarray([[0, n] for n in range(6)])
+    found = Page(heat_map("Bytes", pairs, np.arange(1, 7), 1, 6, str))
+    assert [each["class"] for each in found.named("rect") if "data-i" in each] == [
+        *(f"heat-{level}" for level in range(2, 7)),
+        "heat-6",
+    ]
+
+
+def test_parts_of_a_tensor_lie_where_they_are():
+    parts = [Area((0, 2), (0, 4), 0, "0", "rank 0"), Area((2, 2), (0, 1), 9, "a long label", "b")]
+    found = Page(areas("Saved", (4, 4), parts))
+    marks = [each for each in found.named("rect") if "data-i" in each]
+    assert [(each["class"], each["y"], each["height"]) for each in marks] == [
+        ("rank-1 part", "1", "120"),
+        ("rank-2 part", "121", "120"),
+    ]
+    assert [text for tag, text in found.texts if tag == "text"] == ["0"]
