@@ -17,9 +17,12 @@ _flexckpt() {{
 {options}
             esac;;
         esac
-        [[ $words && ( $word == -* || $words != -* ) ]] || words=""
     fi
-    COMPREPLY=($(compgen -W "$words" -- "$word"))
+    local each offered=""
+    for each in $words; do
+        [[ $word != -* && $each == -* ]] || offered+=" $each"
+    done
+    COMPREPLY=($(compgen -W "$offered" -- "$word"))
 }}
 complete -o default -F _flexckpt flexckpt
 """

@@ -47,16 +47,16 @@ def checkpoint(tmp_path):
 def test_nobody_sees_a_bar_in_a_file_or_beside_json_or_on_a_dumb_terminal(terminal, monkeypatch):
     with progress_bar(stream=io.StringIO()) as show:
         assert show is None
-    with progress_bar(as_json=True) as show:
+    with progress_bar(as_json=True, stream=terminal) as show:
         assert show is None
     monkeypatch.setenv("TERM", "dumb")
-    with progress_bar() as show:
+    with progress_bar(stream=terminal) as show:
         assert show is None
     assert terminal.getvalue() == ""
 
 
 def test_a_line_counts_per_cent_and_goes(terminal, without_tqdm):
-    with progress_bar() as show:
+    with progress_bar(stream=terminal) as show:
         show(Progress("verify", 0, 4096))
         show(Progress("verify", 1024, 4096))
     drawn = terminal.getvalue().split("\r")
@@ -66,7 +66,7 @@ def test_a_line_counts_per_cent_and_goes(terminal, without_tqdm):
 
 
 def test_the_line_goes_when_the_command_fails(terminal, without_tqdm):
-    with pytest.raises(CheckpointError), progress_bar() as show:
+    with pytest.raises(CheckpointError), progress_bar(stream=terminal) as show:
         show(Progress("verify", 1, 2))
         raise CheckpointError("damaged")
     assert terminal.getvalue().endswith(" \r")
@@ -76,10 +76,10 @@ def test_the_line_goes_when_the_command_fails(terminal, without_tqdm):
 def test_tqdm_draws_a_bar_in_colour_unless_no_color_is_set(terminal, monkeypatch, no_color, colour):
     pytest.importorskip("tqdm")
     monkeypatch.setenv("NO_COLOR", no_color)
-    with progress_bar() as show:
+    with progress_bar(stream=terminal) as show:
         show(Progress("read", 0, 1 << 20))
         bar = show.__self__._bar
-        assert (bar.total, bar.colour, bar.desc) == (1 << 20, colour, "read: ")
+        assert (bar.total, bar.colour, bar.desc) == (1 << 20, colour, "read")
         show(Progress("read", 1 << 19, 1 << 20))
         assert bar.n == 1 << 19
     assert "read:" in terminal.getvalue()
