@@ -99,7 +99,7 @@ def _convert(options: argparse.Namespace) -> str:
         restart=options.restart,
         **{name: getattr(options, name) for name in names},
     )
-    return json.dumps(report.as_dict(), indent=2) if options.json else report.summary()
+    return report.to_json() if options.json else report.summary()
 
 
 def _statements(options: argparse.Namespace) -> Any:
