@@ -46,7 +46,11 @@ LOADS = (
 )
 ROWS = (1_000_000, 10_000_000)
 FIRST_SAVES = (1_024, 10_000)
-TABLES = ("jobs", "first_saves", "plans", "manifests", "loads")
+# Tensors of many shards and of few, each of one rank: 1,000,000 shards in all.
+OPENINGS = tuple(
+    (shards, ranks) for shards in (1_024, 4) for ranks in (0, 8, 64, 1_024, 16_384)[: 5 if shards < 9 else 4]
+)
+TABLES = ("jobs", "first_saves", "plans", "manifests", "openings", "loads")
 _TOKEN = "0123456789abcdef" * 2
 
 
@@ -307,13 +311,13 @@ def catalog_of_rows(rows: int, ranks: int = 1024):
     return replace(catalog, files=files, file=catalog.rank.copy(), byte_offset=begin)
 
 
-def manifest_of_rows(rows: int):
-    """A manifest of so many rows, with a checksum for each."""
+def manifest_of_rows(rows: int, ranks: int = 1024):
+    """A manifest of so many rows, with a checksum for each, of a job of ``ranks``."""
     import numpy as np
 
     from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 
-    catalog = catalog_of_rows(rows)
+    catalog = catalog_of_rows(rows, ranks)
     sums = np.random.default_rng(0).integers(0, 1 << 63, len(catalog)).astype(np.uint64)
     sizes = dict.fromkeys(catalog.files, int((catalog.byte_offset + catalog.byte_length).max()))
     return Manifest.of_save(SaveInfo(_TOKEN, 0, len(catalog.files), 1), catalog, sums, sizes)
@@ -369,6 +373,64 @@ def measure_manifest(rows: int, where: Path, tensors: int = 20) -> dict[str, Any
         "open": statistics.median(opened),
         "one_tensor": statistics.median(one_tensor),
         "all": everything,
+    }
+
+
+def measure_opening(case: tuple[int, int], where: Path, rows: int = 1_000_000) -> dict[str, Any]:
+    """What one rank of a load reads and holds of a manifest in partitions.
+
+    ``case`` has the shards of each tensor, and the number of ranks, each of which loads as many tensors; 0: one rank
+    that knows all rows, as each did before.
+    """
+    import numpy as np
+
+    from paddle_flexckpt.engine.files import Files
+    from paddle_flexckpt.engine.options import LoadOptions
+    from paddle_flexckpt.engine.targets import Memory, Targets
+    from paddle_flexckpt.foreign.formats import open_to_save
+    from paddle_flexckpt.live.communicator import SoloCommunicator
+    from paddle_flexckpt.live.direct_files import DirectFiles
+    from paddle_flexckpt.media.local import LocalBackend
+    from paddle_flexckpt.native.directory import SaveNames
+
+    shards, ranks = case
+    manifest = manifest_of_rows(rows, shards)
+    comm = SoloCommunicator()
+    comm.ranks, comm.position = tuple(range(max(ranks, 1))), ranks // 2
+    keys = np.arange(len(manifest.catalog.keys)) % max(ranks, 1) == comm.position
+    first = np.unique(manifest.catalog.key, return_index=True)[1][keys]
+    mine = manifest.catalog.take(first).compact()
+    nothing = ((),) * len(mine.keys)
+    targets = Targets(mine, nothing, nothing, np.zeros((len(mine), 2), dtype=np.int64), Memory())
+    read: list[int] = []
+    with tempfile.TemporaryDirectory(dir=where) as path:
+        written = open_to_save(path).write_partitions(SaveNames(0, 0, _TOKEN), manifest)
+        (Path(path) / "0.manifest").write_bytes(written.encode())
+        files = DirectFiles(comm, path, LoadOptions(), "", "") if ranks else Files(path, LoadOptions())
+
+        def load() -> None:
+            read.clear()
+            files.open()
+            files.want(targets)
+
+        original = LocalBackend.read
+        LocalBackend.read = lambda self, *names: read.append(len(data := original(self, *names))) or data
+        try:
+            with files.closing:
+                _, seconds, mib = cost(load)
+        finally:
+            LocalBackend.read = original
+    return {
+        "rows": len(manifest.catalog),
+        "shards": shards,
+        "ranks": ranks,
+        "keys": len(mine),
+        "partitions": len(written.partitions),
+        "partitions_read": len(read) - 1,
+        "bytes": sum(read),
+        "held": len(files.catalog),
+        "seconds": seconds,
+        "mib": mib,
     }
 
 
@@ -595,6 +657,16 @@ def show_manifests(found: list[dict[str, Any]]) -> str:
     )  # fmt: skip
 
 
+def show_openings(found: list[dict[str, Any]]) -> str:
+    return table(
+        ("shards of a tensor", "ranks", "tensors of a rank", "partitions read", "bytes read", "rows held", "memory",
+         "seconds"),
+        [(f"{each['shards']:,}", f"{each['ranks']:,}" if each["ranks"] else "all rows", f"{each['keys']:,}",
+          f"{each['partitions_read']:,} of {each['partitions']:,}", _units(each["bytes"]), f"{each['held']:,}",
+          f"{each['mib']:.1f} MiB", f"{each['seconds']:.3f}") for each in found],
+    )  # fmt: skip
+
+
 def show_loads(found: list[dict[str, Any]]) -> str:
     return table(
         ("job", "ranks", "targets", "pieces", "data files", "read", "plan", "partitions of its keys"),
@@ -629,6 +701,11 @@ def bounds_of(manifests: list[dict[str, Any]]) -> list[Row]:
     ]
 
 
+def _pair(text: str) -> tuple[int, int]:
+    shards, ranks = map(int, text.split(","))
+    return shards, ranks
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = arguments(__doc__, pairs=1)
     parser.add_argument("--tables", nargs="+", choices=TABLES, default=TABLES)
@@ -637,6 +714,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--first-saves", nargs="+", type=int, default=FIRST_SAVES, metavar="RANKS")
     parser.add_argument("--tensors", type=int, default=3000, help="of each rank of these")
     parser.add_argument("--rows", nargs="+", type=int, default=ROWS, help="rows of manifests")
+    parser.add_argument("--openings", nargs="+", type=_pair, default=OPENINGS, metavar="SHARDS,RANKS")
     parser.add_argument("--sample", type=int, default=16, help="ranks of a job that are looked at, at most")
     parser.add_argument("--most", type=int, default=1_000_000, help="shards of a job that one process plans, at most")
     options = parser.parse_args(argv)
@@ -649,6 +727,7 @@ def main(argv: list[str] | None = None) -> int:
         ),
         "plans": (options.jobs, lambda job: measure_plan(job, options.most), show_plans),
         "manifests": (options.rows, lambda rows: measure_manifest(rows, options.directory), show_manifests),
+        "openings": (options.openings, lambda case: measure_opening(case, options.directory), show_openings),
         "loads": (options.loads, measure_load, show_loads),
     }
     results: dict[str, Any] = {"calls": measure_calls()}

@@ -20,6 +20,9 @@ def test_all_tables(tmp_path, capsys):
                 *jobs,
                 "--rows",
                 "120000",
+                "--openings",
+                "4,0",
+                "4,16",
                 "--first-saves",
                 "64",
                 "--tensors",
@@ -46,6 +49,10 @@ def test_all_tables(tmp_path, capsys):
     assert calls["load_rank_files"][0] == calls["load_rank_files"][1] > 0
     # It reads each rank's part, and looks at each rank's data file.
     assert calls["save_coordinator_files"][1] - calls["save_coordinator_files"][0] >= 2 * 4
+    before, now = found["openings"]
+    assert before["held"] == before["rows"] == 16 * now["held"] and before["partitions_read"] == before["partitions"]
+    assert now["keys"] * 16 == before["keys"] and now["mib"] < before["mib"] / 4
+    assert calls["load_collectives"] == [4, 4]
     # Where keys are spread it does neither.
     spread = calls["save, keys spread_coordinator_files"]
     assert spread[0] == spread[1] < calls["save_coordinator_files"][0]

@@ -6,7 +6,7 @@ Tested in tests/engine/test_files.py and tests/live/test_policies.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,8 @@ class Files(Source):
     manifest: Manifest
     reader: FileReader
     keeps_plans = True
+    # The keys whose rows are read of a manifest in partitions when it is opened; None: all.
+    _first_keys: Sequence[str] | None = None
     #: What progress is told of.
     phase = "read"
 
@@ -75,7 +77,8 @@ class Files(Source):
         self.path, manifest = self.directory.path, self._kept
         if manifest is None:
             with self._reading():
-                manifest = self.closing.enter_context(LockedManifest(self.directory, self._options.unique_id))
+                locked = LockedManifest(self.directory, self._options.unique_id, self._first_keys)
+                manifest = self.closing.enter_context(locked)
         self.manifest, self.catalog, self.unique_id = manifest, manifest.catalog, manifest.unique_id
         return {"checkpoint": f"id {manifest.unique_id} ({manifest.save_token})", "reads": "directly"}
 

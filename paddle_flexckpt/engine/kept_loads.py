@@ -10,13 +10,12 @@ Tested in tests/live/test_kept_loads.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.catalog.wire import encode_catalog
 from paddle_flexckpt.engine.kept_plans import fingerprint
 from paddle_flexckpt.engine.plan import FillPlan
@@ -47,6 +46,7 @@ class KeptLoad:
         plan: The rows to fill.
         reads: What is read into them, or sent and received.
         unexpected: Keys of the source that no rank asks for.
+        whole: Whether the reads are of all shards of the source, where fewer are known at first.
     """
 
     others: dict[int, Resolved]
@@ -56,6 +56,7 @@ class KeptLoad:
     plan: FillPlan
     reads: KeptReads
     unexpected: list[str]
+    whole: bool = False
 
     def resolution(self, targets: Targets) -> Resolution:
         """Return how these targets are filled."""
@@ -73,9 +74,7 @@ class KeptLoad:
         return columns + self.filled.nbytes + _ENTRY_BYTES * entries
 
 
-def describe_load(
-    options: bytes, ranks: Sequence[int], targets: Targets, source: Catalog, access: bytes
-) -> bytes | None:
+def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source: bytes, access: bytes) -> bytes | None:
     """Return a fingerprint of all that one rank's part of a plan is made of, but for the other ranks' targets.
 
     None where it is made of more than this knows: of targets that share memory and have gaps, it depends on each
@@ -85,7 +84,7 @@ def describe_load(
         options: Those of the load, encoded, without the checkpoint's id.
         ranks: All that load.
         targets: This rank's.
-        source: All shards of the checkpoint.
+        source: What is the same for a checkpoint with the same shards (``Source.describe``).
         access: What else the source plans by: who can read what.
     """
     shared = _shared_memory(targets.spans)
@@ -95,7 +94,7 @@ def describe_load(
     if (length != targets.catalog.byte_length[shared[:, 0]]).any():
         return None
     names = repr((targets.aliases, targets.raw_names)).encode()
-    tables = encode_catalog(targets.catalog), encode_catalog(replace(source, files=()))
+    tables = encode_catalog(targets.catalog), source
     return fingerprint((options, repr(tuple(ranks)).encode(), *tables, names, shared.tobytes(), access))
 
 

@@ -275,8 +275,8 @@ class _Rehearsal:
                 self._check_files(np.flatnonzero(used))
             except CheckpointError as error:
                 raise self._failure(error) from error
-        bits = np.packbits(task.resolution.used(self._source, task.mapping)).tobytes()
-        unexpected = check_unexpected(self._source, [bits], task.mapping, self._options, self._context)
+        used = task.resolution.used(self._source, task.mapping)
+        unexpected = check_unexpected(self._source.keys, used, task.mapping, self._options, self._context)
         said = task.resolution.report()
         names = ("missing", "aliases", "cast", "masters", "maybe_fused")
         total = sum(len(each.ranks) * each.bytes_needed for each in groups)

@@ -368,7 +368,7 @@ class _Resolver:
 
     def _missing(self, row: int) -> Problem:
         """Return the problem of a target that nothing feeds: AOA statements say so, or else the name is wrong."""
-        catalog, names, compatible = self._catalog, self._source.keys, self.compatible
+        catalog, names, compatible = self._catalog, self._sorted_names, self.compatible
         key = catalog.keys[row]
         where: dict[str, Any] = {"key": key, "rank": int(catalog.rank[row]), "expected": catalog.describe(row)}
         if self._mapping is not None and key in self._gone:
@@ -379,7 +379,7 @@ class _Resolver:
             return Problem("nothing feeds a target", **where, got=why, remedy=None if "Remedy:" in why else remedy)
         tail = key.rsplit(".", 2)[-2:]
         alike = [name for name in names if name.rsplit(".", 2)[-2:] == tail][:3]
-        got = f"{len(names)} keys, among them {alike or list(names[:3])}"
+        got = f"{len(names)} keys, among them {alike or names[:3]}"
         if key in compatible.taken:
             got += f"; what might be meant is taken by target {compatible.taken[key]!r}"
         remedy = "correct the name, or load with strict=False to leave this target as it is"
@@ -389,6 +389,10 @@ class _Resolver:
         else:
             remedy = untied(catalog, row, self._source) + remedy
         return Problem("the source has no such key", **where, got=got, remedy=remedy)
+
+    @cached_property
+    def _sorted_names(self) -> list[str]:
+        return sorted(self._source.keys)
 
     def _stored(self, row: int, number: int) -> Given:
         """Return what the source has under the number of a key."""

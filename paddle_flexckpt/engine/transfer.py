@@ -12,7 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ class Source:
     Attributes:
         path: What to call it.
         unique_id: The checkpoint's id, or None.
-        catalog: All of its shards; known when it is open.
+        catalog: All of its shards, or those that :meth:`want` chose; known when it is open.
         between_ranks: Whether ranks send each other what they need: each has to know what the others want.
         keeps_plans: Whether what was planned may serve again, by :meth:`keep` and :meth:`recall`.
     """
@@ -88,6 +88,29 @@ class Source:
     def open(self) -> dict[str, str]:
         """Open it; return what ranks compare of it: ``checkpoint`` says which one it is."""
         return {}
+
+    def want(self, targets: Targets) -> None:
+        """Know at least the shards that these targets may be filled from, all of each key; by default it knows all."""
+
+    def complete(self) -> bool:
+        """Know all shards; return whether it has not known them before."""
+        return False
+
+    def describe(self) -> bytes:
+        """Return what is the same for a source with the same shards, and what only the other ranks know of it."""
+        return encode_catalog(replace(self.catalog, files=()))
+
+    def used(self, task: Task) -> bytes:
+        """Return what :meth:`gather_used` has to know of each rank: what it fills something from."""
+        return np.packbits(task.resolution.used(self.catalog, task.mapping)).tobytes()
+
+    def gather_used(self, answers: Sequence[bytes]) -> tuple[Sequence[str], np.ndarray]:
+        """Return all keys, and bool for each: whether a rank uses it; no keys where all of a model's are used.
+
+        ``answers`` has what :meth:`used` gave on every rank.
+        """
+        bits = np.bitwise_or.reduce([np.frombuffer(each, dtype=np.uint8) for each in answers])
+        return self.catalog.keys, np.unpackbits(bits, count=len(self.catalog.keys)).astype(bool)
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Check that this rank can take part in a task, and return what the other ranks have to know of it."""
@@ -168,6 +191,7 @@ class Transfer:
         self._plans = plans if source.keeps_plans else None
         self._own: bytes | None = None
         self._recalled: KeptPlan | None = None
+        self._whole = False
         self._begin = time.perf_counter() if begin is None else begin
 
     def run(self) -> LoadReport:
@@ -204,6 +228,7 @@ class Transfer:
         """Return this rank's targets, and what has to be the same on every rank."""
         said = self._said = self._source.open()
         targets = self._describe_targets()
+        self._source.want(targets)
         check_coordinator(self._comm, self._options.coordinator_rank)
         return targets, self._options.encode(self._call, **said, context=self._context)
 
@@ -235,11 +260,13 @@ class Transfer:
         lasting = {name: said for name, said in self._said.items() if name != "checkpoint"}
         options = self._options.encode(self._call, **lasting)
         source = self._source
-        self._own = describe_load(options, self._comm.ranks, targets, source.catalog, source.access) or b""
+        self._own = describe_load(options, self._comm.ranks, targets, source.describe(), source.access) or b""
         self._recalled = None if self._plans is None else self._plans.find(self._own)
         if self._recalled is None:
             return b""
         kept: KeptLoad = self._recalled.plan
+        if kept.whole:
+            self._completed()
         self._task, self._unexpected = Task(kept.resolution(targets), kept.mapping, kept.plan), [*kept.unexpected]
         address = source.recall(self._task, kept.reads)
         agreed = fingerprint((self._recalled.origin, options, json.dumps(self._said).encode()))
@@ -251,7 +278,8 @@ class Transfer:
             return
         resolution = self._task.resolution
         columns = resolution.others, resolution.filled, resolution.same_memory
-        kept = KeptLoad(*columns, self._task.mapping, self._task.plan, self._source.keep(), [*self._unexpected])
+        planned = self._task.mapping, self._task.plan, self._source.keep()
+        kept = KeptLoad(*columns, *planned, [*self._unexpected], self._whole)
         self._plans.keep(self._owns[self._comm.position], KeptPlan(fingerprint(self._owns), kept, ()), kept.nbytes)
 
     def describe(self) -> None:
@@ -294,21 +322,41 @@ class Transfer:
 
     @without_collector()
     def _resolve(self, statements: Sequence[str]) -> bytes:
-        (targets, head), source, known = self._described, self._source, self._all_targets
-        asked = statements if source.between_ranks else None
-        task, needed = make_task(targets, source.catalog, self._options, known, asked)
+        (targets, head), source = self._described, self._source
+        task, needed = self._make_task(targets, statements if source.between_ranks else None)
         self._task = task
-        used = np.packbits(task.resolution.used(source.catalog, task.mapping)).tobytes()
         names = json.dumps(task.resolution.raw_meanings()).encode()
         # Names of tensors are no part of what a plan is kept for.
         own = b"" if "by_tensor_name" in vars(targets) else self._own or b""
-        return join((head, json.dumps(needed).encode(), used, names, own, *source.prepare(task)))
+        return join((head, json.dumps(needed).encode(), source.used(task), names, own, *source.prepare(task)))
+
+    def _make_task(self, targets: Targets, statements: Sequence[str] | None) -> tuple[Task, tuple[str, ...]]:
+        """Return what :func:`make_task` does; where names of other keys matter, of all shards of the source."""
+
+        def make() -> tuple[Task, tuple[str, ...]]:
+            return make_task(targets, self._source.catalog, self._options, self._all_targets, statements)
+
+        try:
+            made = make()
+        except ValidationError:
+            # Errors tell of keys that are like those that are asked for.
+            if not self._completed():
+                raise
+            return make()
+        # Statements that put fused parameters right are about their states too.
+        return make() if made[1] and self._completed() else made
+
+    def _completed(self) -> bool:
+        """Have all shards of the source; return whether they were not known before."""
+        completed = self._source.complete()
+        # A kept plan is found by the shards that are known at first.
+        self._whole = self._whole or completed
+        return completed
 
     def plan(self) -> None:
         """Plan what ranks send each other; check that what nobody asks for may be left."""
-        self._unexpected = check_unexpected(
-            self._source.catalog, self._used, self._task.mapping, self._options, self._context
-        )
+        keys, used = self._source.gather_used(self._used)
+        self._unexpected = check_unexpected(keys, used, self._task.mapping, self._options, self._context)
         self._source.plan(self._task, self._answers)
 
     def move(self) -> None:

@@ -11,28 +11,26 @@ import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.sides import split_state
-from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
+from paddle_flexckpt.catalog import EXTRA_STATE, ValidationError
 from paddle_flexckpt.engine.names import split_raw
 from paddle_flexckpt.engine.options import TransferOptions
 
 
 def check_unexpected(
-    source: Catalog, bits: Sequence[bytes], mapping: TensorMapping | None, options: TransferOptions, context: str
+    keys: Sequence[str], used: np.ndarray, mapping: TensorMapping | None, options: TransferOptions, context: str
 ) -> list[str]:
-    """Return the keys of the source that no rank uses. Extra state does not count, nor what AOA statements remove.
+    """Return the keys of a source that no rank uses, sorted, of which ``used`` tells which some rank does.
 
-    ``bits`` has every rank's packed :meth:`Resolution.used`.
+    Extra state does not count, nor what AOA statements remove.
 
     Raises:
         ValidationError: They are not allowed; the same on every rank.
     """
     removed = frozenset() if mapping is None else mapping.removed
-    used = np.bitwise_or.reduce([np.frombuffer(b, dtype=np.uint8) for b in bits])
-    flags = np.unpackbits(used, count=len(source.keys)).astype(bool)
-    unused = [source.keys[i] for i in np.flatnonzero(~flags)]
-    unexpected = [key for key in unused if not key.startswith(EXTRA_STATE) and key not in removed]
-    loaded = {source.keys[i] for i in np.flatnonzero(flags) if not source.keys[i].startswith(EXTRA_STATE)}
-    states = _states_of_loaded(unexpected, source.keys, loaded)
+    unused = [keys[i] for i in np.flatnonzero(~used).tolist()]
+    unexpected = sorted(key for key in unused if not key.startswith(EXTRA_STATE) and key not in removed)
+    loaded = {keys[i] for i in np.flatnonzero(used).tolist() if not keys[i].startswith(EXTRA_STATE)}
+    states = _states_of_loaded(unexpected, keys, loaded)
     if states and options.optimizer_states == "raise":
         masters = states if all(key.endswith(".w_0") for key in states) else []
         raise ValidationError(
@@ -56,7 +54,7 @@ def check_unexpected(
     return unexpected
 
 
-def _states_of_loaded(unused: list[str], keys: tuple[str, ...], used: set[str]) -> list[str]:
+def _states_of_loaded(unused: list[str], keys: Sequence[str], used: set[str]) -> list[str]:
     """Return those of some keys that are optimizer states of used ones.
 
     Raw names (of a plain ``optimizer.state_dict()``) do not say whose states they are: they are taken for those of what

@@ -31,6 +31,7 @@ from paddle_flexckpt.engine.files import Files, reads_of
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.transfer import Source, Task
 from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.direct_files import DirectFiles
 from paddle_flexckpt.live.node_files import Found, find_nodes
 from paddle_flexckpt.live.peers import Peers, plan_rank
 from paddle_flexckpt.live.rounds import HeldRows, Rounds, RowsReadAhead
@@ -343,11 +344,10 @@ def source_of(comm: Communicator, path: Location, options: LoadOptions, call: st
         options = replace(options, unique_id=found.manifest.unique_id)
         locks.close()
     if comm.size == 1:
-        return Files(path, options, reason="there is one rank")
+        return DirectFiles(comm, path, options, context, "there is one rank")
     if options.reads == "direct":
-        return Files(path, options, reason="asked for")
+        return DirectFiles(comm, path, options, context, "asked for")
     if options.reads == "auto" and not is_remote(path):
-        return Files(
-            path, options, reason="auto: the host keeps what one rank has read of its file systems for the others"
-        )
+        reason = "auto: the host keeps what one rank has read of its file systems for the others"
+        return DirectFiles(comm, path, options, context, reason)
     return FilePeers(comm, Files(path, options), options, context)

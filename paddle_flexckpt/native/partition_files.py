@@ -93,7 +93,7 @@ def decode_partition(data: bytes, file: str, manifest: Manifest, number: int) ->
         files = manifest.catalog.files
         catalog = replace(catalog, files=files, file=manifest.files_of_ranks(catalog.rank))
         check_columns(catalog, manifest.file_bytes)
-        if (len(catalog), len(set(catalog.keys))) != (expected.rows, expected.keys):
+        if (len(catalog), len(catalog.keys), len(set(catalog.keys))) != (expected.rows, expected.keys, expected.keys):
             raise ValueError(f"expected {expected.rows} rows and {expected.keys} keys")
         if len(catalog.keys) and (partition_of(catalog.keys, count) != number).any():
             raise ValueError("there are keys of other partitions")
@@ -155,6 +155,11 @@ def read_rows(backend: Backend, manifest: Manifest, keys: Sequence[str] | None =
     count = len(manifest.partitions)
     wanted = range(count) if keys is None else np.unique(partition_of(keys, count)).tolist()
     read = map_files(backend, lambda number: read_partition(backend, manifest, number), wanted)
+    return merge_rows(manifest, read)
+
+
+def merge_rows(manifest: Manifest, read: Sequence[Manifest]) -> Manifest:
+    """Return a manifest with rows of its partitions, in their order."""
     if not read:
         return manifest
     values = np.concatenate([each.checksums.values for each in read])

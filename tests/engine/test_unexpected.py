@@ -26,9 +26,9 @@ def catalog_of_keys(*keys):
 def unexpected(keys, *ranks, removed=(), context=CONTEXT, **options):
     """What check_unexpected says of keys of which ranks use some."""
     source = catalog_of_keys(*keys)
-    bits = [np.packbits(np.asarray([key in used for key in source.keys], dtype=bool)).tobytes() for used in ranks]
+    used = np.asarray([any(key in each for each in ranks) for key in source.keys], dtype=bool)
     mapping = TensorMapping(box_maps((), {}), {}, (), {}, removed=frozenset(removed)) if removed else None
-    return check_unexpected(source, bits, mapping, LoadOptions(**options), context)
+    return check_unexpected(source.keys, used, mapping, LoadOptions(**options), context)
 
 
 def test_what_some_rank_uses_is_expected():
@@ -40,7 +40,7 @@ def test_what_some_rank_uses_is_expected():
 
 def test_extra_state_and_what_statements_remove_may_be_left():
     keys = ["a", "extra_state.common", "gone", "left", "extra_state"]
-    assert unexpected(keys, ["a"], removed=["gone"], strict="missing") == ["left", "extra_state"]
+    assert unexpected(keys, ["a"], removed=["gone"], strict="missing") == ["extra_state", "left"]
     assert unexpected(keys, ["a", "left", "extra_state"], removed=["gone"], strict=True) == []
 
 
@@ -72,7 +72,7 @@ def test_states_of_what_is_loaded_are_an_error_whatever_strict_says():
             unexpected(keys, ["a"], strict=strict)
         assert str(caught.value) == (
             f"{CONTEXT}: no rank asks for 4 optimizer states that the source has of parameters that are loaded, such "
-            f"as 'a.moment1_0', 'a.moment2_0', 'a.beta1_pow_acc_0'. {OPTIMIZER}{ALONE}"
+            f"as 'a.beta1_pow_acc_0', 'a.moment1_0', 'a.moment2_0'. {OPTIMIZER}{ALONE}"
         )
     with pytest.raises(ValidationError) as caught:
         unexpected(["a", "a.w_0"], ["a"])
@@ -97,18 +97,18 @@ def test_states_of_what_is_not_loaded_are_no_error():
         "linear_0.w_0_moment1_0"
     ]
     # Numbers at the end make no state.
-    assert unexpected(["a", "a_0", "layers.0", ""], ["a"]) == ["a_0", "layers.0", ""]
+    assert unexpected(["a", "a_0", "layers.0", ""], ["a"]) == ["", "a_0", "layers.0"]
 
 
 def test_states_under_raw_names_are_those_of_what_is_loaded_if_a_parameter_is():
     raw = ["linear_0.w_0_moment1_0", "linear_0.w_0_fp32_master_0"]
-    with pytest.raises(ValidationError, match="2 optimizer states.*'linear_0.w_0_moment1_0', 'linear_0.w_0_fp32"):
+    with pytest.raises(ValidationError, match="2 optimizer states.*'linear_0.w_0_fp32.*', 'linear_0.w_0_mom"):
         unexpected(["a", *raw], ["a"])
     with pytest.raises(ValidationError, match="1 optimizer states"):
         unexpected(["a", *raw], ["a", raw[0]])
     # An optimizer that is loaded by itself, under either kind of names.
-    assert unexpected([*raw, "a"], [raw[0]]) == [raw[1], "a"]
-    assert unexpected([*raw, "a", "a.moment1_0"], ["a.moment1_0"]) == [*raw, "a"]
+    assert unexpected([*raw, "a"], [raw[0]]) == ["a", raw[1]]
+    assert unexpected([*raw, "a", "a.moment1_0"], ["a.moment1_0"]) == ["a", *raw[::-1]]
 
 
 # -- sources -----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,190 @@
+"""Files that each rank reads for itself, and of a manifest in partitions just the rows of its own keys.
+
+What a rank fills something from is known by its targets' names, so it reads the partitions of these, and keeps their
+rows alone. Which keys nobody asks for has to be known too. So each partition has one rank that answers for it, by its
+number, and that is told what the others use of it. No rank holds all names, unless it has to name one that is not its
+own: see :meth:`DirectFiles.complete`.
+
+Tested in tests/live/test_direct_files.py.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from paddle_flexckpt.catalog import EXTRA_STATE
+from paddle_flexckpt.catalog.wire import encode_catalog, join, split
+from paddle_flexckpt.engine.files import Files
+from paddle_flexckpt.engine.names import MASTER_STATE
+from paddle_flexckpt.engine.options import LoadOptions
+from paddle_flexckpt.engine.targets import Targets
+from paddle_flexckpt.engine.transfer import Task
+from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.media.backend import Location, map_files
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.partition_files import merge_rows, read_partition, read_rows
+from paddle_flexckpt.native.partitions import partition_of
+
+_MASTER = f".{MASTER_STATE}"
+
+
+class _Part(NamedTuple):
+    """Hold what a rank keeps of a partition.
+
+    Attributes:
+        rows: Those of the keys that it may need.
+        numbers: int64 per key of these rows, its number among all keys of the checkpoint.
+        names: All keys of the partition, where this rank answers for it; else None.
+        digest: Of all rows but their files' names, likewise.
+    """
+
+    rows: Manifest
+    numbers: np.ndarray
+    names: tuple[str, ...] | None
+    digest: bytes
+
+
+class DirectFiles(Files):
+    """Read a checkpoint, of which this rank sees all files, with other ranks that do the same.
+
+    Where its manifest has partitions, ``manifest`` and ``catalog`` have the rows of some keys. Keys of such a
+    checkpoint are numbered in the order of its partitions; the manifest says how many each has.
+    """
+
+    def __init__(self, comm: Communicator, location: Location, options: LoadOptions, context: str, reason: str) -> None:
+        """Open nothing yet.
+
+        Args:
+            comm: The ranks.
+            location: The checkpoint's directory.
+            options: Of the load.
+            context: What is being done, for errors.
+            reason: Why every rank reads for itself, for the report.
+        """
+        super().__init__(location, options, reason=reason)
+        self._comm, self._asked, self._context = comm, options, context
+        # Statements are about all keys, and give names to keys that no target has.
+        self._first_keys = () if options.aoa_config is None else None
+        self._shared: Manifest | None = None
+        self._names: dict[int, tuple[str, ...]] = {}
+        self._digests: list[bytes] = []
+
+    def want(self, targets: Targets) -> None:
+        """Read the partitions of the keys that targets may be filled from, and those that this rank answers for."""
+        if self.manifest.has_rows:
+            return
+        self._shared = self.manifest
+        counts = [each.keys for each in self.manifest.partitions]
+        self._first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        wanted = self._possible_names(targets)
+        with self._reading():
+            parts = self._read_parts(self._shared, wanted)
+        rows = [part.rows for part in parts.values() if len(part.rows.catalog)]
+        self._take(merge_rows(self._shared, rows), [part.numbers for part in parts.values()])
+        self._names = {number: part.names for number, part in parts.items() if part.names is not None}
+        self._digests = [part.digest for part in parts.values()]
+        known = {*self.catalog.keys}
+        for key, aliases in zip(targets.catalog.keys, targets.aliases):
+            if key not in known and known.isdisjoint(aliases if self._asked.tied_names else ()):
+                # It may be there under a name of another kind; and if it is missing, the error tells what is there.
+                self.complete()
+                return
+
+    def _possible_names(self, targets: Targets) -> frozenset[str]:
+        """Return the keys of a source that targets may be filled from, as far as their own names tell."""
+        names = {*targets.catalog.keys}
+        if self._asked.tied_names:
+            names.update(*targets.aliases)
+        if self._asked.master_weights != "exact":
+            names |= {name + _MASTER for name in names}
+        return frozenset(names)
+
+    def _read_parts(self, manifest: Manifest, wanted: frozenset[str]) -> dict[int, _Part]:
+        """Return what this rank keeps of the partitions that it reads, by number in rising order; errors as of one."""
+        backend, count, first = self.directory.backend, len(manifest.partitions), self._first
+        own = range(self._comm.position, count, self._comm.size)
+
+        def read(number: int) -> _Part:
+            all_rows = read_partition(backend, manifest, number)
+            catalog = all_rows.catalog
+            chosen = np.asarray([key in wanted for key in catalog.keys], dtype=bool)
+            rows = np.flatnonzero(chosen[catalog.key])
+            # In the order of the keys of what is taken.
+            kept, numbers = all_rows.take(rows), first[number] + np.unique(catalog.key[rows])
+            if number not in own:
+                return _Part(kept, numbers, None, b"")
+            digest = xxhash.xxh3_128_digest(encode_catalog(replace(catalog, files=())))
+            return _Part(kept, numbers, catalog.keys, digest)
+
+        numbers = sorted({*own, *partition_of(sorted(wanted), count).tolist()})
+        return dict(zip(numbers, map_files(backend, read, numbers)))
+
+    def _take(self, manifest: Manifest, numbers: Sequence[np.ndarray]) -> None:
+        self.manifest, self.catalog = manifest, manifest.catalog
+        self._numbers = np.concatenate([*numbers, np.zeros(0, dtype=np.int64)])
+
+    def complete(self) -> bool:
+        """Read all rows, if there are others; return whether there are."""
+        if self._shared is None or self.manifest.has_rows:
+            return False
+        with self._reading():
+            manifest = read_rows(self.directory.backend, self._shared)
+        self._take(manifest, [np.arange(len(manifest.catalog.keys))])
+        return True
+
+    def describe(self) -> bytes:
+        """Return this rank's rows, and a digest of each partition that it answers for: all ranks' say everything."""
+        return join((super().describe(), *self._digests))
+
+    def used(self, task: Task) -> bytes:
+        """Return nothing where each rank tells those that answer for the keys that it uses."""
+        if self._shared is None:
+            return super().used(task)
+        self._used = self._numbers[task.resolution.used(self.catalog, task.mapping)]
+        return b""
+
+    def gather_used(self, answers: Sequence[bytes]) -> tuple[Sequence[str], np.ndarray]:
+        """Gather which keys are used. Two collectives, and where some are not, one more, which tells all names."""
+        if self._shared is None:
+            return super().gather_used(answers)
+        comm, context = self._comm, self._context
+        _, _, told = comm.trade(lambda: (None, b"", self._tell_owners()), context)
+        names = [name for number in sorted(self._names) for name in self._names[number]]
+
+        def is_left() -> tuple[np.ndarray, bytes]:
+            used = np.asarray([name.startswith(EXTRA_STATE) for name in names], dtype=bool)
+            for places in told.values():
+                used[np.frombuffer(places, dtype="<u4")] = True
+            return used, b"" if used.all() else b"+"
+
+        used, answers = comm.together(is_left, context)
+        if not any(answers):
+            return (), used[:0]
+        said = join((np.packbits(used).tobytes(), zlib.compress(json.dumps(names).encode(), 1)))
+        _, answers = comm.together(lambda: (None, said), context)
+        all_names: list[str] = []
+        flags = []
+        for bits, text in map(split, answers):
+            told_names = json.loads(zlib.decompress(text))
+            all_names += told_names
+            flags.append(np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(told_names)))
+        return all_names, np.concatenate(flags).astype(bool)
+
+    def _tell_owners(self) -> dict[int, bytes]:
+        """Return the keys that this rank uses, by position of the rank that answers for them: their places there."""
+        first, size = self._first, self._comm.size
+        counts = np.diff(first)
+        turns = np.zeros((-(-len(counts) // size), size), dtype=np.int64)
+        turns.ravel()[: len(counts)] = counts
+        before = (np.cumsum(turns, axis=0) - turns).ravel()
+        partition = np.searchsorted(first, self._used, side="right") - 1
+        place = (before[partition] + self._used - first[partition]).astype("<u4")
+        owner = partition % size
+        return {each: place[owner == each].tobytes() for each in np.unique(owner).tolist()}
