@@ -86,14 +86,16 @@ def test_tqdm_draws_a_bar_in_colour_unless_no_color_is_set(terminal, monkeypatch
     assert ("\x1b[" in terminal.getvalue().replace("\x1b[A", "")) == (colour is not None)
 
 
-@pytest.mark.parametrize("command", ["verify", "digest", "diff", "export"])
+@pytest.mark.parametrize("command", ["verify", "digest", "diff", "export", "convert"])
 def test_commands_that_take_long_draw_one(terminal, without_tqdm, capsys, monkeypatch, checkpoint, tmp_path, command):
     monkeypatch.setattr(sys, "stderr", terminal)
-    more = {"diff": [checkpoint], "export": [str(tmp_path / "out")]}.get(command, [])
+    more = {"diff": [checkpoint], "export": [str(tmp_path / "out")], "convert": [str(tmp_path / "new")]}.get(
+        command, []
+    )
     assert main([command, checkpoint, *more]) == 0
     assert "100%" in terminal.getvalue()
     assert "%" not in capsys.readouterr().out
-    if command != "export":
+    if command not in ("export", "convert"):
         terminal.truncate(0)
         assert main([command, checkpoint, *more, "--json"]) == 0
         assert terminal.getvalue() == ""

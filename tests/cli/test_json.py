@@ -89,7 +89,11 @@ def places(tmp_path_factory):
     save(str(root / "BAD"), VALUES, world=1)
     (data,) = (root / "BAD").glob("*.safetensors")
     flip(data, data.stat().st_size - 3)
-    return {"ROOT": str(root), "OUT": str(tmp_path_factory.mktemp("out") / "new"), **{name: str(root / name) for name in ("ONE", "TWO", "BAD")}}
+    return {
+        "ROOT": str(root),
+        "OUT": str(tmp_path_factory.mktemp("out") / "new"),
+        **{name: str(root / name) for name in ("ONE", "TWO", "BAD")},
+    }
 
 
 def test_the_files_are_those_of_the_reports():
