@@ -122,6 +122,13 @@ def test_show_tells_numbers_that_are_not_finite_as_text(places, capsys):
     assert (column["values"], column["mean"], column["shape"]) == ([6.0, 12.0, 18.0], 12.0, [3])
 
 
+def test_reading_a_manifest_is_logged_at_debug_only(places, caplog):
+    with caplog.at_level("DEBUG", "paddle_flexckpt"):
+        main(["inspect", places["ONE"]])
+    found = [record for record in caplog.records if "0.manifest" in record.getMessage()]
+    assert [record.levelname for record in found] == ["DEBUG"]
+
+
 def test_digest_and_du_say_the_same_as_in_lines(places, capsys):
     main(["digest", places["ONE"], "--json"])
     found = check(capsys.readouterr().out)
