@@ -39,6 +39,11 @@ MUTATION_STAMP := $(MUTATION_VENV)/.stamp
 BENCH_VENV ?= .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.stamp
 BENCH_PEERS ?= torch==2.13.* safetensors orbax-checkpoint jax numpy
+# torch, Megatron-Core and DeepSpeed on CPUs, which write checkpoints for the tests of their readers.
+TORCH_VENV ?= .venv-torch
+TORCH_STAMP := $(TORCH_VENV)/.stamp
+TORCH_WRITERS ?= megatron-core==0.16.* deepspeed==0.19.*
+TORCH_TESTS := $(addprefix tests/foreign/test_,torch_dcp.py torch_records.py dcp_safetensors.py megatron.py deepspeed.py)
 # mkdocs and its theme, which read the code but do not import Paddle.
 DOCS_VENV ?= .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.stamp
@@ -104,6 +109,11 @@ test-trainer: $(NLP_STAMP) ## run the tests and the matrix of strategies through
 test-paddleformers: $(FORMERS_STAMP) ## run the tests through the trainer of PaddleFormers, in an environment of its own
 	@echo "[make] tests of the trainer of PaddleFormers"
 	@$(FORMERS_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/paddleformers
+
+.PHONY: test-torch
+test-torch: $(TEST_STAMP) $(TORCH_STAMP) ## have torch, Megatron-Core and DeepSpeed write checkpoints, and read them, in an environment of its own
+	@echo "[make] checkpoints of torch, Megatron-Core and DeepSpeed"
+	@FLEXCKPT_TORCH_PYTHON=$(abspath $(TORCH_VENV))/bin/python $(BIN)/python -m pytest $(PYTEST_FLAGS) $(TORCH_TESTS)
 
 .PHONY: test-device
 test-device: $(TEST_STAMP) $(NLP_STAMP) ## run the suites with a simulated device current, and the matrix of strategies on 2 and 4 of them; results in device-matrix.json
@@ -220,6 +230,14 @@ $(BENCH_STAMP):
 	@echo "[make] creating $(BENCH_VENV) with $(BENCH_PEERS)"
 	@$(PYTHON) -m venv $(BENCH_VENV)
 	@$(BENCH_VENV)/bin/python -m pip install $(INSTALL_FLAGS) $(BENCH_PEERS)
+	@touch $@
+
+$(TORCH_STAMP):
+	@echo "[make] creating $(TORCH_VENV) with torch and $(TORCH_WRITERS)"
+	@$(PYTHON) -m venv $(TORCH_VENV)
+	@$(TORCH_VENV)/bin/python -m pip install $(INSTALL_FLAGS) 'torch==2.13.*' numpy safetensors setuptools wheel
+	@# Without its own kernels, which need a compiler of CUDA; its build asks torch.
+	@DS_BUILD_OPS=0 $(TORCH_VENV)/bin/python -m pip install $(INSTALL_FLAGS) --no-build-isolation $(TORCH_WRITERS)
 	@touch $@
 
 $(DOCS_STAMP): $(METADATA)

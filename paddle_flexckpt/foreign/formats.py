@@ -2,11 +2,12 @@
 
 In this order: a manifest (``{id}.manifest``) is this library's, whatever else is there. Of the others there has to be
 one alone: ``{id}.metadata`` is Paddle's own; ``.metadata`` is that of torch.distributed.checkpoint, or with
-``metadata.json`` of Megatron-Core, as are safetensors files ``shard-{n}-model-*``; the directories ``model_state``,
-``optimizer_state`` and ``master_weight`` with files of Paddle's in them are a FlexCheckpoint of PaddleFormers;
-safetensors files of optimizer states, master weights or adapters are a unified checkpoint of PaddleNLP, and so are
-weights alone whose files say ``format: np``; other safetensors files are a Hugging Face directory. Where there is
-none of these, ``.pdparams`` and ``.pdopt`` are state dicts of ``paddle.save``, and ``.npz`` is an archive of numpy's.
+``metadata.json`` of Megatron-Core, as are safetensors files ``shard-{n}-model-*``; ``mp_rank_00_model_states.pt`` and
+the like are of DeepSpeed; the directories ``model_state``, ``optimizer_state`` and ``master_weight`` with files of
+Paddle's in them are a FlexCheckpoint of PaddleFormers; safetensors files of optimizer states, master weights or
+adapters are a unified checkpoint of PaddleNLP, and so are weights alone whose files say ``format: np``; other
+safetensors files are a Hugging Face directory. Where there is none of these, ``.pdparams`` and ``.pdopt`` are state
+dicts of ``paddle.save``, and ``.npz`` is an archive of numpy's.
 
 Tested in tests/foreign/test_huggingface.py and tests/foreign/test_paddleformers_checkpoint.py.
 """
@@ -23,6 +24,7 @@ from typing import Literal, NamedTuple
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.foreign.dcp_safetensors import find_shard_files, read_shards_manifest
+from paddle_flexckpt.foreign.deepspeed import LATEST_FILES, is_deepspeed, read_deepspeed_manifest
 from paddle_flexckpt.foreign.huggingface import INDEX_FILE, TENSOR_FILE, find_weights, manifest_of_weights, read_weights
 from paddle_flexckpt.foreign.megatron import LATEST_FILE, is_megatron, read_megatron_manifest
 from paddle_flexckpt.foreign.npz import NPZ_FILE, read_npz_manifest
@@ -58,6 +60,7 @@ Origin = Literal[
     "npz",
     "torch_dcp",
     "megatron",
+    "deepspeed",
 ]
 # How errors and reports call them.
 ORIGINS: Mapping[str, str] = MappingProxyType(
@@ -71,6 +74,7 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
         "npz": "an npz archive of numpy",
         "torch_dcp": "a checkpoint of torch.distributed.checkpoint",
         "megatron": "a checkpoint of Megatron-Core",
+        "deepspeed": "a checkpoint of DeepSpeed",
     }
 )
 # What no directory is called that a save makes: a load takes such a path for a file's.
@@ -81,12 +85,6 @@ _SOURCES = (TENSOR_FILE, INDEX_FILE, PARAMETERS_FILE, OPTIMIZER_FILE, NPZ_FILE)
 _PICKLES = (".bin", ".pt", ".pth")
 # Programs whose checkpoints are not read, names of files by which they are known, and what to do.
 _UNREAD = (
-    (
-        "DeepSpeed",
-        re.compile(r"zero_to_fp32\.py|(?:bf16_|fp16_)?(?:zero_pp_rank_\d+_)?mp_rank_\d+_(?:model|optim)_states\.pt"),
-        "the script that it puts beside them writes the weights as safetensors: python zero_to_fp32.py . out "
-        "--safe_serialization; then give the path of that directory",
-    ),
     (
         "Orbax",
         re.compile(r"manifest\.ocdbt|_CHECKPOINT_METADATA"),
@@ -228,6 +226,8 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
         sources.append(_source_without_ids(backend, "megatron", partial(read_megatron_manifest, backend)))
     elif DCP_METADATA_FILE in names:
         sources.append(_source_without_ids(backend, "torch_dcp", partial(read_dcp_manifest, backend)))
+    if is_deepspeed(names):
+        sources.append(_source_without_ids(backend, "deepspeed", partial(read_deepspeed_manifest, backend)))
     directories = paddleformers_directories(backend, backend.names("directories"))
     if directories:
         sources.append(ForeignSource("paddleformers", partial(read_paddleformers_manifest, backend, directories)))
@@ -324,6 +324,10 @@ def explain_missing(backend: Backend, ids: Sequence[int], unique_id: int | None)
     if LATEST_FILE in names:
         steps = sorted(name for name in backend.names("directories") if name.startswith("iter_"))
         return f"{start}, but those of Megatron in {listed(steps) or 'none'}. Remedy: give the path of one of them"
+    latest = [name for name in LATEST_FILES if name in names]
+    if (latest and "zero_to_fp32.py" in names) or "latest_universal" in names:
+        steps = sorted(backend.names("directories"))
+        return f"{start}, but {latest[0]} of DeepSpeed, and {listed(steps)}. Remedy: give the path of one of them"
     for program, mark, remedy in _UNREAD:
         if any(map(mark.fullmatch, names)):
             return f"{path} is a checkpoint of {program}, which is not read here. Remedy: {remedy}"

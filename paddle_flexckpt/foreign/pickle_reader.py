@@ -257,16 +257,30 @@ class _Machine:
     def _tuple(self, items: list[Any]) -> None:
         self._container()
         inert = False
+        if self._vocabulary.is_ordered:
+            items = [self._inside(item) for item in items]
         for item in items:
             kind = type(item)
             if kind in ATOMS or kind is np.ndarray or kind in self._vocabulary.records:
                 continue
             if kind is tuple and (is_flat(item) or is_named_array(item)):
                 continue
-            if kind not in INERT or kind is Unfinished or kind is Arguments:
+            if kind not in INERT or kind is Unfinished or (kind is Arguments and not self._may_be_inside(item)):
                 self._refuse(f"{describe(item)} in a tuple")
             inert = True
         self._stack.append(Arguments(tuple(items)) if inert else tuple(items))
+
+    def _inside(self, item: Any) -> Any:
+        """Return what stands for an element of a tuple: nothing for a dict, arguments for another tuple of records."""
+        if type(item) is dict:
+            return None
+        if type(item) is tuple and not (is_flat(item) or is_named_array(item)):
+            return Arguments(item)
+        return item
+
+    def _may_be_inside(self, item: Arguments) -> bool:
+        """Return whether arguments may be in a tuple: those of a tensor's, and not one in the other without end."""
+        return self._vocabulary.is_ordered and not any(type(each) is Arguments for each in item.items)
 
     def _put(self, index: int) -> None:
         value = self._top()
@@ -341,6 +355,9 @@ class _Machine:
 
     def _build(self) -> None:
         target, state = self._pop(2)
+        if self._vocabulary.is_ordered and type(target) is dict and type(state) is dict:
+            self._stack.append(target)
+            return
         if type(target) is not Unfinished:
             self._refuse(f"a state given to {describe(target)}")
         finished = target.finish(state)

@@ -42,6 +42,7 @@ class Vocabulary:
         records: The classes of what is made, of which tuples may be.
         keys: Those of them that may be keys of dicts.
         persistent: Makes what a persistent id stands for; None if there is no such thing.
+        is_ordered: Whether OrderedDicts are dicts here: their attributes, and dicts in tuples (of hooks), are left out.
         runs: Makes what reads runs of equal records at once; None: the machine reads them one by one.
     """
 
@@ -50,6 +51,7 @@ class Vocabulary:
     keys: frozenset[type]
     persistent: Callable[[Any], Any] | None = None
     runs: Callable[[], Runs] | None = None
+    is_ordered: bool = False
 
 
 class Batch(NamedTuple):

@@ -10,12 +10,11 @@ Tested in tests/foreign/test_torch_dcp.py.
 from __future__ import annotations
 
 import logging
-import math
 import mmap
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -35,16 +34,16 @@ from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of, count_boxes, row_major
+from paddle_flexckpt.foreign.torch_archive import open_archive, place_elements
 from paddle_flexckpt.foreign.torch_values import (
     DCP_METADATA,
     DCP_TENSOR,
-    UNTYPED,
     BytesEntry,
     DcpMetadata,
     SavedTensor,
     TensorEntry,
 )
-from paddle_flexckpt.foreign.zip_directory import STORED, Layout, Read, damaged, find_bytes, read_directory
+from paddle_flexckpt.foreign.zip_directory import Layout, Read, damaged
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.manifest import Manifest
@@ -168,7 +167,7 @@ def _read_file(backend: Backend, name: str, items: Sequence[_Item]) -> tuple[Cat
     rows: list[tuple[str, str, Sequence[int], Sequence[int], Sequence[int]]] = []
     places: list[int] = []
     budget = BoxBudget()
-    pickles: dict[bytes, SavedTensor] = {}
+    pickles: dict[bytes, Any] = {}
     # Chunks of one shape are mostly saved in the same way, one after the other.
     layouts: dict[tuple[str, tuple[int, ...], int], _Located] = {}
     try:
@@ -237,43 +236,19 @@ def _reader(mapped: mmap.mmap | None, read: Callable[[int, int], bytes], item: _
     return cached
 
 
-def _locate(read: Read, item: _Item, pickles: dict[bytes, SavedTensor], where: str, again: bool) -> _Located:
+def _locate(read: Read, item: _Item, pickles: dict[bytes, Any], where: str, again: bool) -> _Located:
     """Return where in its archive a chunk's first element is, and its strides; ``pickles`` has what has been read.
 
     ``again``: the layout is wanted too.
     """
-    members = {member.name: member for member in read_directory(read, item.length, where)}
-    found = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
-    if len(found) != 1:
-        raise damaged(where, "it is no archive of torch.save")
-    start, pickle = found[0][: -len("data.pkl")], members[found[0]]
-    order = members.get(start + "byteorder")
-    if order is not None and read(find_bytes(read, order, where), order.size) != b"little":
-        raise ValidationError(f"{where}: the machine that wrote it had another byte order. Remedy: {_UNMADE}")
-    if pickle.size > _MOST_PICKLE_BYTES or pickle.method != STORED:
-        raise damaged(where, f"data.pkl has {pickle.size} bytes, compressed by method {pickle.method}")
-    text = read(find_bytes(read, pickle, where), pickle.size)
-    tensor = pickles.get(text)
-    if tensor is None:
-        loaded = load_pickle(text, where, DCP_TENSOR)
-        if type(loaded) is not SavedTensor:
-            raise damaged(where, "data.pkl has no tensor in it")
-        tensor = pickles[text] = loaded
+    archive = open_archive(read, item.length, where, DCP_TENSOR, _MOST_PICKLE_BYTES, pickles)
+    tensor = archive.value
+    if type(tensor) is not SavedTensor:
+        raise damaged(where, "data.pkl has no tensor in it")
     if (tensor.dtype, tensor.size) != (item.entry.dtype, item.shape):
         expected, got = f"{item.entry.dtype} {list(item.shape)}", f"{tensor.dtype} {list(tensor.size)}"
         raise damaged(where, f"a chunk is not what the metadata says: expected {expected}, got {got}")
-    member = members.get(f"{start}data/{tensor.storage.member}")
-    if member is None or member.method != STORED:
-        raise damaged(where, f"the elements (data/{tensor.storage.member[:20]}) are missing or compressed")
-    itemsize = DTYPES[tensor.dtype].itemsize
-    count = tensor.storage.number * (1 if tensor.storage.dtype == UNTYPED else itemsize)
-    is_empty = 0 in tensor.size
-    reach = tensor.offset + 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.size, tensor.stride))
-    reach = max(reach, math.prod(tensor.size))  # torch stores no element for several
-    if count != member.size or (not is_empty and reach * itemsize > member.size):
-        raise damaged(where, f"a storage of {count} bytes, of which {reach * itemsize} are needed, has {member.size}")
-    strides = row_major(tensor.size) if is_empty else tensor.stride
-    begin = find_bytes(read, member, where) + tensor.offset * itemsize
-    texts = [pickle] if order is None else [pickle, order]
-    layout = Layout(read, item.length, where, [*texts, member], texts) if again else None
+    begin, member = place_elements(read, archive, tensor, where)
+    strides = row_major(tensor.size) if 0 in tensor.size else tensor.stride
+    layout = Layout(read, item.length, where, [*archive.texts, member], archive.texts) if again else None
     return _Located(begin, strides, count_boxes(item.shape, strides) == 1, layout)

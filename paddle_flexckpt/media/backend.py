@@ -378,9 +378,11 @@ def inner(backend: Backend, name: str) -> Backend:
 
 
 def open_member(backend: Backend, name: str) -> InputFile:
-    """Open a file of the directory or, as ``directory/file``, of one right below it; errors of :meth:`Backend.open`."""
-    folder, slash, file = name.partition("/")
-    return inner(backend, folder).open(file) if slash else backend.open(name)
+    """Open a file of the directory or, as ``directory/file``, of one below it; errors of :meth:`Backend.open`."""
+    *folders, file = name.split("/")
+    for folder in folders:
+        backend = inner(backend, folder)
+    return backend.open(file)
 
 
 @contextlib.contextmanager

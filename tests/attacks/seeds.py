@@ -20,6 +20,10 @@ from tests.property.layouts import Shard
 from tests.ramdisk import memory_directory
 
 TORCH_DCP = Path(__file__).parents[1] / "foreign" / "data" / "torch_dcp"
+DEEPSPEED = TORCH_DCP.parent / "deepspeed" / "stage1"
+DEEPSPEED_OPTIMIZER = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+TORCH_SHARDS = TORCH_DCP.parent / "torch_safetensors"
+TORCH_SHARD = "shard-00001-model-00001-of-00001.safetensors"
 ROW = {"key": "w", "dtype": "float32", "shape": (4, 4), "offset": (0, 0), "local": (4, 4), "flat": (1, 7)}
 BOX = {"key": "v", "dtype": "int64", "shape": (3,), "offset": (0,), "local": (3,)}
 
@@ -127,6 +131,28 @@ def torch_items() -> list[bytes]:
     return [_torch_dcp()["__0_0.distcp"]]
 
 
+def _deepspeed() -> dict[str, bytes]:
+    """What two ranks of DeepSpeed have written with ZeRO 1."""
+    return {file.name: file.read_bytes() for file in sorted(DEEPSPEED.iterdir())}
+
+
+def deepspeed_optimizers() -> list[bytes]:
+    return [_deepspeed()[DEEPSPEED_OPTIMIZER]]
+
+
+def deepspeed_models() -> list[bytes]:
+    return [_deepspeed()["mp_rank_00_model_states.pt"]]
+
+
+def _torch_shards() -> dict[str, bytes]:
+    """What torch's HuggingFaceStorageWriter has written."""
+    return {file.name: file.read_bytes() for file in sorted(TORCH_SHARDS.iterdir())}
+
+
+def torch_shards() -> list[bytes]:
+    return [_torch_shards()[TORCH_SHARD]]
+
+
 def archives() -> list[bytes]:
     made = []
     for arrays in ({"w": np.arange(6.0).reshape(2, 3)}, {"c": np.asfortranarray(np.zeros((2, 3))), "s": np.int64(3)}):
@@ -195,6 +221,9 @@ FILES: dict[str, Callable[[], dict[str, bytes]]] = {
     "npz": dict,
     "torch_metadata": _torch_dcp,
     "torch_items": _torch_dcp,
+    "deepspeed": _deepspeed,
+    "deepspeed_model": _deepspeed,
+    "torch_shards": _torch_shards,
     "unified": _unified,
 }
 
@@ -235,6 +264,17 @@ TORCH_WORDS = (
     b"ctorch._utils\n_rebuild_tensor_v3\n", b"ctorch\nHalfStorage\n", b"ctorch.storage\nUntypedStorage\n",
     b"K\xff", b"J\xff\xff\xff\xff", b"\x8a\x10" + b"\x7f" * 16, b"PK\1\2", b"PK\3\4", b"PK\5\6", b"\xff" * 4,
     b"big   ", b"\x08\0",
+)  # fmt: skip
+SHARD_WORDS = (
+    b'\\"saved_offsets\\": [', b'"DCP_SHARDING_INFO":"', b'\\"model.rows\\": {', b"[0, 3]", b"[3, 0]", b"[]", b"-1",
+    b"{}", b'"F32"', b'"shape":[', b'"data_offsets":[', b"1152921504606846975", b"null", b"\\u0000", b"]", b"}", b",",
+)  # fmt: skip
+DEEPSPEED_WORDS = (
+    *(bytes([code]) for code in b"(N])}.tbaesuRQ\x81\x85\x86\x87\x88\x89KJMGhjqrcX"), b"K\xff", b"J\xff\xff\xff\xff",
+    b"ccollections\nOrderedDict\n)R", b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch\nTensor\n", b"cos\nsystem\n",
+    b"ctorch._tensor\n_rebuild_from_type_v2\n", b"cdeepspeed.runtime.zero.config\nZeroStageEnum\n", b"PK\1\2",
+    b"cdeepspeed.utils.tensor_fragment\nfragment_address\n)\x81", b"PK\3\4", b"PK\5\6", b"\xff" * 4, b"\x08\0",
+    b"X\x0f\0\0\0partition_count", b"X\5\0\0\0start", b"X\5\0\0\0numel", b"X\6\0\0\0module", b"X\1\0\0\0",
 )  # fmt: skip
 PICKLE_WORDS = (
     *(bytes([code]) for code in b"(N])}.tbaesuR\x81\x85\x86\x87\x88\x89\x93\x94KJMGhjqr"),

@@ -214,6 +214,21 @@ def _read_torch_items(data: bytes) -> None:
         _read_manifest_of(path)
 
 
+def _read_deepspeed(data: bytes) -> None:
+    with _in_place(_directory("deepspeed") / seeds.DEEPSPEED_OPTIMIZER, data) as path:
+        _read_manifest_of(path)
+
+
+def _read_deepspeed_model(data: bytes) -> None:
+    with _in_place(_directory("deepspeed_model") / "mp_rank_00_model_states.pt", data) as path:
+        _read_manifest_of(path)
+
+
+def _read_torch_shards(data: bytes) -> None:
+    with _in_place(_directory("torch_shards") / seeds.TORCH_SHARD, data) as path:
+        _read_manifest_of(path)
+
+
 def _read_states_of_a_rank(data: bytes) -> None:
     with _in_place(_directory("unified") / "optimizer.tp01.safetensors", data) as path:
         _read_manifest_of(path)
@@ -244,6 +259,9 @@ TARGETS = {
         Target("npz", _read_npz, seeds.archives, seeds.ARCHIVE_WORDS),
         Target("torch_metadata", _read_torch_metadata, seeds.torch_metadata, seeds.TORCH_WORDS),
         Target("torch_items", _read_torch_items, seeds.torch_items, seeds.TORCH_WORDS),
+        Target("deepspeed", _read_deepspeed, seeds.deepspeed_optimizers, seeds.DEEPSPEED_WORDS),
+        Target("deepspeed_model", _read_deepspeed_model, seeds.deepspeed_models, seeds.DEEPSPEED_WORDS),
+        Target("torch_shards", _read_torch_shards, seeds.torch_shards, seeds.SHARD_WORDS, has_length=True),
         Target("index", _read_index, seeds.indices, seeds.INDEX_WORDS),
         Target("weights", _read_weights, seeds.weights, seeds.HEADER_WORDS, has_length=True),
         Target("rank_states", _read_states_of_a_rank, seeds.states_of_a_rank, seeds.HEADER_WORDS, has_length=True),

@@ -19,6 +19,7 @@ from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from tests.attacks.seeds import container
 from tests.foreign import make_torch_dcp, make_torch_safetensors
+from tests.foreign.layouts import load_into_three_layouts
 
 DATA = Path(__file__).parent / "data" / "torch_safetensors"
 FIRST, SECOND = "shard-00001-model-00001-of-00001.safetensors", "shard-00002-model-00001-of-00001.safetensors"
@@ -37,6 +38,7 @@ def check(path):
             got = reader.read(key)
             assert (got.dtype, got.shape, got.tobytes()) == (array.dtype, array.shape, array.tobytes()), key
         np.testing.assert_array_equal(reader.read("model.rows", slice(2, 4)), ARRAYS["model.rows"][2:4])
+    assert load_into_three_layouts(path, ARRAYS) <= 1.05
 
 
 def test_what_torch_has_written():

@@ -42,9 +42,6 @@ def test_an_unfinished_save_is_called_unfinished(tmp_path):
 @pytest.mark.parametrize(
     ("name", "program", "remedy"),
     [
-        ("zero_to_fp32.py", "DeepSpeed", "python zero_to_fp32.py . out --safe_serialization"),
-        ("mp_rank_00_model_states.pt", "DeepSpeed", "zero_to_fp32.py"),
-        ("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt", "DeepSpeed", "zero_to_fp32.py"),
         ("manifest.ocdbt", "Orbax", "safetensors.flax.save_file"),
     ],
 )

@@ -1,0 +1,389 @@
+"""Read checkpoints of DeepSpeed: ZeRO 1 to 3 as its ranks have saved it, and universal ones; nothing is unpickled.
+
+Ranks of ZeRO save slices of flat buffers. Stages 1 and 2 tell which slice belongs to which parameter
+(``param_slice_mappings``); in stage 3 each parameter is cut into as many equal slices as there are ranks, the last of
+them padded. Both are flattened ranges of the parameter. A universal checkpoint has a directory for each parameter.
+
+A parameter ``w`` has the keys ``w``, ``w.w_0`` (its fp32 master weight), ``w.moment1_0`` and ``w.moment2_0``. Where
+there is no other copy (stage 3, universal), ``w`` is the fp32 one too.
+
+Tested in tests/foreign/test_deepspeed.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import xxhash
+
+from paddle_flexckpt.catalog import (
+    CatalogBuilder,
+    CorruptCheckpointError,
+    Problem,
+    ValidationError,
+    concat,
+    group_replicas,
+    validate_coverage,
+    validate_shards,
+)
+from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.foreign.deepspeed_values import DEEPSPEED, Fragment
+from paddle_flexckpt.foreign.pickle_values import is_integer
+from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of, row_major
+from paddle_flexckpt.foreign.torch_archive import open_archive, place_elements
+from paddle_flexckpt.foreign.torch_values import SavedTensor
+from paddle_flexckpt.media.backend import Backend, inner, map_files, open_member
+from paddle_flexckpt.native.manifest import Manifest
+
+logger = logging.getLogger("paddle_flexckpt")
+
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,5})(_\d+)?_optim_states\.pt", re.ASCII)
+_MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,5})(_\d+)?_model_states\.pt", re.ASCII)
+_UNIVERSAL = "zero"
+# In the directory above: the name of the last checkpoint's directory.
+LATEST_FILES = ("latest", "latest_universal")
+# Names, shapes and settings: for 100,000 parameters some 30 MB.
+_MOST_PICKLE_BYTES = 64 << 20
+_STATES = {"exp_avg": "moment1_0", "exp_avg_sq": "moment2_0"}
+_FP32, _MASTER = "fp32", "w_0"
+_CONVERT = "convert it in DeepSpeed (python -m deepspeed.checkpoint.ds_to_universal), and give the new directory"
+
+
+class _File(NamedTuple):
+    """Hold a file: its name, rank and bytes, what was pickled, and where each tensor's elements begin."""
+
+    name: str
+    rank: int
+    size: int
+    value: Mapping[Any, Any]
+    places: Mapping[SavedTensor, int]
+
+
+class _Row(NamedTuple):
+    """Describe a shard: its file, key, element type, the tensor's shape, the box or flat range, its first byte."""
+
+    file: _File
+    key: str
+    dtype: str
+    whole: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    flat: tuple[int, int] | None
+    begin: int
+
+
+def is_deepspeed(names: Sequence[str]) -> bool:
+    """Return whether a directory has the files of one step of DeepSpeed's."""
+    return any(map(_OPTIMIZER.fullmatch, names)) or any(map(_MODEL.fullmatch, names))
+
+
+def read_deepspeed_manifest(backend: Backend) -> Manifest:
+    """Read one step as a manifest without checksums; what is no tensor of a parameter or buffer is left out.
+
+    Raises:
+        CorruptCheckpointError: A file is damaged, missing, or contradicts another; UnsafePickleError where a pickle is
+            more than data.
+        ValidationError: It is of tensor or pipeline parallelism, and says nowhere how parts belong together; or its
+            states are stored in another way. The text says what to do.
+    """
+    names = backend.names()
+    matches = [
+        match for name in sorted(names) for match in [_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name)] if match
+    ]
+    if _UNIVERSAL in backend.names("directories"):
+        rows = list(_universal(backend, [match[0] for match in matches if match.re is _MODEL]))
+    else:
+        cut = [match[0] for match in matches if int(match[2]) or match[3]]
+        if cut:
+            raise ValidationError(
+                f"{backend.where(cut[0])} is of a model that is cut among ranks (tensor or pipeline parallelism), and "
+                f"the files do not tell how. Remedy: {_CONVERT}"
+            )
+        chosen = [match[0] for match in matches]
+        files = dict(zip(chosen, map_files(backend, lambda name: _load(backend, name), chosen)))
+        models = [files[name] for name in chosen if _MODEL.fullmatch(name)]
+        optimizers = [files[name] for name in chosen if _OPTIMIZER.fullmatch(name)]
+        rows = list(_of_ranks(backend, models, sorted(optimizers, key=lambda file: file.rank)))
+    return _manifest(backend, rows)
+
+
+def _manifest(backend: Backend, rows: Sequence[_Row]) -> Manifest:
+    if not rows:
+        raise ValidationError(f"{backend.path} has no tensors in it. Remedy: correct the path")
+    builders: dict[str, CatalogBuilder] = {}
+    for row in rows:
+        builder = builders.setdefault(row.file.name, CatalogBuilder(row.file.rank, row.file.name))
+        builder.add(row.key, row.dtype, row.whole, row.offset, row.shape, row.flat, row.begin)
+    catalog = concat([builder.build() for builder in builders.values()])
+    problems = validate_shards(catalog) or validate_coverage(catalog, group_replicas(catalog)).problems
+    if problems:
+        error = ValidationError(problems, f"{backend.path} contradicts itself or lacks files of ranks")
+        raise CorruptCheckpointError(f"{error}. Remedy: restore the files of one save")
+    sizes = {row.file.name: row.file.size for row in rows}
+    digest = xxhash.xxh3_128()
+    for row in rows:
+        digest.update(repr((row[1:], row.file.name, row.file.size)).encode())
+    size = 1 + max(row.file.rank for row in rows)
+    return Manifest.of_foreign("deepspeed", catalog, sizes, digest.hexdigest(), 0, size)
+
+
+def _load(backend: Backend, name: str) -> _File:
+    """Read a file's pickle, and find the elements of all tensors in it."""
+    where = backend.where(name)
+    match = _OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name)
+    with open_member(backend, name) as file:
+        archive = open_archive(file.read, file.size, where, DEEPSPEED, _MOST_PICKLE_BYTES, {})
+        places: dict[SavedTensor, int] = {}
+        stack = [archive.value]
+        while stack:
+            each = stack.pop()
+            if type(each) is dict:
+                stack.extend(each.values())
+            elif type(each) is list:
+                stack.extend(each)
+            elif type(each) is SavedTensor and each.dtype in DTYPES and each not in places:
+                places[each] = place_elements(file.read, archive, each, where)[0]
+        value = archive.value if type(archive.value) is dict else {"param": archive.value}
+        return _File(name, int(match[1] or 0) if match else 0, file.size, value, places)
+
+
+def _of_ranks(backend: Backend, models: Sequence[_File], optimizers: Sequence[_File]) -> Iterator[_Row]:
+    """Yield the shards of what ranks have saved."""
+    states = [_field(backend, file, file.value, "optimizer_state_dict", dict) for file in optimizers]
+    if not models:
+        raise CorruptCheckpointError(
+            f"{backend.path} lacks mp_rank_00_model_states.pt beside {optimizers[0].name}. Remedy: restore it"
+        )
+    model = min(models, key=lambda file: file.rank)
+    budget = BoxBudget()
+    module = _field(backend, model, model.value, "module", dict)
+    if not states:
+        logger.info("%s: no file of ZeRO; of the model's the weights are read", backend.path)
+        yield from _tensors(backend, model, module, budget)
+        return
+    count = states[0].get("partition_count")
+    count = max(count, default=0) if type(count) is list and all(map(is_integer, count)) else count
+    if [file.rank for file in optimizers] != list(range(count if is_integer(count) else -1)):
+        got = listed([file.name for file in optimizers])
+        raise CorruptCheckpointError(
+            f"{backend.path}: {count} ranks have saved their parts (partition_count), and there are {got}. Remedy: "
+            "restore the files of one save"
+        )
+    groups = _field(backend, model, model.value, "param_shapes", list)
+    shapes = {name: shape for group in groups if type(group) is dict for name, shape in group.items()}
+    if not all(type(name) is str and type(shape) is tuple for name, shape in shapes.items()):
+        raise _contradiction(backend, model, "param_shapes are no shapes")
+    if states[0].get("zero_stage") == 3:
+        buffers = {name: tensor for name, tensor in module.items() if name not in shapes and _is_full(tensor)}
+        yield from _tensors(backend, model, buffers, budget)
+        for rank, (file, state) in enumerate(zip(optimizers, states)):
+            yield from _third_stage(backend, file, state, shapes, rank, len(optimizers))
+        yield from _frozen(backend, models, len(optimizers))
+    else:
+        yield from _tensors(backend, model, module, budget)
+        yield from _first_stages(backend, optimizers, states, shapes)
+
+
+def _is_full(tensor: Any) -> bool:
+    return type(tensor) is SavedTensor and 0 not in tensor.size
+
+
+def _first_stages(
+    backend: Backend, files: Sequence[_File], states: Sequence[Mapping[Any, Any]], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[_Row]:
+    """Yield the slices of stages 1 and 2: a parameter's follow each other in the order of ranks."""
+    done: dict[str, int] = {}
+    for file, state in zip(files, states):
+        flats = _field(backend, file, state, "single_partition_of_fp32_groups", list)
+        if type(state.get("param_slice_mappings")) is not list:
+            raise ValidationError(
+                f"{backend.where(file.name)} does not tell which slices are which parameters' (param_slice_mappings), "
+                f"as older releases do not. Remedy: {_CONVERT}"
+            )
+        base = _field(backend, file, state, "base_optimizer_state", dict)
+        for number, (flat, slices) in enumerate(zip(flats, state["param_slice_mappings"])):
+            columns = _columns(backend, file, flat, _state(base, number))
+            if type(slices) is not dict:
+                raise _contradiction(backend, file, "param_slice_mappings are none")
+            for name, fragment in slices.items():
+                if name not in shapes or type(fragment) is not Fragment:
+                    raise _contradiction(backend, file, f"a slice of {str(name)[:80]!r}, which has no shape")
+                begin = done.get(name, 0)
+                done[name] = begin + fragment.numel
+                for suffix, tensor in columns.items():
+                    yield from _slice(
+                        backend, file, f"{name}.{suffix}", shapes[name], tensor, begin, fragment.start, fragment.numel
+                    )
+
+
+def _third_stage(
+    backend: Backend,
+    file: _File,
+    state: Mapping[Any, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    rank: int,
+    count: int,
+) -> Iterator[_Row]:
+    """Yield the slices of stage 3: a rank has one of each parameter, one after the other through all buffers."""
+    flats = _field(backend, file, state, "fp32_flat_groups", list)
+    base = _field(backend, file, state, "optimizer_state_dict", dict)
+    buffers = []
+    begin = 0
+    for number, flat in enumerate(flats):
+        columns = _columns(backend, file, flat, _state(base, number))
+        length = columns[_MASTER].size[0]
+        buffers.append((begin, begin + length, columns))
+        begin += length
+    at = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        part = -(-size // count)
+        first, last = min(rank * part, size), min((rank + 1) * part, size)
+        for low, high, columns in buffers:
+            # What of [at, at + last - first) is in this buffer.
+            start, stop = max(at, low), min(at + last - first, high)
+            if start >= stop:
+                continue
+            for suffix, tensor in columns.items():
+                keys = [name, f"{name}.{suffix}"] if suffix == _MASTER else [f"{name}.{suffix}"]
+                for key in keys:
+                    yield from _slice(backend, file, key, shape, tensor, first + start - at, start - low, stop - start)
+        at += part
+    if at != begin:
+        raise _contradiction(backend, file, f"parameters of {at} elements a rank in buffers of {begin}")
+
+
+def _frozen(backend: Backend, models: Sequence[_File], count: int) -> Iterator[_Row]:
+    """Yield the parameters of stage 3 that are not trained: each rank's file has its slices."""
+    for file in models:
+        shapes, parts = (file.value.get(name) or {} for name in ("frozen_param_shapes", "frozen_param_fragments"))
+        if type(shapes) is not dict or type(parts) is not dict:
+            raise _contradiction(backend, file, "frozen parameters are none")
+        for name, shape in shapes.items():
+            tensor = parts.get(name)
+            if type(name) is not str or type(shape) is not tuple or type(tensor) is not SavedTensor:
+                raise _contradiction(backend, file, f"the frozen parameter {str(name)[:80]!r} is none")
+            size = math.prod(shape)
+            part = -(-size // count)
+            first, last = min(file.rank * part, size), min((file.rank + 1) * part, size)
+            yield from _slice(backend, file, name, shape, tensor, first, 0, last - first)
+
+
+def _universal(backend: Backend, models: Sequence[str]) -> Iterator[_Row]:
+    """Yield the tensors of a universal checkpoint: ``zero/{parameter}/fp32.pt`` and those of its states.
+
+    Converted from stage 3 they are flat: the model's file has their shapes. It has the buffers, too.
+    """
+    folder = inner(backend, _UNIVERSAL)
+    parameters = sorted(folder.names("directories"))
+    listing = dict(zip(parameters, map_files(backend, lambda name: sorted(inner(folder, name).names()), parameters)))
+    wanted = [(name, file[: -len(".pt")]) for name, files in listing.items() for file in files if file.endswith(".pt")]
+    lacking = [name for name in parameters if (name, _FP32) not in wanted]
+    if lacking:
+        raise CorruptCheckpointError(
+            f"{folder.path} lacks {_FP32}.pt of {listed(lacking)}. Remedy: restore it, or convert the checkpoint anew"
+        )
+    loaded = map_files(backend, lambda each: _load(backend, f"{_UNIVERSAL}/{each[0]}/{each[1]}.pt"), wanted)
+    budget = BoxBudget()
+    shapes: dict[Any, Any] = {}
+    # Of a model that is cut among ranks these are the shapes of parts, and buffers may be parts.
+    if models and all(
+        int(match[2]) == 0 and not match[3] for name in models for match in [_MODEL.fullmatch(name)] if match
+    ):
+        model = min((_load(backend, name) for name in models), key=lambda file: file.rank)
+        groups = _field(backend, model, model.value, "param_shapes", list)
+        shapes = {name: shape for group in groups if type(group) is dict for name, shape in group.items()}
+        module = _field(backend, model, model.value, "module", dict)
+        buffers = {k: v for k, v in module.items() if k not in shapes and k not in listing and _is_full(v)}
+        yield from _tensors(backend, model, buffers, budget)
+    for (name, state), file in zip(wanted, loaded):
+        tensor = file.value.get("param")
+        if state == "step" or type(tensor) is not SavedTensor:
+            continue
+        keys = [f"{name}.{_STATES.get(state, f'{state}_0')}"]
+        if state == _FP32:
+            # A buffer has no states, and no master weight.
+            keys = [name, f"{name}.{_MASTER}"] if len(listing[name]) > 1 else [name]
+        shape = shapes.get(name)
+        if type(shape) is tuple and len(tensor.size) == 1 and tensor.size != shape:
+            for key in keys:
+                yield from _slice(backend, file, key, shape, tensor, 0, 0, tensor.size[0])
+            continue
+        yield from (row for key in keys for row in _tensors(backend, file, {key: tensor}, budget))
+
+
+def _columns(backend: Backend, file: _File, flat: Any, states: Mapping[Any, Any]) -> dict[str, SavedTensor]:
+    """Return a flat buffer of master weights, and those of the states that are as long."""
+    if type(flat) is not SavedTensor or len(flat.size) != 1:
+        raise _contradiction(backend, file, "a group's fp32 weights are no flat tensor")
+    columns = {_MASTER: flat}
+    for name, tensor in states.items():
+        if type(name) is str and type(tensor) is SavedTensor and tensor.size == flat.size:
+            columns[_STATES.get(name, f"{name}_0")] = tensor
+    return columns
+
+
+def _state(base: Mapping[Any, Any], number: int) -> Mapping[Any, Any]:
+    """Return the states of a group in what the inner optimizer has saved."""
+    states = base.get("state")
+    found = states.get(number) if type(states) is dict else None
+    return found if type(found) is dict else {}
+
+
+def _slice(
+    backend: Backend,
+    file: _File,
+    key: str,
+    whole: tuple[int, ...],
+    tensor: SavedTensor,
+    begin: int,
+    start: int,
+    count: int,
+) -> Iterator[_Row]:
+    """Yield ``count`` elements of a flat tensor, from ``start``, that are those of a parameter from ``begin``."""
+    place = file.places.get(tensor)
+    if place is None or tensor.stride not in ((1,), ()) or len(tensor.size) != 1:
+        raise _contradiction(backend, file, f"the flat tensor of {key[:80]!r} is none, or not in one piece")
+    if start + count > tensor.size[0] or begin + count > math.prod(whole):
+        what = f"{count} elements of {key[:80]!r} from {begin}, in a buffer of {tensor.size[0]} from {start}"
+        raise _contradiction(backend, file, what)
+    if count:
+        offset = (0,) * len(whole)
+        at = place + start * DTYPES[tensor.dtype].itemsize
+        yield _Row(file, key, tensor.dtype, whole, offset, whole, (begin, begin + count) if whole else None, at)
+
+
+def _tensors(backend: Backend, file: _File, tensors: Mapping[Any, Any], budget: BoxBudget) -> Iterator[_Row]:
+    """Yield whole tensors; what is no tensor is left out."""
+    for key, tensor in tensors.items():
+        if type(tensor) is not SavedTensor or type(key) is not str:
+            continue
+        place, where = file.places.get(tensor), backend.where(file.name)
+        if place is None:
+            what, remedy = "an element type is not supported", "cast the tensor, and save it anew"
+            raise ValidationError(Problem(what, key, file=where, got=tensor.dtype, remedy=remedy))
+        strides = row_major(tensor.size) if 0 in tensor.size else tensor.stride
+        if not budget.allows(tensor.size, strides):
+            what = f"tensors not in row-major order of more than {MOST_BOXES} pieces in all are not read"
+            raise ValidationError(Problem(what, key, file=where, got=list(strides), remedy="make it contiguous"))
+        for box in boxes_of(tensor.size, strides):
+            begin = place + box.begin * DTYPES[tensor.dtype].itemsize
+            yield _Row(file, key, tensor.dtype, tensor.size, box.offset, box.shape, None, begin)
+
+
+def _field(backend: Backend, file: _File, value: Mapping[Any, Any], name: str, kind: type) -> Any:
+    found = value.get(name)
+    if type(found) is not kind:
+        raise _contradiction(backend, file, f"it has no {name} of DeepSpeed's")
+    return found
+
+
+def _contradiction(backend: Backend, file: _File, what: str) -> CorruptCheckpointError:
+    return CorruptCheckpointError(
+        f"{backend.where(file.name)} is not as DeepSpeed writes it: {what}. Remedy: restore it, or {_CONVERT}"
+    )
