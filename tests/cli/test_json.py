@@ -43,6 +43,7 @@ LINES = {
     "rehearse": (["ONE", "--to", "tp=1", "--weights"], ["ONE", "--to", "dp=2", "--save"]),
     "map": (["ONE"],),
     "convert": (["ONE", "OUT"],),
+    "bench": (["ROOT", "--bytes", "1MiB"],),
 }
 
 

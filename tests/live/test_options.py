@@ -60,6 +60,7 @@ VALUES = {
     "optimizer_states": ("raise", "ignore"),
     "overwrite": (False, True),
     "preemption_signals": ((), (10,)),
+    "pages": (False, True),
     "prefix": (None, "model"),
     "reports": (False, True),
     "rng": (False, True),
