@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from paddle_flexckpt.live.digests import digest
     from paddle_flexckpt.live.full_param import full_param
     from paddle_flexckpt.live.loader import load_state_dict
-    from paddle_flexckpt.live.merged import load_merged_state_dict
+    from paddle_flexckpt.live.merged import load_merged_state_dict, merge_sharded_state_dict
     from paddle_flexckpt.live.publishing import publish
     from paddle_flexckpt.live.resharder import _load_state_dict, plan_reshard, reshard_sharded_state_dict
     from paddle_flexckpt.live.saver import save_state_dict
@@ -99,7 +99,7 @@ _MODULES = {
     "live.digests": ("digest",),
     "live.full_param": ("full_param",),
     "live.loader": ("load_state_dict",),
-    "live.merged": ("load_merged_state_dict",),
+    "live.merged": ("load_merged_state_dict", "merge_sharded_state_dict"),
     "live.publishing": ("publish",),
     "live.resharder": ("_load_state_dict", "plan_reshard", "reshard_sharded_state_dict"),
     "live.statements": ("explain", "plain_state_statements"),

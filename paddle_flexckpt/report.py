@@ -147,6 +147,9 @@ class SaveReport(Report):
             that and by how much they differ, and whose values were saved. Without those that are only to be close and
             are equal.
         warnings: What did not go as it should have, without harm to the checkpoint.
+        rank_bytes: ``bytes_written`` of all ranks, in the order of the group.
+        rank_seconds: Of all ranks likewise, by phase: ``plan``, and ``write``, without waiting for others; of an
+            asynchronous save ``stage`` instead.
     """
 
     path: str
@@ -160,6 +163,8 @@ class SaveReport(Report):
     seconds: dict[str, float] = field(default_factory=dict)
     replicas: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    rank_bytes: list[int] = field(default_factory=list)
+    rank_seconds: dict[str, list[float]] = field(default_factory=dict)
 
     def summary(self) -> str:
         """Return one line for people."""

@@ -16,6 +16,7 @@ _COMMANDS = {
     "overview": ("ls", "du", "doctor"),
     "rehearse": ("rehearse",),
     "map": ("map",),
+    "bench": ("bench",),
     "statements": ("explain", "expand", "invert", "rules"),
     "patch": ("patch",),
 }

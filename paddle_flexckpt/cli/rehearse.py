@@ -16,11 +16,14 @@ from paddle_flexckpt.cli.arguments import (
     add_html,
     aoa_config,
     cut_of,
+    table,
     written,
 )
 from paddle_flexckpt.engine.models import layout_of
 from paddle_flexckpt.engine.options import LoadOptions
-from paddle_flexckpt.engine.rehearsal import RankReads, RehearsalReport, rehearse
+from paddle_flexckpt.engine.probe import probe, read_probe
+from paddle_flexckpt.engine.rehearsal import rehearse
+from paddle_flexckpt.engine.rehearsal_report import RankReads, RehearsalReport
 from paddle_flexckpt.engine.save_rehearsal import SaveRehearsal, rehearse_save
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.report import format_bytes, format_ranks
@@ -50,7 +53,23 @@ def add_command(commands: Any) -> None:
         "--gbps", type=float, metavar="N", help="gigabytes a second that one rank reads while all do: to estimate time"
     )
     parser.add_argument(
+        "--probe",
+        metavar="PATH",
+        help="the directory that all ranks of a node share, which is measured now, or the file to which `flexckpt "
+        "bench --json` has printed what it gave: to estimate time",
+    )
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        default=1,
+        metavar="N",
+        help="with --probe: ranks that share what was measured (1)",
+    )
+    parser.add_argument(
         "--cooperative", action="store_true", help="say also what ranks read and exchange if one reads for all"
+    )
+    parser.add_argument(
+        "--object-store", action="store_true", help="count requests as if the checkpoint were in an object store"
     )
     parser.add_argument(
         "--save", action="store_true", help="say what the job would save, instead of whether and how it loads"
@@ -71,7 +90,16 @@ def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
     )
     add_aoa(parser, required=False)
     parser.add_argument(
-        "--model", metavar="OTHER", help="a checkpoint of the job's model, if it is not what CHECKPOINT holds"
+        "--model",
+        metavar="OTHER",
+        help="a checkpoint of the job's model, or its config.json (of a family that there are model rules for), if it "
+        "is not what CHECKPOINT holds",
+    )
+    parser.add_argument(
+        "--variant",
+        choices=("plain", "fused"),
+        default="plain",
+        help="with --model config.json: what the model fuses, as of the rules of its family",
     )
     add_cut(parser)
     parser.add_argument("--weights", action="store_true", help="the job has no optimizer")
@@ -85,6 +113,7 @@ def layout_from(options: argparse.Namespace, config: AoaConfig | None) -> tuple[
         unique_id=options.unique_id,
         aoa_config=config,
         model=options.model,
+        variant=options.variant,
         cuts=[cut_of(text) for text in options.cut],
         states=not options.weights,
     )
@@ -93,9 +122,12 @@ def layout_from(options: argparse.Namespace, config: AoaConfig | None) -> tuple[
 def _rehearse(options: argparse.Namespace) -> Outcome:
     """Return a table of the ranks and what is noticed, or the job's error; code 1 where it would fail."""
     config = None if options.aoa is None else aoa_config(options.aoa)
-    if options.gbps is not None and not options.gbps > 0:
-        raise ValidationError([f"--gbps takes a positive number; got {options.gbps}"])
-    loading = {"--cooperative": options.cooperative, "--strict": options.strict != "missing"}
+    rate, request = _speed(options)
+    loading = {
+        "--cooperative": options.cooperative,
+        "--object-store": options.object_store,
+        "--strict": options.strict != "missing",
+    }
     if options.save and any(loading.values()):
         raise ValidationError([f"{next(filter(loading.get, loading))} is of a load: it does not go with --save"])
     if options.save_replicas and not options.save:
@@ -110,7 +142,6 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
         optimizer_states="ignore" if options.weights else "raise",
     )
     layout, notes = layout_from(options, config)
-    rate = None if options.gbps is None else options.gbps * 1e9
     if options.save:
         saved = rehearse_save(layout, save_replicas=options.save_replicas, bytes_per_second=rate, notes=notes)
         lines = [*_save_lines(saved), saved.summary()]
@@ -125,8 +156,10 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
         layout,
         asked,
         cooperative=options.cooperative,
+        object_store=options.object_store,
         by_source=options.html is not None,
         bytes_per_second=rate,
+        request_seconds=request,
         notes=notes,
     )
     lines = [*_lines(report), report.summary()]
@@ -138,22 +171,43 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
     return Outcome(text, int(not report.ok))
 
 
+def _speed(options: argparse.Namespace) -> tuple[float | None, float]:
+    """Return the bytes that one rank reads, or writes, in a second while all do, and what a request adds."""
+    if options.gbps is not None and not options.gbps > 0:
+        raise ValidationError([f"--gbps takes a positive number; got {options.gbps}"])
+    if options.ranks_per_node < 1:
+        raise ValidationError([f"--ranks-per-node takes a positive number; got {options.ranks_per_node}"])
+    if options.probe is None:
+        return None if options.gbps is None else options.gbps * 1e9, 0.0
+    if options.gbps is not None:
+        raise ValidationError(["--gbps and --probe both say how fast the medium is: give one of them"])
+    found = read_probe(options.probe) if options.probe.endswith(".json") else probe(options.probe)
+    rate = found.write_bytes_per_second if options.save else found.read_bytes_per_second
+    return rate / options.ranks_per_node, found.request_seconds * options.ranks_per_node
+
+
 def _lines(report: RehearsalReport) -> list[str]:
     """Return a table of the ranks, those that read the most first, and a line for whatever else is to be known."""
-    table: list[tuple[str, ...]] = [("ranks", "needed", "read", "amplification", "requests", "files", "memory")]
+    rows: list[tuple[str, ...]] = [("ranks", "needed", "read", "amplification", "requests", "files", "memory")]
     order = sorted(report.ranks, key=lambda each: -each.bytes_read)
-    table += [_columns(each) for each in order[:_LINES]]
-    lines = _aligned(table, len(order), "read") if order else []
+    rows += [_columns(each) for each in order[:_LINES]]
+    lines = _aligned(rows, len(order), "read") if order else []
     for name in ("missing", "unexpected", "aliases", "cast", "masters", "maybe_fused"):
         keys = list(getattr(report, name))
         if keys:
             lines.append(f"{name.replace('_', ' ')}: {listed(keys, _KEYS)}")
+    busiest = max(report.ranks, key=lambda each: each.object_requests, default=None)
+    if busiest is not None and busiest.object_requests:
+        lines.append(
+            f"object store: {sum(len(each.ranks) * each.object_requests for each in report.ranks)} requests; rank "
+            f"{busiest.ranks[0]} makes the most, {busiest.object_requests} for {format_bytes(busiest.object_bytes)}"
+        )
     return [*lines, *(f"note: {note}" for note in report.notes)]
 
 
 def _save_lines(report: SaveRehearsal) -> list[str]:
     """Return a table of the ranks, those that write the most first, and the notes."""
-    table: list[tuple[str, ...]] = [("rank", "held", "written", "items", "requests", "hashed", "staging")]
+    rows: list[tuple[str, ...]] = [("rank", "held", "written", "items", "requests", "hashed", "staging")]
     columns = report.ranks
     order = sorted(range(report.world_size), key=lambda rank: -columns["bytes_written"][rank]) if report.ok else []
     for rank in order[:_LINES]:
@@ -161,16 +215,14 @@ def _save_lines(report: SaveRehearsal) -> list[str]:
         sizes = {name: format_bytes(value) for name, value in own.items()}
         counts = (str(own["items"]), str(own["writes"]))
         more = (sizes["hashed_bytes"], sizes["staging_bytes"])
-        table.append((str(rank), sizes["held_bytes"], sizes["bytes_written"], *counts, *more))
-    lines = _aligned(table, len(order), "write") if order else []
+        rows.append((str(rank), sizes["held_bytes"], sizes["bytes_written"], *counts, *more))
+    lines = _aligned(rows, len(order), "write") if order else []
     return [*lines, *(f"note: {note}" for note in report.notes)]
 
 
-def _aligned(table: list[tuple[str, ...]], count: int, what: str) -> list[str]:
+def _aligned(rows: list[tuple[str, ...]], count: int, what: str) -> list[str]:
     """Return the lines of a table, and one that says how many of so many are not in it."""
-    widths = [max(map(len, column)) for column in zip(*table)]
-    lines = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in table]
-    more = count - len(table) + 1
+    lines, more = table(rows, right=range(1, len(rows[0]))), count - len(rows) + 1
     return [*lines, f"... and {more} more, which {what} less; --json has all"] if more else lines
 
 

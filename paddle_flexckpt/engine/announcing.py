@@ -35,24 +35,35 @@ def announce(reader: FileReader, pieces: Pieces, memory: Filling) -> None:
     if not reader.files.reads_ahead:
         return
     found: list[Ranges] = []
+    common = reader.catalog, memory.catalog, reader.block_bytes
     for first, last in memory.portions(pieces.target):
         part = pieces.take(slice(first, last))
         on_device = memory.on_device[part.target]
         if on_device.any():
             reads = buffered_reads(reader, part.take(on_device), memory)
             for numbers in reads:
-                found += _turns(reads.parts.take(numbers), reads.places[numbers], reader, memory)
+                found += ranges_read(reads.parts.take(numbers), reads.places[numbers], *common)
             part = part.take(~on_device)
-        found += _turns(part, memory.addresses[part.target], reader, memory)
+        found += ranges_read(part, memory.addresses[part.target], *common)
     if found:
         reader.read_ahead(*(np.concatenate(column) for column in zip(*found)))
 
 
-def _turns(part: Pieces, addresses: np.ndarray, reader: FileReader, memory: Filling) -> Iterator[Ranges]:
-    """Yield what is read of pieces, in this order."""
-    columns = PieceColumns.of(part, reader.catalog, memory.catalog, addresses)
-    for rows in columns.turns(part, reader.catalog):
-        yield _ranges(part.take(rows), reader.catalog, reader.block_bytes)
+def ranges_read(
+    part: Pieces, addresses: np.ndarray, source: Catalog, target: Catalog, block_bytes: int
+) -> Iterator[Ranges]:
+    """Yield which bytes are read of pieces, in this order, where a medium has no memory map.
+
+    Args:
+        part: The pieces.
+        addresses: int64 per piece: where its target's memory is, or -1 where it has to be opened first.
+        source: What the files hold.
+        target: The rows that are filled.
+        block_bytes: Of a block with a checksum.
+    """
+    columns = PieceColumns.of(part, source, target, addresses)
+    for rows in columns.turns(part, source):
+        yield _ranges(part.take(rows), source, block_bytes)
 
 
 def announce_reads(reader: FileReader, parts: list[Pieces]) -> None:

@@ -112,6 +112,7 @@ def find_holders(
     unique_id: int | None = None,
     layout: Layout | None = None,
     notes: Sequence[str] = (),
+    largest: int | None = None,
 ) -> HoldersReport:
     """Say which rank has which part of each tensor of a checkpoint, and which rank of a job would need it.
 
@@ -123,6 +124,8 @@ def find_holders(
         unique_id: Which checkpoint of the directory; None takes the highest id.
         layout: That of the job, such as :func:`~paddle_flexckpt.engine.models.layout_of` makes it.
         notes: What the layout takes for granted, for the report.
+        largest: Of how many tensors the report has parts, the largest of those that are stored; None: of all. Bytes by
+            rank are of all in any case.
 
     Raises:
         ValidationError: There is no such checkpoint, or no such key.
@@ -137,6 +140,8 @@ def find_holders(
     ranks = max([manifest.world_size or 0, *(stored.rank + 1).tolist()])
     sizes = np.zeros(ranks, dtype=np.int64)
     np.add.at(sizes, stored.rank, stored.byte_length)
+    shown = chosen if largest is None else _largest(stored, largest)
+    stored = _only(stored, shown)
     tensors: dict[str, TensorHolders] = {}
     for key, row, part in _parts(stored, [[rank] for rank in range(ranks)]):
         _tensor(tensors, stored, key, row).stored.append(part)
@@ -149,6 +154,7 @@ def find_holders(
             own = int(length[job.rank == kind].sum())
             for rank in same:
                 needed[rank] = own
+        job = _only(job, shown)
         for key, row, part in _parts(job, alike):
             _tensor(tensors, job, key, row).needed.append(part)
     return HoldersReport(
@@ -183,6 +189,13 @@ def _chosen(wanted: Sequence[str], there: set[str]) -> set[str]:
     if problems:
         raise ValidationError(problems)
     return found
+
+
+def _largest(catalog: Catalog, most: int) -> set[str]:
+    numbers, first = np.unique(catalog.key, return_index=True)
+    size = catalog.global_shape[first].prod(axis=1) * catalog.itemsize[first]
+    order = np.argsort(-size, kind="stable")[:most]
+    return {catalog.keys[number] for number in numbers[order].tolist()}
 
 
 def _only(catalog: Catalog, keys: set[str]) -> Catalog:

@@ -9,13 +9,15 @@ import fnmatch
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo
 from paddle_flexckpt.aoa.sides import MASTER, split_state
-from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, without_extra_state
+from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Problem, ValidationError, without_extra_state
 from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.engine.config_models import ConfigModel, is_config, read_config_model
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
@@ -39,6 +41,7 @@ def layout_of(
     model: Location | None = None,
     cuts: Sequence[tuple[str, int | None]] = (),
     states: bool = True,
+    variant: str = "plain",
 ) -> tuple[Layout, list[str]]:
     """Return the layout of a job that loads a checkpoint, and what is taken for granted in it.
 
@@ -47,15 +50,20 @@ def layout_of(
         strategy: The job's, as :func:`parse_strategy` reads it.
         unique_id: The checkpoint's id; None takes the highest.
         aoa_config: AOA statements; the job has what they make and leave alone.
-        model: A checkpoint of the job's model, where that is not what the first one holds.
+        model: A checkpoint of the job's model, or its ``config.json``, where it is not what the first one holds.
         cuts: As of :func:`model_of`.
         states: Whether the job has an optimizer.
+        variant: What the model of a ``config.json`` fuses (:func:`~.config_models.read_config_model`).
 
     Raises:
-        ValidationError: There is no such checkpoint, or the strategy cannot cut the model.
+        ValidationError: There is no such checkpoint or configuration, or the strategy cannot cut the model.
         CorruptCheckpointError: A manifest is damaged.
     """
     parsed = parse_strategy(strategy)
+    if is_config(model):
+        said = read_config_model(str(model), variant)
+        layout, notes = _noted(parsed, _of_config(said, cuts, states))
+        return layout, [said.note, *notes]
     chosen = (path, unique_id) if model is None else (model, None)
     stored = without_extra_state(SourceDirectory(chosen[0]).read_manifest(chosen[1]).catalog)
     mapping = whole_mapping(aoa_config, stored) if model is None and aoa_config is not None else None
@@ -84,7 +92,11 @@ def layout_for(
     Raises:
         ValidationError: The strategy cannot cut the model.
     """
-    described = model_of(infos, stored, cuts, states)
+    return _noted(strategy, model_of(infos, stored, cuts, states))
+
+
+def _noted(strategy: Strategy, described: Model) -> tuple[Layout, list[str]]:
+    """Return the layout of a model, and what is taken for granted in it."""
     notes = []
     if strategy.tp > 1:
         whole = [each.name for each in described.tensors if each.tp_axis is None and len(each.shape) > 1]
@@ -98,6 +110,22 @@ def layout_for(
     if strategy.kind != "none" and described.states:
         notes.append("the optimizer has the parameters in the order of the checkpoint, layer by layer")
     return Layout(described, strategy), notes
+
+
+def _of_config(said: ConfigModel, cuts: Sequence[tuple[str, int | None]], states: bool) -> Model:
+    """Return the model of a configuration, whose optimizer is AdamW, with master weights for half precision."""
+    model = model_of(said.infos, CatalogBuilder(0).build(), [*cuts, *said.cuts], states)
+    first, last = (0,), model.layers - 1
+    tensors = [
+        replace(
+            each,
+            layers=(0, last) if said.is_tied and each.layers == first else each.layers,
+            is_trained="e_score_correction_bias" not in each.name,
+        )
+        for each in model.tensors
+    ]
+    kept = tuple(state for state in ADAMW if said.is_half or not state.is_master) if states else ()
+    return replace(model, tensors=tuple(tensors), states=kept)
 
 
 def model_of(

@@ -15,6 +15,7 @@ from paddle_flexckpt.algebra import Columns, StridedCopy
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.engine.piece_columns import are_contiguous, group_forms
 from paddle_flexckpt.native.block_reader import BLOCKS_AT_ONCE, STRETCHES_AT_ONCE
+from paddle_flexckpt.native.read_threads import MOST_THREADS
 from paddle_flexckpt.native.reader import MIN_PREAD_BYTES
 from paddle_flexckpt.native.row_files import MAP_SPAN_BYTES
 from paddle_flexckpt.native.stretches import RUNS_AT_ONCE, reach
@@ -34,12 +35,14 @@ class ReadCounts:
         bytes_read: Bytes that come from files.
         reads: Requests, and copies out of a memory map.
         files: Files that are opened.
+        buffer_bytes: Memory that is read through, with as many threads as a reader has at most.
     """
 
     bytes_needed: np.ndarray
     bytes_read: np.ndarray
     reads: np.ndarray
     files: np.ndarray
+    buffer_bytes: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +106,8 @@ def count_reads(
         (counter.columns if form[0] else counter.one_by_one)(copy, int(form[2]), alike, bool(form[1]))
     opened = np.unique(rank * len(source.files) + source.file[pieces.source])
     files = np.bincount(opened // max(len(source.files), 1), minlength=ranks)
-    return ReadCounts(needed, counter.bytes_read, counter.reads, files)
+    buffers = block_bytes * (1 + counter.through_blocks * MOST_THREADS * BLOCKS_AT_ONCE)
+    return ReadCounts(needed, counter.bytes_read, counter.reads, files, buffers)
 
 
 def sums_of(rank: np.ndarray, values: np.ndarray, ranks: int) -> np.ndarray:
@@ -134,6 +138,7 @@ class _Counter:
         self._source, self._ranks, self._block = source, ranks, block_bytes
         self._length = source.byte_length
         self.bytes_read, self.reads = needed.copy(), np.zeros(ranks, dtype=np.int64)
+        self.through_blocks = np.zeros(ranks, dtype=np.int64)
 
     def _add(self, rank: np.ndarray, reads: np.ndarray | int) -> None:
         self.reads += sums_of(rank, np.broadcast_to(np.asarray(reads, dtype=np.int64), rank.shape), self._ranks)
@@ -147,6 +152,7 @@ class _Counter:
             inside = first == last
             self._one_by_one(copy, itemsize, alike.take(~inside), False)
             self._once(alike.take(inside))
+            self.through_blocks[alike.reader[inside]] = 1
         elif run_bytes < MIN_PREAD_BYTES:
             low, high = reach(copy.extents, copy.source_strides)
             if (high - low) * itemsize > MAP_SPAN_BYTES:

@@ -9,8 +9,8 @@ Tested in tests/engine/test_rehearsal.py and tests/distributed/test_rehearsal.py
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +18,11 @@ from paddle_flexckpt.catalog import Catalog, CheckpointError, concat, group_repl
 from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.engine.files import Files, plan_reads
 from paddle_flexckpt.engine.filling import Filling
+from paddle_flexckpt.engine.object_reads import count_requests
 from paddle_flexckpt.engine.options import FileOptions, LoadOptions
 from paddle_flexckpt.engine.plan import Tile, plan_fill
 from paddle_flexckpt.engine.read_counts import bytes_by_source, count_reads
+from paddle_flexckpt.engine.rehearsal_report import RankReads, RehearsalReport
 from paddle_flexckpt.engine.shared_reads import count_shared_reads
 from paddle_flexckpt.engine.targets import Memory, Targets
 from paddle_flexckpt.engine.transfer import Task, make_task
@@ -33,124 +35,11 @@ from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning import Pieces, ShardMatcher
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.readers import LINK_BYTES_PER_SECOND, MEETING_SECONDS, READ_BYTES_PER_SECOND
-from paddle_flexckpt.report import Report, format_bytes
 
 # Rows of targets that are matched at once: bounds memory.
 ROWS_AT_ONCE = 1 << 19
 # Where a load fails, so many ranks at most are asked for all that is wrong; of a larger job one of each kind.
 RANKS_ASKED = 1024
-
-
-@dataclass(frozen=True)
-class RankReads:
-    """Say what each of some ranks would do that all do the same.
-
-    Attributes:
-        ranks: They.
-        bytes_needed: Bytes of the pieces that fill a rank's targets.
-        bytes_read: Bytes of tensors read from files.
-        reads: Read calls.
-        files: Files opened.
-        target_bytes: Bytes of the targets.
-        scratch_bytes: The most memory that operands of computed values take at any time.
-        sources: Bytes of these pieces by the rank that saved them; empty unless asked for.
-    """
-
-    ranks: list[int]
-    bytes_needed: int
-    bytes_read: int
-    reads: int
-    files: int
-    target_bytes: int
-    scratch_bytes: int
-    sources: dict[int, int] = field(default_factory=dict)
-    derived: ClassVar[tuple[str, ...]] = ("amplification", "memory_bytes")
-
-    @property
-    def amplification(self) -> float:
-        """Return the bytes read for each byte that is needed."""
-        return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
-
-    @property
-    def memory_bytes(self) -> int:
-        """Return the most memory that targets and scratch take; a few MiB to read into come on top."""
-        return self.target_bytes + self.scratch_bytes
-
-
-@dataclass(frozen=True)
-class RehearsalReport(Report):
-    """Say what a load under a layout would do.
-
-    Attributes:
-        source: The checkpoint's directory.
-        unique_id: Its id.
-        strategy: The layout's.
-        world_size: Its ranks.
-        error: Why the load would fail, in the words that the job would raise on every rank; "" where it would not.
-        missing: Keys that ranks ask for and the source does not have; their targets would stay as they are.
-        unexpected: Keys that the source has and no rank asks for.
-        aliases: Keys that would be found under another name.
-        cast: Keys whose values would be cast, with the dtypes.
-        masters: Master weights that would start from their parameters, and parameters taken from their master weights.
-        maybe_fused: Source keys that may be fused, for all that the source says.
-        notes: What the rehearsal has taken for granted.
-        ranks: What each rank would do; those that do the same together.
-        total_bytes: ``bytes_needed`` of all ranks.
-        cooperative: Where one rank reads for all (``comm_method="cooperative"``): ``bytes_read``, ``reads``,
-            ``bytes_received`` and ``bytes_sent``, by rank; empty unless asked for.
-        seconds: By way of reading, how long the slowest rank takes at the given rate; empty without one.
-    """
-
-    source: str
-    unique_id: int | None
-    strategy: str
-    world_size: int
-    error: str = ""
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    aliases: dict[str, str] = field(default_factory=dict)
-    cast: dict[str, str] = field(default_factory=dict)
-    masters: dict[str, str] = field(default_factory=dict)
-    maybe_fused: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    ranks: list[RankReads] = field(default_factory=list)
-    total_bytes: int = 0
-    cooperative: dict[str, list[int]] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    derived = ("ok",)
-
-    @property
-    def ok(self) -> bool:
-        """Return whether the checkpoint loads."""
-        return not self.error
-
-    @property
-    def worst(self) -> RankReads:
-        """Return the ranks that read the most; the first of these."""
-        return max(self.ranks, key=lambda each: each.bytes_read)
-
-    def summary(self) -> str:
-        """Return one line for people."""
-        if not self.ok:
-            return f"{self.source} (id {self.unique_id}) does not load under {self.strategy}: {self.error}"
-        worst, reads = self.worst, sum(len(each.ranks) * each.reads for each in self.ranks)
-        read = sum(len(each.ranks) * each.bytes_read for each in self.ranks)
-        text = (
-            f"{self.source} (id {self.unique_id}) loads under {self.strategy} on {self.world_size} ranks: "
-            f"{format_bytes(self.total_bytes)} needed, {format_bytes(read)} read in {reads} requests; rank "
-            f"{worst.ranks[0]} reads the most, {format_bytes(worst.bytes_read)}"
-        )
-        for name, count in (("missing", len(self.missing)), ("unexpected", len(self.unexpected))):
-            text += f", {count} {name}" if count else ""
-        if self.cooperative:
-            most = {name: format_bytes(max(found)) for name, found in self.cooperative.items()}
-            text += (
-                f"; read together: {format_bytes(sum(self.cooperative['bytes_read']))} in "
-                f"{sum(self.cooperative['reads'])} requests, at most {most['bytes_read']} read, "
-                f"{most['bytes_received']} received and {most['bytes_sent']} sent by one rank"
-            )
-        return text + "".join(f"; {way}: {value:.1f} s" for way, value in self.seconds.items())
 
 
 class _Nowhere(Memory):
@@ -185,12 +74,14 @@ def rehearse(
     *,
     cooperative: bool = False,
     by_source: bool = False,
+    object_store: bool = False,
     bytes_per_second: float | None = None,
+    request_seconds: float = 0.0,
     notes: Sequence[str] = (),
 ) -> RehearsalReport:
     """Say what loading a checkpoint into a layout would do.
 
-    Counts are those of a file system, with ``verify="read"``.
+    Counts are those with ``verify="read"``. Those of an object store stand beside those of a file system.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file.
@@ -198,8 +89,10 @@ def rehearse(
         options: Of the load.
         cooperative: Whether to say also what ranks do where one of them reads for all.
         by_source: Whether to say also which rank has saved what each rank needs.
+        object_store: Whether to count requests as if the checkpoint were in an object store; if it is, they are.
         bytes_per_second: What one rank reads while all do; by default no time is estimated. Between ranks goes twice
             as much, as ``comm_method="auto"`` takes it.
+        request_seconds: What each read adds to that, where several threads read.
         notes: What the layout takes for granted, for the report.
 
     Raises:
@@ -213,21 +106,23 @@ def rehearse(
         said: dict[str, Any] = {"source": directory.path, "unique_id": manifest.unique_id, "notes": list(notes)}
         said.update(strategy=str(layout.strategy), world_size=layout.strategy.ranks)
         try:
-            found = _Rehearsal(path, manifest, layout, asked, cooperative, by_source).run()
+            found = _Rehearsal(path, manifest, layout, asked, cooperative, by_source, object_store).run()
         except CheckpointError as error:
             return RehearsalReport(**said, error=str(error))
         report = RehearsalReport(**said, **found)
         if bytes_per_second:
-            report = replace(report, seconds=_seconds(report, bytes_per_second))
+            report = replace(report, seconds=_seconds(report, bytes_per_second, request_seconds))
         return report
 
 
-def _seconds(report: RehearsalReport, rate: float) -> dict[str, float]:
+def _seconds(report: RehearsalReport, rate: float, request: float) -> dict[str, float]:
     """Return how long the slowest rank takes, by way of reading."""
-    seconds, most = {"direct": report.worst.bytes_read / rate}, report.cooperative
+    seconds = {"direct": max(each.seconds(rate, request) for each in report.ranks)}
+    most = report.cooperative
     if most:
         link = max(max(most["bytes_received"]), max(most["bytes_sent"])) * READ_BYTES_PER_SECOND / LINK_BYTES_PER_SECOND
-        seconds["cooperative"] = (max(most["bytes_read"]) + link) / rate + MEETING_SECONDS
+        read = max(nbytes / rate + count * request for nbytes, count in zip(most["bytes_read"], most["reads"]))
+        seconds["cooperative"] = read + link / rate + MEETING_SECONDS
     return seconds
 
 
@@ -242,6 +137,7 @@ class _Rehearsal:
         options: LoadOptions,
         cooperative: bool,
         by_source: bool,
+        object_store: bool,
     ) -> None:
         self._manifest, self._layout, self._options = manifest, layout, options
         # What each rank fills, as far as it has to be known.
@@ -250,6 +146,7 @@ class _Rehearsal:
         self._source = manifest.catalog
         self._context = f"cannot load from {shown(path)}"
         self._files = Files(path, FileOptions(), manifest)
+        self._object_store = object_store
         groups = group_replicas(self._source)
         coverage = validate_coverage(self._source, groups)
         self._matcher = ShardMatcher(self._source, groups, coverage)
@@ -330,6 +227,10 @@ class _Rehearsal:
             block_bytes = self._manifest.checksums.block_bytes
             counts = count_reads(pieces, self._source, plan.catalog, place, len(ranks), block_bytes)
             sources = bytes_by_source(pieces, self._source, place, len(ranks)) if self._by_source else [{}] * len(ranks)
+            requests, nbytes = np.zeros((2, len(ranks)), dtype=np.int64)
+            if self._object_store or self._files.directory.backend.at_once > 1:
+                filling = _Scratch(plan, _Nowhere())
+                requests, nbytes = count_requests(filling, pieces, self._source, place, len(ranks), block_bytes)
             for number, (each, catalog) in enumerate(zip(ranks, catalogs)):
                 found.append(
                     RankReads(
@@ -340,6 +241,9 @@ class _Rehearsal:
                         files=int(counts.files[number]),
                         target_bytes=int(catalog.byte_length.sum()),
                         scratch_bytes=scratch,
+                        buffer_bytes=int(counts.buffer_bytes[number]),
+                        object_requests=int(requests[number]),
+                        object_bytes=int(nbytes[number]),
                         sources=sources[number],
                     )
                 )

@@ -21,7 +21,15 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 
-INDEX_FILE = "model.safetensors.index.json"
+PREFIX = "model"
+
+
+def index_file(prefix: str) -> str:
+    """Return the name of the index of files whose names start so."""
+    return f"{prefix}.safetensors.index.json"
+
+
+INDEX_FILE = index_file(PREFIX)
 
 
 def choose_tensors(
@@ -105,7 +113,9 @@ def group(infos: Mapping[str, TensorInfo], max_file_bytes: int, most: int = sys.
     return parts
 
 
-def divide_evenly(infos: Mapping[str, TensorInfo], max_file_bytes: int, ranks: int) -> list[TensorFile]:
+def divide_evenly(
+    infos: Mapping[str, TensorInfo], max_file_bytes: int, ranks: int, prefix: str = PREFIX
+) -> list[TensorFile]:
     """Divide tensors among as many files for each rank, about equally large: in the order of their names."""
     names = sorted(infos)
     total = sum(infos[name].nbytes for name in names)
@@ -117,7 +127,7 @@ def divide_evenly(infos: Mapping[str, TensorInfo], max_file_bytes: int, ranks: i
         # By its middle: a large tensor is not always the last of its file.
         parts[min((2 * before + length) * count // (2 * max(total, 1)), count - 1)].append(name)
         before += length
-    return _files([part for part in parts if part], infos)
+    return _files([part for part in parts if part], infos, prefix)
 
 
 def write_tensor_file(sink: Backend, file: TensorFile, data: Iterable[np.ndarray]) -> str:
@@ -151,10 +161,11 @@ def make_index(files: Sequence[TensorFile]) -> bytes:
     return (json.dumps(index, ensure_ascii=False, indent=2) + "\n").encode()
 
 
-def _files(parts: Sequence[list[str]], infos: Mapping[str, TensorInfo]) -> list[TensorFile]:
+def _files(parts: Sequence[list[str]], infos: Mapping[str, TensorInfo], prefix: str = PREFIX) -> list[TensorFile]:
     files = []
     for number, part in enumerate(parts, 1):
-        file = "model.safetensors" if len(parts) == 1 else f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        of_parts = "" if len(parts) == 1 else f"-{number:05d}-of-{len(parts):05d}"
+        file = f"{prefix}{of_parts}.safetensors"
         # Wide elements first, so that all are aligned.
         part.sort(key=lambda name: (-dtype_of(infos[name].dtype).itemsize, name))
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -1,28 +1,39 @@
-"""load_merged_state_dict: a checkpoint as whole tensors in one process."""
+"""A checkpoint as whole tensors: load_merged_state_dict in one process, merge_sharded_state_dict in files of all ranks.
+
+Tested in tests/live/test_merged.py.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
+from paddle_flexckpt.catalog.wire import join
+from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
-from paddle_flexckpt.engine.options import ALONE, UNUSED, WholeOptions, takes
+from paddle_flexckpt.engine.options import ALONE, GROUP, PATH, UNUSED, FileOptions, WholeOptions, rule, takes
 from paddle_flexckpt.engine.targets import Targets
-from paddle_flexckpt.engine.transfer import Transfer
+from paddle_flexckpt.engine.tensor_files import PREFIX
+from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
 from paddle_flexckpt.engine.whole_tensors import CHOSEN
 from paddle_flexckpt.foreign.formats import shown
-from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.live.communicator import Communicator, SoloCommunicator, communicator_for
+from paddle_flexckpt.live.publishing import ModelOptions, Publication
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.tensor_memory import empty_on_host
 from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.report import PublishReport
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -69,6 +80,133 @@ def load_merged_state_dict(
     context = f"cannot load from {shown(path)}"
     Transfer(SoloCommunicator(), source, describe, CHOSEN, "load_merged_state_dict", context).run()
     return {name[len(asked.start) :]: tensor for name, tensor in tensors.items()}
+
+
+@dataclass(frozen=True)
+class MergeOptions(FileOptions, ModelOptions):
+    """Hold the options of :func:`merge_sharded_state_dict`.
+
+    Attributes:
+        safetensor_prefix: What the names of the files start with.
+        skip_postfix_list: Keys that end so are left out, such as ``["moment1_0", "beta1_pow_acc_0"]``.
+    """
+
+    safetensor_prefix: str = PREFIX
+    skip_postfix_list: Sequence[str] = field(default=(), metadata=rule(compared=list))
+
+    def check(self) -> None:
+        """Raise ValidationError if an option has a value that it cannot have."""
+        super().check()
+        name, skips = self.safetensor_prefix, self.skip_postfix_list
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ValidationError([f"safetensor_prefix has to be the start of a file's name; got {name!r}"])
+        if isinstance(skips, str) or not all(isinstance(each, str) and each for each in skips):
+            raise ValidationError([f"skip_postfix_list has to be a list of ends of keys; got {skips!r}"])
+
+
+@takes(
+    MergeOptions,
+    load_path=PATH,
+    save_path="what is compared is the directory that it stands for",
+    process_group=GROUP,
+    offload=UNUSED,
+    safetensors=UNUSED,
+)
+def merge_sharded_state_dict(
+    load_path: Location,
+    save_path: Location,
+    prefix: str | None = None,
+    safetensor_prefix: str = PREFIX,
+    skip_postfix_list: Sequence[str] = (),
+    process_group: Any = None,
+    unique_id: int | None = None,
+    offload: bool = False,
+    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    safetensors: bool = True,
+    **options: Any,
+) -> PublishReport:
+    """Write a checkpoint as safetensors files of whole tensors, by all ranks at once.
+
+    Every rank of the group calls this, and writes about as many bytes as any other, 128 MiB of them at a time. The
+    index comes last (of a single file, the file): until then no reader finds a model there. A run's extra state is left
+    out; optimizer states are not, unless ``skip_postfix_list`` names their ends.
+
+    Args:
+        load_path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives; every rank sees it.
+        save_path: Where the files go, likewise: a directory that is empty or is not there yet.
+        process_group: The ranks that take part; all ranks of the job by default.
+        offload: Accepted for compatibility: tensors are in host memory always.
+        safetensors: Accepted for compatibility.
+        **options: Like all other arguments, of :class:`MergeOptions`.
+
+    Returns:
+        What was done.
+
+    Raises:
+        ValidationError: There is no such checkpoint, the output is in use, the statements do not fit, or safetensors
+            cannot hold a tensor (on every rank, with the same text); nothing was written.
+        CorruptCheckpointError: The checkpoint is damaged (likewise); what was written is removed.
+        CheckpointError: A rank could not write (likewise); likewise.
+    """
+    begin = time.perf_counter()
+    asked = MergeOptions(
+        prefix=prefix,
+        safetensor_prefix=safetensor_prefix,
+        skip_postfix_list=skip_postfix_list,
+        unique_id=unique_id,
+        aoa_config=aoa_config,
+        **options,
+    )
+    comm, name = communicator_for(process_group), "merge_sharded_state_dict"
+    with contextlib.ExitStack() as stack, quiet_loads():
+        publication = Publication(comm, save_path, asked, name, file_prefix=safetensor_prefix, skips=skip_postfix_list)
+        stack.enter_context(publication)
+
+        def gather(said: Callable[[], tuple[bytes, ...]], context: str) -> _StoredModel:
+            model = _StoredModel(comm, load_path, asked, said, context)
+            stack.callback(model.closing.close)
+            return model
+
+        publication.agree(gather)
+        publication.write()
+        return publication.report(begin)
+
+
+class _StoredModel:
+    """Give tensors of a checkpoint, of which each rank reads what it writes."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        path: Location,
+        options: MergeOptions,
+        said: Callable[[], tuple[bytes, ...]],
+        context: str,
+    ) -> None:
+        def look() -> tuple[Files, bytes]:
+            head, *more = said()
+            files = Files(path, options)
+            self.closing.callback(files.closing.close)
+            chosen = json.dumps(files.open()).encode()
+            return files, join((head + chosen, *more))
+
+        self.closing = contextlib.ExitStack()
+        self._comm, self._path, self._options, self._context = comm, path, options, context
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.closing)
+            self._files, answers = comm.together(look, context)
+            self.said = check_heads(answers, context, comm.ranks)
+            stack.pop_all()
+        self.catalog = self._files.catalog
+
+    def fill(self, describe: Callable[[], Targets], first: bool) -> int:
+        def work() -> tuple[None, bytes]:
+            files = Files(self._path, self._options, self._files.manifest)
+            Transfer(SoloCommunicator(), files, describe, CHOSEN, "merge_sharded_state_dict", self._context).run()
+            return None, b""
+
+        self._comm.together(work, self._context)
+        return 0
 
 
 def _choose(source: Catalog, mapping: TensorMapping | None, start: str) -> dict[str, Any]:

@@ -10,22 +10,22 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
-from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError, dtype_of
+from paddle_flexckpt.catalog import Catalog, CheckpointError, LostRankError, ValidationError, dtype_of
 from paddle_flexckpt.engine.agreement import check_coordinator
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import GROUP, SHARDS, ProgressOptions, StatementOptions, rule, takes
 from paddle_flexckpt.engine.plan import split_tiles
 from paddle_flexckpt.engine.targets import Targets
-from paddle_flexckpt.engine.tensor_files import INDEX_FILE, TensorFile, choose_tensors, divide_evenly, make_index
+from paddle_flexckpt.engine.tensor_files import TensorFile, choose_tensors, divide_evenly, index_file, make_index
 from paddle_flexckpt.engine.transfer import quiet_loads
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
 from paddle_flexckpt.foreign.formats import open_destination, shown
@@ -44,13 +44,11 @@ BATCH_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
-class PublishOptions(ProgressOptions, StatementOptions):
-    """Hold the options of publishing.
+class ModelOptions(ProgressOptions, StatementOptions):
+    """Hold the options of calls by which all ranks write a model's files.
 
     Attributes:
         coordinator_rank: The rank, counted within the group, that writes index and configuration.
-        offload: As in ``reshard_sharded_state_dict``.
-        check_replicas: Whether replicas of one shard are compared; without that, one of them is written.
         config: What ``config.json`` is to hold, or the path of such a file, on the coordinator's machine; None writes
             none.
         prefix: Only keys that start with this and a dot, which are taken off; after the statements.
@@ -58,8 +56,6 @@ class PublishOptions(ProgressOptions, StatementOptions):
     """
 
     coordinator_rank: int = 0
-    offload: bool = False
-    check_replicas: bool = field(default=True, metadata=rule(choices=(True, False)))
     config: Mapping[str, Any] | str | os.PathLike[str] | None = field(
         default=None, metadata=rule(own="the coordinator alone writes it")
     )
@@ -92,6 +88,19 @@ class PublishOptions(ProgressOptions, StatementOptions):
             return text
         except (OSError, TypeError, ValueError) as error:
             raise ValidationError([f"config cannot be read or written as JSON: {error}"]) from error
+
+
+@dataclass(frozen=True)
+class PublishOptions(ModelOptions):
+    """Hold the options of publishing.
+
+    Attributes:
+        offload: As in ``reshard_sharded_state_dict``.
+        check_replicas: Whether replicas of one shard are compared; without that, one of them is written.
+    """
+
+    offload: bool = False
+    check_replicas: bool = field(default=True, metadata=rule(choices=(True, False)))
 
 
 @takes(PublishOptions, model=SHARDS, output="what is compared is the directory that it stands for", process_group=GROUP)
@@ -129,14 +138,55 @@ def publish(
     asked = PublishOptions(coordinator_rank=coordinator_rank, aoa_config=aoa_config, **options)
     describe = getattr(model, "sharded_state_dict", None)
     comm = communicator_for(process_group)
-    with quiet_loads(), _Publication(comm, output, asked) as publication:
-        publication.agree(lambda: describe() if callable(describe) else model)
+
+    def gather(said: Callable[[], tuple[bytes, ...]], context: str) -> _LiveModel:
+        state = GatheredState(comm, lambda: describe() if callable(describe) else model, said, context)
+        return _LiveModel(state, asked)
+
+    with quiet_loads(), Publication(comm, output, asked, "publish") as publication:
+        publication.agree(gather)
         publication.write()
         return publication.report(begin)
 
 
-class _Publication:
-    """Write the files of all ranks. Leaving the context by an error removes what this rank has written.
+class ModelState(Protocol):
+    """Say where the tensors of a model come from.
+
+    Attributes:
+        catalog: The shards of all sources.
+        said: What ranks told each other when it was described.
+    """
+
+    catalog: Catalog
+    said: list[tuple[bytes, ...]]
+
+    def fill(self, describe: Callable[[], Targets], first: bool) -> int:
+        """Fill targets of all ranks, for the first time or again; return the bytes that this rank lacked.
+
+        Errors are the same on every rank.
+        """
+        ...
+
+
+class _LiveModel:
+    """Give tensors of all ranks' memory."""
+
+    def __init__(self, state: GatheredState, options: PublishOptions) -> None:
+        self._state, self._options = state, options
+        self.catalog, self.said = state.catalog, state.said
+
+    def fill(self, describe: Callable[[], Targets], first: bool) -> int:
+        options = ReshardOptions(
+            coordinator_rank=self._options.coordinator_rank,
+            offload=self._options.offload,
+            check_replicas=self._options.check_replicas and first,  # they are compared once
+            optimizer_states="ignore",
+        )
+        return self._state.fill(describe, options, "publish").bytes_received
+
+
+class Publication:
+    """Write a model's files by all ranks. Leaving the context by an error removes what this rank has written.
 
     But where the model may be there, and this rank cannot know that it is not, its files stay: they may be part of it.
     """
@@ -144,16 +194,36 @@ class _Publication:
     _sink: Backend
     _may_be_there = False
 
-    def __init__(self, comm: Communicator, output: Location, options: PublishOptions) -> None:
-        self._comm, self._output, self._options = comm, output, options
-        self._context = f"cannot publish to {shown(output)}"
+    def __init__(
+        self,
+        comm: Communicator,
+        output: Location,
+        options: ModelOptions,
+        call: str,
+        *,
+        file_prefix: str = "model",
+        skips: Sequence[str] | None = None,
+    ) -> None:
+        """Take the ranks, the directory, the options of the call and its name.
+
+        Args:
+            comm: The ranks.
+            output: The directory.
+            options: Those of the call.
+            call: Its name.
+            file_prefix: What the names of files start with.
+            skips: Leave out keys that end so, and optimizer states only if they do; None: all optimizer states.
+        """
+        self._comm, self._output, self._options, self._call = comm, output, options, call
+        self._file_prefix, self._skips = file_prefix, skips
+        self._context = f"{call} cannot write to {shown(output)}"
         self._leads = comm.position == options.coordinator_rank
         self._written: list[str] = []
         self._stream: OutputFile | None = None
         self._made = False
         self._received = 0
 
-    def __enter__(self) -> _Publication:
+    def __enter__(self) -> Publication:
         return self
 
     def __exit__(
@@ -173,7 +243,7 @@ class _Publication:
             if self._made:
                 self._sink.remove_directory()  # the last rank finds it empty
 
-    def agree(self, describe: Callable[[], Mapping[str, Any]]) -> None:
+    def agree(self, gather: Callable[[Callable[[], tuple[bytes, ...]], str], ModelState]) -> None:
         """Describe the sources, check them and the output, and divide the tensors among files. Two collectives."""
         comm, options = self._comm, self._options
 
@@ -183,9 +253,9 @@ class _Publication:
             if self._sink.names() or self._sink.names("directories"):
                 raise ValidationError([f"{self._sink.path} is not empty. Remedy: give another output, or empty it"])
             self._config = options.config_text() if self._leads else None
-            return options.encode("publish"), b"" if exists(self._sink) else b"made"
+            return options.encode(self._call), b"" if exists(self._sink) else b"made"
 
-        self._state = GatheredState(comm, describe, said, self._context)
+        self._state = gather(said, self._context)
         self._made = self._state.said[0][options.coordinator_rank] == b"made"
         comm.together(self._divide, self._context)
 
@@ -193,12 +263,15 @@ class _Publication:
         """Choose tensors and divide them among files: the same on every rank, as all know all sources."""
         catalog, options = self._state.catalog, self._options
         self._mapping: TensorMapping | None = whole_mapping(options.aoa_config, catalog)
-        infos = tensor_infos(catalog, self._mapping, extra_state=True)
+        infos = tensor_infos(catalog, self._mapping, extra_state=self._skips is None)
         start = f"{options.prefix}." if options.prefix else ""
-        self._keys, self._left_out = choose_tensors(infos, start, states=False)
+        skipped = [key for key in infos if key.endswith(tuple(self._skips or ()))]
+        chosen = {key: info for key, info in infos.items() if key not in set(skipped)}
+        self._keys, self._left_out = choose_tensors(chosen, start, states=self._skips is not None)
+        self._left_out += len(skipped)
         self._infos = {name: infos[key] for name, key in self._keys.items()}
         size = self._comm.size
-        self._files = divide_evenly(self._infos, options.max_file_bytes, size)
+        self._files = divide_evenly(self._infos, options.max_file_bytes, size, self._file_prefix)
         self._own = [file for i, file in enumerate(self._files) if i * size // len(self._files) == self._comm.position]
         self._batches = list(self._batches_of(self._own))
         if self._leads:
@@ -252,18 +325,12 @@ class _Publication:
 
     def _move(self, memory: WholeTensors, batch: list[tuple[TensorFile, str, Box]], first: bool) -> None:
         key_of = self._keys
-        options = ReshardOptions(
-            coordinator_rank=self._options.coordinator_rank,
-            offload=self._options.offload,
-            check_replicas=self._options.check_replicas and first,  # they are compared once
-            optimizer_states="ignore",
-        )
 
         def describe() -> Targets:
             infos = {key_of[name]: self._infos[name] for _, name, _ in batch}
             return memory.targets(infos, self._mapping, {key_of[name]: box for _, name, box in batch})
 
-        self._received += self._state.fill(describe, options, "publish").bytes_received
+        self._received += self._state.fill(describe, first)
 
     def _store(self, memory: WholeTensors, batch: list[tuple[TensorFile, str, Box]]) -> None:
         """Write what a batch has received behind what there is."""
@@ -287,12 +354,13 @@ class _Publication:
     def _commit(self) -> None:
         if not self._leads or len(self._files) == 1:
             return
+        index = index_file(self._file_prefix)
         try:
-            self._write(INDEX_FILE, make_index(self._files))
+            self._write(index, make_index(self._files))
             self._sink.sync()
         except OSError:
             # Before the other ranks hear of it, and remove what it names.
-            self._sink.remove(INDEX_FILE)
+            self._sink.remove(index)
             raise
 
     def _write(self, name: str, data: bytes) -> None:

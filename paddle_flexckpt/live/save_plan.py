@@ -171,7 +171,22 @@ def report_counts(said: Sequence[bytes], own: SavePlan) -> dict[str, Any]:
         "total_bytes": total,
         "held_bytes": held,
         "imbalance": float(loads.max() / loads.mean()) if total else 1.0,
+        "rank_bytes": counts[:, 2].tolist(),
     }
+
+
+_SECONDS = struct.Struct("<2d")
+
+
+def encode_seconds(planned: float, written: float) -> bytes:
+    """Return what a rank tells of how long it has planned, and written or staged."""
+    return _SECONDS.pack(planned, written)
+
+
+def rank_seconds(said: Sequence[bytes], writing: str) -> dict[str, list[float]]:
+    """Return seconds by phase and rank, from what all ranks told; ``writing`` is what the second phase is called."""
+    columns = zip(*map(_SECONDS.unpack, said))
+    return dict(zip(("plan", writing), map(list, columns)))
 
 
 def compare_replicas(

@@ -39,7 +39,14 @@ from paddle_flexckpt.live.planners import Planners, Said, describe_shards, tell_
 from paddle_flexckpt.live.replica_digests import DIGEST, Digests
 from paddle_flexckpt.live.replicas import Replicas
 from paddle_flexckpt.live.save_options import CLOSE, ReplicaPolicies, SaveOptions
-from paddle_flexckpt.live.save_plan import SavePlan, Share, compare_replicas, report_counts
+from paddle_flexckpt.live.save_plan import (
+    SavePlan,
+    Share,
+    compare_replicas,
+    encode_seconds,
+    rank_seconds,
+    report_counts,
+)
 from paddle_flexckpt.live.shared_saves import BackgroundSave, SharedSave
 from paddle_flexckpt.live.sliced_saves import SlicedSave
 from paddle_flexckpt.live.sources import check_overlaps
@@ -348,18 +355,22 @@ class Save:
         """
         plan, state, context = self._plan, self._state, self._context
 
+        planned = self._planned - self._begin - self._waited
+
         def work() -> tuple[bytes, dict[int, bytes], Mapping[int, bytes]]:
+            begin = time.perf_counter()
             held, by_device = dict(enumerate(state.tensors)), plan.by_device or None
             with Digests(held, state.catalog, plan.all_lines, by_device, plan.written) as digests:
                 part, checksums, rows = self.destination.write(self._share, digests.written)
                 found = memoryview(digests.encode(checksums))
             ends = np.cumsum([len(lines) * DIGEST.itemsize for lines in plan.lines.values()]).tolist()
             spans = zip(plan.lines, [0, *ends], ends)
-            own = {planner: bytes(found[begin:end]) for planner, begin, end in spans}
-            return join((plan.counted(), part)), own, rows
+            own = {planner: bytes(found[low:high]) for planner, low, high in spans}
+            seconds = encode_seconds(planned, time.perf_counter() - begin)
+            return join((plan.counted(), seconds, part)), own, rows
 
         said, digests, rows = tell_planners(self._comm, plan.is_spread, work, context)
-        counts, parts = map(list, zip(*map(split, said)))
+        counts, seconds, parts = map(list, zip(*map(split, said)))
         held = dict(enumerate(state.tensors, plan.first_row)) if not plan.is_spread else {}
         replicas = self._replicas_of(held, plan.catalog, plan.groups, plan.policies)
         is_kept = self._kept_plan is not None
@@ -374,7 +385,8 @@ class Save:
             path=self.destination.directory.path,
             unique_id=self.destination.names.unique_id,
             replicas=replicas.report(differing, warns=self._is_coordinator),
-            seconds={"plan": self._planned - self._begin - self._waited},
+            seconds={"plan": planned},
+            rank_seconds=rank_seconds(seconds, "stage" if self._options.async_save else "write"),
             **report_counts(counts, plan),
         )
         return report, parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
@@ -30,6 +31,7 @@ from paddle_flexckpt.manager.pending import PendingSteps
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, Mode, SaveEvery, SavePolicy, check_policies
 from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, Targets, restore_first
 from paddle_flexckpt.manager.schedule import PreemptionSignals, SaveSchedule
+from paddle_flexckpt.manager.step_pages import StepPages
 from paddle_flexckpt.manager.steps import UNIQUE_ID, StepDirectories, Which
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.listing import CheckpointInfo
@@ -78,6 +80,7 @@ class CheckpointManager:
         async_save: bool | BackgroundWriter = False,
         slice_bytes: int | None = None,
         staging_bytes: int | None = None,
+        pages: bool = False,
         preemption_signals: Iterable[int] = (signal.SIGTERM,),
         reports: bool = False,
         model: Any = None,
@@ -98,6 +101,8 @@ class CheckpointManager:
             slice_bytes: As in :func:`save_state_dict`, for saves in the background that are given an optimizer. Call
                 :meth:`stage_next` between micro-steps; the next ``optimizer.step()`` copies what is left first.
             staging_bytes: As in :func:`save_state_dict`, for saves in the background.
+            pages: Whether the coordinator writes a page beside each step, ``{root}/step_{step:08d}.html``, once the
+                checkpoint is complete: what each rank wrote, how long that took, and who saved what.
             preemption_signals: Signals that say that this process will soon be ended. They are caught, until
                 :meth:`close`: the loop saves at its next step and stops. That needs the main thread.
             reports: Whether the coordinator's report of each save is written beside the step's directory, as
@@ -121,10 +126,13 @@ class CheckpointManager:
         def open_root() -> tuple[None, bytes]:
             if not isinstance(async_save, (bool, BackgroundWriter)):
                 raise ValidationError([f"async_save has to be a bool or a BackgroundWriter; got {async_save!r}"])
+            if not isinstance(pages, bool):
+                raise ValidationError([f"pages has to be a bool; got {pages!r}"])
             if not isinstance(reports, bool):
                 raise ValidationError([f"reports is True or False; got {reports!r}"])
             SaveOptions(async_save=async_save, slice_bytes=slice_bytes, staging_bytes=staging_bytes).check()
             self._steps = StepDirectories(root)
+            self._pages = StepPages(self._steps, pages)
             self.path = self._steps.path
             self._keep = check_policies("keep", keep, KeepPolicy)
             policies = check_policies("save_when", save_when, SavePolicy)
@@ -279,10 +287,11 @@ class CheckpointManager:
             self._pending.add(step, report, optimizer)
         else:
             self._damaged.discard(step)
+        self._pages.add(step, report, contents.metrics)
         self._schedule.note(step, saved=True)
         state_of_new = "on its way" if background else "complete"
         reports = {step: report} if isinstance(report, SaveReport) else {}
-        self._retain(f"the checkpoint of step {step} is {state_of_new}", None if background else step, reports)
+        self._follow_up(f"the checkpoint of step {step} is {state_of_new}", None if background else step, reports)
         return report
 
     def stage_next(self) -> bool:
@@ -299,9 +308,9 @@ class CheckpointManager:
             CheckpointError: One of them has failed, or something old could not be removed.
         """
         self._check_open()
-        if self._pending.steps or (self._writes_reports and self._pending.has_reports):
+        if self._pending.steps or len(self._pages) or (self._writes_reports and self._pending.has_reports):
             self._pending.collect(f"cannot finish the saves in {self.path!r}", wait_for="all")
-            self._retain("all saves in the background are complete", None)
+            self._follow_up("all saves in the background are complete", None)
 
     def close(self) -> None:
         """Do as :meth:`wait`, and put the old signal handlers back. A second call does nothing.
@@ -317,8 +326,13 @@ class CheckpointManager:
             self._closed = True
             self._signals.close()
 
-    def _retain(self, done: str, newest: int | None, reports: Mapping[int, SaveReport] | None = None) -> None:
-        """Write the reports that there are, and remove what may go; ``done`` is what has gone well, for the error."""
+    def _follow_up(self, done: str, newest: int | None, reports: Mapping[int, SaveReport] | None = None) -> None:
+        """Write pages and reports, and remove what may go; ``done`` is what has gone well, for the error."""
+        ended = self._pages.take(self._pending.steps)
+        if ended:
+            write = partial(self._pages.write, ended)
+            context = f"{done}, but not all pages in {self.path!r}"
+            self._comm.together(lambda: (write() if self._comm.position == 0 else None, b""), context)
         written = {**self._pending.take_reports(), **(reports or {})} if self._writes_reports else {}
 
         def retain() -> tuple[None, bytes]:

@@ -187,11 +187,19 @@ class StepDirectories:
         if step in self._interrupted():
             self._finish_removal(step)
         directory = self.directory(step)
-        if not replace and _MANIFEST in directory.names():
+        if _MANIFEST not in directory.names():
+            return
+        if not replace:
             raise ValidationError(
                 f"there is a checkpoint of step {step} in {directory.path}. Remedy: overwrite=True replaces it, as "
                 "soon as the new one is complete"
             )
+        self._root.remove(page_of(step))  # it is not of the new one
+
+    def write_page(self, step: int, content: str) -> None:
+        """Write the page of a step, in place of one that may be there."""
+        write_file(self._root, page_of(step), content.encode(), "replace")
+        self._root.sync()
 
     def give_up(self, step: int, error: CheckpointError, keeps: bool) -> None:
         """Remove the directory of a save that failed, and say more of a full disk where a policy says what is kept.
@@ -304,6 +312,7 @@ class StepDirectories:
     def _end_removal(self, step: int) -> None:
         """Remove the directory, unless something is in it, and then the note; the lock, too, may be a file in it."""
         self.directory(step).remove_directory()
+        self._root.remove(page_of(step))
         self._root.remove(_report_of(step))
         self._root.sync()
         self._root.remove(_marker_of(step))
@@ -332,6 +341,11 @@ class StepDirectories:
 def name_of(step: int) -> str:
     """Return the name of a step's directory."""
     return f"step_{step:08d}"
+
+
+def page_of(step: int) -> str:
+    """Return the name of a step's page, a file of the root."""
+    return f"{name_of(step)}.html"
 
 
 def save_token_in(directory: Backend) -> str:

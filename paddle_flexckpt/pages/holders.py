@@ -53,10 +53,11 @@ def holders_sections(report: HoldersReport, seconds: Mapping[str, Sequence[float
     if job:
         needed = [of_bytes(f"Needed under {job}", report.needed_bytes)]
         found.append(Section("Bytes needed by each rank", by_rank("rank", needed)))
-    return [*found, Section("Tensors", _tensors(report)), Section("Parts", _parts(report))]
+    return [*found, Section("Tensors", tensors_drawn(report)), Section("Parts", parts_table(report))]
 
 
-def _tensors(report: HoldersReport) -> Markup:
+def tensors_drawn(report: HoldersReport) -> Markup:
+    """Return drawings of the largest tensors."""
     drawn = [_drawing(key, tensor, bool(report.strategy)) for key, tensor in largest(report, MOST_DRAWN)]
     left = len(report.tensors) - len(drawn)
     more = (
@@ -135,7 +136,7 @@ def _said(part: Part) -> str:
     return ("rank " if len(part.ranks) == 1 else "ranks ") + format_ranks(part.ranks, _RANGES)
 
 
-def _parts(report: HoldersReport) -> Markup:
+def parts_table(report: HoldersReport) -> Markup:
     """Return a table of all parts, or of those of the first tensors."""
     rows: list[tuple[str, ...]] = []
     shown = 0

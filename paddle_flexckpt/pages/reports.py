@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from paddle_flexckpt.engine.comparison import DiffReport
-from paddle_flexckpt.engine.rehearsal import RankReads, RehearsalReport
+from paddle_flexckpt.engine.rehearsal_report import RankReads, RehearsalReport
 from paddle_flexckpt.engine.save_rehearsal import SaveRehearsal
 from paddle_flexckpt.pages.charts import heat_map
 from paddle_flexckpt.pages.markup import Content, Markup, Section, bullets, element, facts, join, page, paragraph, table

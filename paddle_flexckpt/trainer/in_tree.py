@@ -1,8 +1,8 @@
 """Put this library behind Paddle's own checkpoint functions, for whoever calls them.
 
-``paddle.distributed.save_state_dict``, ``load_state_dict``, ``load_merged_state_dict``, and ``full_param``, which
-``Layer.full()`` calls, keep their signatures, their results and their way of choosing an id; what they write and read
-is the native format (and they read Paddle's as well).
+``paddle.distributed.save_state_dict``, ``load_state_dict``, ``load_merged_state_dict``, ``merge_sharded_state_dict``,
+and ``full_param``, which ``Layer.full()`` calls, keep their signatures, their results and their way of choosing an id;
+what they write and read is the native format (and they read Paddle's as well).
 A library that opens the ``.metadata`` file of a checkpoint itself, as PaddleFormers does to see which keys there are,
 finds the one that every save writes for Paddle's own loader, and no other.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,13 +22,15 @@ from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.full_param import full_param as whole_tensors
 from paddle_flexckpt.live.loader import load_state_dict as load
 from paddle_flexckpt.live.merged import load_merged_state_dict as load_merged
+from paddle_flexckpt.live.merged import merge_sharded_state_dict as merge
 from paddle_flexckpt.live.saver import save_state_dict as save
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.undo import Undo
 
 _changes = Undo()
 # Where Paddle has the functions.
-_HOMES = ("paddle.distributed", "paddle.distributed.flex_checkpoint.dcp.full_param")
+_DCP = "paddle.distributed.flex_checkpoint.dcp"
+_HOMES = ("paddle.distributed", f"{_DCP}.full_param", f"{_DCP}.load_state_dict")
 
 
 def replace_in_tree() -> None:
@@ -38,7 +40,7 @@ def replace_in_tree() -> None:
     """
     if is_in_tree_replaced():
         return
-    for function in (save_state_dict, load_state_dict, load_merged_state_dict, full_param):
+    for function in (save_state_dict, load_state_dict, load_merged_state_dict, merge_sharded_state_dict, full_param):
         before = in_tree_function(function.__name__)
         if before is not None:
             _changes.replace_everywhere(function.__name__, before, function)
@@ -137,6 +139,23 @@ def full_param(sharded_state_dict: Any, aoa_config: Any = None, **kwargs: Any) -
     ``Layer.full()`` calls it.
     """
     return whole_tensors(sharded_state_dict, aoa_config, **kwargs)
+
+
+def merge_sharded_state_dict(
+    load_path: str,
+    save_path: str,
+    prefix: str | None = None,
+    safetensor_prefix: str = "model",
+    skip_postfix_list: Sequence[str] = (),
+    process_group: Any = None,
+    unique_id: int | None = None,
+    offload: bool = False,
+    aoa_config: Any = None,
+    safetensors: bool = False,
+) -> None:
+    """Write whole tensors as Paddle's function of this name, by :mod:`paddle_flexckpt.live.merged`; errors likewise."""
+    kept = {"unique_id": unique_id, "aoa_config": aoa_config}
+    merge(load_path, save_path, prefix, safetensor_prefix, skip_postfix_list, process_group, **kept)
 
 
 def load_merged_state_dict(

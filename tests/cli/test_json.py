@@ -42,6 +42,7 @@ LINES = {
     "doctor": ([],),
     "rehearse": (["ONE", "--to", "tp=1", "--weights"], ["ONE", "--to", "dp=2", "--save"]),
     "map": (["ONE"],),
+    "bench": (["ROOT", "--bytes", "1MiB"],),
 }
 
 

@@ -76,7 +76,8 @@ def test_json_has_all_ranks(checkpoint, capsys):
     assert (report["ok"], report["error"], report["world_size"]) == (True, "", 4)
     assert [each["ranks"] for each in report["ranks"]] == [[0], [1], [2], [3]]
     for each in report["ranks"]:
-        assert each["bytes_read"] == each["bytes_needed"] == each["memory_bytes"] > 0
+        assert each["bytes_read"] == each["bytes_needed"] == each["target_bytes"] > 0
+        assert each["memory_bytes"] == each["target_bytes"] + each["buffer_bytes"] > each["target_bytes"]
         assert each["amplification"] == 1.0
     assert report["total_bytes"] == sum(each["bytes_needed"] for each in report["ranks"])
 
@@ -99,6 +100,25 @@ def test_states_that_nobody_asks_for_are_the_jobs_error(checkpoint, tmp_path, ca
     assert "no rank asks for" in capsys.readouterr().out
     assert main(["rehearse", checkpoint, "--to", "tp=2", "--weights"]) == 0
     assert "unexpected: " in capsys.readouterr().out
+
+
+def test_a_model_may_be_that_of_a_configuration(checkpoint, tmp_path, capsys):
+    config = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 4, "num_attention_heads": 2}
+    config.update(intermediate_size=16, vocab_size=32, torch_dtype="bfloat16")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    command = ["rehearse", checkpoint, "--to", "tp=2", "--model", str(path), "--variant", "fused"]
+    assert main(command) == 1
+    text = capsys.readouterr().out
+    assert "note: the model is that of llama, variant fused, in bfloat16, as config.json says" in text
+    assert "the source has no such key (key 'model.layers.0.mlp.up_gate_proj.weight', rank 0)" in text
+    assert main([*command, "--save"]) == 0
+
+
+def test_requests_to_an_object_store_are_said_beside(checkpoint, capsys):
+    assert main(["rehearse", checkpoint, "--to", "tp=2,pp=2", "--object-store"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("object store: ") and " makes the most, " in line for line in lines)
 
 
 def test_a_save_is_rehearsed_instead(checkpoint, tmp_path, capsys):
@@ -130,6 +150,7 @@ def test_a_save_is_rehearsed_instead(checkpoint, tmp_path, capsys):
         (["--to", "tp=2", "--gbps", "0"], "--gbps takes a positive number"),
         (["--to", "tp=2", "--id", "7"], "7"),
         (["--to", "tp=2", "--save", "--cooperative"], "--cooperative is of a load"),
+        (["--to", "tp=2", "--save", "--object-store"], "--object-store is of a load"),
         (["--to", "tp=2", "--save-replicas"], "--save-replicas is of a save"),
     ],
 )

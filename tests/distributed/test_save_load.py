@@ -37,6 +37,8 @@ def save_zoo(directory, layout):
         "collectives": comm.collectives,
         "written": report.bytes_written,
         "total": report.total_bytes,
+        "rank_bytes": report.rank_bytes,
+        "rank_seconds": report.rank_seconds,
         "stored": common.stored_bytes(directory),
         "source_untouched": before == common.snapshot(state),
         "keys": report.keys,
@@ -206,6 +208,10 @@ def test_a_save_writes_each_byte_once_with_three_collectives(saved, layout):
     assert sum(report["written"] for report in reports) == zoo_bytes()
     for report in reports:
         assert report["total"] == report["stored"] == zoo_bytes()
+        assert report["rank_bytes"] == [each["written"] for each in reports]
+        assert report["rank_seconds"] == reports[0]["rank_seconds"]
+        assert {name: len(values) for name, values in report["rank_seconds"].items()} == {"plan": 2, "write": 2}
+        assert all(value > 0 for values in report["rank_seconds"].values() for value in values)
         assert report["collectives"] == report["calls"] == 3
         assert report["source_untouched"]
         assert report["keys"] == len(ZOO)

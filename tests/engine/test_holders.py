@@ -85,6 +85,16 @@ def test_keys_and_patterns_choose(checkpoint):
         find_holders(checkpoint, ["model.layers.9.*", QKV, "lm"])
 
 
+def test_of_the_largest_alone_the_parts_are_told_and_all_are_summed(checkpoint):
+    layout, _ = layout_of(checkpoint, "tp=4")
+    whole, few = find_holders(checkpoint, layout=layout), find_holders(checkpoint, layout=layout, largest=3)
+    assert (few.stored_bytes, few.needed_bytes) == (whole.stored_bytes, whole.needed_bytes)
+    # Of equally large ones any.
+    assert [(each.dtype, sorted(each.shape)) for each in few.tensors.values()] == [("float32", [8, 32])] * 3
+    assert few.tensors == {key: whole.tensors[key] for key in few.tensors}
+    assert find_holders(checkpoint, largest=0).tensors == {}
+
+
 def test_a_key_that_looks_like_a_pattern_is_that_key(tmp_path):
     save_values(tmp_path, {"w[0]*": np.ones(4, np.float32), "w0": np.ones(2, np.float32)}, world=1)
     assert list(find_holders(str(tmp_path), ["w[0]*"]).tensors) == ["w[0]*"]

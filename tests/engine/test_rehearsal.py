@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import tracemalloc
 
 import pytest
 
@@ -113,6 +115,26 @@ def test_what_ranks_read_for_each_other_is_that_of_a_load(tmp_path, saved, loade
     assert sum(report.cooperative["bytes_read"]) < report.total_bytes
     assert report.seconds["direct"] == report.worst.bytes_read / 1e6
     assert report.seconds["cooperative"] > max(report.cooperative["bytes_read"]) / 1e6
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [("dp=1", "tp=2"), ("tp=4", "tp=2,sharding=v2:2"), ("sharding=v2:3", "sharding=v1:2"), ("pp=2", "dp=1")],
+)
+def test_memory_is_that_of_a_load(tmp_path, saved, loaded):
+    """Of more than 100 MiB of targets; what a load takes is what numpy and Python have at its peak."""
+    save(tmp_path, layout(saved, scale=4))
+    target = layout(loaded, scale=4)
+    each = rehearse(str(tmp_path), target).ranks[0]
+    catalog = target.catalog(each.ranks[0])
+    gc.collect()
+    tracemalloc.start()
+    try:
+        load(str(tmp_path), catalog, each.ranks[0], optimizer_states="ignore")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert each.memory_bytes == pytest.approx(peak, rel=0.05)
 
 
 def many(layers: int) -> Model:

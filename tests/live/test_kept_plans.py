@@ -335,7 +335,7 @@ def outcome_of(state, path, comm, **options) -> object:
     except CheckpointError as error:
         return type(error), str(error).replace(str(path), "")
     assert report.pop("path") == str(path)
-    del report["seconds"]
+    del report["seconds"], report["rank_seconds"]
     return report
 
 

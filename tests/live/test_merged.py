@@ -1,9 +1,10 @@
-"""load_merged_state_dict: a distributed checkpoint as whole tensors in one process."""
+"""A distributed checkpoint as whole tensors: in one process, and in files that all ranks write."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import pickle
 
 import numpy as np
@@ -14,7 +15,7 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import dtype_of
 from paddle_flexckpt.engine.options import WholeOptions
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.live.merged import load_merged_state_dict
+from paddle_flexckpt.live.merged import load_merged_state_dict, merge_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.live.tensors import HostTensor
 from paddle_flexckpt.sharded_weight import ShardedWeight
@@ -81,7 +82,7 @@ def test_an_id_is_chosen(path):
 def test_options_are_those_of_the_dataclass(path):
     parameters = inspect.signature(load_merged_state_dict).parameters
     assert list(parameters) == [
-        "path", "prefix", "unique_id", "offload", "aoa_config", "safetensors", "verify", "use_replicas",
+        "path", "prefix", "unique_id", "offload", "aoa_config", "safetensors", "progress", "verify", "use_replicas",
     ]  # fmt: skip
     assert parameters["verify"].kind is inspect.Parameter.KEYWORD_ONLY
     for option in dataclasses.fields(WholeOptions):
@@ -123,3 +124,58 @@ def test_no_memory_is_taken_for_a_shape_that_is_only_declared(tmp_path, aoa):
     # What is there can be had.
     tensors = load_merged_state_dict(tmp_path, aoa_config={"aoa_statements": ["w -> _"]})
     assert {name: tensor.numpy().tolist() for name, tensor in tensors.items()} == {"b": [1, 1]}
+
+
+def merge(path, out, ranks=3, **options):
+    return SimulatedWorld(ranks).run(lambda comm: merge_sharded_state_dict(path, out, process_group=comm, **options))
+
+
+def read_merged(out, prefix="model"):
+    index = out / f"{prefix}.safetensors.index.json"
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {f"{prefix}.safetensors"}
+    assert {name.name for name in out.iterdir()} == files | ({index.name} if index.exists() else set())
+    return {
+        key: HostTensor(value).array.reshape(value.shape)
+        for name in files
+        for key, value in load_merged_state_dict(out / name).items()
+    }
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_all_ranks_write_whole_tensors_of_every_dtype(path, tmp_path, ranks):
+    """Paddle's function raises KeyError for integers and booleans."""
+    out = tmp_path / "out"
+    reports = merge(path, out, ranks)
+    found = read_merged(out)
+    assert sorted(found) == sorted(TENSORS)
+    for key, (_, shape) in TENSORS.items():
+        assert (found[key].shape, found[key].tobytes()) == (shape, values(key).tobytes())
+    assert sum(report.bytes_written for report in reports) == reports[0].total_bytes
+
+
+def test_names_of_files_ends_of_keys_a_prefix_and_statements(tmp_path):
+    """Paddle's function fails for any prefix, and statements have no effect."""
+    state = {f"m.{key}": np.full((4, 2), i, np.float32) for i, key in enumerate(("a", "b", "a.moment1_0", "a.w_0"))}
+    SimulatedWorld(1).run(lambda comm: save_state_dict({**state, "other": state["m.a"]}, tmp_path / "in", comm))
+    options = {"safetensor_prefix": "merged", "skip_postfix_list": [".moment1_0"], "prefix": "m"}
+    statements = {"aoa_statements": ["m.b^T -> m.turned"]}
+    reports = merge(tmp_path / "in", tmp_path / "out", 2, aoa_config=statements, **options)
+    found = read_merged(tmp_path / "out", "merged")
+    assert sorted(found) == ["a", "a.w_0", "turned"]
+    assert np.array_equal(found["turned"], state["m.b"].T)
+    assert reports[0].left_out == 1
+
+
+def test_a_merge_that_fails_leaves_nothing_behind(path, tmp_path):
+    out = tmp_path / "out"
+    (path / "1_0.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match="1_0.safetensors is missing"):
+        merge(path, out)
+    assert not out.exists()
+    with pytest.raises(ValidationError, match="does not exist"):
+        merge(path / "nowhere", out)
+    with pytest.raises(ValidationError, match="skip_postfix_list has to be a list of ends of keys; got 'moment'"):
+        merge(path, out, skip_postfix_list="moment")
+    with pytest.raises(ValidationError, match="safetensor_prefix has to be the start of a file's name; got 'a/b'"):
+        merge(path, out, safetensor_prefix="a/b")
+    assert not out.exists()

@@ -38,6 +38,7 @@ STATEMENTS = {"aoa_statements": ["w -> w"]}
 VALUES = {
     "aoa_config": (None, STATEMENTS),
     "async_save": (False, True),
+    "skip_postfix_list": ([], ["moment1_0"]),
     "slice_bytes": (None, 4096),
     "staging_bytes": (None, 64 << 20),
     "blocking": (True, False),
@@ -59,10 +60,12 @@ VALUES = {
     "optimizer_states": ("raise", "ignore"),
     "overwrite": (False, True),
     "preemption_signals": ((), (10,)),
+    "pages": (False, True),
     "prefix": (None, "model"),
     "reports": (False, True),
     "rng": (False, True),
     "root": ("a", "b"),
+    "safetensor_prefix": ("model", "other"),
     "save_replicas": (False, True),
     "save_when": (SaveEvery(1), SaveEvery(2)),
     "scaler": (None, "a scaler"),
@@ -99,6 +102,8 @@ def call(name, tmp_path, comm, **options):
         return fc.load_state_dict(shards(), tmp_path / "there", comm, **options)
     if name == "publish":
         return fc.publish(shards(), tmp_path / "published", comm, **options)
+    if name == "merge_sharded_state_dict":
+        return fc.merge_sharded_state_dict(tmp_path / "there", tmp_path / "merged", process_group=comm, **options)
     if name == "full_param":
         return list(fc.full_param(shards(), process_group=comm, **options))
     if name == "load_extra_state":

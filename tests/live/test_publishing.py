@@ -195,14 +195,14 @@ def test_a_rank_that_cannot_write_takes_back_what_all_wrote(values, tmp_path, mo
 @pytest.mark.parametrize("size", [1, 3])
 def test_who_cannot_know_whether_the_model_is_there_leaves_its_files(values, tmp_path, monkeypatch, lost, size):
     """The rank that writes the index dies right after it, or a signal comes just then."""
-    on_all = publishing._Publication._on_all
+    on_all = publishing.Publication._on_all
 
     def interrupted(self, work):
         on_all(self, work)
         if getattr(work, "__name__", "") == "_commit":
             raise lost
 
-    monkeypatch.setattr(publishing._Publication, "_on_all", interrupted)
+    monkeypatch.setattr(publishing.Publication, "_on_all", interrupted)
     outcomes = SimulatedWorld(3).run_all(
         lambda comm: publish(cut(values, comm.rank, 3) if size > 1 else {"w": values["m.a"]}, tmp_path / "out", comm)
     )
@@ -227,7 +227,7 @@ def test_an_index_that_is_not_durable_goes_before_the_files_that_it_names(values
             seen.append("index" if os.path.exists(tmp_path / "out" / "model.safetensors.index.json") else "no index")
         return remove(self, name)
 
-    leave, others = publishing._Publication.__exit__, threading.Barrier(3)
+    leave, others = publishing.Publication.__exit__, threading.Barrier(3)
 
     def in_order(self, *error):
         if self._leads:
@@ -239,7 +239,7 @@ def test_an_index_that_is_not_durable_goes_before_the_files_that_it_names(values
 
     monkeypatch.setattr(LocalBackend, "sync", full)
     monkeypatch.setattr(LocalBackend, "remove", noted)
-    monkeypatch.setattr(publishing._Publication, "__exit__", in_order)
+    monkeypatch.setattr(publishing.Publication, "__exit__", in_order)
     outcomes = everywhere(3, lambda rank: cut(values, rank, 3), tmp_path / "out")
     assert all(isinstance(each, CheckpointError) and "No space left" in str(each) for each in outcomes)
     assert "no index" in seen and "index" not in seen
@@ -267,7 +267,7 @@ def test_killed_at_any_moment_it_is_whole_or_no_model(values, tmp_path, monkeypa
     for owner, names in ((LocalBackend, ("create", "sync", "make_directory")), (writer, ("write", "finish"))):
         for name in names:
             monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
-    monkeypatch.setattr(publishing._Publication, "__exit__", lambda *_: None)
+    monkeypatch.setattr(publishing.Publication, "__exit__", lambda *_: None)
     expected = {key: values[key] for key in WEIGHTS}
     whole = 0
     for limit[0] in range(1, 200):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 import types
@@ -58,18 +59,17 @@ def test_every_module_that_has_a_function_gets_the_other_one_and_back(monkeypatc
     assert home.save_state_dict is before["save_state_dict"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "full_param"])
+@pytest.mark.parametrize("name", [*NAMES, "merge_sharded_state_dict", "full_param"])
 def test_the_keywords_are_those_of_the_installed_paddle_and_of_the_next(name):
     """A new Paddle is noticed here; the develop branch's keywords are in its public sources (September 2026)."""
     theirs = inspect.signature(in_tree.in_tree_function(name)).parameters
     ours = inspect.signature(getattr(in_tree, name)).parameters
     assert list(ours)[: len(theirs)] == list(theirs)
-    assert {key: each.default for key, each in theirs.items()} == {key: ours[key].default for key in theirs}
+    theirs = {key: () if each.default == [] else each.default for key, each in theirs.items()}  # which they share
+    assert theirs == {key: ours[key].default for key in theirs}
     assert name != "load_state_dict" or {"num_workers", "load_transform"} <= ours.keys()
-    library = inspect.signature(
-        vars(in_tree)[{"full_param": "whole_tensors"}.get(name, name.removesuffix("_state_dict"))]
-    )
-    assert set(ours) - {"kwargs"} <= set(library.parameters)
+    own = {"full_param": "whole_tensors", "merge_sharded_state_dict": "merge"}.get(name, name[: -len("_state_dict")])
+    assert set(ours) - {"kwargs"} <= set(inspect.signature(getattr(in_tree, own)).parameters)
 
 
 def test_what_develop_takes_is_without_effect_or_refused_by_name(tmp_path):
@@ -82,6 +82,15 @@ def test_what_develop_takes_is_without_effect_or_refused_by_name(tmp_path):
         ValidationError, match="load_transform is not supported; got Transform. Remedy: say in aoa_config"
     ):
         dist.load_state_dict(zeros(), str(tmp_path), load_transform=type("Transform", (), {})())
+
+
+def test_a_checkpoint_is_merged(tmp_path):
+    replace_in_tree()
+    dist.save_state_dict(state(), str(tmp_path / "in"))
+    merged = importlib.import_module("paddle.distributed.flex_checkpoint.dcp.load_state_dict").merge_sharded_state_dict
+    assert merged(str(tmp_path / "in"), str(tmp_path / "out"), skip_postfix_list=["a"]) is None
+    found = dist.load_merged_state_dict(str(tmp_path / "out"))
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {"b": [0, 0, 0, 0]}
 
 
 def test_whole_tensors_of_a_layer_are_ours():
