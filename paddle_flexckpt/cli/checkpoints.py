@@ -9,7 +9,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,16 +26,15 @@ from paddle_flexckpt.cli.arguments import (
 )
 from paddle_flexckpt.cli.bars import progress_bar
 from paddle_flexckpt.cli.outputs import DigestReport, InspectReport, Shard, ShownTensor, ShowReport, StoredTensor
-from paddle_flexckpt.engine.comparison import diff
-from paddle_flexckpt.engine.digests import digest_checkpoint
-from paddle_flexckpt.engine.export import export_safetensors
-from paddle_flexckpt.engine.tensor_reader import TensorReader
-from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.foreign.formats import ORIGINS, SourceDirectory
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.report import format_bytes
 
+if TYPE_CHECKING:
+    from paddle_flexckpt.engine.tensor_reader import TensorReader
+
+# What a command works with is imported when it runs: `inspect` needs no engine, and is to answer at once.
 # Of more values than a person reads, --json of `show` has none.
 MOST_VALUES = 1 << 16
 # A key, and a slice of it.
@@ -146,6 +145,8 @@ def add_command(commands: Any) -> None:
 
 def _show(options: argparse.Namespace) -> str:
     """Return for each slice its key, type, shape, statistics and values, the middle of long ones left out."""
+    from paddle_flexckpt.engine.tensor_reader import TensorReader
+
     config = None if options.aoa is None else aoa_config(options.aoa)
     with TensorReader(options.source, options.unique_id, config) as reader:
         shown = [_shown(reader, text) for text in options.what]
@@ -206,6 +207,8 @@ def _part(text: str) -> Any:
 
 def _digest(options: argparse.Namespace) -> str:
     """Return a line for each tensor: its digest and its key."""
+    from paddle_flexckpt.engine.digests import digest_checkpoint
+
     config = None if options.aoa is None else aoa_config(options.aoa)
     with progress_bar(options.json) as progress:
         found = digest_checkpoint(options.source, options.unique_id, config, progress=progress)
@@ -216,6 +219,8 @@ def _digest(options: argparse.Namespace) -> str:
 
 def _diff(options: argparse.Namespace) -> Outcome:
     """Return one line for each difference and one for all; code 1 if there is a difference."""
+    from paddle_flexckpt.engine.comparison import diff
+
     config = None if options.aoa is None else aoa_config(options.aoa)
     chosen = {name: getattr(options, name) for name in ("first_id", "second_id", "extra_state")}
     with progress_bar(options.json) as progress:
@@ -231,6 +236,8 @@ def _diff(options: argparse.Namespace) -> Outcome:
 
 def _verify(options: argparse.Namespace) -> Outcome:
     """Return one line for each problem and one for all; code 1 if there is a problem."""
+    from paddle_flexckpt.engine.verification import verify_checkpoint
+
     with progress_bar(options.json) as progress:
         report = verify_checkpoint(options.source, options.unique_id, progress=progress)
     if options.json:
@@ -241,11 +248,15 @@ def _verify(options: argparse.Namespace) -> Outcome:
 
 
 def _repair(options: argparse.Namespace) -> str:
+    from paddle_flexckpt.engine.verification import repair_manifest
+
     chosen = {name: getattr(options, name) for name in ("overwrite", "save_token", "fewer_files")}
     return repair_manifest(options.source, options.unique_id, **chosen).summary()
 
 
 def _export(options: argparse.Namespace) -> str:
+    from paddle_flexckpt.engine.export import export_safetensors
+
     config = None if options.aoa is None else aoa_config(options.aoa)
     chosen = {name: getattr(options, name) for name in ("prefix", "states", "max_file_bytes", "verify")}
     with progress_bar() as progress:
