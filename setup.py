@@ -51,6 +51,8 @@ EXTRAS_REQUIRE = {
     # aoa_config as a YAML file; JSON needs nothing.
     "yaml": ["pyyaml>=6"],
     "viz": ["matplotlib>=3.7"],
+    # Progress bars of commands; without it a line counts per cent.
+    "cli": ["tqdm>=4.60"],
     # Zensical, by the same people, reads the same configuration and follows it.
     "docs": ["mkdocs-material>=9.5,<10", "mkdocstrings[python]>=0.28", "ruff>=0.6"],
     # tests/mutation uses functions of it that are not public. It needs Python 3.10.
@@ -70,6 +72,7 @@ EXTRAS_REQUIRE = {
         "pytest-xdist>=3.7",
         "pyyaml>=6",
         "ruff>=0.6",
+        "tqdm>=4.60",
     ],
 }
 

@@ -10,11 +10,13 @@ import json
 import re
 import sys
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
-from paddle_flexckpt.aoa.config import AoaConfig
 from paddle_flexckpt.catalog import Catalog, ValidationError, without_extra_state
 from paddle_flexckpt.foreign.formats import SourceDirectory
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.aoa.config import AoaConfig
 
 
 class Outcome(NamedTuple):

@@ -9,7 +9,7 @@ import argparse
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,17 +24,17 @@ from paddle_flexckpt.cli.arguments import (
     table,
     written,
 )
+from paddle_flexckpt.cli.bars import progress_bar
 from paddle_flexckpt.cli.outputs import DigestReport, InspectReport, Shard, ShownTensor, ShowReport, StoredTensor
-from paddle_flexckpt.engine.comparison import diff
-from paddle_flexckpt.engine.digests import digest_checkpoint
-from paddle_flexckpt.engine.export import export_safetensors
-from paddle_flexckpt.engine.tensor_reader import TensorReader
-from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.foreign.formats import ORIGINS, SourceDirectory
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.report import format_bytes
 
+if TYPE_CHECKING:
+    from paddle_flexckpt.engine.tensor_reader import TensorReader
+
+# What a command works with is imported when it runs: `inspect` needs no engine, and is to answer at once.
 # Of more values than a person reads, --json of `show` has none.
 MOST_VALUES = 1 << 16
 # A key, and a slice of it.
@@ -43,7 +43,11 @@ _SLICE = re.compile(r"(.+)\[([^\[\]]*)\]")
 
 def add_command(commands: Any) -> None:
     """Add the parsers of these commands."""
-    inspect = commands.add_parser("inspect", help="list what a checkpoint holds")
+    inspect = commands.add_parser(
+        "inspect",
+        help="list what a checkpoint holds",
+        epilog="example: flexckpt inspect run/step_00000100 --key model.norm",
+    )
     add_checkpoint(inspect)
     inspect.add_argument(
         "--key", action="append", default=[], help="the shards of this tensor; may be given several times"
@@ -85,7 +89,13 @@ def add_command(commands: Any) -> None:
     compare.add_argument("--json", action="store_true", help="print the report as JSON")
     add_html(compare)
 
-    verify = commands.add_parser("verify", help="read a whole checkpoint and list all that is damaged")
+    verify = commands.add_parser(
+        "verify",
+        help="read a whole checkpoint and list all that is damaged",
+        description="Reads a whole checkpoint and lists all that is damaged. The exit status is 0 where nothing is, "
+        "and 1 otherwise.",
+        epilog="example: flexckpt verify run/step_00000100",
+    )
     add_checkpoint(verify)
     verify.add_argument("--json", action="store_true", help="print the report as JSON")
 
@@ -94,13 +104,18 @@ def add_command(commands: Any) -> None:
         help="rebuild a lost manifest from the data files",
         description="Rebuilds a lost manifest from the headers of the data files. The checksums are computed anew: "
         "damage that happened before cannot be found afterwards.",
+        epilog="example: flexckpt repair run/step_00000100 --id 0",
     )
     add_checkpoint(repair, required_id=True)
     repair.add_argument("--overwrite", action="store_true", help="replace the manifest that is there")
     repair.add_argument("--save-token", metavar="TOKEN", help="the save to take, where the files are of several")
     repair.add_argument("--fewer-files", action="store_true", help="some ranks had nothing to write, and have no file")
 
-    export = commands.add_parser("export", help="write whole tensors as safetensors files")
+    export = commands.add_parser(
+        "export",
+        help="write whole tensors as safetensors files",
+        epilog="example: flexckpt export run/step_00000100 out --prefix model",
+    )
     export.add_argument("source", metavar="CHECKPOINT", help="directory or URL of the checkpoint")
     export.add_argument("output", metavar="OUTPUT", help="directory or URL to write to; nothing may be there")
     add_aoa(export, required=False)
@@ -130,6 +145,8 @@ def add_command(commands: Any) -> None:
 
 def _show(options: argparse.Namespace) -> str:
     """Return for each slice its key, type, shape, statistics and values, the middle of long ones left out."""
+    from paddle_flexckpt.engine.tensor_reader import TensorReader
+
     config = None if options.aoa is None else aoa_config(options.aoa)
     with TensorReader(options.source, options.unique_id, config) as reader:
         shown = [_shown(reader, text) for text in options.what]
@@ -190,8 +207,11 @@ def _part(text: str) -> Any:
 
 def _digest(options: argparse.Namespace) -> str:
     """Return a line for each tensor: its digest and its key."""
+    from paddle_flexckpt.engine.digests import digest_checkpoint
+
     config = None if options.aoa is None else aoa_config(options.aoa)
-    found = digest_checkpoint(options.source, options.unique_id, config)
+    with progress_bar(options.json) as progress:
+        found = digest_checkpoint(options.source, options.unique_id, config, progress=progress)
     if options.json:
         return DigestReport(options.source, found).to_json()
     return "\n".join(f"{digest}  {key}" for key, digest in found.items())
@@ -199,9 +219,12 @@ def _digest(options: argparse.Namespace) -> str:
 
 def _diff(options: argparse.Namespace) -> Outcome:
     """Return one line for each difference and one for all; code 1 if there is a difference."""
+    from paddle_flexckpt.engine.comparison import diff
+
     config = None if options.aoa is None else aoa_config(options.aoa)
     chosen = {name: getattr(options, name) for name in ("first_id", "second_id", "extra_state")}
-    report = diff(options.first, options.second, config, **chosen)
+    with progress_bar(options.json) as progress:
+        report = diff(options.first, options.second, config, progress=progress, **chosen)
     lines = [*report.lines(), report.summary()]
     if options.html is not None:
         from paddle_flexckpt.pages.reports import diff_page
@@ -213,7 +236,10 @@ def _diff(options: argparse.Namespace) -> Outcome:
 
 def _verify(options: argparse.Namespace) -> Outcome:
     """Return one line for each problem and one for all; code 1 if there is a problem."""
-    report = verify_checkpoint(options.source, options.unique_id)
+    from paddle_flexckpt.engine.verification import verify_checkpoint
+
+    with progress_bar(options.json) as progress:
+        report = verify_checkpoint(options.source, options.unique_id, progress=progress)
     if options.json:
         text = report.to_json()
     else:
@@ -222,14 +248,19 @@ def _verify(options: argparse.Namespace) -> Outcome:
 
 
 def _repair(options: argparse.Namespace) -> str:
+    from paddle_flexckpt.engine.verification import repair_manifest
+
     chosen = {name: getattr(options, name) for name in ("overwrite", "save_token", "fewer_files")}
     return repair_manifest(options.source, options.unique_id, **chosen).summary()
 
 
 def _export(options: argparse.Namespace) -> str:
+    from paddle_flexckpt.engine.export import export_safetensors
+
     config = None if options.aoa is None else aoa_config(options.aoa)
     chosen = {name: getattr(options, name) for name in ("prefix", "states", "max_file_bytes", "verify")}
-    return export_safetensors(options.source, options.output, config, **chosen).summary()
+    with progress_bar() as progress:
+        return export_safetensors(options.source, options.output, config, progress=progress, **chosen).summary()
 
 
 def _inspect(options: argparse.Namespace) -> str:

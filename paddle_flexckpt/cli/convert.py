@@ -12,6 +12,7 @@ from typing import Any
 from paddle_flexckpt.aoa.config_rules import rules_of_config
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.cli.arguments import add_aoa, add_cut, aoa_config, byte_count, cut_of, parameter_of
+from paddle_flexckpt.cli.bars import progress_bar
 from paddle_flexckpt.engine.conversion import MEMORY_BYTES, convert_checkpoint, read_config
 from paddle_flexckpt.engine.conversion_targets import TARGETS
 from paddle_flexckpt.foreign.formats import SourceDirectory
@@ -90,15 +91,18 @@ def add_command(commands: Any) -> None:
 
 def _convert(options: argparse.Namespace) -> str:
     names = ("unique_id", "format", "states", "dtype", "config", "prefix", "max_file_bytes", "memory_bytes", "verify")
-    report = convert_checkpoint(
-        options.source,
-        options.output,
-        _statements(options),
-        strategy=options.to,
-        cuts=tuple(cut_of(text) for text in options.cut),
-        restart=options.restart,
-        **{name: getattr(options, name) for name in names},
-    )
+    statements = _statements(options)
+    with progress_bar(options.json) as progress:
+        report = convert_checkpoint(
+            options.source,
+            options.output,
+            statements,
+            strategy=options.to,
+            cuts=tuple(cut_of(text) for text in options.cut),
+            restart=options.restart,
+            progress=progress,
+            **{name: getattr(options, name) for name in names},
+        )
     return report.to_json() if options.json else report.summary()
 
 

@@ -19,6 +19,7 @@ _COMMANDS = {
     "bench": ("bench",),
     "statements": ("explain", "expand", "invert", "rules"),
     "patch": ("patch",),
+    "completion": ("completion",),
 }
 
 
@@ -28,7 +29,12 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     Args:
         words: The command line without the program's name.
     """
-    parser = argparse.ArgumentParser(prog="flexckpt", description="Inspect and transform flexible checkpoints.")
+    parser = argparse.ArgumentParser(
+        prog="flexckpt",
+        description="Inspect and transform flexible checkpoints.",
+        epilog="exit status: 0 where all is well; 1 where the command failed, or what it looked at is not sound, or "
+        "differs; 2 of wrong usage; 130 after Ctrl-C. Example: flexckpt inspect run/step_00000100",
+    )
     parser.add_argument("--version", action="version", version=f"flexckpt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = [module for module, names in _COMMANDS.items() if words and words[0] in names]

@@ -87,6 +87,7 @@ def add_command(commands: Any) -> None:
         help="say what is installed, whether it is supported, and which defects of it can be mended",
         description="Lists the versions of Python and of the packages that matter, and the patches that fit what is "
         "installed. The exit status is 1 if something needed is missing, or a version is not supported.",
+        epilog="example: flexckpt doctor",
     )
     for parser, run in ((listing, _list), (usage, _usage), (doctor, _doctor)):
         parser.add_argument("--json", action="store_true", help="print all as JSON")

@@ -17,6 +17,7 @@ def add_command(commands: Any) -> None:
         help="mend an installed PaddlePaddle, PaddleNLP or PaddleFormers",
         description="Lists patches for installed packages, says whether they fit, puts them in and takes them out. "
         "A patch fits exactly the released files that it was made from; reverting restores them to the byte.",
+        epilog="example: flexckpt patch --check; flexckpt patch --apply paddle-3.3.1-nested-state",
     )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--list", action="store_true", help="the patches that there are, and the versions they are for")

@@ -19,9 +19,21 @@ _TARGET = "directory or URL of a checkpoint of the statements' destination"
 
 def add_command(commands: Any) -> None:
     """Add the parsers of the four commands."""
-    explain = commands.add_parser("explain", help="where each tensor comes from under AOA statements")
-    expand = commands.add_parser("expand", help="AOA statements with ids, stars and fused layouts written out")
-    invert = commands.add_parser("invert", help="the AOA statements that undo others, as JSON")
+    explain = commands.add_parser(
+        "explain",
+        help="where each tensor comes from under AOA statements",
+        epilog="example: flexckpt explain run/step_00000100 --aoa statements.json --key model.norm",
+    )
+    expand = commands.add_parser(
+        "expand",
+        help="AOA statements with ids, stars and fused layouts written out",
+        epilog="example: flexckpt expand run/step_00000100 --aoa statements.json",
+    )
+    invert = commands.add_parser(
+        "invert",
+        help="the AOA statements that undo others, as JSON",
+        epilog="example: flexckpt invert --aoa statements.json",
+    )
     for parser, run in ((explain, _explain), (expand, _expand), (invert, _invert)):
         add_aoa(parser)
         parser.set_defaults(run=run)
@@ -30,7 +42,11 @@ def add_command(commands: Any) -> None:
         parser.add_argument("target", metavar="TARGET", nargs="?", help=f"{_TARGET}; by default what they make")
     explain.add_argument("--key", action="append", default=[], help="only this target; may be given several times")
 
-    rules = commands.add_parser("rules", help="AOA statements for common models, as JSON")
+    rules = commands.add_parser(
+        "rules",
+        help="AOA statements for common models, as JSON",
+        epilog="example: flexckpt rules llama --variant plain --direction to_hf",
+    )
     rules.add_argument("name", metavar="FAMILY", nargs="?", help="a model family; by default all are listed")
     rules.add_argument("--variant", help="which parameters the Paddle model fuses; without it the family is described")
     rules.add_argument("--direction", choices=("from_hf", "to_hf"), default="from_hf")

@@ -81,6 +81,21 @@ def save_state_dict(
     process_group: Any = ...,
     coordinator_rank: int = ...,
     unique_id: int | None = ...,
+    *,
+    async_save: Literal[True] | BackgroundWriter,
+    safetensors: bool = ...,
+    save_replicas: bool = ...,
+    **options: Any,
+) -> SaveHandle: ...
+
+
+@overload
+def save_state_dict(
+    state_dict: Mapping[str, Any],
+    path: Location,
+    process_group: Any = ...,
+    coordinator_rank: int = ...,
+    unique_id: int | None = ...,
     async_save: bool | BackgroundWriter = ...,
     safetensors: bool = ...,
     save_replicas: bool = ...,

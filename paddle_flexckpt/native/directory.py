@@ -6,6 +6,7 @@ Removers and replacers must take this lock exclusively first.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.partition_files import check_partition, read_rows
+
+logger = logging.getLogger("paddle_flexckpt")
 
 # What makes a checkpoint exist.
 MANIFEST = re.compile(r"(\d+)\.manifest", re.ASCII)
@@ -128,7 +131,10 @@ class CheckpointDirectory:
         """Read the manifest of an id, as :meth:`read_manifest` does; FileNotFoundError if there is none."""
         name = f"{unique_id}.manifest"
         file = self.backend.where(name)
-        manifest = Manifest.decode(self.backend.read(name), file)
+        data = self.backend.read(name)
+        logger.debug("read %s: %d bytes", file, len(data))
+        manifest = Manifest.decode(data, file)
+        del data  # it may be large, and partitions are still to be read
         if manifest.unique_id != unique_id:
             raise CorruptCheckpointError(f"{file} is the manifest of id {manifest.unique_id}: it has been renamed")
         return read_rows(self.backend, manifest, keys)

@@ -132,11 +132,11 @@ def test_every_command_is_found_by_its_name():
     everything = build_parser().format_help()
     for module, names in cli._COMMANDS.items():
         for name in names:
-            assert f"    {name} " in everything
+            assert re.search(rf"^    {name}\s", everything, re.MULTILINE)
             # Only this module was imported for it, and it has these commands and no others.
             alone = build_parser([name]).format_help()
-            assert [each for each in names if f"    {each} " in alone] == list(names), module
-            assert len(re.findall(r"^    \w+ ", alone, re.MULTILINE)) == len(names)
+            assert [each for each in names if re.search(rf"^    {each}\s", alone, re.MULTILINE)] == list(names), module
+            assert len(re.findall(r"^    \w+\s", alone, re.MULTILINE)) == len(names)
 
 
 def test_the_version_needs_no_numpy():

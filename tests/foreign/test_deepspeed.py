@@ -70,7 +70,17 @@ def test_what_deepspeed_writes_now(tmp_path, stage):
     subprocess.run(command, check=True, timeout=300, capture_output=True)
     check(tmp_path / "new" / "global_step3", tmp_path / "new" / "expected.npz")
     check(tmp_path / "new" / "universal" / "global_step3_universal", tmp_path / "new" / "expected.npz")
-    assert "Remedy: give the path of one of them" in why(tmp_path / "new", ValidationError)
+    (tmp_path / "new" / "expected.npz").unlink()
+    text = why(tmp_path / "new", ValidationError)
+    assert "latest of DeepSpeed, and global_step3, universal. Remedy: give the path of one of them" in text
+
+
+def test_the_directory_above(tmp_path):
+    (tmp_path / "latest").write_text("global_step3")
+    (tmp_path / "zero_to_fp32.py").write_text("")
+    write(tmp_path / "global_step3")
+    text = why(tmp_path, ValidationError)
+    assert "latest of DeepSpeed, and global_step3. Remedy: give the path of one of them" in text
 
 
 def why(path, kind=CorruptCheckpointError):
