@@ -22,8 +22,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import paddle
-
 from paddle_flexckpt.parallel.tensor_fusion import trainable_parameters
 from paddle_flexckpt.sharded_weight import ShardedWeight
 
@@ -253,6 +251,8 @@ def fused_context(has_dist_tensors: bool = True) -> Any:
     # What fuses parameters has been imported.
     finds = [getattr(sys.modules.get(name), "get_fsdp_context", None) for name in _CONTEXT_MODULES]
     if has_dist_tensors and not any(finds) and any(name in sys.modules for name in _FUSION_MODULES):
+        import paddle
+
         raise RuntimeError(
             f"cannot tell which parameters fully_shard has fused: expected get_fsdp_context in one of "
             f"{', '.join(_CONTEXT_MODULES)}, got none in Paddle {paddle.__version__}. Remedy: use a version of Paddle "

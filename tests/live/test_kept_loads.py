@@ -442,8 +442,18 @@ def test_names_of_tensors_and_gaps_that_share_memory_are_planned_each_time(tmp_p
 
 
 def test_every_option_is_part_of_what_is_compared():
-    """But the id, as the checkpoint that it stands for is."""
-    assert {each.name for each in fields(LoadOptions)} - {*LoadOptions.compared()} == {"unique_id"}
+    """But the id, as the checkpoint that it stands for is, who is told of progress, and what is refused."""
+    own = {each.name for each in fields(LoadOptions)} - {*LoadOptions.compared()}
+    assert own == {"unique_id", "progress", "load_transform"}
+
+
+def test_what_is_refused_is_refused_by_a_kept_plan_too(tmp_path):
+    comm, state = SoloCommunicator(), {"w": np.arange(4.0)}
+    save_state_dict(state, tmp_path, comm)
+    for _ in range(2):
+        load_state_dict(state, tmp_path, comm)
+    with pytest.raises(ValidationError, match="load_transform is not supported"):
+        load_state_dict(state, tmp_path, comm, load_transform=print)
 
 
 def test_a_report_is_its_caller_s(tmp_path):
