@@ -14,6 +14,7 @@ from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine import save_rehearsal
 from paddle_flexckpt.engine.save_rehearsal import rehearse_save
 from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media.local import LocalOutputFile
 from paddle_flexckpt.native import checksums, data_file
@@ -110,7 +111,7 @@ def test_a_copy_takes_the_memory_that_is_said(tmp_path):
     target = layout("dp=1", scale=4)
     report = rehearse_save(target)
     with BackgroundWriter() as writer:
-        save_state_dict(state_of(target.catalog(0)), str(tmp_path), "self", async_save=writer).result()
+        save_state_dict(state_of(target.catalog(0)), str(tmp_path), SoloCommunicator(), async_save=writer).result()
         assert report.ranks["staging_bytes"][0] == pytest.approx(writer.staging_bytes, rel=0.05)
 
 
