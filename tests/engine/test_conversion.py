@@ -411,7 +411,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize(
+    "way", ["native", "one file", "several files", pytest.param("native for a strategy", marks=pytest.mark.slow)]
+)
 def test_killed_at_any_call_it_goes_on_to_the_same_bytes(checkpoint, tmp_path, way):
     options = WAYS[way]
     whole = convert_checkpoint(checkpoint, tmp_path / "whole", **options)

@@ -152,20 +152,21 @@ def test_few_records_are_left_to_the_machine(monkeypatch):
         assert count_operations(metadata(chunks, share=share), monkeypatch) < 1000
 
 
-def test_damage_is_told_as_by_the_machine():
+@pytest.mark.parametrize("count", [300, pytest.param(1500, marks=pytest.mark.slow)])
+def test_damage_is_told_as_by_the_machine(count):
     source = random.Random(7)
     chunks = list({(c[0], c[1]): c for c in random_chunks(source, 60)}.values())
     data = metadata(chunks)
     assert type(outcome(data, DCP_METADATA)) is list
     refused = 0
-    for _ in range(1500):
+    for _ in range(count):
         changed = bytearray(data)
         for _ in range(source.choice((1, 1, 2))):
             changed[source.randrange(len(data))] = source.choice((source.randrange(256), *b"h)(\x94\x85KMJ"))
         expected = outcome(bytes(changed), ONE_BY_ONE)
         assert outcome(bytes(changed), DCP_METADATA) == expected
         refused += type(expected) is tuple
-    assert 300 < refused < 1500
+    assert 0.2 * count < refused < count
 
 
 def test_an_object_of_a_run_that_is_referred_to():
@@ -177,7 +178,7 @@ def test_an_object_of_a_run_that_is_referred_to():
 
 
 def test_what_runs_cost():
-    chunks = [("w", (4 * i, 0), (4, 8), f"__{i % 7}_0.distcp", 1577 * i, 1577) for i in range(10_000)]
+    chunks = [("w", (4 * i, 0), (4, 8), f"__{i % 7}_0.distcp", 1577 * i, 1577) for i in range(4_000)]
     data = metadata(chunks)
     peaks = []
     for vocabulary in (DCP_METADATA, ONE_BY_ONE):
