@@ -27,7 +27,7 @@ _ENTRY_BYTES = 500
 
 
 class KeptReads(Protocol):
-    """What a source has planned: of files a :class:`ReadPlan`, or more where ranks read for each other."""
+    """Hold what a source has planned: of files a :class:`ReadPlan`, or more where ranks read for each other."""
 
     @property
     def nbytes(self) -> int:

@@ -74,7 +74,7 @@ def load_pickle(data: bytes | bytearray | memoryview, file: str = "pickle", voca
 
 
 class _NotKeptError(Exception):
-    """A run of records was read at once, and an object of it is referred to that was not kept for that."""
+    """Tell that a run of records was read at once, and that an object of it is referred to that was not kept."""
 
 
 class _Machine:
