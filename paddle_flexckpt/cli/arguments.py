@@ -88,9 +88,18 @@ def add_html(parser: argparse.ArgumentParser) -> None:
 
 
 def written(path: str, content: str) -> str:
-    """Write a page, and return a line that says so."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(content)
+    """Write a page, and return a line that says so.
+
+    Raises:
+        ValidationError: The file cannot be written.
+    """
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(content)
+    except OSError as error:
+        raise ValidationError(
+            [f"cannot write the page: {error}. Remedy: give a file of a directory that is there"]
+        ) from error
     return f"wrote {path}"
 
 

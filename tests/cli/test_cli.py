@@ -129,6 +129,7 @@ def test_diff_lists_what_differs_and_exits_with_1(checkpoint, tmp_path, capsys):
     report = json.loads(capsys.readouterr().out)
     assert report["only_in_first"] == ["model.layers.1.w"]
     assert report["differing"]["model.norm"]["first_index"] == [3]
+    assert "cannot write the page" in failed(capsys, "diff", path, path, "--html", str(tmp_path / "no" / "a.html"))
     page = tmp_path / "a.html"
     assert main(["diff", path, other, "--html", str(page)]) == 1
     assert capsys.readouterr().out.splitlines() == [*lines, f"wrote {page}"]
