@@ -13,7 +13,7 @@ from paddle_flexckpt.planning.strategy import parse_strategy
 from tests.distributed import test_experts as experts
 from tests.distributed.matrix import jobs
 from tests.distributed.matrix.network import AXES, BLOCKS, HIDDEN, INNER, VOCABULARY
-from tests.distributed.matrix.strategies import MODELS, STRATEGIES, Strategy
+from tests.distributed.matrix.strategies import MODELS, REHEARSED, STRATEGIES, Strategy
 
 BLOCK = {
     "ln.weight": [HIDDEN],
@@ -85,7 +85,7 @@ def experts_model() -> Model:
             tensors.append(ModelTensor(name, shape, tp_axis=experts.AXES.get(local), expert=expert))
         else:
             tensors.append(ModelTensor(name, shape))
-    return Model(tuple(tensors))
+    return Model(tuple(tensors), segment_size=experts.SEGMENT)
 
 
 def text_of(strategy: Strategy) -> str:
@@ -93,15 +93,28 @@ def text_of(strategy: Strategy) -> str:
     kind = "v2" if strategy.split else "v1"
     degree, dp = strategy.sharding, strategy.dp
     if strategy.level is not None:
-        kind, degree, dp = {"os_g": "stage2", "p_g_os": "stage3"}[strategy.level], strategy.world, 1
+        kind = {"os_g": "stage2", "p_g_os": "stage3"}[strategy.level]
+        if degree == 1:  # over all ranks
+            degree, dp = strategy.world, 1
+    ep = f"{strategy.over}:{strategy.experts}" if strategy.over != "data" else str(strategy.experts)
     sharding = f",sharding={kind}:{degree}" if degree > 1 else ""
-    return f"tp={strategy.mp},pp={strategy.pp},vpp={strategy.chunks},dp={dp},ep={strategy.experts}{sharding}"
+    more = f"dp={dp},sep={strategy.sep},ep={ep}{sharding}"
+    return f"tp={strategy.mp},pp={strategy.pp},vpp={strategy.chunks},{more}"
 
 
-CASES = [(each, model) for each in STRATEGIES if each.world in (2, 4) for model in MODELS if model in each.models]
+KNOWN = (*STRATEGIES, *REHEARSED)
+# The others of the last are compared by `make test-rehearsals`.
+QUICK = ("v2x2+ep2", "v2x4+ep2", "tp2xv2x2+ep4tp", "dp2xv1x2+ep2dp", "dp2xstage3x2+ep2dp")
+CASES = [
+    pytest.param(each, model, id=f"{each.name}-{model}", marks=[pytest.mark.slow] if slow else [])
+    for each in KNOWN
+    for slow in [each in REHEARSED and each.name not in QUICK]
+    for model in MODELS
+    if model in each.models and each.world in (2, 4)
+]
 
 
-@pytest.mark.parametrize(("strategy", "model"), CASES, ids=[f"{each.name}-{model}" for each, model in CASES])
+@pytest.mark.parametrize(("strategy", "model"), CASES)
 def test_a_layout_equals_what_real_ranks_describe(world, strategy, model):
     layout = Layout(model_of(strategy, model), parse_strategy(text_of(strategy)))
     assert layout.strategy.ranks == strategy.world
