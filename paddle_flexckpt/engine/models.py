@@ -138,10 +138,10 @@ def layout_for(
 
 def noted_layout(strategy: Strategy | Mesh, described: Model) -> tuple[JobLayout, list[str]]:
     """Return the layout of a model, and what is taken for granted in it."""
-    is_mesh = isinstance(strategy, Mesh)
-    notes = [] if is_mesh and strategy.placements else _check_cuts(strategy, described)
     if isinstance(strategy, Mesh):
+        notes = [] if strategy.placements else _check_cuts(strategy, described)
         return MeshLayout(described, strategy), notes
+    notes = _check_cuts(strategy, described)
     if strategy.kind != "none" and described.states:
         notes.append("the optimizer has the parameters in the order of the checkpoint, layer by layer")
     if strategy.kind == "v2" and strategy.ep > 1 and strategy.experts != "dp" and described.states:
@@ -164,7 +164,7 @@ def _check_cuts(strategy: Strategy | Mesh, described: Model) -> list[str]:
     whole = [each.name for each in described.tensors if each.tp_axis is None and len(each.shape) > 1]
     if all(each.tp_axis is None for each in described.tensors):
         raise ValidationError(
-            "nothing says how tensor parallelism cuts the model: no tensor is stored in parts. Remedy: give the axis by "
+            "nothing says how tensor parallelism cuts the model: no tensor is stored in parts. Remedy: give axes by "
             f"names, --cut '*.q_proj.weight=1' or cuts= in Python, for each of {listed(whole, 3)} that is cut"
         )
     return [f"each rank of tensor parallelism has all of {listed(whole, 3)} (--cut says otherwise)"] if whole else []

@@ -119,7 +119,8 @@ class MeshLayout(JobLayout):
             if placements[axis].cut is not None:
                 what = "Paddle shards states over a mesh axis along which each parameter is whole"
                 got = f"{each.name} cut along axis {self.strategy.axes[axis]!r}"
-                return axis, [Problem(what, key=each.name, expected="such an axis", got=got)]
+                remedy = "place it as R along one axis, or leave sharding= out"
+                return axis, [Problem(what, key=each.name, expected="such an axis", got=got, remedy=remedy)]
         name = self.strategy.sharding_axis
         if self.strategy.axes[axis] != name:
             what = "Paddle spreads states over another axis of the mesh than the one that it is given"
@@ -135,7 +136,9 @@ class MeshLayout(JobLayout):
             free = [dim for dim in range(len(each.shape)) if dim not in cuts]
             if len(cuts) > 1 and each.is_trained:
                 what = "Paddle shards no states of a tensor that is cut along several mesh axes"
-                problems.append(Problem(what, key=each.name, expected="one Shard at most", got=_text(placements)))
+                remedy = "cut it along one axis, or leave sharding= out"
+                wrong = Problem(what, each.name, expected="one Shard at most", got=_text(placements), remedy=remedy)
+                problems.append(wrong)
             if free and each.is_trained:
                 placements = (*placements[:axis], Placement(cut=free[0]), *placements[axis + 1 :])
             found.append(placements)

@@ -146,7 +146,8 @@ def parse_mesh(text: str) -> Mesh:
     extents, colon, axes = said.get("mesh", "").partition(":")
     if not colon or not all(extent.strip().isdecimal() for extent in extents.split("x")):
         expected = "mesh=EXTENTS:AXES, such as mesh=2x4:dp,mp"
-        raise ValidationError([Problem("no extents and axes", key=f"mesh={said.get('mesh', '')}", expected=expected)])
+        wrong = Problem("no extents and axes", key=f"mesh={said.get('mesh', '')}", expected=expected)
+        raise ValidationError([wrong], _CONTEXT)
     said["mesh"] = {"shape": [int(extent) for extent in extents.split("x")], "dim_names": axes.split(",")}
     return mesh_of(said)
 

@@ -87,8 +87,7 @@ def describe(text: str, shapes: Mapping[str, Sequence[int]], frozen: Sequence[st
     with paddle.utils.unique_name.guard():
         layer = paddle.nn.Layer()
         for name, shape in shapes.items():
-            placed = MeshLayout(tensors_of({name: shape}), _only(said, name)).strategy.placements
-            own, placements = _paddle_placements(mesh, placed[0][1] if placed else ())
+            own, placements = _paddle_placements(mesh, dict(said.placements).get(name, ()))
             whole = layer.create_parameter(list(shape))
             layer.add_parameter(name, dist.shard_tensor(whole, own, placements, stop_gradient=name in frozen))
         state = layer.sharded_state_dict()
@@ -100,11 +99,6 @@ def describe(text: str, shapes: Mapping[str, Sequence[int]], frozen: Sequence[st
             state = layer.sharded_state_dict()
             state.update(optimizer.sharded_state_dict(state))
     return open_state(state, dist.get_rank()).catalog
-
-
-def _only(said: Mesh, name: str) -> Mesh:
-    """The mesh with the placements of one tensor."""
-    return Mesh(said.shape, said.axes, tuple(each for each in said.placements if each[0] == name))
 
 
 def _paddle_placements(mesh: dist.ProcessMesh, placed: Sequence[Placement]):
