@@ -164,13 +164,10 @@ def describe_model(
         is_trained = key in trained if states else not weight.local_tensor.stop_gradient
         info = infos[key]
         tensors.append(ModelTensor(key, info.shape, info.dtype, axis, places.get(key, ()), is_trained, expert))
-    if not states:
-        kept, dtype = (), "float32"
-    elif optimizer is None:
+    kept, dtype = kept_states(found, infos), state_dtype(found, infos)
+    if optimizer is None and states:
         is_half = any(each.dtype in _HALF for each in tensors)
-        kept, dtype = tuple(state for state in ADAMW if is_half or not state.is_master), "float32"
-    else:
-        kept, dtype = kept_states(found, infos), state_dtype(found, infos)
+        kept = tuple(state for state in ADAMW if is_half or not state.is_master)
     fused = [key for key, weight in shards.items() if getattr(weight, "fused", None) is not None]
     if fused:
         notes.append(f"{listed(fused, 3)} are fused: what it takes to put their order right is not counted")

@@ -63,7 +63,8 @@ class MeshLayout(JobLayout):
         self._only = np.asarray(only, dtype=np.int64).reshape(len(placed), len(strategy.axes))
         # What a rank has of each follows from where it stands on these axes of the mesh.
         stands = (self._only >= 0).any(axis=0)
-        self._axes_of = tuple(tuple(((cut >= 0).any(axis=0) | stands).tolist()) for cut in self._cuts)
+        cuts = [(cut >= 0).any(axis=0) for cut in self._cuts]
+        self._axes_of = tuple(tuple(map(bool, np.logical_or(each, stands))) for each in cuts)
         self._fused_axis = strategy.axes.index("dp") if stage == "fusion" else _NO_AXIS
         used = zip(*self._axes_of)
         self._used = tuple(any(each) or number == self._fused_axis for number, each in enumerate(used))

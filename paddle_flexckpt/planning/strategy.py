@@ -62,7 +62,7 @@ class Strategy:
         Raises:
             ValidationError: They do not.
         """
-        problems = [
+        problems: list[Problem | str] = [
             Problem(
                 "a degree has to be a positive number", key=each.name, expected=">= 1", got=getattr(self, each.name)
             )

@@ -89,7 +89,9 @@ def describe(text: str, shapes: Mapping[str, Sequence[int]], frozen: Sequence[st
         for name, shape in shapes.items():
             own, placements = _paddle_placements(mesh, dict(said.placements).get(name, ()))
             whole = layer.create_parameter(list(shape))
-            layer.add_parameter(name, dist.shard_tensor(whole, own, placements, stop_gradient=name in frozen))
+            placed = dist.shard_tensor(whole, own, placements)
+            placed.stop_gradient = name in frozen
+            layer.add_parameter(name, placed)
         state = layer.sharded_state_dict()
         if states:
             inner = paddle.optimizer.AdamW(0.01, parameters=layer.parameters())
