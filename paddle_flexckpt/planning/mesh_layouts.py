@@ -99,7 +99,10 @@ class MeshLayout(JobLayout):
             if fnmatch.fnmatchcase(tensor.name, glob):
                 return (*placed, *(Placement() for _ in axes[len(placed) :]))
         stage = stages.get(tensor.layers[0]) if tensor.layers else None
-        usual = {"pp": Placement(only=stage), **dict.fromkeys(TENSOR_AXES, Placement(cut=tensor.tp_axis))}
+        # Negative axes are counted from the last one; as placements Paddle knows none.
+        cut = tensor.tp_axis
+        cut = cut + len(tensor.shape) if cut is not None and cut < 0 else cut
+        usual = {"pp": Placement(only=stage), **dict.fromkeys(TENSOR_AXES, Placement(cut=cut))}
         return tuple(usual.get(axis, Placement()) for axis in axes)
 
     def _sharded_axis(self, placed: list[Placements]) -> tuple[int, list[Problem | str]]:
@@ -133,7 +136,7 @@ class MeshLayout(JobLayout):
         """Return placements with one cut more: ``get_placement_with_sharding`` in auto_parallel/sharding.py."""
         found = []
         for each, placements in zip(self._model.tensors, placed):
-            cuts = [p.cut % len(each.shape) for p in placements if p.cut is not None]
+            cuts = [p.cut for p in placements if p.cut is not None]
             free = [dim for dim in range(len(each.shape)) if dim not in cuts]
             if len(cuts) > 1 and each.is_trained:
                 what = "Paddle shards no states of a tensor that is cut along several mesh axes"
@@ -151,7 +154,7 @@ class MeshLayout(JobLayout):
         for row, (placements, shape) in enumerate(self._with_shapes(placed)):
             for number, each in enumerate(placements):
                 if each.cut is not None:
-                    cuts[row, number] = self._width - len(shape) + each.cut % len(shape)
+                    cuts[row, number] = self._width - len(shape) + each.cut
         return cuts
 
     def kind(self, rank: int) -> tuple[int, ...]:
@@ -226,7 +229,7 @@ def _misplaced(tensor: ModelTensor, placements: Placements) -> list[Problem | st
     return [
         Problem("a placement cuts along no axis", tensor.name, expected=f"an axis of {list(tensor.shape)}", got=each)
         for each in placements
-        if each.cut is not None and not -len(tensor.shape) <= each.cut < len(tensor.shape)
+        if each.cut is not None and not 0 <= each.cut < len(tensor.shape)
     ]
 
 

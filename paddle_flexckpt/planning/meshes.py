@@ -16,7 +16,7 @@ from paddle_flexckpt.catalog.errors import Problem, ValidationError
 # How dist.shard_optimizer spreads states; "fusion" is stage 1 with tensor fusion, which needs an axis called "dp".
 MESH_STAGES = ("stage1", "stage2", "stage3", "fusion")
 _PLACEMENT = re.compile(
-    r"(?P<whole>r(eplicate)?(\(\))?)|s(hard)?\(?(dim=)?(?P<cut>-?\d+)\)?|@(?P<only>\d+)", re.IGNORECASE
+    r"(?P<whole>r(eplicate)?(\(\))?)|s(hard)?\(?(dim=)?(?P<cut>\d+)\)?|@(?P<only>\d+)", re.IGNORECASE
 )
 _FORM = "R, S<axis of the tensor> or @<index of the mesh axis>, one for each axis of the mesh"
 _CONTEXT = "cannot read a mesh"

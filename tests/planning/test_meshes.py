@@ -32,9 +32,9 @@ def test_a_mesh_is_read_from_json():
 
 
 def test_placements_are_those_of_paddle():
-    texts = ["R", "replicate", "Replicate()", "S2", "Shard(2)", "Shard(dim=2)", "S-1", "@3"]
+    texts = ["R", "replicate", "Replicate()", "S2", "Shard(2)", "Shard(dim=2)", "@3"]
     whole, third = Placement(), Placement(cut=2)
-    expected = (whole, whole, whole, third, third, third, Placement(cut=-1), Placement(only=3))
+    expected = (whole, whole, whole, third, third, third, Placement(only=3))
     assert parse_placements("w", texts) == parse_placements("w", ",".join(texts)) == expected
     assert parse_placements("w", ",".join(map(str, expected))) == expected
 
@@ -55,6 +55,7 @@ def test_placements_are_those_of_paddle():
         ("mesh=2:dp;sharding=stage1:mp", "axis that the mesh has not.*'dp'.*'?mp"),
         ("mesh=2:x;sharding=fusion:x", "sharding=fusion:dp"),
         ("mesh=2:dp;w=T0", "unknown placement.*'w'.*T0"),
+        ("mesh=2:dp;w=S-1", "unknown placement.*'w'.*S-1"),
         ("mesh=2:dp;w=Partial", "term of a sum.*'w'.*reshard"),
         ("mesh=2:dp;w=R,S0", "more placements than the mesh has axes.*'w'"),
         ("mesh=2:pp;w=@2", "no such index.*@0 to @1"),

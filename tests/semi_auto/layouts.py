@@ -94,7 +94,8 @@ def describe(text: str, shapes: Mapping[str, Sequence[int]], frozen: Sequence[st
             layer.add_parameter(name, placed)
         state = layer.sharded_state_dict()
         if states:
-            inner = paddle.optimizer.AdamW(0.01, parameters=layer.parameters())
+            trained = [parameter for parameter in layer.parameters() if not parameter.stop_gradient]
+            inner = paddle.optimizer.AdamW(0.01, parameters=trained)
             kinds = {"stage1": dist.ShardingStage1, "stage2": dist.ShardingStage2, "stage3": dist.ShardingStage3}
             kind = kinds.get(said.sharding)
             optimizer = dist.shard_optimizer(inner, kind and kind(said.sharding_axis, mesh))

@@ -28,7 +28,7 @@ CASES = [
     ("dp2-mp2-stage3", "semi-even"),
     ("dp2-mp2-fusion", "semi-uneven"),
     ("dp4-fully-shard", "semi-even"),
-    ("dp2-mp2-stage1-half", "semi-half"),
+    ("dp2-mp2-stage2-half", "semi-half"),
 ]
 SHAPES = {"one": (1, 8), "wide": (4, 12), "bias": (12,), "cube": (5, 3, 4), "frozen": (6, 2), "number": (1,)}
 
@@ -60,7 +60,7 @@ def test_a_layout_equals_what_real_ranks_describe(world, name, model):
     ("text", "states"),
     [
         ("mesh=2x2:x,y;one=R,S1;wide=S0,S1;bias=S0;cube=S0,S0;number=R", False),
-        ("mesh=4:x;wide=S-1;cube=S0;frozen=S0", False),
+        ("mesh=4:x;wide=S1;cube=S0;frozen=S0", False),
         ("mesh=2x2:dp,mp;sharding=stage1:dp;one=R,S1;wide=R,S1;bias=R,S0;cube=R,S2;frozen=R,S0", True),
         ("mesh=2x2:dp,mp;sharding=stage3:dp;one=R,S1;wide=R,S0;bias=R,S0", True),
         ("mesh=2x2:mp,dp;sharding=stage2:dp;one=S1;wide=S1;bias=S0;cube=S2", True),
