@@ -71,7 +71,7 @@ class Muon(paddle.optimizer.Optimizer):
                 self._add_accumulator("beta1_pow_acc", p, "float32", 0.9, [1], kind)
                 self._add_accumulator("beta2_pow_acc", p, "float32", 0.95, [1], kind)
 
-    def _apply_optimize(self, loss, startup_program, params_grads):
+    def _apply_optimize(self, loss, startup_program, params_grads, **_):
         with paddle.no_grad():
             for p, gradient in params_grads:
                 self._create_accumulators(None, [p])

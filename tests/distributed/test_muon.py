@@ -176,6 +176,8 @@ class Job:
         for state, table in tables.items():
             for key, tensor in table.items():
                 name, p = names[of_master.get(key, key)]
+                if self.first_element(p) >= p.size:
+                    continue  # this rank has nothing but padding
                 if "pow_acc" in state:
                     mine[f"{name}.{state}"] = (0, 1, tensor.numpy())
                 else:
@@ -208,7 +210,7 @@ def save(kind, directory, dtype="float32", stride=True):
     """Trains, saves, and trains on; the truth goes beside the checkpoint."""
     with paddle_with_muon(), flag(stride):
         job = Job(kind, dtype=dtype, view=reshaped if stride else shared)
-        train = kind != "muon ep"  # experts of different ranks would need a dispatch
+        train = trains(kind)
         if train:
             job.train(BEFORE)
         else:
@@ -230,6 +232,11 @@ def save(kind, directory, dtype="float32", stride=True):
             },
             "losses": job.train(AFTER) if train else None,
         }
+
+
+def trains(kind):
+    """Whether a job trains as one process does: not without a dispatch to experts, nor on parts of matrices."""
+    return kind not in ("muon ep", "v2")
 
 
 def fill(job):
@@ -265,7 +272,7 @@ def load(kind, directories, dtype="float32", stride=True):
             results[name] = {
                 "wrong": wrong(job.truth(), directory),
                 "read": report.bytes_read,
-                "losses": None if kind == "muon ep" else job.train(AFTER),
+                "losses": job.train(AFTER) if trains(kind) else None,
             }
     return results
 
@@ -281,12 +288,12 @@ def load_from_another_optimizer(kind, directory, **options):
     """The error of a load; and what a load that is told to do without left wrong and missing."""
     with paddle_with_muon():
         job, path = Job(kind, salt="other"), os.path.join(directory, "checkpoint")
-        before = job.truth()
-        error = common.outcome(lambda: fc.load_state_dict(job.state(), path))
+        state, before = job.state(), job.truth()
+        error = common.outcome(lambda: fc.load_state_dict(state, path))
         untouched = {key: array.tobytes() for key, array in before.items()} == {
             key: array.tobytes() for key, array in job.truth().items()
         }
-        report = fc.load_state_dict(job.state(), path, **options)
+        report = fc.load_state_dict(state, path, **options)
         wrong_keys = wrong(job.truth(), directory, common_only=True)
         return {"error": error, "untouched": untouched, "wrong": wrong_keys, "missing": sorted(report.missing)}
 
@@ -305,11 +312,12 @@ def reshard(source, target):
 
 def copies():
     """What is said of a layer that describes a copy of its parameter."""
-    job = Job("adamw single", view=copied)
-    try:
-        job.net.sharded_state_dict()
-    except ValueError as error:
-        return str(error)
+    with paddle_with_muon():
+        job = Job("muon", view=copied)
+        try:
+            job.net.sharded_state_dict()
+        except ValueError as error:
+            return str(error)
     return None
 
 
@@ -336,7 +344,8 @@ def check_loads(world, kind, saved, **named):
         for source, result in report.items():
             assert result["wrong"] == [], (source, kind)
             expected = saved[source][1][0]["losses"]
-            if result["losses"] is not None and expected is not None:
+            # Sums of halves over another number of ranks say nothing to compare.
+            if result["losses"] is not None and expected is not None and "dtype" not in named:
                 assert all(abs(a - b) <= ROUNDING for a, b in zip(result["losses"], expected)), (source, kind)
 
 
