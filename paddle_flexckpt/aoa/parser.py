@@ -66,7 +66,7 @@ class Token(NamedTuple):
 
 def tokenize(text: str) -> list[Token]:
     """Split a text into tokens; blanks, comments and line breaks are left out."""
-    tokens = []
+    tokens: list[Token] = []
     position = 0
     while position < len(text):
         found = _TOKENS.match(text, position)

@@ -113,9 +113,8 @@ class _Uses:
                 for name in _names(statements[number].left):
                     self._read.setdefault((name, number), set()).add(rank)
         self._forms: dict[str, list[_Name]] = {}
-        for text in self._assigned:
-            name = _name(text)
-            self._forms.setdefault(name.form, []).append(name)
+        for each in map(_name, self._assigned):
+            self._forms.setdefault(each.form, []).append(each)
 
     def contradictions(self) -> Iterator[str]:
         """Return what ranks say against each other."""

@@ -117,7 +117,7 @@ def test_casts_of_both_dtypes_come_back():
     [
         ("a -> b, dtype='float32'", 'dtype="float32" does not tell the dtype that there was'),
         ("a -> _", "it is removed"),
-        ("a -> b, reshape='[4, 6]', permute='[1, 0]'", "reshape does not tell the shape that there was"),
+        ("a -> b, permute='[1, 0]', reshape='[4, 6]'", "reshape does not tell the shape that there was"),
     ],
 )
 def test_forms_without_an_inverse_text_are_refused_by_name(text: str, why: str):
