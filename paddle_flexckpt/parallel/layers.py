@@ -85,7 +85,7 @@ def _name_views(layer: Any, prefix: str, sharded: ShardedStateDict) -> None:
     named = dict(layer.named_parameters())
     by_name = {parameter.name: parameter for parameter in named.values()}
     for key, weight in sharded.items():
-        tensor = getattr(weight, "local_tensor", None)
+        tensor: Any = getattr(weight, "local_tensor", None)
         parameter = by_name.get(getattr(tensor, "name", None), named.get(key[len(prefix) :]))
         if parameter is None or parameter is tensor or not hasattr(tensor, "_is_shared_buffer_with"):
             continue
