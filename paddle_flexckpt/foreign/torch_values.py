@@ -29,7 +29,7 @@ from paddle_flexckpt.foreign.torch_records import Makers, RecordRuns
 
 # Names of element types that are known, and that no catalog has.
 _OTHER_DTYPES = "complex32 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 qint8 quint8 qint32".split()
-_STORAGES = {
+TYPED_STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
     "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
@@ -155,7 +155,7 @@ def _storage(identifier: Any) -> Storage:
     items = identifier.items if type(identifier) is Arguments else ()
     if len(items) != 5 or items[0] != "storage" or type(items[1]) is not Symbol or type(items[2]) is not str:
         raise refused("a persistent id has to be ('storage', type, key, location, number)", identifier)
-    if items[1].name not in (UNTYPED, *_STORAGES.values()) or not is_integer(items[4]):
+    if items[1].name not in (UNTYPED, *TYPED_STORAGES.values()) or not is_integer(items[4]):
         raise refused("a storage has to have a type and a number of elements", items[4])
     return Storage(items[1].name, items[2], items[4])
 
@@ -280,7 +280,7 @@ _TENSOR_NAMES = MappingProxyType(
         ("torch.storage", "UntypedStorage"): Symbol(UNTYPED),
         ("collections", "OrderedDict"): Symbol("OrderedDict", _hooks),
     }
-    | {("torch", name): Symbol(dtype) for name, dtype in _STORAGES.items()}
+    | {("torch", name): Symbol(dtype) for name, dtype in TYPED_STORAGES.items()}
     | _DTYPE_NAMES
 )
 _MAKERS: Makers = {
