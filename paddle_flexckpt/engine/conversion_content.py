@@ -166,9 +166,7 @@ def _cut_rows(content: Content, strategy: Strategy) -> tuple[Catalog, list[str]]
     first = dict(zip(*(column.tolist() for column in np.unique(table.key, return_index=True))))
     known = np.asarray(
         [
-            number in first
-            and name in infos
-            and table.unpadded(first[number], table.global_shape) == infos[name].shape
+            number in first and name in infos and table.unpadded(first[number], table.global_shape) == infos[name].shape
             for number, name in enumerate(table.keys)
         ],
         dtype=bool,

@@ -44,7 +44,9 @@ class HuggingFaceTarget(ConversionTarget):
         super().__init__(sink, content)
         self._files = divide(content.infos, content.max_file_bytes)
         self.files = [
-            PlannedFile(file.name, list(whole_parts({name: content.infos[name] for name in file.names})), file.data_bytes)
+            PlannedFile(
+                file.name, list(whole_parts({name: content.infos[name] for name in file.names})), file.data_bytes
+            )
             for file in self._files
         ]
 

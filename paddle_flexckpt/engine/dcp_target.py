@@ -107,7 +107,9 @@ def _with_archives(archives: Iterable[TensorArchive], data: Iterable[np.ndarray]
         while left:
             part = next(arrays, None)
             if part is None or part.nbytes > left:
-                raise ValueError(f"the data does not end with a chunk: {left} of {archive.data_bytes} bytes are missing")
+                raise ValueError(
+                    f"the data does not end with a chunk: {left} of {archive.data_bytes} bytes are missing"
+                )
             view = memoryview(part.ravel().view(np.uint8))
             del part
             checksum = zlib.crc32(view, checksum)

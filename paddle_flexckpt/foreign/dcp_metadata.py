@@ -181,4 +181,3 @@ def _numbered(tensors: Iterable[DcpTensor]) -> Iterator[tuple[str, int, DcpChunk
     for tensor in tensors:
         for number, chunk in enumerate(tensor.chunks):
             yield tensor.key, number, chunk
-

@@ -171,7 +171,11 @@ def _pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
     parts = [b"\x80\x02", named("torch._utils", "_rebuild_tensor_v2" if storage else "_rebuild_tensor_v3"), b"(("]
     parts += [put(_text("storage")), named("torch", storage) if storage else named("torch.storage", "UntypedStorage")]
     parts += [put(_text("0")), put(_text("cpu"))]
-    parts += [put(pickled_integer(count if storage else count * DTYPES[dtype].itemsize) + b"t"), b"Q", pickled_integer(0)]
+    parts += [
+        put(pickled_integer(count if storage else count * DTYPES[dtype].itemsize) + b"t"),
+        b"Q",
+        pickled_integer(0),
+    ]
     parts += [numbers(shape), numbers(_strides(shape)), b"\x89"]
     parts += [named("collections", "OrderedDict"), put(b")R")]
     if not storage:
