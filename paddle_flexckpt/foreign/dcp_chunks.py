@@ -26,6 +26,7 @@ from paddle_flexckpt.foreign.torch_values import (
     DCP_METADATA,
     DCP_METADATA_ONE_BY_ONE,
     BytesEntry,
+    Chunk,
     DcpMetadata,
     ItemPlace,
     TensorEntry,
@@ -124,6 +125,7 @@ def _items_by_file(metadata: DcpMetadata, where: str) -> dict[str, list[_Item]]:
         for key, entry in entries.items()
         if type(entry) is TensorEntry
         for chunk in entry.chunks
+        if isinstance(chunk, Chunk)
     }
     items: dict[str, list[_Item]] = {}
     problems: list[Problem | str] = []

@@ -164,7 +164,7 @@ class _Locator:
             self._places[rows[:count][same]] += first.begin
             rest = np.flatnonzero(~same).tolist()
         else:
-            rest = range(count)
+            rest = list(range(count))
         for number in rest:
             row = int(rows[number])
             found = first if first is not None and same[number] else self._locate(row)

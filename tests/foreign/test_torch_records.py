@@ -91,14 +91,17 @@ class Tensor(NamedTuple):
     chunks: list[tuple[tuple[int, ...], tuple[int, ...], str, int, int]]
 
 
-def metadata(tensors, protocol=4, share=False, shuffle=None, others=(), descriptors=False, twice=()) -> bytes:
+def metadata(
+    tensors, protocol=4, share=False, shuffle=None, reverse=False, others=(), descriptors=False, twice=()
+) -> bytes:
     """A ``.metadata`` of tensors.
 
     Args:
         tensors: What is in it.
         protocol: The pickle's.
         share: Whether places refer to the texts and sizes of chunks; otherwise they have been gathered from ranks.
-        shuffle: Puts places into another order, and their fields.
+        shuffle: Puts places into another order.
+        reverse: Whether the fields of places' names are in another order.
         others: Keys that are no tensors.
         descriptors: Whether places have the field of transformations.
         twice: Keys whose first chunk is described twice.
@@ -119,7 +122,7 @@ def metadata(tensors, protocol=4, share=False, shuffle=None, others=(), descript
                     "index": number if number % 3 else None,
                     "offset": offset if share else of.Size(offsets),
                 }
-                if shuffle is not None:
+                if reverse:
                     fields = dict(reversed(list(fields.items())))
                 place = {"relative_path": paths.setdefault(file, file), "offset": begin, "length": length}
                 more = {"transform_descriptors": None} if descriptors else {}
@@ -192,7 +195,7 @@ def test_the_same_as_one_by_one(protocol, share, shuffled):
     source = random.Random(protocol + 8 * share + 16 * shuffled)
     tensors = random_tensors(source, 1500)
     data = metadata(
-        tensors, protocol, share, source if shuffled else None, others=["step", "k0.x"], descriptors=share,
+        tensors, protocol, share, source if shuffled else None, shuffled, others=["step", "k0.x"], descriptors=share,
         twice=[tensor.key for tensor in tensors[::7]],
     )  # fmt: skip
     check(data)
