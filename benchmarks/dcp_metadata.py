@@ -4,7 +4,7 @@ The checkpoint is imitated: tensors of equal chunks, one of each rank, in ``.met
 ranks have sent what they wrote, rank by rank, with the name of the tensor in each place. Archives of all chunks would
 take gigabytes: a file has a hundred, of which each is several chunks'. Their bytes are those of ``torch.save``.
 
-``metadata`` is the pickle alone, as columns; ``open`` is what a load does first: it looks at each chunk's archive too, and
+``metadata`` is the pickle alone, as columns; ``open`` is what a load does first: it looks at each chunk's archive, and
 checks that the chunks are all of their tensors. ``one by one`` (with ``--oracle``) is the pickle, record by record.
 
     python -m benchmarks.dcp_metadata                         # 1,000,000 chunks of 1,000 tensors: a minute or two
