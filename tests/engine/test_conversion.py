@@ -407,7 +407,7 @@ WAYS = {
     "native": {"max_file_bytes": 900},
     "native for a strategy": {"strategy": "tp=2,sharding=v2:2", "cuts": CUTS},
     "one file": {"format": "huggingface", "aoa_config": {"aoa_statements": ["pair -> _"]}},
-    "torch": {"format": "torch_dcp", "max_file_bytes": 900},
+    "torch": {"format": "torch_dcp", "max_file_bytes": 2500},
     "torch for a strategy": {"format": "torch_dcp", "strategy": "tp=2,sharding=v2:2", "cuts": CUTS},
     "several files": {"format": "huggingface", "aoa_config": {"aoa_statements": ["pair -> _"]}, "max_file_bytes": 400},
 }

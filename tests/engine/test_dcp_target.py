@@ -16,7 +16,7 @@ import pytest
 from paddle_flexckpt.algebra.flat import flat_range_to_boxes
 from paddle_flexckpt.catalog import concat
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.cli import main
+from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.engine.comparison import diff
 from paddle_flexckpt.engine.conversion import convert_checkpoint
 from paddle_flexckpt.engine.dcp_target import _with_archives
