@@ -116,7 +116,7 @@ def replicated_costs(directory, mib):
     whole = paddle.to_tensor(values(mib * ROWS_PER_MIB))
     state = {"large": whole, "small": paddle.arange(1000, dtype="float32")}
     # The device keeps what was freed until its stream has come so far. That comes on top of what the save takes, and
-    # varies: of 150 saves, 12 seemed to take more than 64 MiB, up to 123, the others 55 to 64. So the least counts.
+    # varies: of 120 saves, 15 seemed to take more than 64 MiB, up to 123, the others 55 to 64. So the least counts.
     saves = [
         measured(lambda turn=turn: fc.save_state_dict(state, f"{directory}/replicated{turn}")) for turn in range(3)
     ]
