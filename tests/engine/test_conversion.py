@@ -408,11 +408,13 @@ WAYS = {
     "native for a strategy": {"strategy": "tp=2,sharding=v2:2", "cuts": CUTS},
     "one file": {"format": "huggingface", "aoa_config": {"aoa_statements": ["pair -> _"]}},
     "several files": {"format": "huggingface", "aoa_config": {"aoa_statements": ["pair -> _"]}, "max_file_bytes": 400},
+    "paddle": {"format": "paddle", "aoa_config": {"aoa_statements": ["pair -> _"]}, "max_file_bytes": 900},
 }
 
 
 @pytest.mark.parametrize(
-    "way", ["native", "one file", "several files", pytest.param("native for a strategy", marks=pytest.mark.slow)]
+    "way",
+    ["native", "one file", "several files", "paddle", pytest.param("native for a strategy", marks=pytest.mark.slow)],
 )
 def test_killed_at_any_call_it_goes_on_to_the_same_bytes(checkpoint, tmp_path, way):
     options = WAYS[way]
@@ -423,7 +425,7 @@ def test_killed_at_any_call_it_goes_on_to_the_same_bytes(checkpoint, tmp_path, w
         if not killed(limit, checkpoint, out, **options):
             break
         # What Paddle's own loader goes by is written after the commit, and refuses until then.
-        wanted = {name: data for name, data in expected.items() if not name.endswith(".metadata")}
+        wanted = {name: data for name, data in expected.items() if not name.endswith("auto_generated.metadata")}
         assert not is_there(out) or {name: data for name, data in tree(out).items() if name in wanted} == wanted
         if tree(out) != expected:
             kept.add(len(convert_checkpoint(checkpoint, out, **options).kept_files))
@@ -437,14 +439,15 @@ def test_killed_at_any_call_it_goes_on_to_the_same_bytes(checkpoint, tmp_path, w
 def is_there(path) -> bool:
     """Whether anybody would take it for a checkpoint."""
     names = os.listdir(path) if path.exists() else []
-    return bool({"0.manifest", "model.safetensors", "model.safetensors.index.json"} & set(names))
+    return bool({"0.manifest", "0.metadata", "model.safetensors", "model.safetensors.index.json"} & set(names))
 
 
-@pytest.mark.parametrize("way", ["native", "several files"])
+@pytest.mark.parametrize("way", ["native", "several files", "paddle"])
 def test_a_checkpoint_that_exists_is_not_touched_by_whoever_goes_on(checkpoint, tmp_path, way):
     """The first dies while it removes its notes: some files have none any more. The second dies anywhere."""
     whole = convert_checkpoint(checkpoint, tmp_path / "whole", **WAYS[way])
-    expected = {name: data for name, data in tree(tmp_path / "whole").items() if not name.endswith(".metadata")}
+    files = tree(tmp_path / "whole")
+    expected = {name: data for name, data in files.items() if not name.endswith("auto_generated.metadata")}
     for limit in range(40, 400):
         left = tmp_path / f"left {limit}"
         assert killed(limit, checkpoint, left, **WAYS[way])
@@ -599,7 +602,7 @@ def test_a_damaged_source_is_an_error_and_no_checkpoint(checkpoint, values, tmp_
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"format": "gguf"}, "format is one of native, huggingface; got 'gguf'"),
+        ({"format": "gguf"}, "format is one of native, huggingface, paddle; got 'gguf'"),
         ({"format": "huggingface", "strategy": "tp=2"}, "has whole tensors, which no strategy cuts"),
         ({"strategy": "tp=2"}, "nothing says how tensor parallelism cuts the model"),
         ({"strategy": "tp=3", "cuts": CUTS}, "tensor parallelism cannot cut a tensor evenly"),
