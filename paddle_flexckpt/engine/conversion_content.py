@@ -163,7 +163,10 @@ def rows_of(content: Content) -> tuple[Catalog, list[str]]:
 def _cut_rows(content: Content, strategy: Strategy) -> tuple[Catalog, list[str]]:
     """Return what all ranks of a strategy have; rank 0 has what the strategy says nothing of."""
     infos = content.infos
-    model = {name: info for name, info in infos.items() if not name.startswith(EXTRA_STATE)}
+    # In the order of the source, which is that of the optimizer's parameters if ranks have saved it.
+    order = {name: number for number, name in enumerate(content.stored.keys)}
+    names = sorted(infos, key=lambda name: order.get(name, len(order)))
+    model = {name: infos[name] for name in names if not name.startswith(EXTRA_STATE)}
     layout, notes = layout_for(strategy, model, content.stored, content.cuts)
     notes = [*notes]
     table = concat([layout.catalog(rank) for rank in range(strategy.ranks)])

@@ -22,6 +22,7 @@ from paddle_flexckpt.engine.conversion_content import (
     rows_of,
     whole_parts,
 )
+from paddle_flexckpt.engine.dcp_target import TorchDcpTarget
 from paddle_flexckpt.engine.paddle_target import PaddleTarget
 from paddle_flexckpt.engine.tensor_files import INDEX_FILE, divide, make_index, write_tensor_file
 from paddle_flexckpt.foreign.formats import open_to_save
@@ -159,7 +160,12 @@ class NativeTarget(ConversionTarget):
 
 
 TARGETS: Mapping[str, type[ConversionTarget]] = MappingProxyType(
-    {"native": NativeTarget, "huggingface": HuggingFaceTarget, "paddle": PaddleTarget}
+    {
+        "native": NativeTarget,
+        "huggingface": HuggingFaceTarget,
+        "torch_dcp": TorchDcpTarget,
+        "paddle": PaddleTarget,
+    }
 )
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paddle_flexckpt.parallel.layers import note_tied, own_shards
+from paddle_flexckpt.parallel.layers import describe_layer, note_tied, own_shards
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 
 _REMEDY = (
@@ -108,7 +108,7 @@ def _shards(pipeline: Any, prefix: str) -> Iterator[_Shard]:
     for key, weight in own_shards(pipeline, prefix).items():
         yield _beside(pipeline, key[len(prefix) :], weight)
     for name, layer in _layers_beside(pipeline, positions):
-        for key, weight in layer.sharded_state_dict(structured_name_prefix=f"{prefix}{name}.").items():
+        for key, weight in describe_layer(layer, f"{prefix}{name}.").items():
             yield _beside(pipeline, key[len(prefix) :], weight)
 
 
@@ -147,7 +147,7 @@ def _of_shared(here: list[_Position], descs: Mapping[int, Any], prefix: str) -> 
 def _described(position: _Position, prefix: str) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """Return ``(name, shard, other names)`` of the layer's parameters; names are as in the layer."""
     path = f"{prefix}{position.index}."
-    for key, weight in position.layer.sharded_state_dict(structured_name_prefix=path).items():
+    for key, weight in describe_layer(position.layer, path).items():
         if not key.startswith(path):
             raise ValueError(
                 f"layer {position.index} ({type(position.layer).__name__}) gives the name {key!r}; expected one that "
