@@ -27,14 +27,13 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 JOBS = "tests.distributed.matrix.stock"
 # Stage 3 cuts parameters of more elements; group_sharded_parallel was told so.
 SEGMENT_SIZE = 64
-# A tied weight is another pair of ranks' in a pipeline; which, a checkpoint does not say.
+# In a pipeline a tied weight is two stages'; a checkpoint does not say which, so Paddle has to send it.
 CASES = [(each.name, "experts" if "untied" not in each.models else "untied") for each in STRATEGIES]
 CASES += [(name, "tied") for name in ("tp2", "pp2", "tp2xpp2")]
-IN_CI = random.Random(0).sample([case for case in CASES if BY_NAME[case[0]].world == 2], 3)
+IN_CI = random.Random(0).sample([case for case in CASES if BY_NAME[case[0]].world == 2], 2)
 # Of these Paddle puts flattened ranges together wrong, of its own files too: parameters of three axes are cut inside
 # rows ("minimal_nd_slice" looks at one axis before).
 PADDLE_READS_WRONG = {"tp2xv2x2", "stage3x2", "stage3x4"}
-ELSEWHERE: set[str] = set()
 
 
 def convert(folder, name, save_replicas=False):
@@ -82,7 +81,8 @@ def test_two_way_with_stock_paddle(world, tmp_path, name, model):
         names.append(convert(tmp_path, name))
     local = world(ranks).run(f"{JOBS}:load_with_stock", names=[*names, "stock-once"], **job)
     assert [wrong(each) for each in names] == [[]] * len(names)
-    assert all("paddle-replicas" in each for each in local) == (name not in ELSEWHERE and model != "tied")
+    is_spread = model == "tied" and BY_NAME[name].pp > 1
+    assert all("paddle-replicas" in each for each in local) == (not is_spread)
     # Where this library refuses, Paddle's own file is no better, and of the same tensors.
     assert bool(wrong("stock-once")) == (name in PADDLE_READS_WRONG)
     assert {re.sub(r"^\d+\.|\.moment._0$", "", key) for key in wrong("stock-once")} <= {"cube"}

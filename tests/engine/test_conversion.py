@@ -448,7 +448,7 @@ def is_there(path) -> bool:
     return bool(manifests & set(names))
 
 
-@pytest.mark.parametrize("way", ["native", "several files", "paddle"])
+@pytest.mark.parametrize("way", ["native", "several files", pytest.param("paddle", marks=pytest.mark.slow)])
 def test_a_checkpoint_that_exists_is_not_touched_by_whoever_goes_on(checkpoint, tmp_path, way):
     """The first dies while it removes its notes: some files have none any more. The second dies anywhere."""
     whole = convert_checkpoint(checkpoint, tmp_path / "whole", **WAYS[way])
