@@ -10,6 +10,7 @@ import numpy as np
 import paddle
 import pytest
 
+import paddle_flexckpt
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live import transforms
@@ -18,6 +19,7 @@ from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.documents import code_block
 
 ROWS, COLUMNS = 6, 8
 VALUES = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
@@ -291,6 +293,13 @@ def test_nodes_without_shared_storage_are_refused(tmp_path):
     save_state_dict(STORED, tmp_path, SoloCommunicator(), storage="per_node")
     with pytest.raises(ValidationError, match="storage='per_node' may have parts on other nodes. Remedy"):
         load_state_dict({}, tmp_path, SoloCommunicator(), storage="per_node", load_transform=Scaled())
+
+
+def test_the_guide_s_transform_does_what_it_says(tmp_path):
+    directory, target = write(tmp_path / "from", "native"), np.zeros((ROWS, COLUMNS), ml_dtypes.bfloat16)
+    names = {"fc": paddle_flexckpt, "SimpleNamespace": SimpleNamespace, "state": {"w": target}, "path": str(directory)}
+    exec(code_block("docs/guide.md", "class Dequantize"), names)
+    assert target.tobytes() == EXPECTED.tobytes()
 
 
 def test_exponents_are_read_as_bytes(tmp_path):
