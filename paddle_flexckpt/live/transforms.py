@@ -41,6 +41,7 @@ from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.tensor_memory import device_of, dtype_name, empty_on_host, host_memory, is_contiguous
 from paddle_flexckpt.media.backend import Backend, InputFile, Kind, Location, Mode, OutputFile
 from paddle_flexckpt.native.checksums import Checksums
+from paddle_flexckpt.native.data_file import TOKEN_WINDOW
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.planning import ReadPlan
@@ -199,7 +200,7 @@ class MadeTensors(InputFile):
         self._backend, self._stored = backend, stored
         self._options = FileOptions(verify=options.verify, use_replicas=options.use_replicas)
         # It begins as every data file of the checkpoint does.
-        self._head = stored.save_token.encode()
+        self._head = np.frombuffer(stored.save_token.encode().ljust(TOKEN_WINDOW, b"\0"), dtype=np.uint8)
         self._names = list(self._tensors)
         self._begins = list[int]()
         self.size = len(self._head)
@@ -239,16 +240,15 @@ class MadeTensors(InputFile):
             return 0
         number = bisect.bisect_right(self._begins, offset) - 1
         if number < 0:
-            data, place = np.frombuffer(self._head.ljust(self._begins[0], b"\0"), dtype=np.uint8), offset
+            data, place = self._head, offset
         else:
             data, place = self.make(self._names[number]), offset - self._begins[number]
-        if place >= len(data):  # between two tensors
-            gap = self._begins[number + 1] - offset
-            data, place = np.zeros(gap, dtype=np.uint8), 0
+        if place >= len(data):  # between two
+            data, place = np.zeros(self._begins[number + 1] - offset, dtype=np.uint8), 0
         count = min(len(buffer), len(data) - place)
-        buffer[:count] = memoryview(data[place : place + count]).cast("B")
+        buffer[:count] = memoryview(data[place : place + count])
         with self._lock:
-            self.bytes_given += count
+            self.bytes_given += count if number >= 0 else 0
         return count
 
     def make(self, key: str) -> np.ndarray:

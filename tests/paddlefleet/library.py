@@ -13,6 +13,7 @@ import paddle
 import paddle.distributed as dist
 
 from paddle_flexckpt.trainer import install, uninstall
+from paddle_flexckpt.trainer.model_rules import uninstall_model_rules
 
 STUB = Path(__file__).with_name("stub")
 INPUTS, INNER, OUTPUTS = 4, 6, 8
@@ -28,6 +29,7 @@ def imitated(installed: bool = True) -> Iterator[None]:
         yield
     finally:
         uninstall("paddlefleet")
+        uninstall_model_rules("paddlefleet")
         sys.path.remove(str(STUB))
         for name in [name for name in sys.modules if name.partition(".")[0] == "paddlefleet"]:
             del sys.modules[name]
