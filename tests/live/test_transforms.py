@@ -12,6 +12,7 @@ import pytest
 
 import paddle_flexckpt
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live import transforms
 from paddle_flexckpt.live.communicator import SoloCommunicator
@@ -134,18 +135,23 @@ def test_a_target_of_another_dtype_is_cast_or_refused_as_ever(tmp_path):
     assert np.array_equal(target, EXPECTED.astype(np.float32))
 
 
-def test_what_is_let_go_of_is_made_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(transforms, "KEPT_BYTES", 0)
+@pytest.mark.parametrize(("room", "made"), [(1 << 20, ["a", "b"]), (0, ["a", "b", "a"])])
+def test_what_is_let_go_of_is_made_again(tmp_path, monkeypatch, room, made):
+    monkeypatch.setattr(transforms, "KEPT_BYTES", room)
     stored = {f"{name}.{part}": STORED[f"w.{part}"] for name in "ab" for part in ("codes", "scales")}
     directory, transform = write(tmp_path / "from", "safetensors", stored), Scaled(("a", "b"))
-    rows = [f"a{n}" for n in range(ROWS)], [f"b{n}" for n in range(ROWS)]
-    cut = [f"{name} -> {', '.join(parts)}, axis=0" for name, parts in zip("ab", rows)]
-    mixed = ", ".join(name for pair in zip(*rows) for name in pair)
-    target = np.zeros((2 * ROWS, COLUMNS), ml_dtypes.bfloat16)
-    options = {"aoa_config": {"aoa_statements": [*cut, f"{mixed} -> mixed, axis=0"]}, "load_transform": transform}
-    load_state_dict({"mixed": target}, directory, SoloCommunicator(), **options)
-    assert target.tobytes() == np.stack([EXPECTED, EXPECTED], axis=1).tobytes()
-    assert len(transform.made) > 2
+    files = transforms.TransformedFiles(directory, LoadOptions(load_transform=transform))
+    with files.closing:
+        files.open()
+        with files.directory.backend.open("load_transform") as file:
+            places = dict(zip(files.catalog.keys, files.catalog.byte_offset.tolist()))
+            for name in "aba":
+                assert file.read(places[name], EXPECTED.nbytes) == EXPECTED.tobytes()
+            whole = file.read(0, file.size)
+            assert len(whole) == file.size
+            assert files.manifest.save_token.encode() in whole[:256]
+            assert file.read(file.size, 8) == b""
+    assert transform.made[: len(made)] == made
 
 
 class Raises(Scaled):
@@ -255,12 +261,20 @@ def test_a_failure_later_says_that_targets_may_be_overwritten(tmp_path):
         load_state_dict(state, directory, SoloCommunicator(), load_transform=transform)
 
 
+class Turnabout(Scaled):
+    def source_keys(self, logical_key):
+        return super().source_keys(logical_key)[::-1]
+
+    def apply(self, *arguments):
+        return Scaled().apply(*arguments)
+
+
 def test_ranks_with_other_transforms_disagree(tmp_path):
     directory = write(tmp_path / "from", "safetensors")
 
     def load(comm):
         weight, _ = part("w", EXPECTED.shape, 0, comm)
-        given = Scaled() if comm.position else Scaled(dtype="float32")
+        given = Scaled() if comm.position else Turnabout()
         with pytest.raises(ValidationError, match="ranks disagree: load_transform"):
             load_state_dict({"w": weight}, directory, comm, load_transform=given)
 

@@ -139,7 +139,7 @@ def test_a_save_that_fails_removes_nothing(tmp_path, monkeypatch, whole):
     trainer = make_trainer(directory, save_total_limit=1, max_steps=6)
 
     def refuse(*args, **kwargs):
-        raise OSError("no space left on device")
+        raise CheckpointError("no space left on device")
 
     monkeypatch.setattr(checkpointer, "save_state_dict", refuse)
     with pytest.raises(CheckpointError, match="no space left"):

@@ -101,7 +101,9 @@ class Halves:
         return ["a", "b"]
 
     def apply(self, logical_key, source_tensors, output_dtype):
-        return (source_tensors["a"].tile([2, 1]) + source_tensors["b"].reshape([4, 1])).astype(output_dtype)
+        return (source_tensors["a"].tile([2, 1]) + source_tensors["b"].astype("float32").reshape([4, 1])).astype(
+            output_dtype
+        )
 
 
 def test_what_develop_takes_is_served(tmp_path):
