@@ -135,6 +135,9 @@ def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
             )
     group = layer._get_shard_group() if rules else None
     whole = build_sharded_state_dict(state, rules, prefix, group)
+    if group is not None and group is not getattr(layer, "model_parallel_group", None):
+        for name in rules:
+            whole[prefix + name].split_by = "own"
     # By their shapes so far: a parameter that stage 3 has released has no memory of its own.
     sharded = {key: describe_fused(describe_sliced(layer, weight)) for key, weight in whole.items()}
     for name in running_statistics(layer):
