@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_flexckpt import aoa
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping, fused_statement
 from paddle_flexckpt.aoa.config import read_config
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Order, Problem, ValidationError
@@ -34,17 +35,15 @@ def compile_mapping(
     Raises:
         ValidationError: The statements do not fit, or ranks want one key in different dtypes.
     """
-    from paddle_flexckpt.aoa.compile import compile_program  # most loads have no statements
-
     statements = [] if aoa_config is None else aoa_config
-    mapping = compile_program(statements, source, target, master_weights=master_weights, completion=completion)
+    mapping = aoa.compile_program(statements, source, target, master_weights=master_weights, completion=completion)
     if target is not None:
         _check_dtypes(mapping, target)
         return mapping
     completion = _to_natural_order(mapping, source)
     if not completion:
         return mapping
-    return compile_program(statements, source, None, master_weights=master_weights, completion=completion)
+    return aoa.compile_program(statements, source, None, master_weights=master_weights, completion=completion)
 
 
 def whole_mapping(aoa_config: Any, source: Catalog, names: Collection[str] | None = None) -> TensorMapping | None:
