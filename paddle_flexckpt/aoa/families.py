@@ -71,6 +71,32 @@ def family_rules(name: str) -> dict[str, Any]:
     found = {_with_macros(key): (kind, shape) for key, (kind, shape, _) in model["tensors"].items()}
     embedding = next(key for key, (kind, shape) in found.items() if kind == "copy" and shape[0] == _VOCABULARY)
     prefix = f"{embedding.partition('.')[0]}."
+    blocks = {block: spec for block, spec in _blocks(found, embedding, prefix).items() if spec["aoa_statements"]}
+    ends = ["head", "tied_head", "computed"]
+    variants = {"plain": ["body", "split", "experts", *ends]}
+    if "fused" in blocks or "fused_experts" in blocks:
+        variants["fused"] = ["body", "fused", "fused_experts", *ends]
+    if "stacked_experts" in blocks:
+        variants["stacked"] = ["body", "fused", "stacked_experts", *ends]
+    text = json.dumps(blocks)
+    return {
+        "name": name,
+        "description": f"Models of the class {model['class']} and those with the same names.",
+        "parameters": {
+            key: {**spec, "default": prefix} if key == "prefix" else spec
+            for key, spec in _PARAMETERS.items()
+            if f"{{{key}}}" in text or f"{{{key}*" in text or f'{{"{key}":' in text
+        },
+        "blocks": blocks,
+        "variants": {
+            variant: {"description": _VARIANTS[variant], "blocks": [block for block in used if block in blocks]}
+            for variant, used in variants.items()
+        },
+    }
+
+
+def _blocks(found: Mapping[str, Any], embedding: str, prefix: str) -> dict[str, dict[str, Any]]:
+    """Return the blocks of statements; those that a family has no use for are empty."""
 
     def paddle(key: str) -> str:
         return f"{{prefix}}{key[len(prefix) :]}" if key.startswith(prefix) else key
@@ -80,61 +106,41 @@ def family_rules(name: str) -> dict[str, Any]:
     experts = [path[: -len(".$EXPERT_ID")] for path in gated if path.endswith(".experts.$EXPERT_ID")]
     joined = {f"{path}.{part}_proj" for path in attention for part in "qkv"}
     joined |= {f"{path}.{part}_proj" for path in gated for part in ("gate", "up")}
-    blocks: dict[str, list[str]] = {"body": [], "split": [], "fused": [], "experts": [], "fused_experts": []}
+    texts: dict[str, list[str]] = {
+        block: [] for block in ("body", "split", "fused", "experts", "fused_experts", "computed")
+    }
     for key, (kind, _) in found.items():
         path, _, leaf = key.rpartition(".")
-        if (
-            path == "lm_head"
-            or kind == "computed"
-            or (leaf == "bias" and found.get(f"{path}.weight", " ")[0] == "linear")
-        ):
-            continue
-        made = [f"{key}{_TRANSPOSED[kind]} -> {paddle(key)}, optional"]
-        if kind == "linear":
-            made.append(f"{path}.bias -> {paddle(path)}.bias, optional")
-        of_expert = any(key.startswith(f"{parent}.$EXPERT_ID.") for parent in experts)
-        blocks["experts" if of_expert else "split" if path in joined else "body"] += made
-        if of_expert and path not in joined:
-            blocks["fused_experts"] += made
+        if kind == "computed":
+            texts["computed"].append(f"{key} -> _, optional")
+        elif path != "lm_head" and (leaf != "bias" or found.get(f"{path}.weight", _NONE)[0] != "linear"):
+            made = [f"{key}{_TRANSPOSED[kind]} -> {paddle(key)}, optional"]
+            if kind == "linear":
+                made.append(f"{path}.bias -> {paddle(path)}.bias, optional")
+            of_expert = any(key.startswith(f"{parent}.$EXPERT_ID.") for parent in experts)
+            texts["experts" if of_expert else "split" if path in joined else "body"] += made
+            if of_expert and path not in joined:
+                texts["fused_experts"] += made
     for path in attention:
-        blocks["fused"] += _fused([f"{path}.{part}_proj" for part in "qkv"], f"{paddle(path)}.qkv_proj", _QKV)
+        texts["fused"] += _fused([f"{path}.{part}_proj" for part in "qkv"], f"{paddle(path)}.qkv_proj", _QKV)
     for path in gated:
+        parts = [f"{path}.{part}_proj" for part in ("gate", "up")]
         block = "fused_experts" if path.endswith(".$EXPERT_ID") else "fused"
-        blocks[block] += _fused(
-            [f"{path}.{part}_proj" for part in ("gate", "up")], f"{paddle(path)}.up_gate_proj", "fused_ffn"
-        )
-    rules: dict[str, Any] = {block: {"aoa_statements": texts, "to_hf": "invert"} for block, texts in blocks.items()}
-    rules["stacked_experts"] = _stacked(experts, paddle)
-    head = [f"{_HEAD}{{lm_head}} -> {_HEAD}", "lm_head.bias -> lm_head.bias, optional"]
-    tied = [f"{embedding} -> {_HEAD}"]
-    computed = [f"{key} -> _, optional" for key, (kind, _) in found.items() if kind == "computed"]
-    rules["computed"] = {"aoa_statements": computed, "to_hf": []}
-    if _HEAD in found:
-        rules["head"] = {"when": {"tied": False}, "aoa_statements": head, "to_hf": "invert"}
-        rules["tied_head"] = {"when": {"tied": True}, "aoa_statements": tied, "to_hf": [f"{_HEAD} -> _, optional"]}
-    variants = {"plain": ["body", "split", "experts", "head", "tied_head", "computed"]}
-    if joined:
-        variants["fused"] = ["body", "fused", "fused_experts", "head", "tied_head", "computed"]
-    if experts:
-        variants["stacked"] = ["body", "fused", "stacked_experts", "head", "tied_head", "computed"]
-    rules = {block: spec for block, spec in rules.items() if spec["aoa_statements"]}
-    text = json.dumps(rules)
-    return {
-        "name": name,
-        "description": f"Models of the class {model['class']} and those with the same names.",
-        "parameters": {
-            key: {**spec, "default": prefix} if key == "prefix" else spec
-            for key, spec in _PARAMETERS.items()
-            if f"{{{key}}}" in text or f"{{{key}*" in text or f'{{"{key}":' in text
-        },
-        "blocks": rules,
-        "variants": {
-            variant: {"description": _VARIANTS[variant], "blocks": [block for block in used if block in rules]}
-            for variant, used in variants.items()
-        },
+        texts[block] += _fused(parts, f"{paddle(path)}.up_gate_proj", "fused_ffn")
+    blocks: dict[str, dict[str, Any]] = {
+        block: {"aoa_statements": made, "to_hf": [] if block == "computed" else "invert"}
+        for block, made in texts.items()
     }
+    blocks["stacked_experts"] = _stacked(experts, paddle)
+    if _HEAD in found:
+        head = [f"{_HEAD}{{lm_head}} -> {_HEAD}", "lm_head.bias -> lm_head.bias, optional"]
+        blocks["head"] = {"when": {"tied": False}, "aoa_statements": head, "to_hf": "invert"}
+        tied = [f"{embedding} -> {_HEAD}"]
+        blocks["tied_head"] = {"when": {"tied": True}, "aoa_statements": tied, "to_hf": [f"{_HEAD} -> _, optional"]}
+    return blocks
 
 
+_NONE = ("", ())
 _TRANSPOSED = {"linear": "^T", "router": "{router}", "copy": ""}
 _QKV = "fused_qkv, num_heads={num_heads}, num_key_value_groups={num_key_value_groups}"
 
@@ -147,7 +153,7 @@ def _parents(found: Mapping[str, Any], parts: Iterable[str]) -> list[str]:
     """Return the paths in a decoder's layers below which there are linear layers of these names."""
     paths = dict.fromkeys(key.rpartition(".")[0].rpartition(".")[0] for key in found if ".layers.$LAYER_ID." in key)
     wanted = [f"{part}_proj.weight" for part in parts]
-    return [path for path in paths if all(found.get(f"{path}.{name}", " ")[0] == "linear" for name in wanted)]
+    return [path for path in paths if all(found.get(f"{path}.{name}", _NONE)[0] == "linear" for name in wanted)]
 
 
 def _is_grouped(path: str, found: Mapping[str, Any]) -> bool:
