@@ -52,9 +52,9 @@ from paddle_flexckpt.trainer.directories import (
     mark_directory,
     step_of,
 )
-from paddle_flexckpt.trainer.ema import AverageState
-from paddle_flexckpt.trainer.model_rules import hf_rules, install_model_rules
-from paddle_flexckpt.trainer.restoring import Restored, restore_from
+from paddle_flexckpt.trainer.ema import PREFIX, PREFIX_IN_DIRECTORY, AverageState, has_averages
+from paddle_flexckpt.trainer.model_rules import aoa_config_of, export_config_of, install_model_rules
+from paddle_flexckpt.trainer.restoring import Restored, dequant_transform, restore_from
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -115,9 +115,17 @@ class TrainerCheckpointer:
 
     def check_export(self) -> None:
         """Raise ValidationError where weights are to be exported and there are no rules for the model."""
+        if self.options.export_hf:
+            _ = self._export_config  # made by all ranks together, and kept
+
+    @functools.cached_property
+    def _export_config(self) -> dict[str, Any] | None:
+        """Return the statements of exported weights, which the model tells on all ranks; None of an adapter.
+
+        A wrapper's names are the adapter's own.
+        """
         model = self._trainer.model
-        if self.options.export_hf and not is_peft(model):
-            self._comm.together(lambda: (hf_rules(type(model), model.config), b""), "cannot export the weights")
+        return None if is_peft(model) else export_config_of(model, process_group=self._comm)
 
     def check(self) -> None:
         """Raise what the first save would, once model and optimizer are wrapped, and before the training starts."""
@@ -221,7 +229,7 @@ class TrainerCheckpointer:
             path = directories.directory(step)
             if self.options.export_hf:
                 what = f"{path} is complete, but its weights could not be exported"
-                self._on_coordinator(what, export_weights, self._trainer, path)
+                self._on_coordinator(what, export_weights, path, self._export_config)
             if _is_set(os.environ.get(_SIGNAL)):
                 what = f"{path} is complete, but its signal could not be left"
                 self._on_coordinator(what, (path / _DONE).write_text, f"{step}\n")
@@ -305,6 +313,12 @@ class TrainerCheckpointer:
         return self._restored is not None and self._restored.native
 
     @property
+    def restored_averages(self) -> bool:
+        """Return whether moving averages of what was restored are read here; communicates nothing."""
+        restored = self._restored
+        return restored is not None and (restored.native or has_averages(restored.path))
+
+    @property
     def restored_from(self) -> str | None:
         """Return the directory that was restored, which a fall-back may have changed; communicates nothing."""
         return None if self._restored is None else self._restored.path
@@ -325,9 +339,13 @@ class TrainerCheckpointer:
         restore_from(self._trainer, os.fspath(path), False, self.options, self._comm)
 
     def load_hugging_face(self, path: str | os.PathLike[str]) -> None:
-        """Fill the model alone from Hugging Face weights, by the rules of its own class; errors of :meth:`restore`."""
-        model = self._trainer.model
-        options = dataclasses.replace(self.options, aoa_config=hf_rules(type(model), model.config)["from_hf"])
+        """Fill the model alone from Hugging Face weights, by what the live model says; errors of :meth:`restore`."""
+        model, library = self._trainer.model, library_of(self._trainer)
+        config = aoa_config_of(model, process_group=self._comm)
+        transform, _ = self._comm.together(
+            lambda: (dequant_transform(model, path, library), b""), f"cannot load {os.fspath(path)}"
+        )
+        options = dataclasses.replace(self.options, aoa_config=config, load_transform=transform)
         restore_from(self._trainer, os.fspath(path), False, options, self._comm)
 
     def save_model(self, output_dir: str | os.PathLike[str]) -> None:
@@ -352,10 +370,11 @@ class TrainerCheckpointer:
             CorruptCheckpointError: They are damaged.
         """
         restored, average = self._restored, self.average
-        if restored is None or not restored.native or average is None:
+        if restored is None or average is None or not self.restored_averages:
             return
-        inside = os.path.join(restored.path, SUBDIRECTORY)
-        if average.restore(inside, lambda: collect_shards(self._trainer, True), self._comm, self.options):
+        inside = os.path.join(restored.path, SUBDIRECTORY) if restored.native else restored.path
+        prefix = PREFIX if restored.native else PREFIX_IN_DIRECTORY
+        if average.restore(inside, prefix, lambda: collect_shards(self._trainer, True), self._comm, self.options):
             return
         if self._comm.position == 0:
             logger.warning("not restored: moving averages: the checkpoint has none; they start anew")
