@@ -81,9 +81,11 @@ test-full: $(TEST_STAMP) ## run all tests with the long searches of the property
 	@HYPOTHESIS_PROFILE=full $(BIN)/python -m pytest $(PYTEST_FLAGS) $(PYTEST_SHARED) tests
 
 .PHONY: test-matrix
-test-matrix: $(TEST_STAMP) ## save under every parallel strategy and load under every other; results in matrix.json
+test-matrix: $(TEST_STAMP) ## save under every parallel strategy and load under every other, and from and to stock Paddle; results in matrix.json
 	@echo "[make] running the matrix of strategies"
 	@$(BIN)/python -m tests.distributed.matrix.table --json matrix.json
+	@echo "[make] two-way with stock Paddle, under each strategy"
+	@$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/distributed/test_paddle_format.py
 	@echo "[make] layouts of Muon against each other and those of other optimizers"
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/distributed/test_muon.py
 
