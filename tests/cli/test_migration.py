@@ -10,19 +10,15 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from tests.cli.test_convert import CONFIG, flexckpt, llama
-from tests.documents import ROOT
+from tests.cli.test_convert import CONFIG, llama
+from tests.documents import ROOT, every_block
 from tests.foreign import test_paddle_checkpoint, test_paddle_pickles, test_torch_dcp, test_unified_checkpoint
 
 PAGE = (ROOT / "docs" / "migration.md").read_text()
-COMMANDS = [
-    line
-    for block in re.findall(r"^```bash\n(.*?)^```", PAGE, re.S | re.M)
-    for line in block.splitlines()
-    if "SRC DST" not in line
-]
+COMMANDS = [line for block in every_block("docs/migration.md", "bash") for line in block.splitlines()]
 
 
 @pytest.fixture
@@ -41,13 +37,12 @@ def sources(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_every_command_of_the_page_runs(sources):
+def test_every_command_of_the_page_runs(sources, capsys):
     assert len(COMMANDS) == 8
     for command in COMMANDS:
         program, *arguments = shlex.split(command)
         assert program == "flexckpt"
-        done = flexckpt(*arguments)
-        assert done.returncode == 0, f"{command}: {done.stderr}"
+        assert main(arguments) == 0, f"{command}: {capsys.readouterr().err}"
     origins = {name: SourceDirectory(sources / name).origin() for name in ("unified", "dist_checkpoint", "torch_dcp")}
     assert origins == {"unified": "unified_checkpoint", "dist_checkpoint": "paddle", "torch_dcp": "torch_dcp"}
     catalog = SourceDirectory(sources / "from_unified").read_manifest().catalog
@@ -58,7 +53,9 @@ def test_every_command_of_the_page_runs(sources):
     assert (sources / "back" / "config.json").read_text() == json.dumps(CONFIG)
 
 
-def test_options_that_the_page_names_are_there():
-    text = flexckpt("convert", "--help").stdout
+def test_options_that_the_page_names_are_there(capsys):
+    with pytest.raises(SystemExit):
+        main(["convert", "--help"])
+    text = capsys.readouterr().out
     named = set(re.findall(r"(--[a-z][a-z-]+)", PAGE))
     assert named and sorted(option for option in named if option not in text) == []
