@@ -43,7 +43,8 @@ BENCH_PEERS ?= torch==2.13.* safetensors orbax-checkpoint jax numpy
 TORCH_VENV ?= .venv-torch
 TORCH_STAMP := $(TORCH_VENV)/.stamp
 TORCH_WRITERS ?= megatron-core==0.16.* deepspeed==0.19.*
-TORCH_TESTS := $(addprefix tests/foreign/test_,torch_dcp.py torch_records.py dcp_safetensors.py megatron.py deepspeed.py)
+TORCH_TESTS := $(addprefix tests/foreign/test_,torch_dcp.py torch_records.py torch_saving.py dcp_safetensors.py megatron.py deepspeed.py) \
+	tests/engine/test_dcp_target.py
 # mkdocs and its theme, which read the code but do not import Paddle.
 DOCS_VENV ?= .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.stamp
@@ -111,7 +112,7 @@ test-paddleformers: $(FORMERS_STAMP) ## run the tests through the trainer of Pad
 	@$(FORMERS_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/paddleformers
 
 .PHONY: test-torch
-test-torch: $(TEST_STAMP) $(TORCH_STAMP) ## have torch, Megatron-Core and DeepSpeed write checkpoints, and read them, in an environment of its own
+test-torch: $(TEST_STAMP) $(TORCH_STAMP) ## have torch, Megatron-Core and DeepSpeed write checkpoints, and read them; have torch load ours; in an environment of its own
 	@echo "[make] checkpoints of torch, Megatron-Core and DeepSpeed"
 	@FLEXCKPT_TORCH_PYTHON=$(abspath $(TORCH_VENV))/bin/python $(BIN)/python -m pytest $(PYTEST_FLAGS) $(TORCH_TESTS)
 

@@ -1,7 +1,9 @@
 """How long it takes to compile AOA statements for models of thousands of tensors, and what Paddle's engine takes.
 
-Three cases: ``statements`` (many different statements, each for every layer), ``experts`` (a mixture of experts whose
-gate and up projections are transposed and fused) and ``large`` (the same with the layers and experts of DeepSeek-V3).
+Four cases: ``statements`` (many different statements, each for every layer), ``experts`` (a mixture of experts whose
+gate and up projections are transposed and fused), ``large`` (the same with the layers and experts of DeepSeek-V3) and
+``gated`` (attention with a gate, as PaddleFleet writes it: each layer's q, gate, k and v are cut into pieces of heads,
+hundreds of temporaries, and joined group by group).
 Both compilers take turns within one process, and start from the descriptions of both sides that each of them takes.
 Paddle's engine looks up targets one by one afterwards ("resolve"); this library's result needs nothing more.
 
@@ -76,14 +78,42 @@ def experts_case(layers: int, experts: int) -> Case:
     return Case(f"{layers} layers, {experts} experts", texts, source, target, 2 * layers * experts)
 
 
+def gated_case(layers: int, heads: int, groups: int) -> Case:
+    """q, gate, k and v, of heads of 192, 128, 192 and 128 rows, cut into pieces of 64 and joined for each group."""
+    texts, source, target = [], {}, {}
+    chunks = {"q": 3, "gate": 2, "k": 3, "v": 2}
+    for layer in range(layers):
+        hf, own = f"hf.layers.{layer}.self_attn", f"model.layers.{layer}.self_attn.qkv_proj.weight"
+        pieces: dict[str, list[str]] = {name: [] for name in chunks}
+        joined = []
+        for group in range(groups):
+            for name, count in chunks.items():
+                if name in ("q", "gate"):
+                    places = [f"g{group}_h{h}" for h in range(heads // groups)]
+                else:
+                    places = [f"g{group}"]
+                made = [f"{own}._{name}_{place}_c{c}" for place in places for c in range(count)]
+                pieces[name] += made
+                joined += made
+        for name, made in pieces.items():
+            source[f"{hf}.{name}_proj.weight"] = (64 * len(made), 512)
+            texts.append(f"{hf}.{name}_proj.weight -> {','.join(made)}, axis=0")
+        texts.append(f"{','.join(joined)} -> {own}.qkv_fused_tmp, axis=0")
+        texts.append(f"{own}.qkv_fused_tmp^T -> {own}")
+        target[own] = (512, 64 * len(joined))
+    return Case(f"{layers} layers, {heads} gated heads", texts, source, target, len(texts))
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "statements": lambda: statements_case(300, 100),
     "experts": lambda: experts_case(16, 256),
     "large": lambda: experts_case(61, 256),
+    "gated": lambda: gated_case(61, 64, 8),
 }
 SMALL: dict[str, Callable[[], Case]] = {
     "statements": lambda: statements_case(6, 3),
     "experts": lambda: experts_case(2, 3),
+    "gated": lambda: gated_case(2, 4, 2),
 }
 
 

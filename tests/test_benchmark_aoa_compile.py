@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -27,12 +28,12 @@ def test_small_cases_alone(benchmark, tmp_path, capsys):
     assert benchmark.main(["--small", "--no-paddle", "--pairs", "2", "--json", str(tmp_path / "result.json")]) == 0
     result = json.loads((tmp_path / "result.json").read_text())
     printed = capsys.readouterr().out
-    assert set(result["cases"]) == {"statements", "experts"}
+    assert set(result["cases"]) == {"statements", "experts", "gated"}
     counts = {
         name: [case[key] for key in ("statements", "expanded", "source_keys", "target_keys")]
         for name, case in result["cases"].items()
     }
-    assert counts == {"statements": [6, 18, 18, 18], "experts": [2, 12, 18, 12]}
+    assert counts == {"statements": [6, 18, 18, 18], "experts": [2, 12, 18, 12], "gated": [12, 12, 8, 2]}
     for name, case in result["cases"].items():
         assert len(case["ours"]["turns"]) == 2
         assert case["ours"]["total"]["cpu"] > 0
@@ -42,7 +43,15 @@ def test_small_cases_alone(benchmark, tmp_path, capsys):
 
 def test_sizes_of_the_cases(benchmark):
     sizes = {name: (len(make().source), make().expanded) for name, make in benchmark.CASES.items()}
-    assert sizes == {"statements": (30_000, 30_000), "experts": (12_288, 8_192), "large": (46_848, 31_232)}
+    assert sizes == {
+        "statements": (30_000, 30_000),
+        "experts": (12_288, 8_192),
+        "large": (46_848, 31_232),
+        "gated": (244, 366),
+    }
+    # The temporaries of each of 61 layers: pieces of 64 heads of q and gate, of 8 of k and v, and the whole.
+    names = {name for text in benchmark.CASES["gated"]().texts for name in re.findall(r"model[\w.]+", text)}
+    assert len(names) == 61 * (64 * (3 + 2) + 8 * (3 + 2) + 1 + 1)
 
 
 @pytest.mark.paddle

@@ -130,6 +130,16 @@ def _placeholder(found: re.Match[str], text: str, column: int) -> Placeholder:
     return Placeholder(inner[1], terms)
 
 
+# The runs of digits of names of one form, by those in some places.
+_Table = dict[tuple[str, ...], list[tuple[str, ...]]]
+
+
+def _enter(table: _Table, places: tuple[int, ...], pieces: Sequence[str]) -> None:
+    """Enter a name, split at its runs of digits, into a table by those in ``places``."""
+    ids = tuple(pieces[1::2])
+    table.setdefault(tuple([ids[place] for place in places]), []).append(ids)
+
+
 class KeyIndex:
     """Finds the keys that a name with placeholders or a star stands for."""
 
@@ -137,8 +147,8 @@ class KeyIndex:
         # By form: the keys, each as the pieces between and of its runs of digits.
         self._pieces: dict[str, list[list[str]]] = {}
         self._known: set[str] = set()
-        # By form and the places of literal numbers in it: ids of the keys by the numbers in these places.
-        self._tables: dict[tuple[str, tuple[int, ...]], dict[tuple[str, ...], list[tuple[str, ...]]]] = {}
+        # By form and the places of literal numbers in it.
+        self._tables: dict[str, dict[tuple[int, ...], _Table]] = {}
         self._later: dict[str | None, list[str]] = {}
         for key in keys:
             pieces = _DIGITS.split(key)
@@ -159,16 +169,17 @@ class KeyIndex:
             if name not in self._known:
                 self._known.add(name)
                 self._pieces.setdefault(own, []).append(pieces)
-                self._tables = {key: table for key, table in self._tables.items() if key[0] != own}
+                for places, table in self._tables.get(own, {}).items():
+                    _enter(table, places, pieces)
 
     def _ids(self, form: str, places: tuple[int, ...], numbers: tuple[str, ...]) -> list[tuple[str, ...]]:
         """Return the runs of digits of all keys of a form that have the given numbers in the given places."""
-        table = self._tables.get((form, places))
+        tables = self._tables.setdefault(form, {})
+        table = tables.get(places)
         if table is None:
-            table = self._tables[form, places] = {}
+            table = tables[places] = {}
             for pieces in self._pieces.get(form, []):
-                ids = tuple(pieces[1::2])
-                table.setdefault(tuple(ids[place] for place in places), []).append(ids)
+                _enter(table, places, pieces)
         return table.get(numbers, [])
 
     def _names(self, *forms: str) -> Iterator[str]:

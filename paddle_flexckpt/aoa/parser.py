@@ -42,7 +42,8 @@ _TOKENS = re.compile(
     r"|(?P<NEWLINE>[\r\n]+)"
 )
 _PLAIN_NAME = re.compile(rf"(?:{_NAME_START})(?:{_NAME_NEXT})*")
-_DOLLAR = re.compile(r"\\\$")
+# The value of an attribute and the name behind it: two texts that were put together with nothing between them.
+_GLUED = re.compile(rf"(?P<value>[-+]?\d+(?:\.\d+)?)(?P<name>{_PLAIN_NAME.pattern})")
 _INTEGERS = frozenset({"axis", "num_heads", "num_key_value_groups", "repeat"})
 _FLOATS = frozenset({"scale"})
 _LISTS = frozenset({"permute", "sizes", "weights", "block", "pad", "resize", "reshape"})
@@ -65,11 +66,12 @@ class Token(NamedTuple):
 
 def tokenize(text: str) -> list[Token]:
     """Split a text into tokens; blanks, comments and line breaks are left out."""
-    tokens = []
+    tokens: list[Token] = []
     position = 0
     while position < len(text):
         found = _TOKENS.match(text, position)
         if found is None:
+            _check_glued(text, position, tokens)
             raise StatementError(
                 f"unexpected character {text[position]!r}. Remedy: put names with other characters than letters, "
                 "digits, '_' and '.', or that begin with a digit, between quotes",
@@ -77,9 +79,34 @@ def tokenize(text: str) -> list[Token]:
             )
         kind = str(found.lastgroup)
         if kind not in ("SKIP", "COMMENT", "NEWLINE"):
-            tokens.append(Token(kind, _DOLLAR.sub("$", found.group()), position + 1, found.end() + 1))
+            tokens.append(Token(kind, found.group().replace("\\$", "$"), position + 1, found.end() + 1))
         position = found.end()
     return tokens
+
+
+def _check_glued(text: str, position: int, tokens: Sequence[Token]) -> None:
+    """Raise the error of two statements with nothing between them, where a name follows the number of an attribute."""
+    glued = _GLUED.match(text, position)
+    if glued is not None and [token.kind for token in tokens[-2:]] == ["NAME", "EQUAL"]:
+        raise _glued(f"{tokens[-2].text}={glued['value']}", glued["name"], glued.start("name") + 1)
+
+
+def _check_glued_tag(name: str, column: int) -> None:
+    """Raise the error of two statements with nothing between them, where a name follows a tag."""
+    tag = max((tag for tag in TAGS if name.startswith(tag)), key=len, default="")
+    rest = name[len(tag) :]
+    if tag and _PLAIN_NAME.fullmatch(rest) and not rest.startswith("_"):
+        raise _glued(tag, rest, column + len(tag))
+
+
+def _glued(end: str, begin: str, column: int) -> StatementError:
+    """Return the error of two statements with nothing between them: where the first ends, and the second begins."""
+    return StatementError(
+        f"two statements with nothing between them: {shorten(end)!r} ends one, and {shorten(begin)!r} begins another. "
+        f"Remedy: cut before column {column}; in a list of Python, put a comma between the two texts, which it joins "
+        "otherwise",
+        column,
+    )
 
 
 def quoted(name: str) -> str:
@@ -207,6 +234,8 @@ class _Parser:
             if any(attribute.key == other.key for other in attributes):
                 raise StatementError(f"attribute {attribute.key!r} is given twice", attribute.column)
             attributes.append(attribute)
+        if self._kind() == "RARROW":
+            raise self._second_arrow(right)
         tokens = tuple(self._tokens[start : self._position])
         first = tokens[0].column - 1
         last = tokens[-1].end - 1
@@ -221,12 +250,25 @@ class _Parser:
                     f"{left[0].name}^T -> {variable.name}",
                     variable.column,
                 )
+        if not shift:
+            return Statement(tuple(left), tuple(right), tuple(attributes), place, tokens)
         return Statement(
             tuple(replace(variable, column=variable.column - shift) for variable in left),
             tuple(replace(variable, column=variable.column - shift) for variable in right),
             tuple(Attribute(a.key, a.value, a.column - shift) for a in attributes),
             place,
             tuple(Token(t.kind, t.text, t.column - shift, t.end - shift) for t in tokens),
+        )
+
+    def _second_arrow(self, right: Sequence[Variable]) -> StatementError:
+        """Return the error of a statement that has an arrow behind its right names."""
+        for variable in right:
+            _check_glued_tag(variable.name, variable.column)
+        return StatementError(
+            f"a second '->' in one statement: two statements stand here with nothing between them, and one of "
+            f"{shorten(str([variable.name for variable in right]))} holds the end of the first and the begin of the "
+            "second. Remedy: put a line break between them; in a list of Python, a comma between the two texts",
+            self._tokens[self._position].column,
         )
 
     def _attribute_follows(self) -> bool:
@@ -270,6 +312,7 @@ class _Parser:
         key = token.text
         if self._kind() != "EQUAL":
             if key not in TAGS:
+                _check_glued_tag(key, token.column)
                 raise StatementError(
                     f"{key!r} is no tag, and names cannot follow attributes; tags are {', '.join(sorted(TAGS))}",
                     token.column,

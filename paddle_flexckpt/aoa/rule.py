@@ -72,6 +72,8 @@ class Rule:
 
     def expanded(self, parts: tuple[int, int]) -> tuple[Statement, ...]:
         """Return the simple statements that it stands for, placeholders as they are."""
+        if fused_tag(self.statement) is None and not any(variable.transposed for variable in self.statement.left):
+            return (self.statement,)  # thousands have hundreds of names, which need not be parsed again
         return tuple(statement for text in expand(self.statement, *parts) for statement in parse(text))
 
     def evaluate(

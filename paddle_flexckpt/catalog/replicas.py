@@ -62,7 +62,7 @@ def group_replicas(catalog: Catalog) -> ReplicaGroups:
     columns = [catalog.key, *catalog.offset.T, *catalog.shape.T, catalog.flat_start, catalog.flat_stop, catalog.rank]
     # One axis of constant values cannot tell rows apart; most of them are constant.
     telling = [column for column in columns if (column != column[0]).any()]
-    order = _lexsort_packed(telling, n)
+    order = lexsort_packed(telling, n)
     changed = np.zeros(n, dtype=bool)
     changed[0] = True
     for column in telling:
@@ -73,7 +73,7 @@ def group_replicas(catalog: Catalog) -> ReplicaGroups:
     return ReplicaGroups(order, np.append(np.flatnonzero(changed), n))
 
 
-def _lexsort_packed(columns: list[np.ndarray], n: int) -> np.ndarray:
+def lexsort_packed(columns: list[np.ndarray], n: int) -> np.ndarray:
     """Sort as ``np.lexsort`` does, most significant column first; columns are packed to sort once."""
     packed: list[np.ndarray] = []
     room = 0

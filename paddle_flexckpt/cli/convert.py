@@ -17,6 +17,9 @@ from paddle_flexckpt.engine.conversion import MEMORY_BYTES, convert_checkpoint, 
 from paddle_flexckpt.engine.conversion_targets import TARGETS
 from paddle_flexckpt.foreign.formats import SourceDirectory
 
+# Formats of programs on torch, whose models have Hugging Face's names.
+_OF_TORCH = ("huggingface", "torch_dcp")
+
 
 def add_command(commands: Any) -> None:
     """Add the parser of the command."""
@@ -123,8 +126,8 @@ def _statements(options: argparse.Namespace) -> Any:
         )  # fmt: skip
     directory = SourceDirectory(options.source)
     manifest = directory.read_manifest(options.unique_id)
-    is_hf = manifest.origin == "huggingface"
-    if is_hf == (options.format == "huggingface"):
+    is_hf = manifest.origin in _OF_TORCH
+    if is_hf == (options.format in _OF_TORCH):
         raise ValidationError(
             [
                 f"--model takes tensors from Hugging Face's names to Paddle's or back, and here both sides are "

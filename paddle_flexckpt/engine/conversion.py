@@ -26,8 +26,9 @@ from paddle_flexckpt.aoa.sides import split_state
 from paddle_flexckpt.catalog import NATURAL, Catalog, Order, ValidationError, dtype_of, unordered
 from paddle_flexckpt.catalog.dtypes import is_float
 from paddle_flexckpt.engine.agreement import Solo
+from paddle_flexckpt.engine.conversion_content import Content, ConversionTarget
 from paddle_flexckpt.engine.conversion_notes import ConversionNotes
-from paddle_flexckpt.engine.conversion_targets import TARGETS, Content, ConversionTarget
+from paddle_flexckpt.engine.conversion_targets import TARGETS
 from paddle_flexckpt.engine.files import Files, reads_of
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import ALONE, FileOptions, WholeOptions, takes

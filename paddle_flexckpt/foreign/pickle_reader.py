@@ -74,7 +74,7 @@ def load_pickle(data: bytes | bytearray | memoryview, file: str = "pickle", voca
 
 
 class _NotKeptError(Exception):
-    """Tell that a run of records was read at once, and that an object of it is referred to that was not kept."""
+    """Tell that a run of records was read at once, and the pickle needs something of it that was not kept."""
 
 
 class _Machine:
@@ -288,6 +288,8 @@ class _Machine:
             self._refuse(f"memo index {index} where {len(self._memo)} objects are known")
         if index == len(self._memo):
             self._memo.append(value)
+        elif self._runs is not None:
+            raise _NotKeptError  # what the runs know of the memo stays as it is
         else:
             self._memo[index] = value
         if type(value) is Unfinished:
@@ -299,7 +301,10 @@ class _Machine:
         value = self._memo[index]
         kind = type(value)
         if kind is Unkept:
-            raise _NotKeptError
+            value = self._runs.value(index) if self._runs is not None else None
+            if value is None:
+                raise _NotKeptError
+            kind = type(value)
         # Lists in lists, each twice, are small in a file and endless for whoever walks through them.
         if kind is list or kind is dict or kind is Unfinished or kind is Arguments:
             self._refuse(f"{describe(value)} referred to more than once, or from within itself")

@@ -43,7 +43,8 @@ class Vocabulary:
         keys: Those of them that may be keys of dicts.
         persistent: Makes what a persistent id stands for; None if there is no such thing.
         is_ordered: Whether OrderedDicts are dicts here: their attributes, and dicts in tuples (of hooks), are left out.
-        runs: Makes what reads runs of equal records at once; None: the machine reads them one by one.
+        runs: Makes what reads runs of equal records at once, into other objects that stand for several; None: the
+            machine reads them one by one.
     """
 
     names: Mapping[tuple[str, str], Symbol]
@@ -55,7 +56,7 @@ class Vocabulary:
 
 
 class Batch(NamedTuple):
-    """Hold what a run of records puts on the stack, where it ends, and how many containers it needs."""
+    """Hold what stands for a run of records on the stack, where it ends, and how many containers the run needs."""
 
     values: list[Any]
     end: int
@@ -70,9 +71,12 @@ class Runs(Protocol):
     ) -> Batch | None:
         """Return the records from a position on, with the memo extended; None leaves them to the machine."""
 
+    def value(self, place: int) -> Any:
+        """Return what a run has put at a place of the memo, where :class:`Unkept` stands; None if it is not known."""
+
 
 class Unkept:
-    """Stand in the memo for an object of a run that nothing is expected to refer to."""
+    """Stand in the memo for an object of a run: the run knows it, or nothing is expected to refer to it."""
 
 
 UNKEPT = Unkept()

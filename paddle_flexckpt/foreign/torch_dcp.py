@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -32,40 +31,30 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.foreign.pickle_reader import load_pickle
+from paddle_flexckpt.catalog.replicas import lexsort_packed
+from paddle_flexckpt.foreign.dcp_chunks import rank_of, read_chunks
 from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of, count_boxes, row_major
 from paddle_flexckpt.foreign.torch_archive import open_archive, place_elements
-from paddle_flexckpt.foreign.torch_values import (
-    DCP_METADATA,
-    DCP_TENSOR,
-    BytesEntry,
-    DcpMetadata,
-    SavedTensor,
-    TensorEntry,
-)
+from paddle_flexckpt.foreign.torch_values import DCP_TENSOR, SavedTensor
 from paddle_flexckpt.foreign.zip_directory import Layout, Read, damaged
-from paddle_flexckpt.media.backend import Backend, map_files
-from paddle_flexckpt.media.file_names import check_file_name
+from paddle_flexckpt.media.backend import Backend, InputFile, map_files
 from paddle_flexckpt.native.manifest import Manifest
 
 logger = logging.getLogger("paddle_flexckpt")
 
 DCP_METADATA_FILE = ".metadata"
-_DATA = re.compile(r"__(\d{1,9})_\d+\.distcp", re.ASCII)
 _MOST_PICKLE_BYTES = 1 << 16
 # What is read at once of an archive's beginning: all of it but the elements, as torch writes it.
 _HEAD_BYTES = 1024
 # Layouts of archives that a file's chunks are compared with.
 _MOST_LAYOUTS = 256
-_UNMADE = "load it in torch and save it by torch.distributed.checkpoint without that"
 
 
 class _Item(NamedTuple):
-    """Describe a chunk: its tensor's name and entry, where it begins and its shape, and its stretch of the file."""
+    """Describe a chunk: its tensor's name and element type, its shape, and its stretch of the file."""
 
     key: str
-    entry: TensorEntry
-    offset: tuple[int, ...]
+    dtype: str
     shape: tuple[int, ...]
     begin: int
     length: int
@@ -91,85 +80,31 @@ def read_dcp_manifest(backend: Backend) -> Manifest:
     """
     where = backend.where(DCP_METADATA_FILE)
     data = backend.read(DCP_METADATA_FILE)
-    metadata = load_pickle(data, where, DCP_METADATA)
-    if type(metadata) is not DcpMetadata:
-        raise CorruptCheckpointError(f"{where} has no metadata in it. Remedy: restore it")
-    items = _items_by_file(metadata, where)
-    others = [key for key, entry in metadata.state_dict_metadata.items() if type(entry) is BytesEntry]
-    if others:
-        logger.info("%s: left out, as they are no tensors: %s", where, listed(others))
-    if not items:
+    chunks = read_chunks(data, where)
+    if chunks.others:
+        logger.info("%s: left out, as they are no tensors: %s", where, listed(chunks.others))
+    placed, files = chunks.catalog, chunks.catalog.files
+    if not len(placed):
         raise ValidationError(f"{where} has no tensors in it. Remedy: correct the path")
-    read = map_files(backend, lambda name: _read_file(backend, name, items[name]), items)
-    catalog = concat([each for each, _ in read])
+    ends = np.searchsorted(placed.file, np.arange(len(files) + 1))
+
+    def read(number: int) -> tuple[Catalog, int]:
+        rows = np.arange(ends[number], ends[number + 1])
+        return _read_file(backend, files[number], placed.take(rows), chunks.lengths[rows])
+
+    found = map_files(backend, read, range(len(files)))
+    catalog = concat([each for each, _ in found])
     problems = validate_shards(catalog) or validate_coverage(catalog, group_replicas(catalog)).problems
     if problems:
         raise CorruptCheckpointError(str(ValidationError(problems, f"{where} contradicts itself or lacks chunks")))
-    sizes = {name: size for name, (_, size) in zip(items, read)}
+    sizes = {name: size for name, (_, size) in zip(files, found)}
     size = 1 + max(catalog.rank.tolist(), default=0)
     return Manifest.of_foreign("torch_dcp", catalog, sizes, xxhash.xxh3_128_hexdigest(data), 0, size)
 
 
-def _items_by_file(metadata: DcpMetadata, where: str) -> dict[str, list[_Item]]:
-    """Return the chunks of each file, in the order of their bytes."""
-    if metadata.mcore_data:
-        raise ValidationError(
-            f"{where}: Megatron-Core has stored {listed(sorted(metadata.mcore_data))} in another shape than they have "
-            "(mcore_data), which is not read here. Remedy: save fully_reshardable optimizer states, or weights alone"
-        )
-    entries = metadata.state_dict_metadata
-    shapes = {
-        (key, chunk.offsets): chunk.sizes
-        for key, entry in entries.items()
-        if type(entry) is TensorEntry
-        for chunk in entry.chunks
-    }
-    items: dict[str, list[_Item]] = {}
-    problems: list[Problem | str] = []
-    found = 0
-    for index, place in metadata.storage_data.items():
-        entry = entries.get(index.fqn)
-        if isinstance(entry, BytesEntry):
-            continue
-        shape = None if index.offset is None else shapes.get((index.fqn, index.offset))
-        if not isinstance(entry, TensorEntry) or shape is None:
-            problems.append(Problem("the metadata has a chunk of no tensor", index.fqn, file=where, got=index.offset))
-            continue
-        found += 1
-        if place.transform_descriptors:
-            what = f"chunks have been transformed ({', '.join(place.transform_descriptors)[:80]}), which is not read"
-            raise ValidationError(Problem(what, index.fqn, file=where, remedy=_UNMADE))
-        if entry.dtype not in DTYPES:
-            what, remedy = "an element type is not supported", "cast the tensor, and save it in torch"
-            raise ValidationError(
-                Problem(what, index.fqn, file=where, expected=", ".join(DTYPES), got=entry.dtype, remedy=remedy)
-            )
-        of_file = items.setdefault(place.relative_path, [])
-        of_file.append(_Item(index.fqn, entry, index.offset or (), shape, place.offset, place.length))
-    if found != len(shapes):
-        problems.append(f"the metadata describes {len(shapes)} chunks and places {found}")
-    for name in items:
-        try:
-            check_file_name(name)
-        except ValueError as error:
-            problems.append(str(error))
-        items[name].sort(key=lambda item: item.begin)
-    if problems:
-        raise CorruptCheckpointError(str(ValidationError(problems, f"{where} is damaged")) + ". Remedy: restore it")
-    return items
-
-
-def _read_file(backend: Backend, name: str, items: Sequence[_Item]) -> tuple[Catalog, int]:
-    """Locate the chunks of a file; return their catalog and the file's size."""
+def _read_file(backend: Backend, name: str, chunks: Catalog, lengths: np.ndarray) -> tuple[Catalog, int]:
+    """Locate the elements of a file's chunks, whose archives these are; return their catalog and the file's size."""
     path = backend.where(name)
-    match = _DATA.fullmatch(name)
-    builder = CatalogBuilder(int(match[1]) if match else 0, name)
-    rows: list[tuple[str, str, Sequence[int], Sequence[int], Sequence[int]]] = []
-    places: list[int] = []
-    budget = BoxBudget()
-    pickles: dict[bytes, Any] = {}
-    # Chunks of one shape are mostly saved in the same way, one after the other.
-    layouts: dict[tuple[str, tuple[int, ...], int], _Located] = {}
     try:
         opened = backend.open(name)
     except FileNotFoundError as error:
@@ -179,43 +114,106 @@ def _read_file(backend: Backend, name: str, items: Sequence[_Item]) -> tuple[Cat
     with opened as file:
         mapped = file.memory_map()
         try:
-            for item in items:
-                alike = (item.entry.dtype, item.shape, item.length)
-                found = layouts.get(alike) if item.begin + item.length <= file.size else None
-                if (
-                    found is None
-                    or found.layout is None
-                    or mapped is None
-                    or not found.layout.is_at(mapped, item.begin)
-                ):
-                    where = f"{path}, bytes {item.begin} to {item.begin + item.length} (key {item.key[:80]!r})"
-                    if item.begin + item.length > file.size:
-                        raise damaged(where, f"the file has {file.size} bytes")
-                    again = found is None and len(layouts) < _MOST_LAYOUTS and mapped is not None
-                    found = _locate(_reader(mapped, file.read, item), item, pickles, where, again)
-                    if again:
-                        layouts[alike] = found
-                begin, strides = found.begin, found.strides
-                if found.is_one:
-                    rows.append((item.key, item.entry.dtype, item.entry.size, item.offset, item.shape))
-                    places.append(item.begin + begin)
-                    continue
-                if not budget.allows(item.shape, strides):
-                    what = f"chunks not in row-major order of more than {MOST_BOXES} pieces in all are not read"
-                    remedy = "make the tensor contiguous, and save it in torch"
-                    raise ValidationError(Problem(what, item.key, file=path, got=list(strides), remedy=remedy))
-                itemsize = DTYPES[item.entry.dtype].itemsize
-                for box in boxes_of(item.shape, strides):
-                    offset = tuple(a + b for a, b in zip(item.offset, box.offset))
-                    rows.append((item.key, item.entry.dtype, item.entry.size, offset, box.shape))
-                    places.append(item.begin + begin + box.begin * itemsize)
+            locator = _Locator(path, file, mapped, chunks, lengths)
+            for rows in _alike(chunks, lengths) if mapped is not None else [np.arange(len(chunks))]:
+                locator.locate(rows)
         finally:
             if mapped is not None:
                 mapped.close()
-        size = file.size
-    keys, dtypes, wholes, offsets, shapes = (list(column) for column in zip(*rows)) if rows else ([],) * 5
-    builder.add_many(keys, dtypes, wholes, offsets, shapes, [None] * len(rows), [None] * len(rows))
-    return replace(builder.build(), byte_offset=np.asarray(places, dtype=np.int64)), size
+        return locator.catalog(name), file.size
+
+
+def _alike(chunks: Catalog, lengths: np.ndarray) -> list[np.ndarray]:
+    """Return the rows of chunks of one type, shape and length of their archive, which are mostly saved in one way."""
+    columns = [chunks.dtype, chunks.ndim, *chunks.shape.T, lengths]
+    order = lexsort_packed([column.astype(np.int64) for column in columns], len(chunks))
+    changed = np.zeros(len(chunks), dtype=bool)
+    for column in columns:
+        changed[1:] |= column[order][1:] != column[order][:-1]
+    return np.split(order, np.flatnonzero(changed))
+
+
+class _Locator:
+    """Find where the elements of a file's chunks are."""
+
+    def __init__(
+        self, path: str, file: InputFile, mapped: mmap.mmap | None, chunks: Catalog, lengths: np.ndarray
+    ) -> None:
+        self._path, self._file, self._mapped, self._chunks, self._lengths = path, file, mapped, chunks, lengths
+        self._places = chunks.byte_offset.copy()
+        # Rows that are several boxes, and these: key, type, whole shape, offset, shape, place.
+        self._cut = np.zeros(len(chunks), dtype=bool)
+        self._boxes: list[tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]] = []
+        self._budget = BoxBudget()
+        self._pickles: dict[bytes, Any] = {}
+        self._layouts = 0
+
+    def locate(self, rows: np.ndarray) -> None:
+        """Find the elements of some chunks: alike, if the file is mapped. Errors name the first that is not sound."""
+        begins, lengths = self._chunks.byte_offset[rows], self._lengths[rows]
+        outside = np.flatnonzero(begins + lengths > self._file.size)
+        count = int(outside[0]) if len(outside) else len(rows)
+        first: _Located | None = None
+        same = np.zeros(count, dtype=bool)
+        if count > 1 and self._mapped is not None and self._layouts < _MOST_LAYOUTS:
+            self._layouts += 1
+            first = self._locate(int(rows[0]), again=True)
+            if first.layout is not None:
+                same = first.layout.find(self._mapped, begins[:count])
+        if first is not None and first.is_one:
+            self._places[rows[:count][same]] += first.begin
+            rest = np.flatnonzero(~same).tolist()
+        else:
+            rest = list(range(count))
+        for number in rest:
+            row = int(rows[number])
+            found = first if first is not None and same[number] else self._locate(row)
+            if found.is_one:
+                self._places[row] += found.begin
+            else:
+                self._add_boxes(row, found)
+        if count < len(rows):
+            raise damaged(self._where(int(rows[count])), f"the file has {self._file.size} bytes")
+
+    def _item(self, row: int) -> _Item:
+        table = self._chunks
+        shape, begin = table.unpadded(row, table.shape), int(table.byte_offset[row])
+        return _Item(table.key_name(row), table.dtype_name(row), shape, begin, int(self._lengths[row]))
+
+    def _where(self, row: int) -> str:
+        item = self._item(row)
+        return f"{self._path}, bytes {item.begin} to {item.begin + item.length} (key {item.key[:80]!r})"
+
+    def _locate(self, row: int, again: bool = False) -> _Located:
+        item = self._item(row)
+        return _locate(_reader(self._mapped, self._file.read, item), item, self._pickles, self._where(row), again)
+
+    def _add_boxes(self, row: int, found: _Located) -> None:
+        """Take down the boxes of a chunk that is not in row-major order."""
+        table, item = self._chunks, self._item(row)
+        if not self._budget.allows(item.shape, found.strides):
+            what = f"chunks not in row-major order of more than {MOST_BOXES} pieces in all are not read"
+            remedy = "make the tensor contiguous, and save it in torch"
+            raise ValidationError(Problem(what, item.key, file=self._path, got=list(found.strides), remedy=remedy))
+        itemsize = DTYPES[item.dtype].itemsize
+        first, whole = table.unpadded(row, table.offset), table.unpadded(row, table.global_shape)
+        self._cut[row] = True
+        for box in boxes_of(item.shape, found.strides):
+            offset = tuple(a + b for a, b in zip(first, box.offset))
+            place = item.begin + found.begin + box.begin * itemsize
+            self._boxes.append((item.key, item.dtype, whole, offset, box.shape, place))
+
+    def catalog(self, name: str) -> Catalog:
+        """Return the rows, in the order of their bytes."""
+        table = replace(self._chunks, byte_offset=self._places)
+        if not self._boxes:
+            return table
+        keys, dtypes, wholes, offsets, shapes, places = (list(column) for column in zip(*self._boxes))
+        builder = CatalogBuilder(rank_of(name), name)
+        builder.add_many(keys, dtypes, wholes, offsets, shapes, [None] * len(keys), [None] * len(keys))
+        boxes = replace(builder.build(), byte_offset=np.asarray(places, dtype=np.int64))
+        table = concat([table.take(~self._cut), boxes])
+        return table.take(np.argsort(table.byte_offset, kind="stable"))
 
 
 def _reader(mapped: mmap.mmap | None, read: Callable[[int, int], bytes], item: _Item) -> Read:
@@ -245,8 +243,8 @@ def _locate(read: Read, item: _Item, pickles: dict[bytes, Any], where: str, agai
     tensor = archive.value
     if type(tensor) is not SavedTensor:
         raise damaged(where, "data.pkl has no tensor in it")
-    if (tensor.dtype, tensor.size) != (item.entry.dtype, item.shape):
-        expected, got = f"{item.entry.dtype} {list(item.shape)}", f"{tensor.dtype} {list(tensor.size)}"
+    if (tensor.dtype, tensor.size) != (item.dtype, item.shape):
+        expected, got = f"{item.dtype} {list(item.shape)}", f"{tensor.dtype} {list(tensor.size)}"
         raise damaged(where, f"a chunk is not what the metadata says: expected {expected}, got {got}")
     begin, member = place_elements(read, archive, tensor, where)
     strides = row_major(tensor.size) if 0 in tensor.size else tensor.stride

@@ -1,138 +1,160 @@
-"""Read runs of equal records in DCP's ``.metadata`` at once: a regular expression does what the operations would.
+"""Read runs of equal records in DCP's ``.metadata`` at once, into columns: what the operations would make, in numpy.
 
 ``.metadata`` has two records for each chunk, of some seventy operations in all. Python's pickler always writes them in
-the same way, so one expression takes a record, and a run of them is one call. An expression takes only what the stack
-machine would take, and makes the same of it; whatever looks different is left to the machine.
+the same way: the first record of a run is taken apart, and all others are compared with it, field by field. Numbers,
+texts and sizes may be others. Only what the stack machine would take is taken, and means the same; whatever looks
+different is left to the machine.
 
 Tested in tests/foreign/test_torch_records.py.
 """
 
 from __future__ import annotations
 
-import functools
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_flexckpt.foreign.pickle_values import UNKEPT, Batch, Symbol, is_integer, is_integers
+from paddle_flexckpt.foreign.pickle_values import UNKEPT, Batch, Symbol, is_integers
+from paddle_flexckpt.foreign.record_bytes import RecordBytes, Sizes
 
-# Operations of protocol 4 and 5: a reference to the memo, and numbers.
-_REFERENCE = rb"h.|j.{4}"
-_NUMBER = rb"(?:K.|M..|J.{4}|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7})"
-_EACH_NUMBER = re.compile(_NUMBER, re.DOTALL)
-# The tuple of a torch.Size. The number of axes is compared where it is read.
-_NUMBERS = rb"\)|" + _NUMBER + rb"{1,3}[\x85-\x87]\x94|\(" + _NUMBER + rb"{4,64}t\x94"
-_SIZE = rb"(?:(" + _REFERENCE + rb")(" + _NUMBERS + rb")\x85\x94R\x94|(" + _REFERENCE + rb"))"
-# Text of other characters is rare; in ASCII no byte of it can be an operation of protocol 4.
-_TEXT = rb"(?:\x8c(.[ -~]{1,255})\x94|(" + _REFERENCE + rb"))"
-_BEGIN, _END = rb"(" + _REFERENCE + rb")\)\x81\x94\}\x94\(", rb"ub"
-# The value of each field: its expression, and how many groups that has.
-_VALUES = {
-    "offsets": (_SIZE, 3), "sizes": (_SIZE, 3), "fqn": (_TEXT, 2), "index": (rb"(?:N|" + _NUMBER + rb")", 0),
-    "index.offset": (rb"(?:" + _SIZE + rb"|N)", 3), "relative_path": (_TEXT, 2), "offset": (rb"(" + _NUMBER + rb")", 1),
-    "length": (rb"(" + _NUMBER + rb")", 1), "transform_descriptors": (rb"N", 0),
-}  # fmt: skip
-# Memory for what one call finds; and where a run ends, no more than this is looked through in vain.
-_LEAST_WINDOW, _LARGEST_WINDOW = 1 << 10, 1 << 16
-# Shapes and offsets are few or many; the memory for those that are known is bounded.
-_MOST_KNOWN = 1 << 16
+# Memory for what one call looks at; and where a run ends, no more than this is looked through in vain.
+_LEAST_WINDOW, _LARGEST_WINDOW = 1 << 12, 1 << 18
+# Fewer are quicker one by one.
+_FEWEST = 4
 # What an element of a run makes in the machine: two records and dicts and a size of two tuples, or one and two sizes.
 _CONTAINERS = 6
 # As of texts and tuples that the machine takes twice.
-_LONGEST_SHARED = 64
-
-
-_Columns = Sequence[Sequence[bytes]]
-# Makes the objects of a class of the columns of their fields.
-Makers = Mapping[str, Callable[[Mapping[str, Sequence[Any]]], Iterable[Any]]]
-
-
-class _Known(dict[bytes, Any]):
-    """Decode each operand once; what is not there is None."""
-
-    def __init__(self, decode: Callable[[bytes], Any]) -> None:
-        super().__init__()
-        self._decode = decode
-
-    def __missing__(self, text: bytes) -> Any:
-        if not text:
-            return None
-        if len(self) >= _MOST_KNOWN:
-            self.clear()
-        value = self[text] = self._decode(text)
-        return value
-
-
-def _number(text: bytes) -> int:
-    code = text[:1]
-    value = int.from_bytes(text[2:] if code == b"\x8a" else text[1:], "little", signed=code in b"J\x8a")
-    if not is_integer(value):
-        raise ValueError("the machine refuses it")
-    return value
-
-
-def _numbers(text: bytes) -> tuple[int, ...]:
-    if text == b")":
-        return ()
-    marked = text[:1] == b"("
-    numbers = tuple(map(_number, _EACH_NUMBER.findall(text, int(marked), len(text) - 2)))
-    if not is_integers(numbers) or (not marked and text[-2] != 0x84 + len(numbers)):
-        raise ValueError("the machine refuses it")
-    return numbers
-
-
-def _text(text: bytes) -> str:
-    if text[0] != len(text) - 1:
-        raise ValueError("the machine reads it otherwise")
-    return str(text[1:], "ascii")
-
-
-class _Record(NamedTuple):
-    """Describe the records of a class: its name, and their fields in order, each with its kind of value."""
-
-    name: str
-    fields: tuple[str, ...]
-    kinds: tuple[str, ...]
-
-
-# What follows a record of the first class, and of the second; and the kinds of fields of the same name.
+_LONGEST_TEXT, _MOST_SHARED_AXES = 4096, 64
+_NEW, _DONE = b")\x81\x94}\x94(", b"ub"
+# What follows a record of the first class, and of the second.
 _RUNS = {"ChunkStorageMetadata": ("ChunkStorageMetadata",), "_StorageInfo": ("MetadataIndex", "_StorageInfo")}
-_KINDS = {("MetadataIndex", "offset"): "index.offset"}
+# What a field may be.
+_KINDS = {
+    "ChunkStorageMetadata": {"offsets": "size", "sizes": "size"},
+    "MetadataIndex": {"fqn": "text", "index": "number or none", "offset": "size or none"},
+    "_StorageInfo": {
+        "relative_path": "text", "offset": "number", "length": "number", "transform_descriptors": "none",
+    },
+}  # fmt: skip
+_OPTIONAL = frozenset({"index", "transform_descriptors"})
 
 
-@functools.lru_cache(maxsize=64)
-def _compiled(orders: tuple[tuple[str, tuple[str, ...]], ...]) -> tuple[list[_Record], re.Pattern[bytes]] | None:
-    """Return the expression of one element of a run, and what its groups are; None for fields that it cannot have."""
-    records, text = [], b""
-    for name, fields in orders:
-        kinds = tuple(_KINDS.get((name, field), field) for field in fields)
-        if any(kind not in _VALUES for kind in kinds) or not _NEEDED[name] <= set(fields):
-            return None
-        records.append(_Record(name, fields, kinds))
-        values = (rb"(" + _REFERENCE + rb")" + _VALUES[kind][0] for kind in kinds)
-        text += _BEGIN + b"".join(values) + _END
-    # Whatever else there is ends the run, in one match without groups.
-    return records, re.compile(rb"(" + text + rb")|.+", re.DOTALL)
+class RecordTables:
+    """Hold the texts and sizes of all records of a pickle, each by a number.
+
+    Attributes:
+        texts: The texts by their numbers.
+    """
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._text_numbers: dict[bytes, int] = {}
+        # A size's number is where it stands in these, one after the other: how many axes it has, and its extents.
+        self._sizes: list[np.ndarray] = []
+        self._begins: list[int] = []
+        self._end = 0
+
+    def text(self, data: bytes) -> int:
+        """Return the number of a text. UnicodeDecodeError if it is none."""
+        number = self._text_numbers.get(data)
+        if number is None:
+            self.texts.append(str(data, "utf-8"))
+            number = self._text_numbers[data] = len(self.texts) - 1
+        return number
+
+    def size(self, values: Sequence[int]) -> int:
+        """Return the number of a size."""
+        return int(self._add(np.asarray([len(values), *values], dtype=np.int64)))
+
+    def add_sizes(self, axes: np.ndarray, values: np.ndarray) -> np.ndarray:
+        """Return the numbers of many: of so many axes each, with the extents in columns, int64 ``[axes, n]``."""
+        begins = np.cumsum(axes + 1) - (axes + 1)
+        flat = np.empty(int((axes + 1).sum()), dtype=np.int64)
+        flat[begins] = axes
+        for axis, column in enumerate(values):
+            rows = axes > axis
+            flat[begins[rows] + 1 + axis] = column[rows]
+        return begins + self._add(flat)
+
+    def _add(self, flat: np.ndarray) -> int:
+        begin = self._end
+        self._sizes.append(flat)
+        self._begins.append(begin)
+        self._end += len(flat)
+        return begin
+
+    def flat_sizes(self) -> np.ndarray:
+        """Return all sizes, at their numbers: how many axes, and the extents."""
+        flat = np.concatenate([*self._sizes, np.zeros(0, dtype=np.int64)])
+        self._sizes, self._begins = [flat], [0]
+        return flat
+
+    def size_of(self, number: int) -> tuple[int, ...]:
+        """Return a size by its number."""
+        part = int(np.searchsorted(self._begins, number, side="right")) - 1
+        flat, begin = self._sizes[part], number - self._begins[part]
+        return tuple(flat[begin + 1 : begin + 1 + int(flat[begin])].tolist())
 
 
-_NEEDED = {
-    "ChunkStorageMetadata": {"offsets", "sizes"},
-    "MetadataIndex": {"fqn", "offset"},
-    "_StorageInfo": {"relative_path", "offset", "length"},
-}
+class ChunkColumns(NamedTuple):
+    """Stand for records of chunks: int64 ``[n]`` each, numbers of sizes."""
+
+    tables: RecordTables
+    offsets: np.ndarray
+    sizes: np.ndarray
+
+
+class IndexColumns:
+    """Stand for records of items' names: the numbers of texts, and of sizes or -1 for none."""
+
+    __slots__ = ("offset", "tables", "text")
+
+    def __init__(self, tables: RecordTables, text: np.ndarray, offset: np.ndarray) -> None:
+        self.tables, self.text, self.offset = tables, text, offset
+
+
+class PlaceColumns(NamedTuple):
+    """Stand for records of items' places: the numbers of files' names, first bytes, and numbers of bytes."""
+
+    file: np.ndarray
+    begin: np.ndarray
+    length: np.ndarray
+
+
+class _Template(NamedTuple):
+    """Say what the records of a run have in common.
+
+    Attributes:
+        head: The bytes that each element begins with.
+        literals: The bytes before each value, and behind the last.
+        slots: Class, field and kind of each value.
+        size: The operation that puts torch.Size onto the stack, if any was seen.
+    """
+
+    head: bytes
+    literals: tuple[np.ndarray, ...]
+    slots: tuple[tuple[str, str, str], ...]
+    size: np.ndarray | None
 
 
 class RecordRuns:
     """Read the runs of records of one pickle."""
 
-    def __init__(self, makers: Makers) -> None:
+    def __init__(self) -> None:
         """Begin; nothing is known of the order of fields yet."""
-        self._makers = makers
         self._orders: dict[str, tuple[str, ...]] = {}
+        self._templates: dict[str, _Template] = {}
         self._window = _LEAST_WINDOW
-        self._sizes, self._integers, self._texts = _Known(_numbers), _Known(_number), _Known(_text)
+        self._tables = RecordTables()
+        self._size: bytes | None = None
+        # Of places in the memo: the number of a text, or -2 less the number of a size; -1 for anything else.
+        self._codes = np.full(1 << 12, -1, dtype=np.int64)
+
+    def value(self, place: int) -> Any:
+        """Return what a run has put at a place of the memo; None if it did not keep that."""
+        code = int(self._codes[place]) if place < len(self._codes) else -1
+        return None if code == -1 else self._tables.texts[code] if code >= 0 else self._tables.size_of(-2 - code)
 
     def read(
         self, data: memoryview, position: int, name: str, fields: tuple[str, ...], memo: list[Any]
@@ -145,118 +167,251 @@ class RecordRuns:
         run = _RUNS.get(name, ("",))
         if any(each not in self._orders for each in run):
             return None
-        compiled = _compiled(tuple((each, self._orders[each]) for each in run))
-        if compiled is None:
+        text = bytes(data[position : position + self._window])
+        template = self._templates.get(name)
+        if template is None or not text.startswith(template.head):
+            template = _Reader(text, memo, self._size).template(run, self._orders)
+            if template is None:
+                return None
+            self._templates[name] = template
+            self._size = template.size.tobytes() if template.size is not None else None
+        starts = _starts(text, template.head)
+        if len(starts) < _FEWEST:
             return None
-        records, pattern = compiled
-        rows = pattern.findall(data, position, min(len(data), position + self._window))
-        whole = [row[0] for row in rows]
-        if b"" in whole:
-            rows = rows[: whole.index(b"")]
-        used = sum(map(len, whole[: len(rows)]))
+        elements = _Elements(RecordBytes(text), starts, template, len(memo))
+        count = self._take(elements, memo)
+        used = int(elements.ends[count - 1]) if count else 0
         wider = 2 * used > self._window
         self._window = min(2 * self._window, _LARGEST_WINDOW) if wider else max(self._window // 2, _LEAST_WINDOW)
-        if not rows:
+        if not count:
             return None
+        values = [elements.columns(each, count, self._tables) for each in run]
+        return Batch(values, position + used, _CONTAINERS * count)
+
+    def _take(self, elements: _Elements, memo: list[Any]) -> int:
+        """Keep what the elements put into the memo, look up what they refer to, and return how many are sound."""
+        base = len(memo)
+        count = elements.count(self._tables)
+        end = int(elements.memo[count]) if count else base
+        if end > len(self._codes):
+            self._codes = np.concatenate([self._codes, np.full(max(end, len(self._codes)), -1, dtype=np.int64)])
+        for slot in elements.kept:
+            rows = np.flatnonzero(slot.is_new[:count])
+            self._codes[slot.places[rows]] = slot.numbers[rows] if slot.is_text else -2 - slot.numbers[rows]
+        fine = count
+        for slot in elements.kept:
+            rows = np.flatnonzero(slot.refers[:fine] >= 0)
+            found = self._look_up(slot.refers[rows], elements.memo[rows], slot.is_text, memo)
+            bad = np.flatnonzero(found < 0)
+            fine = int(rows[bad[0]]) if len(bad) else fine
+            slot.numbers[rows] = found
+        if fine < count:
+            self._codes[int(elements.memo[fine]) : end] = -1
+        memo.extend([UNKEPT] * (int(elements.memo[fine]) - base))
+        return fine
+
+    def _look_up(self, places: np.ndarray, before: np.ndarray, is_text: bool, memo: list[Any]) -> np.ndarray:
+        """Return the numbers of what is referred to; -1 where it is nothing that records may refer to."""
+        known = places < np.minimum(before, len(self._codes))  # what an earlier element has, at the most
+        codes = np.where(known, self._codes[np.where(known, places, 0)], -1)
+        for place in set(places[known & (codes == -1) & (places < len(memo))].tolist()):
+            self._codes[place] = self._code_of(memo[place])
+        codes = np.where(known, self._codes[np.where(known, places, 0)], -1)
+        return np.where(codes >= 0, codes, -1) if is_text else np.where(codes < -1, -2 - codes, -1)
+
+    def _code_of(self, value: Any) -> int:
+        if type(value) is str and len(value) <= _LONGEST_TEXT:
+            return self._tables.text(value.encode())
+        if type(value) is tuple and len(value) <= _MOST_SHARED_AXES and is_integers(value):
+            return -2 - self._tables.size(value)
+        return -1
+
+
+class _Reader:
+    """Take the first element of a run apart."""
+
+    def __init__(self, text: bytes, memo: Sequence[Any], size: bytes | None) -> None:
+        self._text, self._memo, self._size, self._at = text, memo, size, 0
+
+    def template(self, run: Sequence[str], orders: dict[str, tuple[str, ...]]) -> _Template | None:
+        """Return what the elements of the run have in common; None if the first is none of a run."""
         try:
-            made = self._make(records, list(zip(*rows)), memo)
-        except ValueError:
-            return None  # for the machine to tell what is wrong
-        return Batch(made, position + used, _CONTAINERS * len(rows))
+            return self._read(run, orders)
+        except (IndexError, ValueError):
+            return None
 
-    def _make(self, records: Sequence[_Record], groups: _Columns, memo: list[Any]) -> list[Any]:
-        """Return the objects of a run, and extend the memo. ValueError where the machine might do otherwise."""
-        count, begin, at = len(groups[0]), len(memo), 1
-        columns: list[dict[str, list[Any]]] = []
-        # Of what each row puts into the memo: how much so far, and what of it may be referred to.
-        added = np.zeros(count, dtype=np.int64)
-        kept: list[tuple[np.ndarray, np.ndarray, list[Any]]] = []
-        references: list[tuple[list[Any], Sequence[bytes], type[Sized]]] = []
-        for record in records:
-            values: dict[str, list[Any]] = {}
-            columns.append(values)
-            symbol = _constant(groups[at], memo)
-            if type(symbol) is not Symbol or symbol.name != record.name:
+    def _read(self, run: Sequence[str], orders: dict[str, tuple[str, ...]]) -> _Template:
+        literals, slots, begin = list[bytes](), list[tuple[str, str, str]](), 0
+        for name in run:
+            kinds = _KINDS[name]
+            if not kinds.keys() - _OPTIONAL <= set(orders[name]) <= kinds.keys():
+                raise ValueError("other fields")
+            symbol = self._constant()
+            if type(symbol) is not Symbol or symbol.name != name:
                 raise ValueError("another class")
-            at += 1
-            added += 2
-            for field, kind in zip(record.fields, record.kinds):
-                if _constant(groups[at], memo) != field:
+            self._expect(_NEW)
+            for field in orders[name]:
+                if self._constant() != field:
                     raise ValueError("another field")
-                operands = groups[at + 1 : at + 1 + _VALUES[kind][1]]
-                at += 1 + len(operands)
-                if len(operands) == 1:
-                    values[field] = list(map(self._integers.__getitem__, operands[0]))
-                    continue
-                if not operands:
-                    continue
-                *symbols, texts, refers = operands
-                known = self._sizes if symbols else self._texts
-                made = values[field] = list(map(known.__getitem__, texts))
-                lengths = np.fromiter(map(len, texts), dtype=np.int64, count=count)
-                if symbols:
-                    for each in set(symbols[0]) - {b""}:
-                        size = memo[_index(each, begin)]
-                        if type(size) is not Symbol or size.name != "torch.Size":
-                            raise ValueError("another call")
-                # A size follows one or two tuples in the memo.
-                before = np.minimum(lengths, 2) if symbols else np.zeros(count, dtype=np.int64)
-                is_new = lengths > 0
-                kept.append((added + before, is_new, made))
-                added = added + before + is_new
-                references.append((made, refers, tuple if symbols else str))
-        starts = begin + np.cumsum(added) - added
-        fresh: dict[int, Any] = {}
-        for places, is_new, made in kept:
-            fresh.update(zip((starts + places)[is_new].tolist(), (value for value in made if value is not None)))
-        for made, refers, kind_of in references:
-            _refer(made, refers, kind_of, memo, fresh, starts)
-        memo.extend([UNKEPT] * int(added.sum()))
-        for place, value in fresh.items():
-            memo[place] = value
-        objects = [self._makers[record.name](values) for record, values in zip(records, columns)]
-        return list(objects[0]) if len(objects) == 1 else [each for pair in zip(*objects) for each in pair]
+                literals.append(self._text[begin : self._at])
+                slots.append((name, field, kinds[field]))
+                self._pass(kinds[field])
+                begin = self._at
+            self._expect(_DONE)
+        literals.append(self._text[begin : self._at])
+        size = None if self._size is None else np.frombuffer(self._size, dtype=np.uint8)
+        return _Template(
+            literals[0], tuple(np.frombuffer(each, dtype=np.uint8) for each in literals), tuple(slots), size
+        )
+
+    def _expect(self, text: bytes) -> None:
+        if not self._text.startswith(text, self._at):
+            raise ValueError("another operation")
+        self._at += len(text)
+
+    def _constant(self) -> Any:
+        """Pass over a reference, and return what is there in the memo."""
+        width = {ord("h"): 1, ord("j"): 4}.get(self._text[self._at])
+        if width is None:
+            raise ValueError("no reference")
+        end = self._at + 1 + width
+        place = int.from_bytes(self._text[self._at + 1 : end], "little")
+        self._at = end
+        return self._memo[place]
+
+    def _pass(self, kind: str) -> None:
+        """Pass over a value: whether it is one is seen when all of the run are read."""
+        code = self._text[self._at]
+        if kind == "text" and code == 0x8C:
+            self._at += 3 + self._text[self._at + 1]
+        elif kind in ("text", "size", "size or none") and code in b"hj":
+            begin = self._at
+            value = self._constant()
+            if kind != "text" and type(value) is Symbol and value.name == "torch.Size":
+                self._size = self._text[begin : self._at]
+                self._at = self._text.index(b"R\x94", self._tuple_end()) + 2
+        elif "none" in kind and code == ord("N"):
+            self._at += 1
+        elif kind.startswith("number"):
+            self._number()
+        else:
+            raise ValueError("another value")
+
+    def _tuple_end(self) -> int:
+        """Pass over the numbers of a tuple."""
+        self._at += self._text[self._at] == ord("(")
+        while self._text[self._at] in b"KMJ\x8a":
+            self._number()
+        return self._at
+
+    def _number(self) -> None:
+        code = self._text[self._at]
+        self._at += 2 + self._text[self._at + 1] if code == 0x8A else 1 + {75: 1, 77: 2, 74: 4}[code]
 
 
-def _refer(
-    made: list[Any],
-    refers: Sequence[bytes],
-    kind: type[Sized],
-    memo: list[Any],
-    fresh: Mapping[int, Any],
-    starts: np.ndarray,
-) -> None:
-    """Put what rows refer to into their column."""
-    distinct = set(refers)
-    distinct.discard(b"")
-    if not distinct:
-        return
-    found: dict[bytes, Any] = {}
-    for text in distinct:
-        place = int.from_bytes(text[1:], "little")
-        value: Any = memo[place] if place < len(memo) else fresh.get(place)
-        # Only what an earlier row has, and of what the machine would take a second time.
-        is_later = place >= len(memo) and place >= starts[refers.index(text)]
-        if is_later or type(value) is not kind or len(value) > _LONGEST_SHARED:
-            raise ValueError("not what a run refers to")
-        if kind is tuple and not is_integers(value):
-            raise ValueError("not what a run refers to")
-        found[text] = value
-    for row, text in enumerate(refers):
-        if text:
-            made[row] = found[text]
+class _Slot:
+    """Hold a value of each element that is in the memo, or refers to it.
+
+    Attributes:
+        is_text: Whether it is a text; or a size.
+        is_new: Whether it stands here.
+        refers: The place that it refers to, or -1.
+        places: The place that it has, if it is new.
+        numbers: The number of the text or size; -1 for none.
+    """
+
+    __slots__ = ("is_new", "is_text", "numbers", "places", "refers")
+
+    def __init__(self, is_text: bool, is_new: np.ndarray, refers: np.ndarray, places: np.ndarray) -> None:
+        self.is_text, self.is_new, self.refers, self.places = is_text, is_new, refers, places
+        self.numbers = np.full(len(is_new), -1, dtype=np.int64)
 
 
-def _constant(column: Sequence[bytes], memo: Sequence[Any]) -> Any:
-    """Return what all rows refer to. ValueError if that differs."""
-    distinct = set(column)
-    if len(distinct) != 1:
-        raise ValueError("rows differ")
-    return memo[_index(distinct.pop(), len(memo))]
+class _Elements:
+    """Read the elements of a run, as far as they are sound.
+
+    Attributes:
+        ends: Where each ends.
+        memo: int64 ``[n + 1]``, how long the memo is before each, and after the last.
+        kept: The values that are texts and sizes.
+    """
+
+    def __init__(self, data: RecordBytes, starts: np.ndarray, template: _Template, base: int) -> None:
+        count = len(starts)
+        self._data, self._starts, self._sound = data, starts, np.ones(count, dtype=bool)
+        self._texts: list[tuple[_Slot, np.ndarray, np.ndarray]] = []
+        self._sizes: list[tuple[_Slot, Sizes]] = []
+        self._values: dict[tuple[str, str], np.ndarray | _Slot] = {}
+        self.kept: list[_Slot] = []
+        at, sound, added, last = starts, self._sound, np.zeros(count, dtype=np.int64), ""
+        for literal, (name, field, kind) in zip(template.literals, template.slots):
+            at = data.skip(at, literal, sound)
+            if name != last:
+                added, last = added + 2, name
+            if kind == "text":
+                is_new, begin, end, refers, at = data.texts(at, sound)
+                slot = _Slot(True, is_new, refers, added)
+                added = added + is_new
+                self._texts.append((slot, begin, end))
+                self._keep(name, field, slot)
+            elif kind == "number":
+                self._values[name, field], at = data.numbers(at, sound)
+            elif kind == "number or none":
+                at = data.numbers_or_none(at, sound)
+            elif kind == "none":
+                at = data.nothing(at, sound)
+            else:
+                sizes, at = data.sizes(at, sound, template.size, kind == "size or none")
+                before = sizes.is_new & (sizes.axes > 0)
+                slot = _Slot(False, sizes.is_new, sizes.refers, added + before + 1)
+                added = added + before + 2 * sizes.is_new
+                self._sizes.append((slot, sizes))
+                self._keep(name, field, slot)
+        self.ends = data.skip(at, template.literals[-1], sound)
+        self.memo = base + np.append(0, np.cumsum(added))
+        for slot in self.kept:
+            slot.places = slot.places + self.memo[:-1]
+
+    def _keep(self, name: str, field: str, slot: _Slot) -> None:
+        self.kept.append(slot)
+        self._values[name, field] = slot
+
+    def count(self, tables: RecordTables) -> int:
+        """Return how many are sound, one right behind the other, and number their texts and sizes."""
+        follows = np.append(True, self.ends[:-1] == self._starts[1:])
+        wrong = np.flatnonzero(~(self._sound & follows & (self.ends <= len(self._data.text))))
+        count = int(wrong[0]) if len(wrong) else len(self._sound)
+        text = self._data.text
+        for slot, begin, end in self._texts:
+            rows = np.flatnonzero(slot.is_new[:count])
+            numbers = list[int]()
+            try:
+                for a, b in zip(begin[rows].tolist(), end[rows].tolist()):
+                    numbers.append(tables.text(text[a:b]))
+            except UnicodeDecodeError:
+                count = int(rows[len(numbers)])
+            slot.numbers[rows[: len(numbers)]] = numbers
+        for slot, sizes in self._sizes:
+            rows = np.flatnonzero(slot.is_new[:count])
+            slot.numbers[rows] = tables.add_sizes(sizes.axes[rows], sizes.values[:, rows])
+        return count
+
+    def columns(self, name: str, count: int, tables: RecordTables) -> Any:
+        """Return what stands for the first records of a class."""
+
+        def column(field: str) -> np.ndarray:
+            value = self._values[name, field]
+            return (value.numbers if isinstance(value, _Slot) else value)[:count]
+
+        if name == "ChunkStorageMetadata":
+            return ChunkColumns(tables, column("offsets"), column("sizes"))
+        if name == "MetadataIndex":
+            return IndexColumns(tables, column("fqn"), column("offset"))
+        return PlaceColumns(column("relative_path"), column("offset"), column("length"))
 
 
-def _index(text: bytes, size: int) -> int:
-    place = int.from_bytes(text[1:], "little")
-    if place >= size:
-        raise ValueError("not in the memo")
-    return place
+def _starts(text: bytes, head: bytes) -> np.ndarray:
+    """Return where elements may begin, of which the first does at once."""
+    pieces = text.split(head)[1:]
+    lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)) + len(head)
+    return np.cumsum(lengths) - lengths

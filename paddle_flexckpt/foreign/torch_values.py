@@ -8,6 +8,7 @@ Tested in tests/foreign/test_torch_dcp.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -25,11 +26,11 @@ from paddle_flexckpt.foreign.pickle_values import (
     or_none,
     refused,
 )
-from paddle_flexckpt.foreign.torch_records import Makers, RecordRuns
+from paddle_flexckpt.foreign.torch_records import ChunkColumns, IndexColumns, PlaceColumns, RecordRuns
 
 # Names of element types that are known, and that no catalog has.
 _OTHER_DTYPES = "complex32 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 qint8 quint8 qint32".split()
-_STORAGES = {
+TYPED_STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
     "LongStorage": "int64", "IntStorage": "int32", "ShortStorage": "int16", "CharStorage": "int8",
     "ByteStorage": "uint8", "BoolStorage": "bool", "ComplexFloatStorage": "complex64",
@@ -50,7 +51,7 @@ class TensorEntry(NamedTuple):
 
     dtype: str
     size: tuple[int, ...]
-    chunks: list[Chunk]
+    chunks: list[Chunk | ChunkColumns]
 
 
 class BytesEntry(NamedTuple):
@@ -83,7 +84,7 @@ class DcpMetadata(NamedTuple):
     """Hold ``.metadata``: the entries by name, and the place of each item; the last field is Megatron-Core's."""
 
     state_dict_metadata: Mapping[str, TensorEntry | BytesEntry]
-    storage_data: Mapping[ItemIndex, ItemPlace]
+    storage_data: Mapping[ItemIndex | IndexColumns, ItemPlace | PlaceColumns]
     planner_data: Any = None
     storage_meta: Any = None
     version: str | None = None
@@ -155,7 +156,7 @@ def _storage(identifier: Any) -> Storage:
     items = identifier.items if type(identifier) is Arguments else ()
     if len(items) != 5 or items[0] != "storage" or type(items[1]) is not Symbol or type(items[2]) is not str:
         raise refused("a persistent id has to be ('storage', type, key, location, number)", identifier)
-    if items[1].name not in (UNTYPED, *_STORAGES.values()) or not is_integer(items[4]):
+    if items[1].name not in (UNTYPED, *TYPED_STORAGES.values()) or not is_integer(items[4]):
         raise refused("a storage has to have a type and a number of elements", items[4])
     return Storage(items[1].name, items[2], items[4])
 
@@ -166,13 +167,12 @@ def _is_entries(value: Any) -> bool:
 
 
 def _is_places(value: Any) -> bool:
-    return (
-        type(value) is dict and set(map(type, value)) <= {ItemIndex} and set(map(type, value.values())) <= {ItemPlace}
-    )
+    kinds, of_values = {ItemIndex, IndexColumns}, {ItemPlace, PlaceColumns}
+    return type(value) is dict and set(map(type, value)) <= kinds and set(map(type, value.values())) <= of_values
 
 
 def _is_chunks(value: Any) -> bool:
-    return type(value) is list and set(map(type, value)) <= {Chunk}
+    return type(value) is list and set(map(type, value)) <= {Chunk, ChunkColumns}
 
 
 def _is_names(value: Any) -> bool:
@@ -183,7 +183,7 @@ def _is_any(value: Any) -> bool:
     return True
 
 
-def _entry(properties: Properties, size: tuple[int, ...], chunks: list[Chunk]) -> TensorEntry:
+def _entry(properties: Properties, size: tuple[int, ...], chunks: list[Chunk | ChunkColumns]) -> TensorEntry:
     return TensorEntry(properties.dtype, size, chunks)
 
 
@@ -280,19 +280,15 @@ _TENSOR_NAMES = MappingProxyType(
         ("torch.storage", "UntypedStorage"): Symbol(UNTYPED),
         ("collections", "OrderedDict"): Symbol("OrderedDict", _hooks),
     }
-    | {("torch", name): Symbol(dtype) for name, dtype in _STORAGES.items()}
+    | {("torch", name): Symbol(dtype) for name, dtype in TYPED_STORAGES.items()}
     | _DTYPE_NAMES
 )
-_MAKERS: Makers = {
-    "ChunkStorageMetadata": lambda columns: map(Chunk, columns["offsets"], columns["sizes"]),
-    "MetadataIndex": lambda columns: map(ItemIndex, columns["fqn"], columns["offset"]),
-    "_StorageInfo": lambda columns: map(ItemPlace, columns["relative_path"], columns["offset"], columns["length"]),
-}
-# Of ``.metadata``; and of ``data.pkl`` in the archive of an item.
+# Of ``.metadata``, with columns for runs of records or one by one; and of ``data.pkl`` in the archive of an item.
 DCP_METADATA = Vocabulary(
     _METADATA_NAMES,
-    frozenset({TensorEntry, BytesEntry, Properties, Chunk, ItemIndex, ItemPlace}),
-    frozenset({ItemIndex}),
-    runs=lambda: RecordRuns(_MAKERS),
+    frozenset({TensorEntry, BytesEntry, Properties, Chunk, ItemIndex, ItemPlace, ChunkColumns, PlaceColumns}),
+    frozenset({ItemIndex, IndexColumns}),
+    runs=RecordRuns,
 )
+DCP_METADATA_ONE_BY_ONE = replace(DCP_METADATA, runs=None)
 DCP_TENSOR = Vocabulary(_TENSOR_NAMES, frozenset({Storage}), frozenset(), _storage)

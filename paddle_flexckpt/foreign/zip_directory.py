@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import mmap
-import re
 import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.media.file_names import check_file_name
@@ -25,6 +26,8 @@ _ENTRY, _LOCAL = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")
 _TAIL_BYTES = 1024
 _MOST_DIRECTORY_BYTES = 64 << 20
 STORED = 0
+# Archives that are compared at once: some hundred bytes of each are copied.
+_AT_ONCE = 4096
 
 
 class ZipMember(NamedTuple):
@@ -78,18 +81,27 @@ class Layout:
         for at, text in pieces:
             for i in range(4) if not text else ():
                 fixed.pop(at + i, None)
-        expression, last = b"", 0
-        for at in sorted(fixed):
-            if at > last:
-                expression += b".{%d}" % (at - last)
-            expression += re.escape(bytes([fixed[at]]))
-            last = at + 1
-        self._pattern = re.compile(expression + b".{%d}" % (size - last), re.DOTALL)
-        self._size = size
+        # Bytes that have to be the same, as stretches.
+        self._stretches: list[tuple[int, np.ndarray]] = []
+        begin = 0
+        places = sorted(fixed)
+        for number, at in enumerate(places):
+            if number + 1 == len(places) or places[number + 1] != at + 1:
+                text = bytes(map(fixed.__getitem__, places[begin : number + 1]))
+                self._stretches.append((places[begin], np.frombuffer(text, dtype=np.uint8)))
+                begin = number + 1
 
-    def is_at(self, data: mmap.mmap, begin: int) -> bool:
-        """Return whether such an archive begins there."""
-        return self._pattern.fullmatch(data, begin, begin + self._size) is not None
+    def find(self, data: mmap.mmap, begins: np.ndarray) -> np.ndarray:
+        """Return whether such an archive begins at each of some places, none of which is too near to the end."""
+        found = np.ones(len(begins), dtype=bool)
+        for first in range(0, len(begins), _AT_ONCE):
+            some = slice(first, first + _AT_ONCE)
+            for at, text in self._stretches:
+                # All bytes of the file, by each of them as many as the stretch has.
+                rows = np.ndarray((len(data) - len(text) + 1, len(text)), np.uint8, data, strides=(1, 1))
+                found[some] &= (rows[begins[some] + at] == text).all(axis=1)
+                del rows  # the map cannot be closed before
+        return found
 
 
 def find_bytes(read: Read, member: ZipMember, where: str) -> int:

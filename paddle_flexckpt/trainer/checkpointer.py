@@ -53,7 +53,7 @@ from paddle_flexckpt.trainer.directories import (
     step_of,
 )
 from paddle_flexckpt.trainer.ema import AverageState
-from paddle_flexckpt.trainer.model_rules import hf_rules, install_model_rules
+from paddle_flexckpt.trainer.model_rules import aoa_config_of, export_config_of, install_model_rules
 from paddle_flexckpt.trainer.restoring import Restored, restore_from
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -115,9 +115,17 @@ class TrainerCheckpointer:
 
     def check_export(self) -> None:
         """Raise ValidationError where weights are to be exported and there are no rules for the model."""
+        if self.options.export_hf:
+            _ = self._export_config  # made by all ranks together, and kept
+
+    @functools.cached_property
+    def _export_config(self) -> dict[str, Any] | None:
+        """Return the statements of exported weights, which the model tells on all ranks; None of an adapter.
+
+        A wrapper's names are the adapter's own.
+        """
         model = self._trainer.model
-        if self.options.export_hf and not is_peft(model):
-            self._comm.together(lambda: (hf_rules(type(model), model.config), b""), "cannot export the weights")
+        return None if is_peft(model) else export_config_of(model, process_group=self._comm)
 
     def check(self) -> None:
         """Raise what the first save would, once model and optimizer are wrapped, and before the training starts."""
@@ -221,7 +229,7 @@ class TrainerCheckpointer:
             path = directories.directory(step)
             if self.options.export_hf:
                 what = f"{path} is complete, but its weights could not be exported"
-                self._on_coordinator(what, export_weights, self._trainer, path)
+                self._on_coordinator(what, export_weights, path, self._export_config)
             if _is_set(os.environ.get(_SIGNAL)):
                 what = f"{path} is complete, but its signal could not be left"
                 self._on_coordinator(what, (path / _DONE).write_text, f"{step}\n")
@@ -325,9 +333,9 @@ class TrainerCheckpointer:
         restore_from(self._trainer, os.fspath(path), False, self.options, self._comm)
 
     def load_hugging_face(self, path: str | os.PathLike[str]) -> None:
-        """Fill the model alone from Hugging Face weights, by the rules of its own class; errors of :meth:`restore`."""
-        model = self._trainer.model
-        options = dataclasses.replace(self.options, aoa_config=hf_rules(type(model), model.config)["from_hf"])
+        """Fill the model alone from Hugging Face weights, by what the live model says; errors of :meth:`restore`."""
+        config = aoa_config_of(self._trainer.model, process_group=self._comm)
+        options = dataclasses.replace(self.options, aoa_config=config)
         restore_from(self._trainer, os.fspath(path), False, options, self._comm)
 
     def save_model(self, output_dir: str | os.PathLike[str]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from paddle_flexckpt.parallel import optimizer_sharded_state_dict
 from paddle_flexckpt.parallel.layers import build_overlap_buffers
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY
-from paddle_flexckpt.trainer.model_rules import describe_model, hf_rules
+from paddle_flexckpt.trainer.model_rules import describe_model
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -135,25 +136,26 @@ def _write_config(model: Any, directory: Path) -> None:
             generation.save_pretrained(str(directory))
 
 
-def export_weights(trainer: Any, directory: Path) -> None:
+def export_weights(directory: Path, aoa_config: Mapping[str, Any] | None) -> None:
     """Write the model's weights of a complete checkpoint as safetensors with Hugging Face's names and layouts.
 
     They go to ``{directory}/huggingface``, which is there when it is complete; configuration and tokenizer are copied
     beside them. One process does it.
 
+    Args:
+        directory: The checkpoint's.
+        aoa_config: The statements from the model's names to Hugging Face's; None keeps its own.
+
     Raises:
-        ValidationError: There are no rules for this model; nothing was written.
+        ValidationError: The statements do not fit; nothing was written.
         OSError: The file system refused; likewise.
     """
-    model = trainer.model
-    # A wrapper's names are the adapter's own.
-    rules = None if is_peft(model) else hf_rules(type(model), model.config)["to_hf"]
     unfinished, output = directory / f"{_EXPORTED}.unfinished", directory / _EXPORTED
     for path in (unfinished, output):
         if path.exists():
             shutil.rmtree(path)
     try:
-        export_safetensors(directory / SUBDIRECTORY, unfinished, rules)
+        export_safetensors(directory / SUBDIRECTORY, unfinished, aoa_config)
         for path in sorted(directory.iterdir()):
             if path.is_file() and path.suffix in (".json", ".txt", ".model") and not path.name.startswith(_OWN):
                 shutil.copyfile(path, unfinished / path.name)

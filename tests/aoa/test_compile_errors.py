@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.aoa import AoaError, compile_program, invert
 from paddle_flexckpt.aoa.errors import MAX_LINE
-from paddle_flexckpt.aoa.parser import ATTRIBUTES, MAX_NAMES, TAGS
+from paddle_flexckpt.aoa.parser import ATTRIBUTES, MAX_NAMES, TAGS, parse
 from tests.aoa.small import catalog, compiled, numbered, room
 from tests.property import examples
 
@@ -121,6 +121,45 @@ def test_the_expansion_is_shown():
     assert "    expanded to: l.0.e.0,l.0.e.2->x,stack,axis=5" in found
     found = message("a, b^T -> x, axis=0")
     assert "    expanded to: a,b_transpose_tmp->x,axis=0" in found
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "end", "begin"),
+    [
+        ("e.0,e.1 -> model.layers.3.w1, axis=0", "model.layers.3.e.0 -> y", "axis=0", "model.layers.3.e.0"),
+        ("a -> x, fused_ffn", "model.g^T, model.u^T -> y, fused_ffn", "fused_ffn", "model.g"),
+        ("a -> x, axis=1, fused_qkv_old", "model.q -> y", "fused_qkv_old", "model.q"),
+        ("a -> x, fused_qkv, num_heads=8, num_key_value_groups=12", "$L.w -> y.$L", "num_key_value_groups=12", "$L.w"),
+        ("a -> x, scale=-0.5", "b -> y", "scale=-0.5", "b"),
+        ("a -> x, axis=1", "e5.w -> y", "axis=1", "e5.w"),
+    ],
+)
+def test_two_statements_with_nothing_between_them_are_told_where_to_cut(first: str, second: str, end: str, begin: str):
+    found = message(first + second)
+    column = len(first) + 1
+    assert found.startswith(
+        f"AOA statement 1, column {column}: two statements with nothing between them: {end!r} ends one, and {begin!r} "
+        f"begins another. Remedy: cut before column {column}; in a list of Python, put a comma between the two texts"
+    )
+    assert found.split("\n")[2] == " " * (column + 3) + "^"
+    # Cut there, these are two statements.
+    assert [statement.place.text for statement in parse(f"{first} {second}")] == [first, second]
+
+
+def test_a_name_behind_a_name_has_no_place_to_cut():
+    found = message("a -> x.weightmodel.b -> y")
+    assert found.startswith("AOA statement 1, column 22: a second '->' in one statement")
+    assert "one of ['x.weightmodel.b'] holds the end of the first and the begin of the second. Remedy: put" in found
+
+
+@pytest.mark.parametrize("text", ["0.weight -> x", "a -> 0.x", "a -> x, axis=10.5.b -> y", "a -> x, axis=0^T"])
+def test_other_numbers_are_not_taken_for_glued_statements(text: str):
+    assert "with nothing between them" not in message(text)
+
+
+def test_names_that_begin_as_tags_do_stay_names():
+    texts = ["a -> copy_of_a, stacked, axis=1", "a -> optional_x"]
+    assert [[v.name for v in parse(text)[0].right] for text in texts] == [["copy_of_a", "stacked"], ["optional_x"]]
 
 
 def test_all_problems_are_told_at_once():

@@ -8,6 +8,7 @@ import pytest
 
 from paddle_flexckpt.aoa import compile_program, emit, macros, names, parser, rule
 from paddle_flexckpt.aoa.structure import Structure
+from tests.aoa.fleet_models import PieceNames
 from tests.aoa.small import catalog, room
 
 
@@ -22,7 +23,14 @@ class CountingPattern:
         return getattr(self._pattern, name)
 
 
-def counted(monkeypatch, texts: list[str], source: dict, target: dict | None, cuts: dict | None = None) -> Counter:
+def counted(
+    monkeypatch,
+    texts: list[str],
+    source: dict,
+    target: dict | None,
+    cuts: dict | None = None,
+    reverses: bool = False,
+) -> Counter:
     """How often the compiler does what takes long."""
     counts: Counter = Counter()
 
@@ -42,8 +50,17 @@ def counted(monkeypatch, texts: list[str], source: dict, target: dict | None, cu
         for module in (macros, parser, rule):
             count(module, "parse", "parsed")
         count(names.KeyIndex, "bindings", "bindings")
+        count(names, "_enter", "entered")
         patch.setattr(names, "_DIGITS", CountingPattern(names._DIGITS, counts))
-        mapping = compile_program({"aoa_statements": texts}, *catalogs)
+        tokenize = parser.tokenize
+
+        def counting_tokens(text: str) -> list:
+            found = tokenize(text)
+            counts["tokens"] += len(found)
+            return found
+
+        patch.setattr(parser, "tokenize", counting_tokens)
+        mapping = compile_program({"aoa_statements": texts, "aoa_config_reverse": reverses}, *catalogs)
     counts["rows"] = len(mapping.maps)
     return counts
 
@@ -136,3 +153,56 @@ def test_optimizer_states_make_structures_once_too(monkeypatch):
     assert many["structures"] == few["structures"]
     assert many["lowered"] == few["lowered"]
     assert many["rows"] == 20 * few["rows"] == 40 * 5
+
+
+def gated(layers: int, heads: int, width: int = 6, value_width: int = 4) -> tuple[list[str], dict, dict]:
+    """Gated attention as PaddleFleet writes it, and both sides."""
+    texts, source, target = [], {}, {}
+    for i in range(layers):
+        own = f"model.layers.{i}.self_attn.qkv_proj.weight"
+        pieces = PieceNames(own, width, value_width, heads, groups=heads // 4)
+        for name, made in (("q", pieces.q), ("gate", pieces.gate), ("k", pieces.k), ("v", pieces.v)):
+            source[f"hf.layers.{i}.{name}"] = room(2 * len(made), 3)
+            texts.append(f"hf.layers.{i}.{name} -> {','.join(made)}, axis=0")
+        texts += [f"{','.join(pieces.fused)} -> {own}.qkv_fused_tmp, axis=0", f"{own}.qkv_fused_tmp^T -> {own}"]
+        target[own] = room(3, 2 * len(pieces.fused))
+    return texts, source, target
+
+
+@pytest.mark.parametrize("reverses", [False, True])
+def test_gated_attention_takes_a_few_operations_for_each_name(monkeypatch, reverses: bool):
+    """Hundreds of temporaries a layer: each is read once and looked at once, and layers share their structures."""
+    found = {}
+    for layers, heads in ((2, 8), (8, 8), (2, 32)):
+        texts, source, target = gated(layers, heads)
+        sides = (target, source) if reverses else (source, target)
+        found[layers, heads] = counts = counted(monkeypatch, texts, *sides, reverses=reverses)
+        names = sum(text.count(",") + 2 for text in texts)
+        # Nothing but the transposes, of three tokens, is parsed a second time.
+        in_texts = sum(len(parser.tokenize(text)) for text in texts)
+        assert in_texts <= counts["tokens"] <= in_texts + 30 * layers
+        assert counts["digits"] <= 2 * names
+        assert counts["structures"] <= 3 * names / layers
+    assert found[8, 8]["structures"] == found[2, 8]["structures"]
+    for label in ("tokens", "digits", "rows"):
+        assert found[8, 8][label] <= 4 * found[2, 8][label], label
+        assert found[2, 32][label] <= 4.1 * found[2, 8][label], label
+
+
+def test_layers_that_are_written_out_look_at_their_own_experts_alone(monkeypatch):
+    """Temporaries of each layer have the form of those of all others: the index is not made anew for them."""
+
+    def entered(layers: int) -> int:
+        texts, source, target = [], {}, {}
+        for i in range(layers):
+            prefix = f"model.layers.{i}.experts"
+            for e in range(5):
+                source[f"{prefix}.{e}.up_gate"] = room(2, 4)
+                target.update({f"hf.{i}.{e}.{x}": room(2, 2) for x in ("gate", "up")})
+            texts.append(f"{prefix}.$EXPERT_ID.up_gate -> {prefix}.$EXPERT_ID.gate, {prefix}.$EXPERT_ID.up, axis=1")
+            texts += [f"{prefix}.$EXPERT_ID.{x}^T -> hf.{i}.$EXPERT_ID.{x}" for x in ("gate", "up")]
+        return counted(monkeypatch, texts, source, target)["entered"]
+
+    # Each source key and each temporary once.
+    assert entered(3) == 3 * 15
+    assert entered(12) == 12 * 15

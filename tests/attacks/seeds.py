@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import numpy as safetensors_numpy
 
+from paddle_flexckpt.foreign.dcp_metadata import DcpChunk, DcpTensor, encode_dcp_metadata
 from paddle_flexckpt.native.manifest import _digest
 from tests.attacks.opcodes import DTYPE, array, named, short
 from tests.foreign.writers import NEW, OLD, metadata_pickle
@@ -124,7 +125,13 @@ def _torch_dcp() -> dict[str, bytes]:
 
 
 def torch_metadata() -> list[bytes]:
-    return [_torch_dcp()[".metadata"]]
+    return [_torch_dcp()[".metadata"], _metadata_with_runs()]
+
+
+def _metadata_with_runs() -> bytes:
+    """Tensors of so many chunks that their records are read in runs."""
+    chunks = [DcpChunk((4 * row, 0), (4, 300), f"__{row % 2}_0.distcp", 1577 * row, 1577) for row in range(12)]
+    return encode_dcp_metadata([DcpTensor(key, "float32", (48, 300), chunks) for key in "ab"])
 
 
 def torch_items() -> list[bytes]:

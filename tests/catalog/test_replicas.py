@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import CatalogBuilder, concat, group_replicas
-from paddle_flexckpt.catalog.replicas import _lexsort_packed
+from paddle_flexckpt.catalog.replicas import lexsort_packed
 from tests.property import examples
 from tests.property.layouts import Pick, catalog_of, layouts, mutate
 
@@ -112,4 +112,4 @@ def _one(key, rank):
 )
 def test_packed_sorting_is_numpys_sorting(rows):
     columns = [np.asarray(column, dtype=np.int64) for column in zip(*rows)]
-    assert _lexsort_packed(columns, len(rows)).tolist() == np.lexsort(columns[::-1]).tolist()
+    assert lexsort_packed(columns, len(rows)).tolist() == np.lexsort(columns[::-1]).tolist()

@@ -1,4 +1,4 @@
-"""Runs of records in ``.metadata``: read at once, they are what the machine makes of them one by one."""
+"""Runs of records in ``.metadata``: read at once, into columns, they are what the machine makes of them one by one."""
 
 from __future__ import annotations
 
@@ -9,20 +9,28 @@ import tracemalloc
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.catalog import Catalog, CheckpointError
 from paddle_flexckpt.foreign import pickle_reader
-from paddle_flexckpt.foreign.pickle_reader import load_pickle
-from paddle_flexckpt.foreign.torch_values import DCP_METADATA, Chunk, ItemIndex, ItemPlace
+from paddle_flexckpt.foreign.dcp_chunks import PlacedChunks, read_chunks, read_in_columns, read_one_by_one
+from tests.property import examples
 
-ONE_BY_ONE = replace(DCP_METADATA, runs=None)
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _NAMES = {
-    _METADATA: ("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "TensorProperties"),
+    _METADATA: (
+        "Metadata",
+        "TensorStorageMetadata",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+        "TensorProperties",
+        "BytesStorageMetadata",
+    ),
     _FILES: ("_StorageInfo",),
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -61,6 +69,9 @@ def torch_classes() -> Iterator[types.SimpleNamespace]:
             elif name == "Size":
                 reduce = lambda self: (type(self), (tuple(self),))  # noqa: E731
                 found[name] = type(name, (tuple,), {"__module__": module, "__reduce__": reduce})
+            elif name == "TensorProperties":
+                state = lambda self: (float32, _Layout(), False, 0, False)  # noqa: E731
+                found[name] = type(name, (), {"__module__": module, "__getstate__": state})
             else:
                 found[name] = type(name, (), {"__module__": module, "__init__": init})
             setattr(made[module], name, found[name])
@@ -72,62 +83,166 @@ def torch_classes() -> Iterator[types.SimpleNamespace]:
         yield types.SimpleNamespace(**found, float32=float32)
 
 
-def metadata(chunks, protocol=4, share=False, shuffle=False) -> bytes:
-    """A ``.metadata``: ``chunks`` are keys, offsets, sizes, files' names, and places."""
+class Tensor(NamedTuple):
+    """A tensor of a ``.metadata``; chunks are offsets, sizes, file, first byte, number of bytes."""
+
+    key: str
+    size: tuple[int, ...]
+    chunks: list[tuple[tuple[int, ...], tuple[int, ...], str, int, int]]
+
+
+def metadata(
+    tensors, protocol=4, share=False, shuffle=None, reverse=False, others=(), descriptors=False, twice=()
+) -> bytes:
+    """A ``.metadata`` of tensors.
+
+    Args:
+        tensors: What is in it.
+        protocol: The pickle's.
+        share: Whether places refer to the texts and sizes of chunks; otherwise they have been gathered from ranks.
+        shuffle: Puts places into another order.
+        reverse: Whether the fields of places' names are in another order.
+        others: Keys that are no tensors.
+        descriptors: Whether places have the field of transformations.
+        twice: Keys whose first chunk is described twice.
+    """
     with torch_classes() as of:
-        entries, places = {}, {}
-        for key, offsets, sizes, file, place, length in chunks:
-            form = of.TensorProperties()
-            form.__dict__.update(dtype=of.float32)
-            offset = of.Size(offsets)
-            chunk = of.ChunkStorageMetadata(offsets=offset, sizes=of.Size(sizes))
-            if key not in entries:
-                entries[key] = of.TensorStorageMetadata(size=of.Size(sizes), chunks=[])
-            entries[key].chunks.append(chunk)
-            other = offset if share else of.Size(offsets)
-            # Without a shared text, as after a gather.
-            name = key if share else "".join(key)
-            if shuffle:
-                index = of.MetadataIndex(fqn=name, offset=other, index=len(places))
-            else:
-                index = of.MetadataIndex(fqn=name, index=len(places), offset=other)
-            places[index] = of._StorageInfo(relative_path=file, offset=place, length=length)
-        return pickle.dumps([list(entry.chunks) for entry in entries.values()] + [places], protocol)
+        entries, places = {key: of.BytesStorageMetadata() for key in others}, []
+        paths: dict = {}
+        for key, size, chunks in tensors:
+            entry = of.TensorStorageMetadata(properties=of.TensorProperties(), size=of.Size(size), chunks=[])
+            entries[key] = entry
+            for number, (offsets, sizes, file, begin, length) in enumerate(chunks):
+                offset = of.Size(offsets)
+                entry.chunks.append(of.ChunkStorageMetadata(offsets=offset, sizes=of.Size(sizes)))
+                if not number and key in twice:
+                    entry.chunks.append(of.ChunkStorageMetadata(offsets=of.Size(offsets), sizes=of.Size(sizes)))
+                fields = {
+                    "fqn": key if share else "".join(list(key)),
+                    "index": number if number % 3 else None,
+                    "offset": offset if share else of.Size(offsets),
+                }
+                if reverse:
+                    fields = dict(reversed(list(fields.items())))
+                place = {"relative_path": paths.setdefault(file, file), "offset": begin, "length": length}
+                more = {"transform_descriptors": None} if descriptors else {}
+                places.append((of.MetadataIndex(**fields), of._StorageInfo(**place, **more)))
+        if shuffle is not None:
+            shuffle.shuffle(places)
+        places += [
+            (of.MetadataIndex(fqn=key), of._StorageInfo(relative_path="f", offset=0, length=9)) for key in others
+        ]
+        return pickle.dumps(of.Metadata(state_dict_metadata=entries, storage_data=dict(places)), protocol)
 
 
-def random_chunks(source: random.Random, count: int):
-    files = [f"__{rank}_0.distcp" for rank in range(5)]
+def random_tensors(source: random.Random, count: int) -> list[Tensor]:
+    """Tensors of ``count`` chunks in all, of few and many axes, with small and large numbers."""
+    files = [f"__{rank}_0.distcp" for rank in range(5)] + ["__7_12.distcp", "x"]
     most = [200, 300, 70_000, 1 << 33]
-    for number in range(count):
-        axes = source.choice((0, 1, 2, 2, 2, 3, 4, 6))
-        key = f"k{number // 40}" + ("" if source.random() < 0.98 else "é")
-        offsets, sizes = (tuple(source.randrange(source.choice(most)) for _ in range(axes)) for _ in range(2))
-        yield key, offsets, sizes, source.choice(files), source.randrange(source.choice(most)), 1577
+    tensors, left = [], count
+    while left > 0:
+        chunks = min(left, source.choice((1, 1, 3, 60)))
+        left -= chunks
+        axes = source.choice((0, 1, 2, 2, 2, 3, 4, 6, 9))
+        if not axes:
+            chunks = 1
+        key = f"k{len(tensors)}" + source.choice([""] * 20 + ["é", "k" * 300])
+        size = tuple(source.randrange(1, source.choice(most)) for _ in range(axes))
+        offsets = {tuple(source.randrange(source.choice(most)) for _ in range(axes)) for _ in range(chunks)}
+        places = [
+            (
+                offset,
+                tuple(source.randrange(source.choice(most)) for _ in range(axes)),
+                source.choice(files),
+                source.randrange(source.choice(most)),
+                source.randrange(source.choice(most)),
+            )
+            for offset in sorted(offsets)
+        ]
+        tensors.append(Tensor(key, size, places))
+    return tensors
 
 
-def outcome(data: bytes, vocabulary):
+def plain(found: PlacedChunks) -> Any:
+    """What can be compared."""
+    columns = {name: getattr(found.catalog, name) for name in Catalog.COLUMNS}
+    return (
+        {name: (column.dtype.str, column.tolist()) for name, column in columns.items()},
+        (found.catalog.keys, found.catalog.dtypes, found.catalog.files),
+        found.lengths.tolist(),
+        found.others,
+    )
+
+
+def outcome(read, data: bytes):
     try:
-        return load_pickle(data, "f", vocabulary)
+        return plain(read(data, "f"))
     except CheckpointError as error:
         return type(error), str(error)
 
 
-@pytest.mark.parametrize("protocol", [4, 5])
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_the_same_as_one_by_one(protocol, share, shuffle):
-    source = random.Random(protocol + 2 * share + 4 * shuffle)
-    chunks = list({(c[0], c[1]): c for c in random_chunks(source, 3000)}.values())
-    data = metadata(chunks, protocol, share, shuffle)
-    loaded = load_pickle(data, "f", DCP_METADATA)
-    assert loaded == load_pickle(data, "f", ONE_BY_ONE)
-    assert loaded[-1] == {
-        ItemIndex(key, offsets): ItemPlace(file, place, length) for key, offsets, _, file, place, length in chunks
+def check(data: bytes) -> None:
+    """Columns are what the machine makes one by one."""
+    found = read_in_columns(data, "f")
+    assert found is not None
+    assert plain(found) == plain(read_one_by_one(data, "f"))
+
+
+@pytest.mark.parametrize(
+    ("protocol", "share", "shuffled"), [(2, False, True), (4, False, True), (4, True, False), (5, False, False)]
+)
+def test_the_same_as_one_by_one(protocol, share, shuffled):
+    source = random.Random(protocol + 8 * share + 16 * shuffled)
+    tensors = random_tensors(source, 500)
+    data = metadata(
+        tensors, protocol, share, source if shuffled else None, shuffled, others=["step", "k0.x"], descriptors=share,
+        twice=[tensor.key for tensor in tensors[::7]],
+    )  # fmt: skip
+    check(data)
+    expected = {
+        (tensor.key, offset, sizes, file, begin, length)
+        for tensor in tensors
+        for offset, sizes, file, begin, length in tensor.chunks
     }
-    by_key: dict = {}
-    for key, offsets, sizes, *_ in chunks:
-        by_key.setdefault(key, []).append(Chunk(offsets, sizes))
-    assert loaded[:-1] == list(by_key.values())
+    found = read_chunks(data, "f")
+    table = found.catalog
+    assert expected == {
+        (
+            table.key_name(row),
+            table.unpadded(row, table.offset),
+            table.unpadded(row, table.shape),
+            table.file_name(row),
+            int(table.byte_offset[row]),
+            int(found.lengths[row]),
+        )
+        for row in range(len(table))
+    }
+    assert len(table) == len(expected)
+    assert found.others == ("step", "k0.x")
+
+
+@examples(40)
+@given(
+    seed=st.integers(0, 1 << 30),
+    count=st.integers(1, 100),
+    share=st.booleans(),
+    shuffled=st.booleans(),
+    changes=st.lists(
+        st.tuples(st.integers(0, 1 << 20), st.sampled_from([*b"h)(\x94\x85KMJNRbtue", 0, 1, 255])), max_size=3
+    ),
+)
+def test_whatever_is_in_it_the_columns_are_what_is_read_one_by_one(seed, count, share, shuffled, changes):
+    """And where they are not, it is read one by one: the same comes out, or the same error."""
+    source = random.Random(seed)
+    data = bytearray(metadata(random_tensors(source, count), 4, share, source if shuffled else None))
+    for place, value in changes:
+        data[place % len(data)] = value
+    expected = outcome(read_one_by_one, bytes(data))
+    found = read_in_columns(bytes(data), "f")
+    if not changes:
+        assert found is not None
+    assert found is None or plain(found) == expected
+    assert outcome(read_chunks, bytes(data)) == expected
 
 
 def count_operations(data: bytes, monkeypatch) -> int:
@@ -141,50 +256,74 @@ def count_operations(data: bytes, monkeypatch) -> int:
 
     with monkeypatch.context() as patched:
         patched.setitem(pickle_reader.OPERATIONS, ord("b"), counting)
-        load_pickle(data, "f", DCP_METADATA)
+        assert read_in_columns(data, "f") is not None
     return counted
 
 
-def test_few_records_are_left_to_the_machine(monkeypatch):
-    """Of 20,000 chunks with three records each: where a frame or a batch of the pickler's ends, and the first ones."""
-    chunks = [("w", (4 * i, 0), (4, 8), f"__{i % 7}_0.distcp", 1577 * i, 1577) for i in range(20_000)]
-    for share in (False, True):
-        assert count_operations(metadata(chunks, share=share), monkeypatch) < 1000
+@pytest.mark.parametrize(("order", "share"), [("by tensor", True), ("by rank", False)])
+def test_few_records_are_left_to_the_machine(monkeypatch, order, share):
+    """Of 20,000 chunks with three records each: where a frame or a batch of the pickler's ends, and the first ones.
+
+    By rank one record is of a vector, the next of a matrix.
+    """
+    shapes = [(4, 8), (4,), (4, 8), (4, 2, 3)]
+    tensors = [
+        Tensor(
+            f"layers.{number}.weight",
+            (4 * 500, *shapes[number % 4][1:]),
+            [
+                ((4 * rank, *[0] * (len(shapes[number % 4]) - 1)), shapes[number % 4], f"__{rank}_0.distcp",
+                 1577 * number, 1577)
+                for rank in range(500)
+            ],
+        )
+        for number in range(40)
+    ]  # fmt: skip
+
+    class ByRank:
+        def shuffle(self, places):
+            places.sort(key=lambda place: place[1].relative_path)
+
+    data = metadata(tensors, share=share, shuffle=ByRank() if order == "by rank" else None)
+    assert count_operations(data, monkeypatch) < 1200
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
 def test_damage_is_told_as_by_the_machine(count):
     source = random.Random(7)
-    chunks = list({(c[0], c[1]): c for c in random_chunks(source, 60)}.values())
-    data = metadata(chunks)
-    assert type(outcome(data, DCP_METADATA)) is list
+    data = metadata(random_tensors(source, 50))
+    check(data)
     refused = 0
     for _ in range(count):
         changed = bytearray(data)
         for _ in range(source.choice((1, 1, 2))):
             changed[source.randrange(len(data))] = source.choice((source.randrange(256), *b"h)(\x94\x85KMJ"))
-        expected = outcome(bytes(changed), ONE_BY_ONE)
-        assert outcome(bytes(changed), DCP_METADATA) == expected
-        refused += type(expected) is tuple
+        expected = outcome(read_one_by_one, bytes(changed))
+        found = read_in_columns(bytes(changed), "f")
+        assert found is None or plain(found) == expected
+        assert outcome(read_chunks, bytes(changed)) == expected
+        refused += len(expected) == 2
     assert 0.2 * count < refused < count
 
 
-def test_an_object_of_a_run_that_is_referred_to():
-    """The run did not keep it: the pickle is read again, one by one."""
-    with torch_classes() as of:
-        chunks = [of.ChunkStorageMetadata(offsets=of.Size((i,)), sizes=of.Size((1,))) for i in range(9)]
-        data = pickle.dumps([chunks, [chunks[5]]], 4)
-    assert load_pickle(data, "f", DCP_METADATA) == [[Chunk((i,), (1,)) for i in range(9)], [Chunk((5,), (1,))]]
+def test_the_same_place_twice_is_an_error():
+    tensor = Tensor("w", (80,), [((4 * i,), (4,), "__0_0.distcp", 9 * i, 9) for i in range(20)])
+    data = metadata([tensor])
+    place = data.rindex(b"K\x08\x85\x94\x85\x94R\x94")  # the offset of the third
+    changed = data[:place] + data[place:].replace(b"K\x08", b"K\x0c", 1)
+    assert read_in_columns(changed, "f") is None
+    with pytest.raises(CheckpointError, match="the same key twice in a dict"):
+        read_chunks(changed, "f")
 
 
 def test_what_runs_cost():
-    chunks = [("w", (4 * i, 0), (4, 8), f"__{i % 7}_0.distcp", 1577 * i, 1577) for i in range(4_000)]
-    data = metadata(chunks)
+    chunks = [((4 * i, 0), (4, 8), f"__{i % 7}_0.distcp", 1577 * i, 1577) for i in range(2_000)]
+    data = metadata([Tensor("w", (8_000, 8), chunks)])
     peaks = []
-    for vocabulary in (DCP_METADATA, ONE_BY_ONE):
+    for read in (read_in_columns, read_one_by_one):
         tracemalloc.start()
-        load_pickle(data, "f", vocabulary)
+        read(data, "f")
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[0] < 14 * len(data)
-    assert peaks[0] < 1.3 * peaks[1]
+    assert peaks[0] < 8 * len(data)
+    assert peaks[0] < 0.7 * peaks[1]

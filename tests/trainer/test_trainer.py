@@ -346,10 +346,10 @@ def test_weights_of_hugging_face_can_be_resumed_from(tmp_path):
 def test_an_export_that_cannot_be_is_an_error_before_the_training(tmp_path, monkeypatch):
     from paddle_flexckpt.trainer import checkpointer
 
-    def no_rules(*args: Any) -> Any:
+    def no_rules(*args: Any, **options: Any) -> Any:
         raise ValidationError(["there are no rules for this model"])
 
-    monkeypatch.setattr(checkpointer, "hf_rules", no_rules)
+    monkeypatch.setattr(checkpointer, "export_config_of", no_rules)
     with pytest.raises(ValidationError, match="no rules for this model"):
         Run(tmp_path, flex_export_hf=True)
     assert steps_in(tmp_path) == []

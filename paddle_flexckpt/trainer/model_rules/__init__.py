@@ -3,11 +3,14 @@
 from paddle_flexckpt.trainer.model_rules.hf import hf_rules
 from paddle_flexckpt.trainer.model_rules.install import describe_model, install_model_rules, uninstall_model_rules
 from paddle_flexckpt.trainer.model_rules.layers import ModelRule, register_model_rule, unregister_model_rule
+from paddle_flexckpt.trainer.model_rules.live import aoa_config_of, export_config_of
 from paddle_flexckpt.trainer.model_rules.pipeline import register_shared_attribute
 
 __all__ = [
     "ModelRule",
+    "aoa_config_of",
     "describe_model",
+    "export_config_of",
     "hf_rules",
     "install_model_rules",
     "register_model_rule",

@@ -1,0 +1,190 @@
+"""Unite the statements of ranks that hold different parts of a model. Tested in tests/aoa/test_union.py.
+
+Each rank says how its own layers and experts are made. A load needs all of it on every rank, each statement once, in
+an order that keeps that of each rank: statements are carried out from top to bottom.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from paddle_flexckpt.aoa.errors import AoaError, shorten
+from paddle_flexckpt.aoa.macros import array_names
+from paddle_flexckpt.aoa.parser import Statement, Variable, parse_program
+
+# What a placeholder, a star or a number stands for.
+_VARYING = re.compile(r"\\?\$(?:\{[^}]*\}|[A-Z][A-Z0-9]*(?:_[A-Z][A-Z0-9]*)*)|\*|\d+")
+
+
+def united_statements(programs: Mapping[int, Sequence[str]]) -> list[str]:
+    """Return one program for all ranks: each statement of each rank, once, in an order that keeps every rank's.
+
+    What only one rank has goes before the next statement that it shares with earlier ranks. A statement that a rank has
+    twice stays twice. Texts with several statements are taken apart, unless all ranks have the same.
+
+    Args:
+        programs: The statements of each rank.
+
+    Raises:
+        AoaError: A rank's statements are malformed, or ranks contradict each other: they assign a name differently,
+            have the same statements in another order, or one reads what another assigns and no rank does both.
+    """
+    given = list(programs.values())
+    if all(list(program) == list(given[0]) for program in given):
+        return list(given[0])
+    table = _Table()
+    steps = {rank: table.numbers(rank, program) for rank, program in programs.items()}
+    problems = list(_Uses(steps, table.statements).contradictions())
+    if problems:
+        raise AoaError(problems)
+    merged: list[int] = []
+    for rank, numbers in steps.items():
+        merged = _merged(merged, numbers, rank, table.statements)
+    return [table.statements[number].place.text for number in merged]
+
+
+class _Table:
+    """Number the statements of all ranks; equal ones have one number, but for those that one rank has twice."""
+
+    def __init__(self) -> None:
+        self.statements: list[Statement] = []
+        self._numbers: dict[tuple[tuple[str, ...], int], int] = {}
+        self._parsed: dict[str, list[tuple[tuple[str, ...], Statement]]] = {}
+
+    def numbers(self, rank: int, program: Sequence[str]) -> list[int]:
+        """Return the statements of a rank."""
+        seen: Counter[tuple[str, ...]] = Counter()
+        found = []
+        for position, text in enumerate(program, start=1):
+            for tokens, statement in self._parse(rank, position, text):
+                number = self._numbers.setdefault((tokens, seen[tokens]), len(self.statements))
+                seen[tokens] += 1
+                if number == len(self.statements):
+                    self.statements.append(statement)
+                found.append(number)
+        return found
+
+    def _parse(self, rank: int, position: int, text: str) -> list[tuple[tuple[str, ...], Statement]]:
+        if text not in self._parsed:
+            try:
+                statements = parse_program([text], position)
+            except AoaError as error:
+                raise AoaError([f"[rank {rank}] {problem}" for problem in error.problems]) from error
+            self._parsed[text] = [(tuple(token.text for token in each.tokens), each) for each in statements]
+        return self._parsed[text]
+
+
+class _Name(NamedTuple):
+    """Hold a name and what varies in it: numbers, and None for each placeholder or star."""
+
+    text: str
+    form: str
+    slots: tuple[str | None, ...]
+
+    @property
+    def is_pattern(self) -> bool:
+        return None in self.slots
+
+    def meets(self, other: _Name) -> bool:
+        """Return whether both may stand for one name; they are of the same form."""
+        return all(one is None or two is None or one == two for one, two in zip(self.slots, other.slots))
+
+
+def _name(text: str) -> _Name:
+    slots = tuple(found if found.isdigit() else None for found in _VARYING.findall(text))
+    return _Name(text, _VARYING.sub("#", text), slots)
+
+
+class _Uses:
+    """Tell who assigns and who reads what."""
+
+    def __init__(self, steps: Mapping[int, list[int]], statements: Sequence[Statement]) -> None:
+        self._statements = statements
+        # By name and rank, the statements that assign it; by name and statement, the ranks where it reads it.
+        self._assigned: dict[str, dict[int, list[int]]] = {}
+        self._read: dict[tuple[str, int], set[int]] = {}
+        for rank, numbers in steps.items():
+            for number in numbers:
+                for name in _names(statements[number].right):
+                    self._assigned.setdefault(name, {}).setdefault(rank, []).append(number)
+                for name in _names(statements[number].left):
+                    self._read.setdefault((name, number), set()).add(rank)
+        self._forms: dict[str, list[_Name]] = {}
+        for each in map(_name, self._assigned):
+            self._forms.setdefault(each.form, []).append(each)
+
+    def contradictions(self) -> Iterator[str]:
+        """Return what ranks say against each other."""
+        for name, by_rank in self._assigned.items():
+            first = next(iter(by_rank))
+            for rank, numbers in by_rank.items():
+                if numbers != by_rank[first]:
+                    yield self._different(name, (first, by_rank[first]), (rank, numbers))
+        for names in self._forms.values():
+            for pattern in names:
+                if pattern.is_pattern:
+                    yield from self._beside(pattern, names)
+        for (text, number), ranks in self._read.items():
+            for made in self._made(_name(text)):
+                if ranks.isdisjoint(self._assigned[made]):
+                    yield self._unordered(text, number, min(ranks), made)
+
+    def _beside(self, pattern: _Name, names: Iterable[_Name]) -> Iterator[str]:
+        """Return problems for names that a pattern stands for too, and that other ranks assign."""
+        own = self._assigned[pattern.text]
+        for name in names:
+            others = self._assigned[name.text]
+            if name.text != pattern.text and own.keys() != others.keys() and pattern.meets(name):
+                rank = next(iter(own.keys() - others.keys()), next(iter(own)))
+                other = next(iter(others.keys() - own.keys()), next(iter(others)))
+                yield self._different(name.text, (rank, own[rank]), (other, others[other]))
+
+    def _made(self, name: _Name) -> list[str]:
+        """Return the assigned names that a name which is read may be."""
+        if not name.is_pattern and not any(each.is_pattern for each in self._forms.get(name.form, ())):
+            return [name.text] if name.text in self._assigned else []
+        return [each.text for each in self._forms.get(name.form, ()) if each.meets(name)]
+
+    def _different(self, name: str, one: tuple[int, list[int]], other: tuple[int, list[int]]) -> str:
+        said, instead = (", then ".join(self._text(number) for number in numbers) for _, numbers in (one, other))
+        return (
+            f"ranks {one[0]} and {other[0]} contradict each other about {name!r}: rank {one[0]} has {said}, rank "
+            f"{other[0]} has {instead}. Remedy: generate the same statements about a name on all ranks that have it"
+        )
+
+    def _unordered(self, name: str, number: int, rank: int, made: str) -> str:
+        maker = min(self._assigned[made])
+        return (
+            f"rank {rank} reads {name!r} in {self._text(number)}, and rank {maker} assigns {made!r}, but no rank does "
+            "both: which goes first is not known. Remedy: generate both statements on one rank, or choose another "
+            f"name for what rank {maker} assigns"
+        )
+
+    def _text(self, number: int) -> str:
+        return repr(shorten(self._statements[number].place.text))
+
+
+def _names(variables: Sequence[Variable]) -> Iterator[str]:
+    return (name for name in array_names(variables) if name != "_")
+
+
+def _merged(before: list[int], numbers: list[int], rank: int, statements: Sequence[Statement]) -> list[int]:
+    """Return both programs as one, in an order that keeps that of each."""
+    known, merged, waiting, position = set(before), [], [], 0
+    for number in numbers:
+        if number not in known:
+            waiting.append(number)
+            continue
+        try:
+            place = before.index(number, position)
+        except ValueError as error:
+            raise AoaError(
+                f"rank {rank} has {shorten(statements[number].place.text)!r} after a statement that an earlier rank "
+                "has after it. Remedy: generate the statements that ranks share in the same order on all of them"
+            ) from error
+        merged += [*before[position:place], *waiting, number]
+        waiting, position = [], place + 1
+    return [*merged, *before[position:], *waiting]

@@ -1,0 +1,236 @@
+"""What a conversion writes, whatever the format is: tensors, the layout they are cut for, files, and what writes these.
+
+Tested in tests/engine/test_conversion.py.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+import xxhash
+
+from paddle_flexckpt.algebra import Box
+from paddle_flexckpt.algebra.flat import flat_range_to_boxes
+from paddle_flexckpt.aoa import TensorInfo
+from paddle_flexckpt.catalog import (
+    EXTRA_STATE,
+    Catalog,
+    CatalogBuilder,
+    CorruptCheckpointError,
+    Order,
+    ValidationError,
+    concat,
+    group_replicas,
+    validate_coverage,
+)
+from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.catalog.table import NOT_FLATTENED
+from paddle_flexckpt.engine.models import layout_for
+from paddle_flexckpt.engine.tensor_files import group
+from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.planning.strategy import Strategy
+
+# A header of 100 MB, the most that safetensors allows, has more than twice as many.
+MOST_TENSORS = 100_000
+_READ_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """Describe what a conversion writes, whatever the format is.
+
+    Attributes:
+        infos: Shape and dtype of each tensor by its name.
+        orders: In which order the elements of tensors lie, as far as it is known.
+        stored: The source's shards of tensors that are written as they are, by the same names.
+        token: Hexadecimal digits that are the same for the same conversion, and for no other.
+        step: Training step, if it is known.
+        strategy: The layout; None: whole tensors.
+        cuts: Which axis tensor parallelism cuts, as of :func:`~paddle_flexckpt.engine.models.model_of`.
+        max_file_bytes: Bytes of tensors in one file, where they are whole.
+    """
+
+    infos: Mapping[str, TensorInfo]
+    orders: Mapping[str, Order]
+    stored: Catalog
+    token: str
+    step: int | None = None
+    strategy: Strategy | None = None
+    cuts: Sequence[tuple[str, int | None]] = ()
+    max_file_bytes: int = 5 << 30
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedFile:
+    """Describe a file of tensors.
+
+    Attributes:
+        name: Its name.
+        parts: Name and box of what it holds, in the order of its data.
+        data_bytes: Bytes of these.
+    """
+
+    name: str
+    parts: Sequence[tuple[str, Box]]
+    data_bytes: int
+
+
+class ConversionTarget(ABC):
+    """Write a checkpoint in one format, file by file.
+
+    Unless :meth:`is_committed`, :meth:`begin`, then :meth:`write` for each file that :meth:`holds` does not find as it
+    was written; then :meth:`commit`. A process may die at any point, and another one begins anew with the same content.
+
+    Attributes:
+        by_safetensors: Whether its files can hold only what safetensors itself knows.
+        states: Whether optimizer states and extra state are written, unless the caller says otherwise.
+        has_layout: Whether tensors may be cut.
+        files: What is to be written.
+        notes: What is taken for granted.
+    """
+
+    by_safetensors: ClassVar[bool] = True
+    states: ClassVar[bool] = False
+    has_layout: ClassVar[bool] = False
+    files: list[PlannedFile]
+
+    def __init__(self, sink: Backend, content: Content) -> None:
+        """Plan the files; touch nothing.
+
+        Raises:
+            ValidationError: The format cannot hold the content.
+        """
+        self.sink, self.content = sink, content
+        self.notes: list[str] = []
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of all files that may be there, from the first to the last moment."""
+
+    def begin(self) -> None:  # noqa: B027
+        """Write what has to be there before the first file of tensors; to do so again is fine."""
+
+    @abstractmethod
+    def write(self, number: int, data: Iterable[np.ndarray]) -> bytes:
+        """Write a file, durably, and return what :meth:`holds` and :meth:`commit` need to know of it.
+
+        Args:
+            number: Which of ``files``.
+            data: The elements of its parts in their order, in any number of arrays.
+        """
+
+    @abstractmethod
+    def holds(self, number: int, record: bytes) -> bool:
+        """Return whether a file is there, byte for byte as :meth:`write` has left it."""
+
+    @abstractmethod
+    def is_committed(self) -> bool:
+        """Return whether the checkpoint exists: then no file of it may be touched."""
+
+    @abstractmethod
+    def commit(self, records: Sequence[bytes]) -> None:
+        """Make the checkpoint exist, with what :meth:`write` returned of all files.
+
+        One that exists gets what else belongs to it.
+        """
+
+
+def rows_of(content: Content) -> tuple[Catalog, list[str]]:
+    """Return what each rank has before replicas are left out, and what is taken for granted.
+
+    Without a strategy a rank stands for a file of whole tensors.
+
+    Raises:
+        ValidationError: The strategy does not fit the model.
+    """
+    if content.strategy is not None:
+        return _cut_rows(content, content.strategy)
+    tables = []
+    for rank, names in enumerate(group(content.infos, content.max_file_bytes, MOST_TENSORS)):
+        tables.append(_whole_rows(rank, {name: content.infos[name] for name in names}))
+    return concat(tables).with_orders(content.orders), []
+
+
+def _cut_rows(content: Content, strategy: Strategy) -> tuple[Catalog, list[str]]:
+    """Return what all ranks of a strategy have; rank 0 has what the strategy says nothing of."""
+    infos = content.infos
+    model = {name: info for name, info in infos.items() if not name.startswith(EXTRA_STATE)}
+    layout, notes = layout_for(strategy, model, content.stored, content.cuts)
+    notes = [*notes]
+    table = concat([layout.catalog(rank) for rank in range(strategy.ranks)])
+    first = dict(zip(*(column.tolist() for column in np.unique(table.key, return_index=True))))
+    known = np.asarray(
+        [
+            number in first and name in infos and table.unpadded(first[number], table.global_shape) == infos[name].shape
+            for number, name in enumerate(table.keys)
+        ],
+        dtype=bool,
+    )
+    table = table.take(known[table.key]).compact()
+    dtypes = tuple(dict.fromkeys(info.dtype for info in infos.values()))
+    numbers = np.asarray([dtypes.index(infos[name].dtype) for name in table.keys], dtype=np.int16)
+    table = replace(table, dtypes=dtypes, dtype=numbers[table.key])
+    problems = validate_coverage(table, group_replicas(table)).problems
+    if problems:
+        raise ValidationError(problems, f"{strategy} does not fit the model")
+    rest = {name: infos[name] for name in infos.keys() - set(table.keys)}
+    others = sorted(name for name in rest if not name.startswith(EXTRA_STATE))
+    if others:
+        notes.append(f"rank 0 stores all of {listed(others, 3)}, of which the strategy says nothing")
+    tables = [table, _whole_rows(0, dict(sorted(rest.items())))] if rest else [table]
+    return concat(tables).with_orders(content.orders), notes
+
+
+def _whole_rows(rank: int, infos: Mapping[str, TensorInfo]) -> Catalog:
+    builder = CatalogBuilder(rank)
+    for name, info in infos.items():
+        builder.add(name, info.dtype, info.shape, (0,) * len(info.shape), info.shape)
+    return builder.build()
+
+
+def whole_parts(infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Box]]:
+    """Yield name and box of tensors that have elements."""
+    for name, info in infos.items():
+        box = Box((0,) * len(info.shape), info.shape)
+        if box.size:
+            yield name, box
+
+
+def parts_of(items: Catalog) -> list[tuple[str, Box]]:
+    """Return name and boxes of items, in the order of their data; nothing for those without elements."""
+    parts: list[tuple[str, Box]] = []
+    lengths = items.byte_length
+    for row in range(len(items)):
+        name, offset, shape = items.key_name(row), items.unpadded(row, items.offset), items.unpadded(row, items.shape)
+        if not lengths[row]:
+            continue
+        if items.flat_start[row] == NOT_FLATTENED:
+            parts.append((name, Box(offset, shape)))
+            continue
+        boxes = flat_range_to_boxes(shape, int(items.flat_start[row]), int(items.flat_stop[row]))
+        parts += [(name, Box(tuple(map(sum, zip(offset, box.offset))), box.shape)) for box in boxes]
+    return parts
+
+
+def record_of(nbytes: int, digest: str) -> bytes:
+    """Return what is noted of a file that is compared as a whole: its bytes, and their XXH3-128 in hexadecimal."""
+    return json.dumps({"bytes": nbytes, "xxh3_128": digest}).encode()
+
+
+def is_recorded(sink: Backend, name: str, nbytes: int, record: bytes) -> bool:
+    """Return whether a file of so many bytes is there, and :func:`record_of` it is this."""
+    digest = xxhash.xxh3_128()
+    try:
+        with sink.open(name) as file:
+            if file.size != nbytes:
+                return False
+            for begin in range(0, nbytes, _READ_BYTES):
+                digest.update(file.read(begin, _READ_BYTES))
+    except (FileNotFoundError, CorruptCheckpointError):
+        return False
+    return record == record_of(nbytes, digest.hexdigest())

@@ -1,0 +1,128 @@
+"""Write a checkpoint of torch.distributed.checkpoint (DCP): ``__{rank}_{n}.distcp``, and ``.metadata`` last.
+
+Each chunk is a box, and an archive as ``torch.save`` writes it. torch is not needed. Tested in
+tests/engine/test_dcp_target.py.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import xxhash
+
+from paddle_flexckpt.algebra import Box
+from paddle_flexckpt.engine.conversion_content import (
+    Content,
+    ConversionTarget,
+    PlannedFile,
+    is_recorded,
+    parts_of,
+    record_of,
+    rows_of,
+)
+from paddle_flexckpt.foreign.dcp_metadata import DcpChunk, DcpTensor, encode_dcp_metadata
+from paddle_flexckpt.foreign.torch_dcp import DCP_METADATA_FILE
+from paddle_flexckpt.foreign.torch_saving import TensorArchive, head_of, plan_archive, tail_of
+from paddle_flexckpt.media.backend import Backend, Buffer, publish
+from paddle_flexckpt.planning import plan_write
+
+# Small pieces are written together.
+_BUFFER_BYTES = 1 << 20
+
+
+class TorchDcpTarget(ConversionTarget):
+    """Write a checkpoint of DCP: whole tensors, or what each rank of a strategy would have saved, replicas once."""
+
+    by_safetensors = False
+    states = True
+    has_layout = True
+
+    def __init__(self, sink: Backend, content: Content) -> None:
+        """Plan the archives of all chunks: their bytes and places are known but for the elements."""
+        super().__init__(sink, content)
+        rows, self.notes = rows_of(content)
+        items = plan_write(rows, str).catalog
+        infos, chunks = content.infos, {name: list[DcpChunk]() for name in sorted(content.infos)}
+        empty = [(name, Box((0,) * len(info.shape), info.shape)) for name, info in infos.items() if not info.nbytes]
+        self.files: list[PlannedFile] = []
+        self._archives: list[list[TensorArchive]] = []
+        self._sizes: list[int] = []
+        for number, rank in enumerate(np.unique(items.rank).tolist() or [0]):
+            # Whole tensors are one rank's, in several files.
+            name = f"__{rank}_0.distcp" if content.strategy is not None else f"__0_{number}.distcp"
+            parts = parts_of(items.take(items.rank == rank))
+            archives, begin = list[TensorArchive](), 0
+            # A tensor without elements has one archive too.
+            for key, box in [*parts, *(empty if not number else ())]:
+                archives.append(plan_archive(infos[key].dtype, box.shape))
+                chunks[key].append(DcpChunk(box.offset, box.shape, name, begin, archives[-1].nbytes))
+                begin += archives[-1].nbytes
+            self.files.append(PlannedFile(name, parts, sum(archive.data_bytes for archive in archives)))
+            self._archives.append(archives)
+            self._sizes.append(begin)
+        self._tensors = [DcpTensor(key, infos[key].dtype, infos[key].shape, found) for key, found in chunks.items()]
+
+    def names(self) -> list[str]:
+        """Implement the base class."""
+        return [*(file.name for file in self.files), DCP_METADATA_FILE]
+
+    def write(self, number: int, data: Iterable[np.ndarray]) -> bytes:
+        """Implement the base class."""
+        name, size = self.files[number].name, self._sizes[number]
+        digest = xxhash.xxh3_128()
+        with self.sink.create(name, "replace", size=size) as stream:
+            for piece in _with_archives(self._archives[number], data):
+                digest.update(piece)
+                stream.write(piece)
+                del piece  # gone before the next elements are read
+        return record_of(size, digest.hexdigest())
+
+    def holds(self, number: int, record: bytes) -> bool:
+        """Implement the base class."""
+        return is_recorded(self.sink, self.files[number].name, self._sizes[number], record)
+
+    def is_committed(self) -> bool:
+        """Implement the base class."""
+        return DCP_METADATA_FILE in self.sink.names()
+
+    def commit(self, records: Sequence[bytes]) -> None:
+        """Implement the base class."""
+        if not self.is_committed():
+            publish(self.sink, DCP_METADATA_FILE, encode_dcp_metadata(self._tensors))
+
+
+def _with_archives(archives: Iterable[TensorArchive], data: Iterable[np.ndarray]) -> Iterator[Buffer]:
+    """Yield the bytes of archives, one after the other: few small pieces, and large arrays as they are.
+
+    Raises:
+        ValueError: The data are not the archives' elements.
+    """
+    arrays = iter(data)
+    small = bytearray()
+    for archive in archives:
+        small += head_of(archive)
+        checksum, left = 0, archive.data_bytes
+        while left:
+            part = next(arrays, None)
+            if part is None or part.nbytes > left:
+                raise ValueError(
+                    f"the data does not end with a chunk: {left} of {archive.data_bytes} bytes are missing"
+                )
+            view = memoryview(part.ravel().view(np.uint8))
+            del part
+            checksum = zlib.crc32(view, checksum)
+            left -= view.nbytes
+            if len(small) + view.nbytes <= _BUFFER_BYTES:
+                small += view
+                continue
+            yield bytes(small)
+            small.clear()
+            yield view
+            del view
+        small += tail_of(archive, checksum)
+        if len(small) >= _BUFFER_BYTES:
+            yield bytes(small)
+            small.clear()
+    yield bytes(small)

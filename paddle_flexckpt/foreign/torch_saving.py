@@ -1,0 +1,205 @@
+"""Write what ``torch.save`` makes of a tensor, without torch: the same bytes, and the elements need not be at hand.
+
+The archive is zip without compression. Its members are ``data.pkl``, which is a pickle of the tensor's type and shape,
+the elements, and small ones around them. Sizes and places are known before the elements are; their checksum follows
+them. Tested in tests/foreign/test_torch_saving.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.foreign.strided_boxes import row_major
+from paddle_flexckpt.foreign.torch_values import TYPED_STORAGES
+
+_START = "archive/"
+_ALIGNMENT = 64
+_LOCAL, _ENTRY = struct.Struct("<4s5H3L2H"), struct.Struct("<4s6H3L5H2L")
+_END64, _LOCATOR, _END = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL"), struct.Struct("<4s4H2LH")
+# Names are UTF-8; and what has bytes has its checksum behind them.
+_TEXT_NAME, _CHECKSUM_FOLLOWS = 0x0800, 0x0008
+# Larger sizes and places have 64 bits.
+_MOST_32 = 0xFFFFFFFF
+# What torch makes of the names of these members, for the fingerprint that it puts into an archive.
+_NAMES_HASH = 15728199511854643026
+_STORAGE_TYPES = {dtype: name for name, dtype in TYPED_STORAGES.items()}
+
+
+class TensorArchive(NamedTuple):
+    """Describe the archive of a tensor; :func:`head_of` and :func:`tail_of` are its bytes around the elements.
+
+    Attributes:
+        dtype: The name of its element type.
+        shape: Its shape; the elements are in row-major order.
+        data_bytes: Bytes of its elements.
+        nbytes: Bytes of the archive.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_bytes: int
+    nbytes: int
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_archive(dtype: str, shape: tuple[int, ...]) -> TensorArchive:
+    """Lay out the archive of a tensor."""
+    data_bytes = math.prod(shape) * DTYPES[dtype].itemsize
+    return TensorArchive(dtype, shape, data_bytes, sum(map(len, _around(dtype, shape, 0))) + data_bytes)
+
+
+@functools.lru_cache(maxsize=1024)
+def head_of(archive: TensorArchive) -> bytes:
+    """Return what stands before the elements."""
+    return _around(archive.dtype, archive.shape, 0)[0]
+
+
+def tail_of(archive: TensorArchive, checksum: int) -> bytes:
+    """Return what follows the elements, whose CRC-32 this is."""
+    return _around(archive.dtype, archive.shape, checksum)[1]
+
+
+def _around(dtype: str, shape: tuple[int, ...], checksum: int) -> tuple[bytes, bytes]:
+    """Return the archive without its elements, in two parts."""
+    zipped = _Zip()
+    zipped.add("data.pkl", _pickle(dtype, shape))
+    zipped.add(".format_version", b"1")
+    zipped.add(".storage_alignment", b"%d" % _ALIGNMENT)
+    zipped.add("byteorder", b"little")
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    zipped.begin("data/0", size)
+    head, zipped.written = b"".join(zipped.written), []
+    zipped.end("data/0", size, checksum)
+    zipped.add("version", b"3\n")
+    zipped.add(".data/serialization_id", b"%020d%020d" % (_NAMES_HASH, zipped.fingerprint))
+    zipped.finish()
+    return head, b"".join(zipped.written)
+
+
+class _Zip:
+    """Make the bytes of an archive as torch's writer does: members are aligned, their sizes and checksums follow them.
+
+    Attributes:
+        written: The bytes so far, but for those of members that are not at hand.
+        fingerprint: What torch makes of the checksums of members so far.
+    """
+
+    def __init__(self) -> None:
+        self.written: list[bytes] = []
+        self.fingerprint = 0
+        self._at = self._header = 0
+        self._entries: list[bytes] = []
+
+    def add(self, name: str, data: bytes) -> None:
+        """Write a member."""
+        self.begin(name, len(data))
+        self.written.append(data)
+        self.end(name, len(data), zlib.crc32(data))
+
+    def begin(self, name: str, size: int) -> None:
+        """Write what stands before a member's bytes; these come next."""
+        text = (_START + name).encode()
+        extra = self._large(size, self._at)
+        begin = self._at + _LOCAL.size + len(text) + len(extra) + 4
+        padding = -begin % _ALIGNMENT
+        extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
+        self._header = self._at
+        flags = _TEXT_NAME | (_CHECKSUM_FOLLOWS if size else 0)
+        self._put(_LOCAL.pack(b"PK\3\4", 0, flags, 0, 0, 0, 0, 0, 0, len(text), len(extra)) + text + extra)
+        self._at += size
+
+    def end(self, name: str, size: int, checksum: int) -> None:
+        """Write what follows a member's bytes, and take down its entry."""
+        text, header = (_START + name).encode(), self._header
+        extra = self._large(size, header)
+        flags = _TEXT_NAME
+        if size:
+            flags |= _CHECKSUM_FOLLOWS
+            self._put(struct.pack("<4sL2Q" if extra else "<4s3L", b"PK\7\x08", checksum, size, size))
+            seed = self.fingerprint
+            self.fingerprint = (seed ^ (checksum + 0x9E3779B9 + (seed << 6) + (seed >> 2))) & (2**64 - 1)
+        small = min(size, _MOST_32)
+        numbers = (0, 0, flags, 0, 0, 0, checksum if size else 0, small, small, len(text), len(extra), 0, 0, 0, 0)
+        self._entries.append(_ENTRY.pack(b"PK\1\2", *numbers, min(header, _MOST_32)) + text + extra)
+
+    def finish(self) -> None:
+        """Write the directory."""
+        begin, count, directory = self._at, len(self._entries), b"".join(self._entries)
+        self._put(directory)
+        end = self._at
+        self._put(_END64.pack(b"PK\6\6", _END64.size - 12, 0x031E, 45, 0, 0, count, count, len(directory), begin))
+        self._put(_LOCATOR.pack(b"PK\6\7", 0, end, 1))
+        self._put(_END.pack(b"PK\5\6", 0, 0, count, count, len(directory), min(begin, _MOST_32), 0))
+
+    def _put(self, data: bytes) -> None:
+        self.written.append(data)
+        self._at += len(data)
+
+    @staticmethod
+    def _large(size: int, header: int) -> bytes:
+        """Return the field with a size and place that 32 bits do not hold; nothing if they do."""
+        values = [size, size] * (size >= _MOST_32) + [header] * (header >= _MOST_32)
+        return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
+
+
+def _pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """Return the pickle of a tensor, of protocol 2, whose elements are in ``data/0``."""
+    memo = 0
+
+    def put(code: bytes) -> bytes:
+        nonlocal memo
+        memo += 1
+        return code + b"q" + bytes([memo - 1])
+
+    def named(module: str, name: str) -> bytes:
+        return put(f"c{module}\n{name}\n".encode())
+
+    def numbers(values: Sequence[int]) -> bytes:
+        items = b"".join(map(pickled_integer, values))
+        if len(values) > 3:
+            return put(b"(" + items + b"t")
+        return put(items + bytes([0x84 + len(values)])) if values else b")"
+
+    storage = _STORAGE_TYPES.get(dtype)
+    count = math.prod(shape)
+    parts = [b"\x80\x02", named("torch._utils", "_rebuild_tensor_v2" if storage else "_rebuild_tensor_v3"), b"(("]
+    parts += [put(_text("storage")), named("torch", storage) if storage else named("torch.storage", "UntypedStorage")]
+    parts += [put(_text("0")), put(_text("cpu"))]
+    parts += [
+        put(pickled_integer(count if storage else count * DTYPES[dtype].itemsize) + b"t"),
+        b"Q",
+        pickled_integer(0),
+    ]
+    parts += [numbers(shape), numbers(_strides(shape)), b"\x89"]
+    parts += [named("collections", "OrderedDict"), put(b")R")]
+    if not storage:
+        parts.append(named("torch", dtype))
+    return b"".join([*parts, put(b"t"), put(b"R"), b"."])
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides that torch gives a tensor in row-major order: an extent of 0 counts as 1."""
+    return row_major([max(extent, 1) for extent in shape])
+
+
+def _text(value: str) -> bytes:
+    data = value.encode()
+    return b"X" + struct.pack("<I", len(data)) + data
+
+
+def pickled_integer(value: int) -> bytes:
+    """Return the operation that puts a number from 0 on onto the stack, as Python's pickler writes it."""
+    if value < 1 << 8:
+        return b"K" + bytes([value])
+    if value < 1 << 16:
+        return b"M" + struct.pack("<H", value)
+    if value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    length = value.bit_length() // 8 + 1
+    return b"\x8a" + bytes([length]) + value.to_bytes(length, "little")
