@@ -84,6 +84,8 @@ test-full: $(TEST_STAMP) ## run all tests with the long searches of the property
 test-matrix: $(TEST_STAMP) ## save under every parallel strategy and load under every other; results in matrix.json
 	@echo "[make] running the matrix of strategies"
 	@$(BIN)/python -m tests.distributed.matrix.table --json matrix.json
+	@echo "[make] layouts of Muon against each other and those of other optimizers"
+	@$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/distributed/test_muon.py
 
 .PHONY: test-rehearsals
 test-rehearsals: $(TEST_STAMP) ## compare what is rehearsed with what real ranks describe and count, for every pair of strategies; results in rehearsals.json

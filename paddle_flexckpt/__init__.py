@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from paddle_flexckpt.dist_tensor import compute_local_shape_and_global_offset
     from paddle_flexckpt.engine.comparison import diff
     from paddle_flexckpt.engine.export import export_safetensors
-    from paddle_flexckpt.engine.rehearsal import rehearse
     from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
     from paddle_flexckpt.live.digests import digest
     from paddle_flexckpt.live.full_param import full_param
     from paddle_flexckpt.live.loader import load_state_dict
     from paddle_flexckpt.live.merged import load_merged_state_dict, merge_sharded_state_dict
     from paddle_flexckpt.live.publishing import publish
+    from paddle_flexckpt.live.rehearsal import rehearse
     from paddle_flexckpt.live.resharder import _load_state_dict, plan_reshard, reshard_sharded_state_dict
     from paddle_flexckpt.live.saver import save_state_dict
     from paddle_flexckpt.live.state import flatten_state_dict, unflatten_state_dict
@@ -84,7 +84,6 @@ _MODULES = {
     "dist_tensor": ("compute_local_shape_and_global_offset",),
     "engine.comparison": ("diff",),
     "engine.export": ("export_safetensors",),
-    "engine.rehearsal": ("rehearse",),
     "engine.verification": ("repair_manifest", "verify_checkpoint"),
     "manager": ("CheckpointManager", "check"),
     "parallel": (
@@ -101,6 +100,7 @@ _MODULES = {
     "live.loader": ("load_state_dict",),
     "live.merged": ("load_merged_state_dict", "merge_sharded_state_dict"),
     "live.publishing": ("publish",),
+    "live.rehearsal": ("rehearse",),
     "live.resharder": ("_load_state_dict", "plan_reshard", "reshard_sharded_state_dict"),
     "live.statements": ("explain", "plain_state_statements"),
     "live.saver": ("save_state_dict",),

@@ -75,6 +75,10 @@ class ShardedWeight(_PaddleShardedWeight):
         replicas: What is asked of replicas where the caller of a save or reshard does not say (``check_replicas``):
             ``"first"`` for running statistics; None: the default.
         expert_ranks: Of a tensor of an expert: the ranks of which each holds other experts; else empty.
+        expert: Of such a tensor: the expert's number and how many there are in the whole layer; else None.
+        split_axis: The axis that a rule splits it along, in a job of one rank too; None without a rule.
+        split_by: What splits it there: ``"tensor"`` parallelism, or a group of the layer's ``"own"``.
+        layers: Of a pipeline: the positions of its layer in the description, several where it is shared; else empty.
         dist_tensor: The DistTensor whose local value ``local_tensor`` is, or None.
 
     A DistTensor is described by its placements: ``local_tensor`` is then its local value, ``local_shape`` and
@@ -114,6 +118,10 @@ class ShardedWeight(_PaddleShardedWeight):
         self.fused = fused
         self.raw_names = tuple(raw_names)
         self.expert_ranks: frozenset[int] = frozenset()
+        self.expert: tuple[int, int] | None = None
+        self.split_axis: int | None = None
+        self.split_by: Literal["tensor", "own"] = "tensor"
+        self.layers: tuple[int, ...] = ()
         self.replicas = replicas
 
     def __str__(self) -> str:
@@ -215,7 +223,9 @@ def shard_weight(key: str, weight: Any, axis: int, group: Any) -> ShardedWeight:
     global_shape, offset = list(shape), [0] * len(shape)
     global_shape[axis] = shape[axis] * group.nranks
     offset[axis] = shape[axis] * rank
-    return ShardedWeight(key, weight, shape, global_shape, offset)
+    made = ShardedWeight(key, weight, shape, global_shape, offset)
+    made.split_axis = axis
+    return made
 
 
 def make_tp_sharded_weight_for_checkpoint(key: str, tensor: Any, tensor_parallel_axis: int = 0) -> ShardedWeight:

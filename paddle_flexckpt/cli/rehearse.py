@@ -25,7 +25,7 @@ from paddle_flexckpt.engine.probe import probe, read_probe
 from paddle_flexckpt.engine.rehearsal import rehearse
 from paddle_flexckpt.engine.rehearsal_report import RankReads, RehearsalReport
 from paddle_flexckpt.engine.save_rehearsal import SaveRehearsal, rehearse_save
-from paddle_flexckpt.planning.layouts import Layout
+from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.report import format_bytes, format_ranks
 
 # Lines of the table, and keys of a list; all are in the JSON.
@@ -86,7 +86,8 @@ def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
         "--to",
         required=required,
         metavar="STRATEGY",
-        help="the degrees of the job: tp, pp, vpp, dp, ep, sep, and sharding=KIND:DEGREE (v1, v2, stage2, stage3)",
+        help="the degrees of the job: tp, pp, vpp, dp, ep, sep, and sharding=KIND:DEGREE (v1, v2, stage2, stage3); or "
+        "a mesh, such as 'mesh=2x4:dp,mp;sharding=stage1:dp;*.q_proj.weight=R,S1', or its JSON or YAML file",
     )
     add_aoa(parser, required=False)
     parser.add_argument(
@@ -105,7 +106,7 @@ def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument("--weights", action="store_true", help="the job has no optimizer")
 
 
-def layout_from(options: argparse.Namespace, config: AoaConfig | None) -> tuple[Layout, list[str]]:
+def layout_from(options: argparse.Namespace, config: AoaConfig | None) -> tuple[JobLayout, list[str]]:
     """Return the layout of the job that :func:`add_layout` describes, and what it takes for granted."""
     return layout_of(
         options.source,

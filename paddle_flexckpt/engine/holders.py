@@ -16,7 +16,7 @@ import numpy as np
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, concat, group_replicas, without_extra_state
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.planning.layouts import Layout
+from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.report import Report, format_bytes
 
 
@@ -110,7 +110,7 @@ def find_holders(
     keys: Sequence[str] = (),
     *,
     unique_id: int | None = None,
-    layout: Layout | None = None,
+    layout: JobLayout | None = None,
     notes: Sequence[str] = (),
     largest: int | None = None,
 ) -> HoldersReport:
@@ -202,7 +202,7 @@ def _only(catalog: Catalog, keys: set[str]) -> Catalog:
     return catalog.take(np.asarray([key in keys for key in catalog.keys], dtype=bool)[catalog.key])
 
 
-def _job(layout: Layout, keys: set[str]) -> tuple[Catalog, list[list[int]]]:
+def _job(layout: JobLayout, keys: set[str]) -> tuple[Catalog, list[list[int]]]:
     """Return the shards of each kind of rank, whose ``rank`` is the number of the kind, and the ranks of each kind."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.strategy.ranks):

@@ -6,10 +6,13 @@ Tested in tests/engine/test_models.py.
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +24,11 @@ from paddle_flexckpt.engine.config_models import ConfigModel, is_config, read_co
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.planning.layouts import ADAMW, Layout, Model, ModelTensor, State
+from paddle_flexckpt.planning.job_layout import JobLayout
+from paddle_flexckpt.planning.layouts import Layout
+from paddle_flexckpt.planning.mesh_layouts import TENSOR_AXES, MeshLayout
+from paddle_flexckpt.planning.meshes import Mesh, is_mesh, mesh_of, parse_mesh
+from paddle_flexckpt.planning.models import ADAMW, Model, ModelTensor, State
 from paddle_flexckpt.planning.strategy import Strategy, parse_strategy
 
 _PIPELINE, _LAYER = re.compile(r"(\d+)\."), re.compile(r"\.(\d+)\.")
@@ -42,12 +49,12 @@ def layout_of(
     cuts: Sequence[tuple[str, int | None]] = (),
     states: bool = True,
     variant: str = "plain",
-) -> tuple[Layout, list[str]]:
+) -> tuple[JobLayout, list[str]]:
     """Return the layout of a job that loads a checkpoint, and what is taken for granted in it.
 
     Args:
         path: The checkpoint.
-        strategy: The job's, as :func:`parse_strategy` reads it.
+        strategy: The job's, as :func:`read_strategy` reads it.
         unique_id: The checkpoint's id; None takes the highest.
         aoa_config: AOA statements; the job has what they make and leave alone.
         model: A checkpoint of the job's model, or its ``config.json``, where it is not what the first one holds.
@@ -59,10 +66,10 @@ def layout_of(
         ValidationError: There is no such checkpoint or configuration, or the strategy cannot cut the model.
         CorruptCheckpointError: A manifest is damaged.
     """
-    parsed = parse_strategy(strategy)
+    parsed = read_strategy(strategy)
     if is_config(model):
         said = read_config_model(str(model), variant)
-        layout, notes = _noted(parsed, _of_config(said, cuts, states))
+        layout, notes = noted_layout(parsed, _of_config(said, cuts, states))
         return layout, [said.note, *notes]
     chosen = (path, unique_id) if model is None else (model, None)
     stored = without_extra_state(SourceDirectory(chosen[0]).read_manifest(chosen[1]).catalog)
@@ -73,13 +80,47 @@ def layout_of(
     return layout_for(parsed, infos, stored, cuts, states)
 
 
+def read_strategy(text: str) -> Strategy | Mesh:
+    """Return the strategy that a text says: degrees, a mesh, or the path of a JSON or YAML file with a mesh.
+
+    Raises:
+        ValidationError: It says none, or the file cannot be read.
+    """
+    if text.endswith((".json", ".yaml", ".yml")):
+        return mesh_of(_read_file(text))
+    return parse_mesh(text) if is_mesh(text) else parse_strategy(text)
+
+
+def _read_file(path: str) -> dict[str, Any]:
+    """Return what a JSON or YAML file says."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        if path.endswith(".json"):
+            said = json.loads(text)
+        else:
+            import yaml
+
+            said = yaml.safe_load(text)
+    except ModuleNotFoundError as error:
+        raise ValidationError([f"reading {path!r} needs PyYAML. Remedy: pip install pyyaml, or use JSON"]) from error
+    except (OSError, ValueError) as error:
+        raise ValidationError([f"cannot read the mesh {path!r}: {error}"]) from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "yaml":
+            raise
+        raise ValidationError([f"{path!r} is not valid YAML: {error}"]) from error
+    if not isinstance(said, dict):
+        raise ValidationError([f"the mesh {path!r} is no mapping: expected mesh, sharding and placements"])
+    return said
+
+
 def layout_for(
-    strategy: Strategy,
+    strategy: Strategy | Mesh,
     infos: Mapping[str, TensorInfo],
     stored: Catalog,
     cuts: Sequence[tuple[str, int | None]] = (),
     states: bool = True,
-) -> tuple[Layout, list[str]]:
+) -> tuple[JobLayout, list[str]]:
     """Return the layout of a job that has these tensors, and what is taken for granted in it.
 
     Args:
@@ -92,24 +133,41 @@ def layout_for(
     Raises:
         ValidationError: The strategy cannot cut the model.
     """
-    return _noted(strategy, model_of(infos, stored, cuts, states))
+    return noted_layout(strategy, model_of(infos, stored, cuts, states))
 
 
-def _noted(strategy: Strategy, described: Model) -> tuple[Layout, list[str]]:
+def noted_layout(strategy: Strategy | Mesh, described: Model) -> tuple[JobLayout, list[str]]:
     """Return the layout of a model, and what is taken for granted in it."""
-    notes = []
-    if strategy.tp > 1:
-        whole = [each.name for each in described.tensors if each.tp_axis is None and len(each.shape) > 1]
-        if all(each.tp_axis is None for each in described.tensors):
-            raise ValidationError(
-                f"nothing says how tensor parallelism cuts the model: no tensor is stored in parts. Remedy: give the "
-                f"axis by names, such as --cut '*.q_proj.weight=1', for each of {listed(whole, 3)} that is cut"
-            )
-        if whole:
-            notes.append(f"each rank of tensor parallelism has all of {listed(whole, 3)} (--cut says otherwise)")
+    if isinstance(strategy, Mesh):
+        notes = [] if strategy.placements else _check_cuts(strategy, described)
+        return MeshLayout(described, strategy), notes
+    notes = _check_cuts(strategy, described)
     if strategy.kind != "none" and described.states:
         notes.append("the optimizer has the parameters in the order of the checkpoint, layer by layer")
+    if strategy.kind == "v2" and strategy.ep > 1 and strategy.experts != "dp" and described.states:
+        notes.append("experts' parameters have a color of their own, of the ranks that share them and the optimizer")
     return Layout(described, strategy), notes
+
+
+def _check_cuts(strategy: Strategy | Mesh, described: Model) -> list[str]:
+    """Return which tensors tensor parallelism does not cut, as a note.
+
+    Raises:
+        ValidationError: It cuts none, as nobody has said how.
+    """
+    if isinstance(strategy, Mesh):
+        degree = max((extent for extent, axis in zip(strategy.shape, strategy.axes) if axis in TENSOR_AXES), default=1)
+    else:
+        degree = strategy.tp
+    if degree == 1:
+        return []
+    whole = [each.name for each in described.tensors if each.tp_axis is None and len(each.shape) > 1]
+    if all(each.tp_axis is None for each in described.tensors):
+        raise ValidationError(
+            "nothing says how tensor parallelism cuts the model: no tensor is stored in parts. Remedy: give axes by "
+            f"names, --cut '*.q_proj.weight=1' or cuts= in Python, for each of {listed(whole, 3)} that is cut"
+        )
+    return [f"each rank of tensor parallelism has all of {listed(whole, 3)} (--cut says otherwise)"] if whole else []
 
 
 def _of_config(said: ConfigModel, cuts: Sequence[tuple[str, int | None]], states: bool) -> Model:
@@ -154,7 +212,7 @@ def model_of(
     for key, (base, state) in split.items():
         if state:
             found.setdefault(base, {})[state] = key
-    axes, layers, experts = _stored_cuts(stored), _layers(names, infos), _experts(names)
+    axes, layers, experts = _stored_cuts(stored), layer_places(names, infos), expert_numbers(names)
     problems: list[Problem | str] = []
     tensors = []
     for name in names:
@@ -172,11 +230,8 @@ def model_of(
     if problems:
         raise ValidationError(problems)
     tensors.sort(key=lambda tensor: tensor.layers[:1] or (-1,))
-    kept = _states(found, infos) if states else ()
-    kinds = [infos[key].dtype for each in found.values() for state, key in each.items() if state != MASTER]
-    return Model(
-        tuple(tensors), layers[1], layers[2], kept, Counter(kinds).most_common(1)[0][0] if kinds else "float32"
-    )
+    kept = kept_states(found, infos) if states else ()
+    return Model(tuple(tensors), layers[1], layers[2], kept, state_dtype(found, infos))
 
 
 def _stored_cuts(stored: Catalog) -> dict[str, int]:
@@ -190,7 +245,7 @@ def _stored_cuts(stored: Catalog) -> dict[str, int]:
     return axes
 
 
-def _layers(
+def layer_places(
     names: Sequence[str], infos: Mapping[str, TensorInfo]
 ) -> tuple[dict[str, tuple[int, ...]], int, frozenset[int] | None]:
     """Return the layers of each tensor, how many there are, and which of them stages share evenly."""
@@ -215,14 +270,14 @@ def _layers(
     return found, last + 1, frozenset(order.values())
 
 
-def _experts(names: Sequence[str]) -> dict[str, tuple[int, int]]:
+def expert_numbers(names: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Return the number of each expert's tensor, and of the experts beside it."""
     matches = {name: match for name in names if (match := _EXPERT.fullmatch(name))}
     beside = Counter((match[1], match[3]) for match in matches.values())
     return {name: (int(match[2]), beside[match[1], match[3]]) for name, match in matches.items()}
 
 
-def _states(found: Mapping[str, Mapping[str, str]], infos: Mapping[str, TensorInfo]) -> tuple[State, ...]:
+def kept_states(found: Mapping[str, Mapping[str, str]], infos: Mapping[str, TensorInfo]) -> tuple[State, ...]:
     """Return the states that parameters have, those of AdamW in its own order."""
     usual = [state.suffix for state in ADAMW]
     suffixes = {suffix for each in found.values() for suffix in each}
@@ -234,3 +289,9 @@ def _states(found: Mapping[str, Mapping[str, str]], infos: Mapping[str, TensorIn
     }
     order = sorted(suffixes, key=lambda suffix: (usual.index(suffix) if suffix in usual else len(usual), suffix))
     return tuple(State(suffix, suffix in scalars, suffix == MASTER) for suffix in order)
+
+
+def state_dtype(found: Mapping[str, Mapping[str, str]], infos: Mapping[str, TensorInfo]) -> str:
+    """Return the element type that most states have, master weights apart."""
+    kinds = [infos[key].dtype for each in found.values() for state, key in each.items() if state != MASTER]
+    return Counter(kinds).most_common(1)[0][0] if kinds else "float32"

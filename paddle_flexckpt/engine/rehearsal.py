@@ -33,7 +33,7 @@ from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning import Pieces, ShardMatcher
-from paddle_flexckpt.planning.layouts import Layout
+from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.planning.readers import LINK_BYTES_PER_SECOND, MEETING_SECONDS, READ_BYTES_PER_SECOND
 
 # Rows of targets that are matched at once: bounds memory.
@@ -69,7 +69,7 @@ class _Scratch(Filling):
 
 def rehearse(
     path: Location,
-    layout: Layout,
+    layout: JobLayout,
     options: LoadOptions | None = None,
     *,
     cooperative: bool = False,
@@ -133,7 +133,7 @@ class _Rehearsal:
         self,
         path: Location,
         manifest: Manifest,
-        layout: Layout,
+        layout: JobLayout,
         options: LoadOptions,
         cooperative: bool,
         by_source: bool,

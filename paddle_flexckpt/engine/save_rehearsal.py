@@ -20,7 +20,7 @@ from paddle_flexckpt.engine.read_counts import sums_of
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
 from paddle_flexckpt.native.data_file import BATCH_BLOCKS, BATCH_BYTES
 from paddle_flexckpt.planning.comparison import compare_samples, compare_whole, compare_written
-from paddle_flexckpt.planning.layouts import Layout
+from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.planning.shared_lines import SPREAD_ROWS
 from paddle_flexckpt.planning.write_plan import Items, WritePlan, plan_write
 from paddle_flexckpt.report import Report, format_bytes
@@ -91,7 +91,7 @@ class SaveRehearsal(Report):
 
 
 def rehearse_save(
-    layout: Layout,
+    layout: JobLayout,
     *,
     save_replicas: bool = False,
     check_replicas: Literal["equal", "all"] = "equal",

@@ -211,6 +211,7 @@ def _renumbered(
                 weight.key = key
             if isinstance(weight, ShardedWeight):
                 weight.expert_ranks = ranks
+                weight.expert = numbers[name][slot], len(numbers[name]) * len(ranks)
         renamed[key] = weight
     note_tied(renamed)
     return renamed

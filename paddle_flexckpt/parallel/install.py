@@ -31,7 +31,12 @@ from paddle_flexckpt.parallel.semi_auto import (
     ShardOptimizerMixin,
     unscales_without_looking,
 )
-from paddle_flexckpt.parallel.sharding import ShardingStage2Mixin, ShardingV1Mixin, ShardingV2Mixin
+from paddle_flexckpt.parallel.sharding import (
+    MuonShardingMixin,
+    ShardingStage2Mixin,
+    ShardingV1Mixin,
+    ShardingV2Mixin,
+)
 from paddle_flexckpt.parallel.tensor_fusion import TensorFusionMixin
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 from paddle_flexckpt.undo import Undo
@@ -83,6 +88,7 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (sharding_v1_v2.DygraphShardingOptimizer, (ShardingV1Mixin,)),
         (sharding_v1_v2.DygraphShardingOptimizerV2, (ShardingV2Mixin,)),
         (stage2.GroupShardedOptimizerStage2, (ShardingStage2Mixin,)),
+        *_muon(),
         (semi_auto._ShardOptimizer, (ShardOptimizerMixin, *fusion)),
         (semi_auto.DistModel, (DistModelMixin,)),
         *(((paddle.amp.AmpScaler, (ScalerMixin,)),) if unscales_without_looking(paddle.__version__) else ()),
@@ -96,6 +102,16 @@ def _fully_shard() -> tuple[type, ...]:
     except ImportError:
         return ()
     return (FullyShard,)
+
+
+def _muon() -> list[tuple[type, tuple[type, ...]]]:
+    """Return Muon and the optimizer that shards it, which came after Paddle 3.3; both have a method of their own."""
+    try:
+        from paddle.distributed.fleet.meta_optimizers.muon_sharding_optimizer import MuonShardingOptimizer
+        from paddle.optimizer.muon import Muon
+    except ImportError:
+        return []
+    return [(Muon, (OptimizerMixin,)), (MuonShardingOptimizer, (MuonShardingMixin,))]
 
 
 def install() -> None:
@@ -133,8 +149,8 @@ def optimizer_sharded_state_dict(optimizer: Any, model_sharded_state_dict: Shard
         model_sharded_state_dict: The model's ``sharded_state_dict()``.
 
     Raises:
-        ValueError: There is no optimizer to be found, or it cannot be described. Or a class that ``install()`` does not
-            know describes itself, and gives no state for an optimizer that has parameters to train.
+        ValueError: There is no optimizer to be found, or it cannot be described. Or it is a class of Paddle's that
+            ``install()`` does not know, with a method of its own.
     """
     install()
     return describe_optimizer(optimizer, model_sharded_state_dict)

@@ -48,7 +48,7 @@ class LayerMixin:
         for name, layer in self._sub_layers.items():
             if layer is None:
                 continue
-            below = layer.sharded_state_dict(structured_name_prefix=f"{structured_name_prefix}{name}.")
+            below = describe_layer(layer, f"{structured_name_prefix}{name}.")
             twice = sorted(key for key in below if key in sharded)  # not by sets: one per sub-layer is quadratic
             if twice:
                 raise ValueError(f"sub-layer {name!r} of {type(self).__name__} gives names that exist already: {twice}")
@@ -66,6 +66,42 @@ class LayerMixin:
     def _get_shard_group(self) -> Any:
         """Return the process group that splits the parameters; None is fleet's model-parallel group."""
         return getattr(self, "model_parallel_group", None)
+
+
+def describe_layer(layer: Any, prefix: str) -> ShardedStateDict:
+    """Return what a layer describes; what it gives for a parameter, in whatever shape, is this or a view of it.
+
+    Raises:
+        ValueError: A layer with a ``sharded_state_dict`` of its own gives a copy: what is loaded into it would be lost.
+    """
+    sharded: ShardedStateDict = layer.sharded_state_dict(structured_name_prefix=prefix)
+    if not str(getattr(layer.sharded_state_dict, "__module__", "")).startswith("paddle_flexckpt."):
+        _name_views(layer, prefix, sharded)
+    return sharded
+
+
+def _name_views(layer: Any, prefix: str, sharded: ShardedStateDict) -> None:
+    """Give views of a layer's parameters the parameters' names, by which optimizers find them."""
+    named = dict(layer.named_parameters())
+    by_name = {parameter.name: parameter for parameter in named.values()}
+    for key, weight in sharded.items():
+        tensor: Any = getattr(weight, "local_tensor", None)
+        parameter = by_name.get(getattr(tensor, "name", None), named.get(key[len(prefix) :]))
+        if parameter is None or parameter is tensor or not hasattr(tensor, "_is_shared_buffer_with"):
+            continue
+        dense = not parameter.is_dist() and parameter._is_initialized() and tensor._is_initialized()
+        if not dense or tensor.dtype != parameter.dtype or tensor.size != parameter.size:
+            continue
+        if not tensor._is_shared_buffer_with(parameter):
+            kind = type(layer)
+            raise ValueError(
+                f"key {key!r}: {kind.__module__}.{kind.__qualname__} describes a copy of its parameter "
+                f"{parameter.name!r}, of shape {list(tensor.shape)}; a load would not reach the parameter. Remedy: "
+                "describe the parameter itself, or shaped_view() of paddle_flexckpt.parallel.slices, which shares its "
+                "memory whatever FLAGS_use_stride_kernel says"
+            )
+        if tensor.name not in by_name and tensor.data_ptr() == parameter.data_ptr():
+            tensor.name = parameter.name
 
 
 def shard_rules(layer: Any) -> dict[str, int | FusedAxis]:
@@ -99,6 +135,9 @@ def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
             )
     group = layer._get_shard_group() if rules else None
     whole = build_sharded_state_dict(state, rules, prefix, group)
+    if group is not None and group is not getattr(layer, "model_parallel_group", None):
+        for name in rules:
+            whole[prefix + name].split_by = "own"
     # By their shapes so far: a parameter that stage 3 has released has no memory of its own.
     sharded = {key: describe_fused(describe_sliced(layer, weight)) for key, weight in whole.items()}
     for name in running_statistics(layer):
@@ -185,7 +224,7 @@ class WrapperMixin:
             ValueError: The wrapper has state of its own, which has no name in the model.
         """
         build_overlap_buffers(self)
-        return wrapped_model(self).sharded_state_dict(structured_name_prefix=structured_name_prefix)
+        return describe_layer(wrapped_model(self), structured_name_prefix)
 
 
 class Stage3OffloadMixin:

@@ -9,7 +9,8 @@ HeterParallelOptimizer) pass on what they do not have, so that the method of the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 from typing import Any
@@ -22,6 +23,7 @@ from paddle_flexckpt.parallel.slices import (
     fused_tables,
     is_small,
     parameter_name,
+    shaped_view,
     slice_ranges,
     stepped_parameters,
     steps_on_buffers,
@@ -43,6 +45,8 @@ from paddle_flexckpt.sharded_weight import (
 LOOKAHEAD_STEP = "lookahead_step"
 _OPTIMIZER_NAMES = ("_inner_opt", "inner_opt", "_optim", "_optimizer", "optimizer")
 _SCALARS = frozenset({"beta1_pow_acc", "beta2_pow_acc"})
+# ASGD's last gradients. By name, because a history of one has as many elements as the parameter.
+_HISTORY = "y_0"
 
 
 class OverInstance:
@@ -93,7 +97,7 @@ class OptimizerMixin:
 
         Raises:
             ValueError: The optimizer has a parameter that the model's dict has not, or a state whose shape is neither
-                its parameter's nor a single number.
+                its parameter's, with axes joined or split at the most, nor a single number.
         """
         names = names_by_tensor(model_sharded_state_dict)
         wrapper = wrapper_of_optimizer(self)
@@ -310,7 +314,7 @@ def _describe(
     if getattr(reference, "dist_tensor", None) is not None and shape == tuple(reference.global_shape):
         # Paddle leaves the states of a parameter whose first extent is 1 dense, on every rank.
         return make_replicated_sharded_weight(key, tensor)
-    if shape[1:] == expected:
+    if shape[1:] == expected and (shape[0] != 1 or suffix == _HISTORY):
         # One copy of the parameter's shape per index of a leading axis of the optimizer's own (ASGD's history).
         made = ShardedWeight(key, tensor, shape, (shape[0], *reference.global_shape), (0, *reference.global_offset))
         rule = getattr(reference, "fused", None)
@@ -320,9 +324,24 @@ def _describe(
         return made
     if tensor.size == 1:
         return make_replicated_sharded_weight(key, tensor)
+    if _splits_axes(shape, expected) or _splits_axes(expected, shape):
+        # Experts in one parameter: [E, H, I] where they are trained, [E * H, I] in the model's dict.
+        return create_sharded_weight_with_new_local(key, shaped_view(f"state {key!r}", tensor, expected), reference)
     raise ValueError(
-        f"state {key!r} has shape {list(shape)}; expected {list(expected)} as its parameter, or a single number"
+        f"state {key!r} has shape {list(shape)}; expected {list(expected)} as its parameter, the same with axes joined "
+        "or split, or a single number"
     )
+
+
+def _splits_axes(shape: Sequence[int], joined: Sequence[int]) -> bool:
+    """Return whether a shape is another one with some axes split into several: the elements are in the same order."""
+    axes = [extent for extent in shape if extent != 1]
+    for extent in joined:
+        count = next((n for n in range(len(axes) + 1) if math.prod(axes[:n]) == extent), None)
+        if count is None:
+            return False
+        axes = axes[count:]
+    return not axes
 
 
 def describe_flat(key: str, tensor: Any, reference: ShardedWeight, flat: slice) -> ShardedWeight:
@@ -354,10 +373,16 @@ def describe_optimizer(optimizer: Any, model_sharded_state_dict: ShardedStateDic
             )
         inner = inside
     describe = inner.sharded_state_dict
+    if str(getattr(describe, "__module__", "")).startswith("paddle."):
+        # It describes the states that exist: of a fresh optimizer none, so that a load would restore nothing.
+        kind = type(getattr(describe, "__self__", inner))
+        raise ValueError(
+            f"{kind.__module__}.{kind.__qualname__} describes itself by a method of Paddle's own, and "
+            "paddle_flexckpt.install() does not know the class: states that do not exist yet would be left out without "
+            "a word. Remedy: use a version of paddle_flexckpt that knows it; or, if it changes nothing of which rank "
+            "steps which parameters, pass the optimizer inside it; or save and load the model without its optimizer"
+        )
     state: ShardedStateDict = describe(model_sharded_state_dict)
-    # Paddle's own methods describe what exists; before the first step that is nothing.
-    if not state and str(getattr(describe, "__module__", "")).startswith("paddle."):
-        _check_stateless(getattr(describe, "__self__", inner))
     return state
 
 
@@ -365,23 +390,3 @@ def _optimizer_inside(wrapper: Any) -> Any:
     """Return the optimizer that a wrapper keeps under a usual name, or None."""
     own = getattr(wrapper, "__dict__", {})
     return next((own[name] for name in _OPTIMIZER_NAMES if own.get(name) is not None), None)
-
-
-def _check_stateless(optimizer: Any) -> None:
-    """Raise ValueError where an optimizer that was described as stateless has parameters to train."""
-    import paddle
-
-    steps = optimizer
-    while (inside := _optimizer_inside(steps)) is not None:
-        steps = inside
-    if isinstance(steps, paddle.optimizer.SGD) and not steps._multi_precision:
-        return
-    entries = getattr(optimizer, "_parameter_list", None) or getattr(steps, "_parameter_list", None)
-    trained = [parameter.name for parameter in parameters_in(entries) if not parameter.stop_gradient]
-    if trained:
-        kind = type(optimizer)
-        raise ValueError(
-            f"{kind.__module__}.{kind.__qualname__} describes itself and gives no state, but it has {len(trained)} "
-            f"parameters to train, such as {trained[0]!r}; paddle_flexckpt.install() does not know the class. Remedy: "
-            "ask it after its first step; or describe the optimizer inside it by optimizer_sharded_state_dict()"
-        )

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paddle_flexckpt.parallel.layers import note_tied, own_shards
+from paddle_flexckpt.parallel.layers import describe_layer, note_tied, own_shards
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 
 _REMEDY = (
@@ -63,6 +63,7 @@ class PipelineLayerMixin:
                     f"{list(shard.weight.local_shape)}. Remedy: give each a name of its own in _get_pipeline_names() "
                     "or _pp_to_single_mapping"
                 )
+            sharded[key].layers = tuple(sorted({*getattr(sharded[key], "layers", ()), *shard.layers}))
             aliases[key] = (*aliases.get(key, ()), *(structured_name_prefix + other for other in others))
         for key, weight in sharded.items():
             weight.key, weight.aliases = key, ()  # the layers' own aliases are among ours
@@ -91,6 +92,7 @@ class _Shard:
     aliases: tuple[str, ...]  # numbered keys that the same tensor has or had at other positions, the likeliest first
     paddle_names: tuple[str, ...]  # in Paddle's state_dict()
     origin: str  # what it is, for errors
+    layers: tuple[int, ...] = ()  # the positions in the description that it is of
 
 
 def _shards(pipeline: Any, prefix: str) -> Iterator[_Shard]:
@@ -108,7 +110,7 @@ def _shards(pipeline: Any, prefix: str) -> Iterator[_Shard]:
     for key, weight in own_shards(pipeline, prefix).items():
         yield _beside(pipeline, key[len(prefix) :], weight)
     for name, layer in _layers_beside(pipeline, positions):
-        for key, weight in layer.sharded_state_dict(structured_name_prefix=f"{prefix}{name}.").items():
+        for key, weight in describe_layer(layer, f"{prefix}{name}.").items():
             yield _beside(pipeline, key[len(prefix) :], weight)
 
 
@@ -121,7 +123,7 @@ def _of_layer(position: _Position, prefix: str) -> Iterator[_Shard]:
     for local, weight, tied in _described(position, prefix):
         aliases = tuple(f"{index}.{other}" for other in tied)
         names = tuple(f"{path}{local}" for path in position.paddle_prefixes)
-        yield _Shard(weight, f"{index}.{local}", aliases, names, _origin(position, local))
+        yield _Shard(weight, f"{index}.{local}", aliases, names, _origin(position, local), (index,))
 
 
 def _of_shared(here: list[_Position], descs: Mapping[int, Any], prefix: str) -> Iterator[_Shard]:
@@ -141,13 +143,14 @@ def _of_shared(here: list[_Position], descs: Mapping[int, Any], prefix: str) -> 
         named = (local,) if attribute is None or one_class else (attribute, local)
         aliases = tuple(f"{i}.{name}" for i in (index, *others) for name in (*named, *tied))
         paddle_names = tuple(f"{path}{local}" for path in paths)
-        yield _Shard(weight, f"{index}.{named[0]}", aliases, paddle_names, _origin(here[0], local))
+        layers = tuple(descs) if attribute is not None else (index,)
+        yield _Shard(weight, f"{index}.{named[0]}", aliases, paddle_names, _origin(here[0], local), layers)
 
 
 def _described(position: _Position, prefix: str) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """Return ``(name, shard, other names)`` of the layer's parameters; names are as in the layer."""
     path = f"{prefix}{position.index}."
-    for key, weight in position.layer.sharded_state_dict(structured_name_prefix=path).items():
+    for key, weight in describe_layer(position.layer, path).items():
         if not key.startswith(path):
             raise ValueError(
                 f"layer {position.index} ({type(position.layer).__name__}) gives the name {key!r}; expected one that "

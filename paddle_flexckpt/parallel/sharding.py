@@ -2,7 +2,9 @@
 
 V1 and stage 2 give whole parameters to ranks; with tensor fusion V1 lays those of a rank end to end in buffers, each
 padded, and steps on the buffers, whose states are taken apart again here. V2 lays all parameters end to end in buffers,
-pads each, and splits the buffers evenly, so that a rank owns a flattened range of some parameters.
+pads each, and splits the buffers evenly, so that a rank owns a flattened range of some parameters. The optimizer that
+shards Muon does the first with matrices and the second with all others. Tested in tests/parallel/test_sharding.py,
+tests/distributed/test_sharding.py and tests/distributed/test_muon.py.
 """
 
 from __future__ import annotations
@@ -93,19 +95,62 @@ class ShardingV2Mixin:
             )
         self._collect_comm_buffers()
         names = names_by_tensor(model_sharded_state_dict)
-        groups = {p.name: buffer._comm_group for buffer in self._comm_buffer_list for p in buffer._params}
-        check_experts(groups, model_sharded_state_dict, names)
-        ranges, slices = {}, []
-        views = (buffer._sharding_param_grad_view.items() for buffer in self._comm_buffer_list)
-        for parameter, view in chain.from_iterable(views):
-            ranges[parameter] = _owned_range(view)
-            # As in step(): a rank without elements of a parameter, padding included, has no state for it.
-            if view._param_begin < view._param_end and not view._param.stop_gradient:
-                slice_parameter = self._slice_params[parameter]
-                view.fill_slice_param(slice_parameter)
-                slices.append(slice_parameter)
+        check_experts(_buffer_groups(self), model_sharded_state_dict, names)
+        ranges, slices = _buffer_slices(self)
         create_accumulators(self._inner_opt, slices, names)
         return describe_states(self._inner_opt, model_sharded_state_dict, names, ranges)
+
+
+class MuonShardingMixin:
+    """Describe a MuonShardingOptimizer: whole states of the matrices that a rank owns, flattened ranges of the rest.
+
+    Muon needs whole matrices. So each of them, or each stack of experts, is stepped by one rank of its group; there is
+    a group for every color. All others are in buffers, as under V2, and stepped as by AdamW.
+    """
+
+    def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
+        """Do as :meth:`OptimizerMixin.sharded_state_dict`; a matrix has a momentum, and no other accumulator.
+
+        Raises:
+            ValueError: As well, if a parameter is neither some rank's own nor in a buffer.
+        """
+        names = names_by_tensor(model_sharded_state_dict)
+        groups = _buffer_groups(self)
+        ranges, parameters = _buffer_slices(self)
+        lost = sorted(self._slice_params.keys() - ranges.keys())
+        if lost:
+            raise ValueError(
+                f"MuonShardingOptimizer has no buffer for {len(lost)} parameters that it slices, such as {lost[0]!r}. "
+                "Remedy: leave its _comm_buffer_list as its constructor made it"
+            )
+        for color, owners in self._rank2params_2d_by_color.items():
+            info = self._color_to_group_info.get(color, {})
+            is_shared = info.get("world_size", 1) > 1
+            parameters += [p for p in owners.get(info["rank"] if is_shared else 0, ()) if not p.stop_gradient]
+            if is_shared:
+                groups.update({p.name: info["group"] for owned in owners.values() for p in owned})
+        check_experts(groups, model_sharded_state_dict, names)
+        create_accumulators(self._inner_opt, parameters, names)
+        return describe_states(self._inner_opt, model_sharded_state_dict, names, ranges)
+
+
+def _buffer_groups(optimizer: Any) -> dict[str, Any]:
+    """Return the groups over which the buffers' parameters are sliced."""
+    return {p.name: buffer._comm_group for buffer in optimizer._comm_buffer_list for p in buffer._params}
+
+
+def _buffer_slices(optimizer: Any) -> tuple[dict[str, slice], list[Any]]:
+    """Return this rank's range of each parameter that lies in a buffer, and the slices that it steps on."""
+    ranges, slices = {}, []
+    views = (buffer._sharding_param_grad_view.items() for buffer in optimizer._comm_buffer_list)
+    for parameter, view in chain.from_iterable(views):
+        ranges[parameter] = _owned_range(view)
+        # As in step(): a rank without elements of a parameter, padding included, has no state for it.
+        if view._param_begin < view._param_end and not view._param.stop_gradient:
+            slice_parameter = optimizer._slice_params[parameter]
+            view.fill_slice_param(slice_parameter)
+            slices.append(slice_parameter)
+    return ranges, slices
 
 
 def _owned_range(view: Any) -> slice:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,6 +131,28 @@ def storage_range(storage: Any, begin: int, size: int, parameter: str) -> Any:
     tensor = storage._slice(begin, begin + size) if size else paddle.empty([0], dtype=storage.dtype)
     tensor.name = _PREFIX + parameter  # storage that was gathered and split again has lost its name
     return tensor
+
+
+def shaped_view(what: str, tensor: Any, shape: Sequence[int]) -> Any:
+    """Return a dense tensor's memory in another shape, under the tensor's name; ``what`` it is, for errors.
+
+    Raises:
+        ValueError: The tensor has no memory, its elements are not one after the other, or their number is another.
+    """
+    import paddle
+
+    given, wanted = [int(n) for n in tensor.shape], [int(n) for n in shape]
+    if math.prod(given) != math.prod(wanted) or not tensor._is_initialized() or not tensor.is_contiguous():
+        raise ValueError(
+            f"{what} of shape {given} cannot be seen as {wanted}: expected as many elements, one after the other in "
+            f"memory; got strides {[int(n) for n in tensor.strides]}, memory: {bool(tensor._is_initialized())}. "
+            "Remedy: keep it contiguous, in place of a transposed or cut view of something else"
+        )
+    # As in storage_range(): reshape() may give a copy where FLAGS_use_stride_kernel is off.
+    view = tensor._slice(0, given[0]) if given and 0 not in given else paddle.empty(given, dtype=tensor.dtype)
+    view.get_tensor()._set_dims(wanted)
+    view.name = tensor.name
+    return view
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------

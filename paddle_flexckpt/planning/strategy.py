@@ -13,6 +13,9 @@ from paddle_flexckpt.catalog.errors import Problem, ValidationError
 
 # How a sharded optimizer gives states to ranks; "none" where each rank has those of all its parameters.
 SHARDING_KINDS = ("none", "v1", "v2", "stage2", "stage3")
+# The ranks that a layer's experts are spread over: neighbours among those with different data (dp x sharding), among
+# those of dp alone, or among those of dp x sharding x tp, where tensor parallelism does not cut experts.
+EXPERT_AXES = ("data", "dp", "tp")
 _ALIASES = {"mp": "tp"}
 _CONTEXT = "cannot read a strategy"
 
@@ -38,8 +41,9 @@ class Strategy:
         sep: Segment parallel degree.
         tp: Tensor parallel degree.
         vpp: Virtual stages of each rank of the pipeline.
-        ep: Ranks that a layer's experts are spread over, among those with different data.
+        ep: Ranks that a layer's experts are spread over.
         kind: How the optimizer is sharded, one of :data:`SHARDING_KINDS`.
+        experts: Which ranks these are, one of :data:`EXPERT_AXES`.
     """
 
     dp: int = 1
@@ -50,6 +54,7 @@ class Strategy:
     vpp: int = 1
     ep: int = 1
     kind: str = "none"
+    experts: str = "data"
 
     def __post_init__(self) -> None:
         """Check that the degrees fit each other.
@@ -57,12 +62,12 @@ class Strategy:
         Raises:
             ValidationError: They do not.
         """
-        problems = [
+        problems: list[Problem | str] = [
             Problem(
                 "a degree has to be a positive number", key=each.name, expected=">= 1", got=getattr(self, each.name)
             )
             for each in fields(self)
-            if each.name != "kind" and getattr(self, each.name) < 1
+            if each.name in _DEGREES and getattr(self, each.name) < 1
         ]
         if self.kind not in SHARDING_KINDS:
             problems.append(Problem("unknown kind of sharding", expected=f"one of {SHARDING_KINDS}", got=self.kind))
@@ -70,13 +75,26 @@ class Strategy:
             problems.append(Problem("a sharded optimizer has a kind", expected="such as sharding=v2:4", got=str(self)))
         if not problems and self.vpp > 1 and self.pp == 1:
             problems.append(Problem("virtual stages need a pipeline", expected="pp > 1 beside vpp", got=str(self)))
-        if not problems and (self.dp * self.sharding) % self.ep:
-            what = "experts are spread over ranks with different data"
-            problems.append(
-                Problem(what, expected=f"ep to divide dp x sharding = {self.dp * self.sharding}", got=self.ep)
-            )
+        problems += [] if problems else self._expert_problems()
         if problems:
             raise ValidationError(problems, _CONTEXT)
+
+    def _expert_problems(self) -> list[Problem | str]:
+        """Return why experts cannot be spread like this."""
+        if self.experts not in EXPERT_AXES:
+            return [
+                Problem("experts are spread over unknown ranks", expected=f"one of {EXPERT_AXES}", got=self.experts)
+            ]
+        data = self.dp * self.sharding
+        names = {"data": ("dp x sharding", data), "dp": ("dp", self.dp), "tp": ("dp x sharding x tp", data * self.tp)}
+        name, ranks = names[self.experts]
+        if ranks % self.ep:
+            what = "experts are spread over ranks with different data" if self.experts != "tp" else "experts are spread"
+            return [Problem(what, expected=f"ep to divide {name} = {ranks}", got=self.ep)]
+        if self.experts == "tp" and self.ep % self.tp:
+            what = "experts are spread over all ranks of tensor parallelism"
+            return [Problem(what, expected=f"ep=tp:DEGREE, a multiple of tp={self.tp}", got=self.ep)]
+        return []
 
     def __str__(self) -> str:
         """Return the text that :func:`parse_strategy` reads."""
@@ -85,6 +103,8 @@ class Strategy:
             for name in ("tp", "pp", "vpp", "dp", "ep", "sep")
             if getattr(self, name) > 1
         ]
+        if self.experts != "data" and self.ep > 1:
+            parts[parts.index(f"ep={self.ep}")] = f"ep={self.experts}:{self.ep}"
         if self.kind != "none":
             parts.append(f"sharding={self.kind}:{self.sharding}")
         return ",".join(parts) or "dp=1"
@@ -107,16 +127,40 @@ class Strategy:
             places.append(place)
         return Place(*reversed(places))
 
+    def expert_place(self, place: Place) -> int:
+        """Return which of the ``ep`` parts of a layer's experts a rank has."""
+        if self.experts == "dp":
+            return place.dp % self.ep
+        data = place.dp * self.sharding + place.sharding
+        return (data * self.tp + place.tp if self.experts == "tp" else data) % self.ep
+
+    @property
+    def expert_stride(self) -> int:
+        """Return how many different parts of the experts ranks that share an optimizer have, one after the other.
+
+        0: they have as many of some as not of others, so that no group of theirs has each part alike.
+        """
+        parts = {"data": self.ep, "dp": 1, "tp": self.ep // self.tp}[self.experts]
+        if self.sharding <= parts:
+            return self.sharding
+        return parts if self.sharding % parts == 0 else 0
+
+
+# Fields that are degrees, which a text may name.
+_DEGREES = tuple(each.name for each in fields(Strategy) if each.name not in ("kind", "experts"))
+
 
 def parse_strategy(text: str) -> Strategy:
     """Return the strategy that a text such as ``"tp=8,pp=16,vpp=2,dp=4,sharding=v2:4,ep=8"`` says.
+
+    ``ep=8`` spreads experts over ranks with different data, ``ep=dp:8`` over data parallel ones alone, ``ep=tp:8`` over
+    those of tensor parallelism too.
 
     Raises:
         ValidationError: An entry is unknown, is there twice, or has no positive number.
     """
     found: dict[str, int] = {}
-    kind = "none"
-    names = [each.name for each in fields(Strategy) if each.name != "kind"]
+    kind, experts, names = "none", "data", list(_DEGREES)
     for entry in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (part.strip() for part in entry.partition("="))
         name = _ALIASES.get(name, name)
@@ -131,10 +175,16 @@ def parse_strategy(text: str) -> Strategy:
             if not colon or kind not in SHARDING_KINDS[1:]:
                 expected = f"sharding=KIND:DEGREE, one of {SHARDING_KINDS[1:]}"
                 raise ValidationError([Problem("sharding without its kind", key=entry, expected=expected)], _CONTEXT)
+        if name == "ep" and ":" in value:
+            experts, _, value = (part.strip() for part in value.partition(":"))
+            experts = _ALIASES.get(experts, experts)
+            if experts not in EXPERT_AXES[1:]:
+                expected = f"ep=DEGREE, or ep=AXIS:DEGREE with one of {EXPERT_AXES[1:]}"
+                raise ValidationError([Problem("unknown axis of experts", key=entry, expected=expected)], _CONTEXT)
         if not (value.isascii() and value.isdigit() and 0 < int(value) <= 1 << 20):
             raise ValidationError([Problem("not a degree", key=entry, expected="a number from 1 to 2 ** 20")], _CONTEXT)
         found[name] = int(value)
-    return Strategy(**found, kind=kind)
+    return Strategy(**found, kind=kind, experts=experts)
 
 
 def stage_layers(

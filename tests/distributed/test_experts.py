@@ -54,6 +54,8 @@ PAIRS = [
 
 WIDTH, INNER, EXPERTS, TOP = 6, 10, 4, 2
 BEFORE, AFTER = (0, 1), (2, 3)
+#: Stage 3 cuts parameters of more elements.
+SEGMENT = 16
 #: Cut axes of what is inside a tensor-parallel expert.
 AXES = {"up.weight": 1, "up.bias": 0, "down.weight": 0}
 SHAPES = {"up.weight": (WIDTH, INNER), "up.bias": (INNER,), "down.weight": (INNER, WIDTH), "down.bias": (WIDTH,)}
@@ -370,7 +372,7 @@ def experts_among_sharding_ranks(directory):
         if version.startswith("V"):
             optimizer = fleet.distributed_optimizer(optimizer)
         else:
-            model, optimizer, _ = group_sharded_parallel(model, optimizer, version, group=group, segment_size=16)
+            model, optimizer, _ = group_sharded_parallel(model, optimizer, version, group=group, segment_size=SEGMENT)
         shards = model.sharded_state_dict()
         found[version] = error_of(lambda: fc.check(model, optimizer))  # noqa: B023
         assert error_of(lambda: optimizer.sharded_state_dict(shards)).partition(": ")[2] in found[version]  # noqa: B023

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 pytest.importorskip("paddle")
@@ -13,7 +15,7 @@ from paddle_flexckpt.planning.strategy import parse_strategy
 from tests.distributed import test_experts as experts
 from tests.distributed.matrix import jobs
 from tests.distributed.matrix.network import AXES, BLOCKS, HIDDEN, INNER, VOCABULARY
-from tests.distributed.matrix.strategies import MODELS, STRATEGIES, Strategy
+from tests.distributed.matrix.strategies import MODELS, REHEARSED, STRATEGIES, Strategy
 
 BLOCK = {
     "ln.weight": [HIDDEN],
@@ -85,7 +87,7 @@ def experts_model() -> Model:
             tensors.append(ModelTensor(name, shape, tp_axis=experts.AXES.get(local), expert=expert))
         else:
             tensors.append(ModelTensor(name, shape))
-    return Model(tuple(tensors))
+    return Model(tuple(tensors), segment_size=experts.SEGMENT)
 
 
 def text_of(strategy: Strategy) -> str:
@@ -93,12 +95,17 @@ def text_of(strategy: Strategy) -> str:
     kind = "v2" if strategy.split else "v1"
     degree, dp = strategy.sharding, strategy.dp
     if strategy.level is not None:
-        kind, degree, dp = {"os_g": "stage2", "p_g_os": "stage3"}[strategy.level], strategy.world, 1
+        kind = {"os_g": "stage2", "p_g_os": "stage3"}[strategy.level]
+        if degree == 1:  # over all ranks
+            degree, dp = strategy.world, 1
+    ep = f"{strategy.over}:{strategy.experts}" if strategy.over != "data" else str(strategy.experts)
     sharding = f",sharding={kind}:{degree}" if degree > 1 else ""
-    return f"tp={strategy.mp},pp={strategy.pp},vpp={strategy.chunks},dp={dp},ep={strategy.experts}{sharding}"
+    more = f"dp={dp},sep={strategy.sep},ep={ep}{sharding}"
+    return f"tp={strategy.mp},pp={strategy.pp},vpp={strategy.chunks},{more}"
 
 
-CASES = [(each, model) for each in STRATEGIES if each.world in (2, 4) for model in MODELS if model in each.models]
+KNOWN = (*STRATEGIES, *REHEARSED)
+CASES = [(each, model) for each in KNOWN if each.world in (2, 4) for model in MODELS if model in each.models]
 
 
 @pytest.mark.parametrize(("strategy", "model"), CASES, ids=[f"{each.name}-{model}" for each, model in CASES])
@@ -107,4 +114,24 @@ def test_a_layout_equals_what_real_ranks_describe(world, strategy, model):
     assert layout.strategy.ranks == strategy.world
     described = world(strategy.world).run(describe, strategy=strategy.name, model=model)
     for rank, real in enumerate(described):
-        assert rows_of(layout.catalog(rank)) == real
+        said = rows_of(layout.catalog(rank))
+        assert said == real
+        assert [*said] == [*real]
+
+
+def describe_pipeline():
+    """What this rank of a pipeline describes, whose layers have experts of their own."""
+    return rows_of(open_state(experts.Pipeline(1).state(), dist.get_rank()).catalog)
+
+
+def test_experts_in_a_pipeline(world):
+    described = world(4).run(describe_pipeline)
+    tensors = []
+    for layer in range(4):
+        for each in experts_model().tensors:
+            tensors.append(replace(each, name=f"{layer}.{each.name}", tp_axis=None, layers=(layer,)))
+    layout = Layout(Model(tuple(tensors), 4), parse_strategy("pp=2,sharding=v2:2,ep=2"))
+    for rank, real in enumerate(described):
+        said = rows_of(layout.catalog(rank))
+        assert said == real
+        assert [*said] == [*real]

@@ -9,6 +9,7 @@ from paddle import nn
 import paddle_flexckpt as fc
 from paddle_flexckpt.parallel import is_installed
 from paddle_flexckpt.parallel.install import _assignments
+from tests.distributed.jobs_muon import Muon, MuonShardingOptimizer, paddle_with_muon
 
 
 def classes():
@@ -99,3 +100,19 @@ def test_a_forgotten_install_is_found_by_the_load(tmp_path):
         fc.load_state_dict({**state, **fresh.sharded_state_dict(state)}, tmp_path)
     report = fc.load_state_dict({**state, **fc.optimizer_sharded_state_dict(fresh, state)}, tmp_path, strict=True)
     assert report.keys == 10
+
+
+def test_muon_is_known_where_paddle_has_it(bare):
+    assert not any("muon" in owner.__module__ for owner in classes())
+    own = Muon.sharded_state_dict, MuonShardingOptimizer.sharded_state_dict
+    with paddle_with_muon():
+        assert Muon in classes() and MuonShardingOptimizer in classes()
+        model = nn.Linear(2, 3)
+        optimizer = Muon(0.1, model.parameters(), {model.weight.name})
+        state = fc.optimizer_sharded_state_dict(optimizer, model.sharded_state_dict())
+        moments = ["bias.moment1_0", "bias.moment2_0"]
+        assert sorted(state) == ["bias.beta1_pow_acc_0", "bias.beta2_pow_acc_0", *moments, "weight.moment1_0"]
+    assert (Muon.sharded_state_dict, MuonShardingOptimizer.sharded_state_dict) == own
+    fc.install()  # and where it has it elsewhere, or in a version to come, it is refused
+    with pytest.raises(ValueError, match=r"paddle\.optimizer\.muon\.Muon describes itself"):
+        fc.optimizer_sharded_state_dict(optimizer, model.sharded_state_dict())

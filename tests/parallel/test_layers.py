@@ -238,3 +238,45 @@ def test_a_parameter_that_is_both_tied_and_cut_is_refused():
     model.part = Cut(model.whole.weight)
     with pytest.raises(ValueError, match=r"described in different ways: .*whole\.weight.*part\.weight.*Remedy"):
         model.sharded_state_dict()
+
+
+class Reshaped(nn.Layer):
+    """A layer that describes its parameter in another shape."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.weight = self.create_parameter([2, 3, 4])
+        self.view = view
+
+    def sharded_state_dict(self, structured_name_prefix=""):
+        tensor = self.view(self.weight)
+        key = f"{structured_name_prefix}weight"
+        return {key: fc.ShardedWeight(key, tensor, tensor.shape, tensor.shape, [0] * len(tensor.shape))}
+
+
+def test_a_view_of_a_parameter_has_its_name():
+    model = nn.Sequential(Reshaped(lambda weight: weight.reshape([6, 4])))
+    weight = model.sharded_state_dict()["0.weight"]
+    assert weight.local_tensor.name == model[0].weight.name and weight.local_shape == (6, 4)
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+    assert optimizer.sharded_state_dict({"0.weight": weight})["0.weight.moment1_0"].local_shape == (6, 4)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_copy_of_a_parameter_is_refused(named):
+    def copy(weight):
+        tensor = weight.clone().reshape([6, 4])
+        if named:
+            tensor.name = weight.name
+        return tensor
+
+    model = nn.Sequential(Reshaped(copy))
+    with pytest.raises(ValueError, match=r"key '0.weight': .*Reshaped describes a copy .*Remedy: .*shaped_view"):
+        model.sharded_state_dict()
+    with pytest.raises(ValueError, match="describes a copy"):
+        paddle.DataParallel(model[0]).sharded_state_dict()
+
+
+def test_what_is_no_copy_of_a_parameter_is_the_layers_own_affair():
+    model = nn.Sequential(Reshaped(lambda weight: weight.astype("float16")))
+    assert model.sharded_state_dict()["0.weight"].local_tensor.dtype == paddle.float16

@@ -8,6 +8,7 @@ import pytest
 from paddle import nn
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.parallel.slices import shaped_view
 
 STATES = ("beta1_pow_acc_0", "beta2_pow_acc_0", "moment1_0", "moment2_0")
 
@@ -296,3 +297,69 @@ def test_states_that_were_moved_to_other_memory(tmp_path):
         tensor.set_value(paddle.full_like(tensor, -1))
     fc.load_state_dict(state, tmp_path, strict=True)
     assert {key: raw(tensor) for key, tensor in states_of(optimizer).items()} == before
+
+
+# -- states of another shape with as many elements ---------------------------------------------------------------------
+
+EXPERTS, ROWS, COLUMNS = 3, 4, 5
+
+
+class Grouped(nn.Layer):
+    """Experts in one parameter [E, H, I], described as [E * H, I]."""
+
+    def __init__(self, experts=EXPERTS, dtype="float32"):
+        super().__init__()
+        self.weight = self.create_parameter([experts, ROWS, COLUMNS], dtype=dtype)
+
+    def sharded_state_dict(self, structured_name_prefix=""):
+        flat = shaped_view("experts", self.weight, [self.weight.shape[0] * ROWS, COLUMNS])
+        key = f"{structured_name_prefix}weight"
+        return {key: fc.ShardedWeight(key, flat, flat.shape, flat.shape, (0, 0))}
+
+
+@pytest.mark.parametrize("experts", [EXPERTS, 1])  # of one expert it might be taken for a history of one gradient
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_states_of_grouped_experts_are_views_in_their_parameters_shape(tmp_path, experts, dtype):
+    model = nn.Sequential(("experts", Grouped(experts, dtype)))
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=model.parameters(), multi_precision=True)
+    shards = model.sharded_state_dict()
+    states = optimizer.sharded_state_dict(shards)
+    names = ["moment1_0", "moment2_0", *(["w_0"] if dtype == "bfloat16" else [])]
+    for name in names:
+        weight = states[f"experts.weight.{name}"]
+        assert (
+            weight.local_shape == weight.global_shape == (experts * ROWS, COLUMNS) == tuple(weight.local_tensor.shape)
+        )
+    state = {**shards, **states}
+    fc.save_state_dict(state, tmp_path)
+    live = [
+        model[0].weight,
+        *(optimizer._accumulators[n][k] for n in ("moment1", "moment2") for k in optimizer._accumulators[n]),
+    ]
+    live += optimizer._master_weights.values()
+    assert len(live) == 1 + len(names)
+    before = [tensor.numpy().tobytes() for tensor in live]
+    with paddle.no_grad():
+        for tensor in live:
+            tensor.detach().fill_(7.0)
+    assert fc.load_state_dict(state, tmp_path, strict=True).keys == len(state)
+    assert [tensor.numpy().tobytes() for tensor in live] == before
+    assert all(tensor.shape == [experts, ROWS, COLUMNS] for tensor in live)
+
+
+def test_a_state_whose_elements_would_be_in_another_order_is_refused():
+    model = nn.Linear(4, 6, bias_attr=False)
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+    shards = model.sharded_state_dict()
+    optimizer.sharded_state_dict(shards)
+    moments = optimizer._accumulators["moment1"]
+    for shape in ([6, 4], [2, 4, 3], [3, 2, 4], [23], [4, 6, 2]):
+        moments[model.weight.name] = paddle.zeros(shape)
+        with pytest.raises(ValueError, match=r"state 'weight.moment1_0' has shape .* expected \[4, 6\]"):
+            optimizer.sharded_state_dict(shards)
+    for shape in ([24], [2, 2, 6], [4, 1, 3, 2]):
+        moments[model.weight.name] = paddle.zeros(shape)
+        assert optimizer.sharded_state_dict(shards)["weight.moment1_0"].local_shape == (4, 6)
+    moments[model.weight.name] = paddle.zeros([6, 2, 2]).transpose([1, 2, 0])
+    with pytest.raises(ValueError, match=r"moment1_0' of shape \[2, 2, 6\] cannot be seen as.*strides.*Remedy"):
+        optimizer.sharded_state_dict(shards)

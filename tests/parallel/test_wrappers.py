@@ -134,13 +134,25 @@ class OfPaddle:
 OfPaddle.sharded_state_dict.__module__ = OfPaddle.__module__
 
 
-def test_a_class_of_paddle_that_gives_no_state_is_refused():
+class OfAUser(OfPaddle):
+    def sharded_state_dict(self, model):
+        return {}
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_class_of_paddle_with_a_method_of_its_own_is_refused(tmp_path, stepped):
     model = make_model()
     shards = model.sharded_state_dict()
     optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
-    for call in (optimizer_sharded_state_dict, fc.init_optimizer_state):
-        with pytest.raises(ValueError, match=r"a_new_release\.OfPaddle .* gives no state.*Remedy: .*first step"):
-            call(OfPaddle(optimizer), shards)
-    assert optimizer_sharded_state_dict(OfPaddle(paddle.optimizer.SGD(parameters=model.parameters())), shards) == {}
-    optimizer.sharded_state_dict(shards)  # as a step, this creates states
-    assert optimizer_sharded_state_dict(OfPaddle(optimizer), shards)
+    if stepped:  # its method would describe something, and the same method nothing in the job that resumes
+        optimizer.sharded_state_dict(shards)
+    text = r"a_new_release\.OfPaddle describes itself by a method of Paddle's own.*Remedy"
+    for wrapper in (OfPaddle(optimizer), SimpleNamespace(_inner_opt=OfPaddle(optimizer))):
+        for call in (optimizer_sharded_state_dict, fc.init_optimizer_state):
+            with pytest.raises(ValueError, match=text):
+                call(wrapper, shards)
+        manager = fc.CheckpointManager(tmp_path)
+        with pytest.raises(fc.CheckpointError, match="OfPaddle describes itself"):
+            manager.save(1, model=model, optimizer=wrapper)
+        assert manager.all_steps() == []
+    assert optimizer_sharded_state_dict(OfAUser(optimizer), shards) == {}

@@ -84,7 +84,10 @@ def _names(catalog):
         ("tp=3", ModelTensor("w", (4, 6), tp_axis=0), r"'w'.*multiple of tp=3 along axis 0.*\[4, 6\]"),
         ("tp=2", ModelTensor("w", (4,), tp_axis=1), "cuts along no axis"),
         ("dp=3,ep=3", ModelTensor("w", (4,), expert=(0, 4)), "experts cannot be spread evenly"),
-        ("sharding=v1:2,ep=2", ModelTensor("w", (4,), expert=(0, 4)), "no rule is known"),
+        ("sharding=v1:2,ep=2", ModelTensor("w", (4,), expert=(0, 4)), "hold others.*'w'.*sharding=v2:2.*ep=dp:DEGREE"),
+        ("sharding=stage2:2,ep=2", ModelTensor("w", (4,), expert=(0, 4)), "as if they were one"),
+        ("sharding=stage3:2,ep=2", ModelTensor("w", (4,), expert=(0, 4)), "as if they were one"),
+        ("dp=2,sharding=v2:3,ep=2", ModelTensor("w", (4,), expert=(0, 4)), "equally often.*divide sharding = 3"),
     ],
 )
 def test_what_a_strategy_cannot_cut_is_refused(text, tensor, words):

@@ -18,6 +18,10 @@ def test_a_strategy_is_read():
     assert strategy.ranks == 8 * 16 * 4 * 4
     assert str(strategy) == "tp=8,pp=16,vpp=2,dp=4,ep=8,sharding=v2:4"
     assert parse_strategy("mp=2") == Strategy(tp=2)
+    assert parse_strategy("dp=2,sharding=v1:2,ep=dp:2") == Strategy(dp=2, sharding=2, kind="v1", ep=2, experts="dp")
+    over_tensor = parse_strategy("mp=2,sharding=v2:2,ep=mp:4")
+    assert over_tensor == Strategy(tp=2, sharding=2, kind="v2", ep=4, experts="tp")
+    assert str(over_tensor) == "tp=2,ep=tp:4,sharding=v2:2" and parse_strategy(str(over_tensor)) == over_tensor
     assert parse_strategy("") == Strategy()
 
 
@@ -46,6 +50,10 @@ def test_the_text_of_a_strategy_is_read_back(strategy):
         ("sharding=v3:4", "sharding without its kind.*stage3"),
         ("vpp=2", "virtual stages need a pipeline"),
         ("dp=2,ep=4", "dp x sharding = 2"),
+        ("dp=2,sharding=v2:2,ep=dp:4", "ep to divide dp = 2"),
+        ("tp=2,ep=tp:4", "ep to divide dp x sharding x tp = 2"),
+        ("dp=2,tp=2,ep=tp:1", "a multiple of tp=2"),
+        ("dp=2,ep=pp:2", "unknown axis of experts.*ep=AXIS:DEGREE"),
     ],
 )
 def test_what_is_no_strategy_is_refused(text, words):
@@ -77,3 +85,22 @@ def test_layers_are_spread_over_stages_as_paddle_does():
 def test_sizes_are_aligned_on_every_rank():
     assert [aligned(size, 4, 256) for size in (0, 1, 64, 65)] == [0, 64, 64, 128]
     assert aligned(65, 2, 256, degree=4) == 512
+
+
+@pytest.mark.parametrize(
+    ("text", "places", "stride"),
+    [
+        ("dp=2,sharding=v2:2,ep=2", [0, 1, 0, 1], 2),
+        ("dp=2,sharding=v2:2,ep=4", [0, 1, 2, 3], 2),
+        ("dp=2,sharding=v1:2,ep=dp:2", [0, 0, 1, 1], 1),
+        ("tp=2,sharding=v2:2,ep=2", [0, 0, 1, 1], 2),
+        ("tp=2,sharding=v2:2,ep=tp:2", [0, 1, 0, 1], 1),
+        ("tp=2,sharding=v2:2,ep=tp:4", [0, 1, 2, 3], 2),
+        ("sharding=v2:4,ep=2", [0, 1, 0, 1], 2),
+        ("dp=2,sharding=v2:3,ep=2", [0, 1, 0, 1, 0, 1], 0),
+    ],
+)
+def test_experts_stand_on_ranks(text, places, stride):
+    strategy = parse_strategy(text)
+    assert [strategy.expert_place(strategy.place(rank)) for rank in range(strategy.ranks)] == places
+    assert strategy.expert_stride == stride

@@ -17,7 +17,8 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.testing import cpu_world
 from tests.distributed import test_experts as experts
 from tests.distributed.matrix.network import LENGTH, VOCABULARY, build, fill
-from tests.distributed.matrix.strategies import AFTER, BY_NAME
+from tests.distributed.matrix.sharded_experts import ShardedExperts
+from tests.distributed.matrix.strategies import AFTER, BY_NAME, REHEARSED
 
 BATCH, MICRO_BATCHES = 32, 4
 BEFORE = 3
@@ -152,6 +153,8 @@ def begin(strategy, model, salt):
     """A fresh job; the salt decides its values."""
     if BY_NAME[strategy].semi:
         return DistTensors(strategy, model, salt)
+    if BY_NAME[strategy] in REHEARSED:
+        return ShardedExperts(strategy, salt)
     return ExpertTrainer(strategy, salt) if model == "experts" else Trainer(strategy, model, salt)
 
 

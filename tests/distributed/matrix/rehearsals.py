@@ -1,7 +1,8 @@
 """Compares what is said without ranks with what real ranks describe and count, for every pair of strategies.
 
 ``python -m tests.distributed.matrix.rehearsals``. Each strategy begins one job, which describes itself, saves, and then
-loads what every strategy of its model has saved, directly and co-operatively.
+loads what every strategy of its model has saved, directly and co-operatively. Strategies are those of fleet, experts
+whose optimizer is sharded, and those of semi-automatic parallelism.
 """
 
 from __future__ import annotations
@@ -25,22 +26,32 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.state import open_state
 from paddle_flexckpt.media.local import LocalOutputFile
 from paddle_flexckpt.native import checksums, data_file
+from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.strategy import parse_strategy
 from paddle_flexckpt.testing import World
 from tests.distributed.matrix import jobs
-from tests.distributed.matrix.strategies import MODELS, STRATEGIES, Strategy
+from tests.distributed.matrix.strategies import MODELS, REHEARSED, STRATEGIES
 from tests.distributed.test_layouts import model_of, rows_of, text_of
+from tests.semi_auto import layouts as semi_auto
 
 JOBS = "tests.distributed.matrix.rehearsals"
 SHARED = ("bytes_read", "reads", "bytes_received", "bytes_sent")
 SAVED = ("keys", "items", "total_bytes", "held_bytes", "imbalance")
+ALL = (*MODELS, *semi_auto.MODELS)
 COUNTS = ("bytes_needed", "bytes_read", "reads", "peak_scratch_bytes", "missing", "unexpected")
+
+
+def begin(strategy: str, model: str, salt: str) -> Any:
+    """Return the state of a fresh job."""
+    if model in semi_auto.MODELS:
+        return semi_auto.state_of(strategy, model)
+    return jobs.begin(strategy, model, salt).state()
 
 
 def save(strategy: str, model: str, folder: str) -> dict[str, Any]:
     """Save the state of a job, untrained; return what this rank describes, and what it counts of the save."""
-    state = jobs.begin(strategy, model, "saved").state()
+    state = begin(strategy, model, "saved")
     writes, hashed, write_many, hash_block = [], [], LocalOutputFile.write_many, checksums.hash_block
 
     def write(self: LocalOutputFile, parts: Sequence[Any]) -> None:
@@ -66,7 +77,7 @@ def save(strategy: str, model: str, folder: str) -> dict[str, Any]:
 
 def load(strategy: str, model: str, folders: Mapping[str, str]) -> dict[str, list[dict[str, Any]]]:
     """Return what this rank counts for each checkpoint: where it reads for itself, and where one reads for all."""
-    state = jobs.begin(strategy, model, "other").state()
+    state = begin(strategy, model, "other")
     found = {}
     for name, folder in folders.items():
         reports = [fc.load_state_dict(state, folder, comm_method=way).as_dict() for way in ("direct", "cooperative")]
@@ -74,12 +85,14 @@ def load(strategy: str, model: str, folders: Mapping[str, str]) -> dict[str, lis
     return found
 
 
-def layout_of(strategy: Strategy, model: str) -> Layout:
-    """Return the layout of a strategy of the matrix, as a user would ask for it."""
+def layout_of(strategy: Any, model: str) -> JobLayout:
+    """Return the layout of a strategy, as a user would ask for it."""
+    if model in semi_auto.MODELS:
+        return semi_auto.layout_of(strategy, model)
     return Layout(model_of(strategy, model), parse_strategy(text_of(strategy)))
 
 
-def undescribed(layout: Layout, described: list[dict[str, Any]]) -> list[str]:
+def undescribed(layout: JobLayout, described: list[dict[str, Any]]) -> list[str]:
     """Return where a layout differs from what the ranks of a job describe."""
     wrong = []
     for rank, real in enumerate(described):
@@ -89,7 +102,7 @@ def undescribed(layout: Layout, described: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def miscounted(path: str, layout: Layout, counted: list[list[dict[str, Any]]]) -> list[str]:
+def miscounted(path: str, layout: JobLayout, counted: list[list[dict[str, Any]]]) -> list[str]:
     """Return where a rehearsal differs from what the ranks of a job count."""
     report = rehearse(path, layout, cooperative=True)
     if report.error:
@@ -107,7 +120,7 @@ def miscounted(path: str, layout: Layout, counted: list[list[dict[str, Any]]]) -
     return wrong if seen == list(range(len(counted))) else [*wrong, f"ranks {seen}"]
 
 
-def missaved(layout: Layout, counted: list[dict[str, Any]]) -> list[str]:
+def missaved(layout: JobLayout, counted: list[dict[str, Any]]) -> list[str]:
     """Return where a rehearsal of a save differs from what the ranks of a job count."""
     report = rehearse_save(layout, turn=int(counted[0]["token"][:8], 16))
     wrong = []
@@ -120,28 +133,35 @@ def missaved(layout: Layout, counted: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
+def strategies_of(model: str) -> list[Any]:
+    """Return the strategies that a model is compared under."""
+    if model in semi_auto.MODELS:
+        return semi_auto.MODELS[model][1]
+    return [each for each in (*STRATEGIES, *REHEARSED) if model in each.models]
+
+
 def run(world: Callable[[int], World], folder: Path, model: str) -> list[dict[str, Any]]:
     """Compare all strategies of a model, printing a line for each; return what is wrong by pair."""
-    known = [each for each in STRATEGIES if model in each.models]
+    known = strategies_of(model)
     folders = {each.name: str(folder / model / each.name) for each in known}
     results = []
     for each in known:
-        saved = world(each.world).run(f"{JOBS}:save", strategy=each.name, model=model, folder=folders[each.name])
+        ranks = layout_of(each, model).strategy.ranks
+        saved = world(ranks).run(f"{JOBS}:save", strategy=each.name, model=model, folder=folders[each.name])
         layout = layout_of(each, model)
         wrong = undescribed(layout, [rank["rows"] for rank in saved])
         wrong += missaved(layout, [rank["counted"] for rank in saved])
         results.append({"model": model, "loaded": each.name, "saved": "", "wrong": wrong})
     for each in known:
-        begin = time.perf_counter()
-        found = world(each.world).run(f"{JOBS}:load", strategy=each.name, model=model, folders=folders)
-        layout = layout_of(each, model)
+        begun, layout = time.perf_counter(), layout_of(each, model)
+        found = world(layout.strategy.ranks).run(f"{JOBS}:load", strategy=each.name, model=model, folders=folders)
         wrong_of = {saved: miscounted(path, layout, [rank[saved] for rank in found]) for saved, path in folders.items()}
         results += [
             {"model": model, "loaded": each.name, "saved": saved, "wrong": wrong} for saved, wrong in wrong_of.items()
         ]
         right = sum(not wrong for wrong in wrong_of.values())
-        seconds = time.perf_counter() - begin
-        print(f"{model:7s} {each.name:>14s}: {right} of {len(wrong_of)} pairs {seconds:5.1f} s", flush=True)
+        seconds = time.perf_counter() - begun
+        print(f"{model:11s} {each.name:>19s}: {right} of {len(wrong_of)} pairs {seconds:5.1f} s", flush=True)
     return results
 
 
@@ -149,7 +169,7 @@ def main() -> int:
     """Compare all pairs of all models."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the results")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--models", nargs="+", choices=ALL, default=ALL)
     args = parser.parse_args()
     worlds: dict[int, World] = {}
     results: list[dict[str, Any]] = []

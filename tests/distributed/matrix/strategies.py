@@ -22,6 +22,8 @@ class Strategy:
         sequence: Sequence-parallel linears.
         chunks: Virtual pipeline stages per rank.
         experts: Ranks that a layer's experts are spread over.
+        over: Which ranks these are: neighbours with different data, those of dp alone, or those of tp too.
+        sep: Segment parallel degree.
         models: Which models it can train: ``tied``, ``untied``, and ``experts``.
         semi: Semi-automatic: distributed tensors over all ranks, cut on their first axis where it divides evenly.
     """
@@ -37,6 +39,8 @@ class Strategy:
     sequence: bool = False
     chunks: int = 1
     experts: int = 1
+    over: str = "data"
+    sep: int = 1
     models: tuple[str, ...] = ("tied", "untied")
     semi: bool = False
 
@@ -72,7 +76,27 @@ STRATEGIES = (
 # Those of the matrix on devices which the matrix above does without: the tests of semi-automatic parallelism have their
 # own there.
 FURTHER = (Strategy("semi2", 2, semi=True), Strategy("semi4", 4, semi=True))
-BY_NAME = {strategy.name: strategy for strategy in (*STRATEGIES, *FURTHER)}
+# Experts whose optimizer is sharded: described, saved and loaded, but not trained here.
+_SHARDED = {"models": ("experts",), "sharding": 2}
+_V2 = {**_SHARDED, "split": True}
+REHEARSED = (
+    Strategy("v2x2+ep1", 2, **_V2),
+    Strategy("v2x2+ep2", 2, experts=2, **_V2),
+    Strategy("v2x4+ep2", 4, experts=2, **{**_V2, "sharding": 4}),
+    Strategy("v2x4+ep4", 4, experts=4, **{**_V2, "sharding": 4}),
+    Strategy("dp2xv2x2+ep2", 4, dp=2, experts=2, **_V2),
+    Strategy("dp2xv2x2+ep4", 4, dp=2, experts=4, **_V2),
+    Strategy("tp2xv2x2+ep2", 4, mp=2, experts=2, **_V2),
+    Strategy("tp2xv2x2+ep2tp", 4, mp=2, experts=2, over="tp", **_V2),
+    Strategy("tp2xv2x2+ep4tp", 4, mp=2, experts=4, over="tp", **_V2),
+    Strategy("tp2xv1x2+ep2tp", 4, mp=2, experts=2, over="tp", **_SHARDED),
+    Strategy("sep2xv2x2+ep2", 4, sep=2, experts=2, **_V2),
+    Strategy("dp2xv1x2+ep2dp", 4, dp=2, experts=2, over="dp", **_SHARDED),
+    Strategy("dp2xv2x2+ep2dp", 4, dp=2, experts=2, over="dp", **_V2),
+    Strategy("dp2xstage2x2+ep2dp", 4, dp=2, experts=2, over="dp", level="os_g", **_SHARDED),
+    Strategy("dp2xstage3x2+ep2dp", 4, dp=2, experts=2, over="dp", level="p_g_os", **_SHARDED),
+)
+BY_NAME = {strategy.name: strategy for strategy in (*STRATEGIES, *FURTHER, *REHEARSED)}
 
 # Pairs that differ in one thing, and those that differ in most: what CI runs of each model besides its sample.
 NEIGHBOURS = (

@@ -1,0 +1,242 @@
+"""Describe what each rank of a semi-automatic job would have, without the job.
+
+Rules are those of DistTensors and of ``dist.shard_optimizer``; real ranks describe the same.
+Tested in tests/planning/test_mesh_layouts.py and tests/semi_auto/test_layouts.py.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Iterable
+
+import numpy as np
+
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
+from paddle_flexckpt.catalog.table import NOT_FLATTENED
+from paddle_flexckpt.planning.job_layout import JobLayout, buffer_ranges
+from paddle_flexckpt.planning.meshes import Mesh, Placement, Placements
+from paddle_flexckpt.planning.models import Model, ModelTensor
+from paddle_flexckpt.planning.strategy import Strategy, stage_layers
+
+TENSOR_AXES = ("tp", "mp")
+_NO_AXIS = -1
+# Parts of all tensors that are kept, of different places on the mesh.
+_BOXES_KEPT = 64
+
+
+class MeshLayout(JobLayout):
+    """Make the catalogs of a job's ranks from its mesh and its model."""
+
+    def __init__(self, model: Model, strategy: Mesh) -> None:
+        """Check that the mesh fits the model.
+
+        Raises:
+            ValidationError: It does not: placements fit no tensor, or are none that Paddle can shard states of.
+        """
+        super().__init__(model)
+        self.strategy: Mesh = strategy
+        problems = [*self._repeated(), *self._unused()]
+        stages = self._stages()
+        placed = [self._placements(each, stages) for each in model.tensors]
+        for each, placements in zip(model.tensors, placed):
+            problems += _misplaced(each, placements)
+        self._is_trained = np.asarray([each.is_trained for each in model.tensors], dtype=bool)
+        states = masters = placed
+        stage = strategy.sharding
+        if stage in ("stage1", "stage2", "stage3") and not problems:
+            axis, wrong = self._sharded_axis(placed)
+            problems += wrong
+            sharded = list(placed) if wrong else self._with_sharding(placed, axis, problems)
+            # Of a tensor whose first extent is 1 Paddle leaves the states alone: they are whole everywhere.
+            alone = [each.shape[:1] == (1,) for each in model.tensors]
+            masters = [own if skip else new for own, new, skip in zip(placed, sharded, alone)]
+            states = sharded
+            if stage == "stage3":
+                placed = masters = sharded
+        if problems:
+            raise ValidationError(problems, f"{strategy} does not fit the model")
+        dense = [(Placement(),) * len(each) if shape[:1] == (1,) else each for each, shape in self._with_shapes(states)]
+        # By tensor and mesh axis: the padded axis that is cut, for the tensor, its states, and its master weight.
+        self._cuts = tuple(self._columns(each) for each in (placed, dense, masters))
+        only = [[_NO_AXIS if p.only is None else p.only for p in each] for each in placed]
+        self._only = np.asarray(only, dtype=np.int64).reshape(len(placed), len(strategy.axes))
+        # What a rank has of each follows from where it stands on these axes of the mesh.
+        stands = (self._only >= 0).any(axis=0)
+        cuts = [(cut >= 0).any(axis=0) for cut in self._cuts]
+        self._axes_of = tuple(tuple(map(bool, np.logical_or(each, stands))) for each in cuts)
+        self._fused_axis = strategy.axes.index("dp") if stage == "fusion" else _NO_AXIS
+        used = zip(*self._axes_of)
+        self._used = tuple(any(each) or number == self._fused_axis for number, each in enumerate(used))
+        # What a mesh axis does not cut, ranks along it have alike.
+        self._boxes = functools.lru_cache(maxsize=_BOXES_KEPT)(self._find_boxes)
+        self._ranges = functools.lru_cache(maxsize=_BOXES_KEPT)(self._find_ranges)
+
+    def _with_shapes(self, placed: list[Placements]) -> Iterable[tuple[Placements, tuple[int, ...]]]:
+        return zip(placed, (each.shape for each in self._model.tensors))
+
+    def _unused(self) -> list[Problem | str]:
+        """Return the placements that fit no tensor."""
+        names = [each.name for each in self._model.tensors]
+        return [
+            Problem("placements fit no tensor", key=glob, expected=f"a glob of names such as {names[:3]}")
+            for glob, _ in self.strategy.placements
+            if not fnmatch.filter(names, glob)
+        ]
+
+    def _stages(self) -> dict[int, int]:
+        """Return which index of an axis called pp each layer stands at."""
+        if "pp" not in self.strategy.axes or self._model.layers == 1:
+            return {}
+        pipeline = Strategy(pp=self.strategy.shape[self.strategy.axes.index("pp")])
+        shared = stage_layers(pipeline, self._model.layers, self._model.counted)
+        return {layer: stage for stage, layers in enumerate(shared) for layer in layers}
+
+    def _placements(self, tensor: ModelTensor, stages: dict[int, int]) -> Placements:
+        """Return one placement for each axis of the mesh."""
+        axes = self.strategy.axes
+        for glob, placed in self.strategy.placements:
+            if fnmatch.fnmatchcase(tensor.name, glob):
+                return (*placed, *(Placement() for _ in axes[len(placed) :]))
+        stage = stages.get(tensor.layers[0]) if tensor.layers else None
+        # Negative axes are counted from the last one; as placements Paddle knows none.
+        cut = tensor.tp_axis
+        cut = cut + len(tensor.shape) if cut is not None and cut < 0 else cut
+        usual = {"pp": Placement(only=stage), **dict.fromkeys(TENSOR_AXES, Placement(cut=cut))}
+        return tuple(usual.get(axis, Placement()) for axis in axes)
+
+    def _sharded_axis(self, placed: list[Placements]) -> tuple[int, list[Problem | str]]:
+        """Return the mesh axis over which Paddle spreads states, and why it cannot.
+
+        It is the first one, whatever the name that was given, or the last one along which a tensor is whole:
+        ``_set_and_check_sharding_prop_from_param`` in paddle/distributed/auto_parallel/api.py. A mesh of one stage of a
+        pipeline has no axis for that.
+        """
+        stands = {number for placements in placed for number, p in enumerate(placements) if p.only is not None}
+        axis = next((number for number in range(len(self.strategy.axes)) if number not in stands), 0)
+        for each, placements in zip(self._model.tensors, placed):
+            if not each.is_trained:
+                continue
+            if placements[axis].cut is not None:
+                whole = [number for number, p in enumerate(placements) if p == Placement()]
+                axis = whole[-1] if whole else axis
+            if placements[axis].cut is not None:
+                what = "Paddle shards states over a mesh axis along which each parameter is whole"
+                got = f"{each.name} cut along axis {self.strategy.axes[axis]!r}"
+                remedy = "place it as R along one axis, or leave sharding= out"
+                return axis, [Problem(what, key=each.name, expected="such an axis", got=got, remedy=remedy)]
+        name = self.strategy.sharding_axis
+        if self.strategy.axes[axis] != name:
+            what = "Paddle spreads states over another axis of the mesh than the one that it is given"
+            remedy = f"put axis {name!r} first"
+            return axis, [Problem(what, expected=name, got=self.strategy.axes[axis], remedy=remedy)]
+        return axis, []
+
+    def _with_sharding(self, placed: list[Placements], axis: int, problems: list[Problem | str]) -> list[Placements]:
+        """Return placements with one cut more: ``get_placement_with_sharding`` in auto_parallel/sharding.py."""
+        found = []
+        for each, placements in zip(self._model.tensors, placed):
+            cuts = [p.cut for p in placements if p.cut is not None]
+            free = [dim for dim in range(len(each.shape)) if dim not in cuts]
+            if len(cuts) > 1 and each.is_trained:
+                what = "Paddle shards no states of a tensor that is cut along several mesh axes"
+                remedy = "cut it along one axis, or leave sharding= out"
+                wrong = Problem(what, each.name, expected="one Shard at most", got=_text(placements), remedy=remedy)
+                problems.append(wrong)
+            if free and each.is_trained:
+                placements = (*placements[:axis], Placement(cut=free[0]), *placements[axis + 1 :])
+            found.append(placements)
+        return found
+
+    def _columns(self, placed: list[Placements]) -> np.ndarray:
+        """Return the padded axis that each mesh axis cuts, -1 where it cuts none, int64 ``[t, m]``."""
+        cuts = np.full((len(placed), len(self.strategy.axes)), _NO_AXIS, dtype=np.int64)
+        for row, (placements, shape) in enumerate(self._with_shapes(placed)):
+            for number, each in enumerate(placements):
+                if each.cut is not None:
+                    cuts[row, number] = self._width - len(shape) + each.cut
+        return cuts
+
+    def kind(self, rank: int) -> tuple[int, ...]:
+        """Return what a rank's catalog follows from: ranks of one kind have the same, but for their number."""
+        return _reduced(self.strategy.place(rank), self._used)
+
+    def catalog(self, rank: int) -> Catalog:
+        """Return what a rank has: first the model's tensors, then the states, state by state."""
+        place = self.strategy.place(rank)
+        boxes = [self._boxes(which, _reduced(place, axes)) for which, axes in enumerate(self._axes_of)]
+        parts = [self._rows(np.arange(len(self._model.tensors)), boxes[0], 0)]
+        rows, begin, end = self._ranges(_reduced(place, self._used))
+        for number, state in enumerate(self._model.states, 1):
+            chosen = self._is_half[rows] if state.is_master else np.ones(len(rows), dtype=bool)
+            if state.is_scalar:
+                parts.append(self._scalar_rows(rows, number))
+            elif self.strategy.sharding == "fusion":
+                offset, shape, _ = (column[rows[chosen]] for column in boxes[0])
+                parts.append(self._box_rows(rows[chosen], (offset, shape), (begin[chosen], end[chosen]), number))
+            else:
+                parts.append(self._rows(rows[chosen], boxes[2 if state.is_master else 1], number))
+        return self._catalog_of(rank, parts)
+
+    def _is_here(self, place: tuple[int, ...]) -> np.ndarray:
+        """Return which tensors ranks at a place have a part of, as far as stages say, bool ``[t]``."""
+        return ((self._only < 0) | (self._only == np.asarray(place))).all(axis=1)
+
+    def _find_ranges(self, place: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the parameters of which ranks of a kind have states, and under tensor fusion the ranges of these."""
+        rows = np.flatnonzero(self._is_trained & self._is_here(place))
+        if self.strategy.sharding != "fusion":
+            return rows, rows, rows
+        names = [self._model.tensors[row].dtype for row in rows.tolist()]
+        first = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        order = np.argsort([first[name] for name in names], kind="stable").astype(np.int64)
+        rows, names = rows[order], [names[number] for number in order.tolist()]
+        _, shape, is_empty = self._boxes(0, _reduced(place, self._axes_of[0]))
+        size = np.where(is_empty, 0, shape.prod(axis=1))[rows]
+        degree, member = self.strategy.shape[self._fused_axis], place[self._fused_axis]
+        begin, end = buffer_ranges(size, names, self._model.alignment, degree, member)
+        owned = end > begin
+        return rows[owned], begin[owned], end[owned]
+
+    def _find_boxes(self, which: int, place: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return offset and shape of each tensor's part at a place, and whether there is nothing of it there.
+
+        Axes cut one after the other, each what the one before has left: as ``algebra.nested_piece``, in columns. Of
+        nothing the box is the whole tensor.
+        """
+        offset, shape = np.zeros_like(self._shape), self._shape.copy()
+        for cut, extent, index in zip(self._cuts[which].T, self.strategy.shape, place):
+            rows = np.flatnonzero(cut >= 0)
+            axis = cut[rows]
+            size = shape[rows, axis]
+            each = -(-size // extent)
+            begin = np.minimum(each * index, size)
+            offset[rows, axis] += begin
+            shape[rows, axis] = np.minimum(each, size - begin)
+        is_empty = ~self._is_here(place) | ((shape == 0) & (self._shape > 0)).any(axis=1)
+        offset[is_empty], shape[is_empty] = 0, self._shape[is_empty]
+        return offset, shape, is_empty
+
+    def _rows(
+        self, tensor: np.ndarray, boxes: tuple[np.ndarray, np.ndarray, np.ndarray], state: int
+    ) -> tuple[np.ndarray, ...]:
+        offset, shape, is_empty = (column[tensor] for column in boxes)
+        flat = np.where(is_empty, 0, NOT_FLATTENED)
+        return self._box_rows(tensor, (offset, shape), (flat, flat), state)
+
+
+def _misplaced(tensor: ModelTensor, placements: Placements) -> list[Problem | str]:
+    return [
+        Problem("a placement cuts along no axis", tensor.name, expected=f"an axis of {list(tensor.shape)}", got=each)
+        for each in placements
+        if each.cut is not None and not 0 <= each.cut < len(tensor.shape)
+    ]
+
+
+def _reduced(place: tuple[int, ...], used: tuple[bool, ...]) -> tuple[int, ...]:
+    """Return a place with 0 on each axis that does not matter."""
+    return tuple(index if matters else 0 for index, matters in zip(place, used))
+
+
+def _text(placements: Placements) -> str:
+    return ",".join(map(str, placements))
