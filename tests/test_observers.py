@@ -291,6 +291,7 @@ def test_what_a_call_reads_inside_is_logged_at_debug_only(call, tmp_path, caplog
         "digest": lambda: fc.digest(path),
         "diff": lambda: fc.diff(path, path),
     }
+    caplog.clear()
     with caplog.at_level(logging.DEBUG, "paddle_flexckpt"):
         calls[call]()
     assert caplog.records
