@@ -87,6 +87,11 @@ def text_block(file: str, part: str) -> str:
     return _block(file, "text", part)
 
 
+def json_block(file: str, part: str) -> str:
+    """Return the one block of JSON that has a part in it; arguments of :func:`code_block`."""
+    return _block(file, "json", part)
+
+
 def docstring_block(file: str, part: str) -> str:
     """Return the one example of a module's docstrings that has a part in it; arguments of :func:`code_block`."""
     return _block(file, "docstring", part)

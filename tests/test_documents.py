@@ -22,6 +22,7 @@ TAKERS = {
     "output_block": "",
     "shell_block": "bash",
     "text_block": "text",
+    "json_block": "json",
     "docstring_block": "docstring",
 }
 
@@ -39,6 +40,7 @@ NOT_RUN = {
     ("docs/scaling.md", "benchmarks.scaling"): "takes minutes; tests/test_benchmark_scaling.py runs less of it",
     ("docs/trainer.md", "--pipeline_parallel_degree 2 ..."): _TRAINER,
     ("docs/trainer.md", "flex_checkpoint.json"): "a listing; tests/trainer/test_directories.py has these names",
+    ("docs/trainer-paddlefleet.md", "--nproc_per_node 8"): _TRAINER,
     ("docs/trainer-paddleformers.md", "--pipeline_model_parallel_size"): _TRAINER,
     ("docs/tutorial_fleet.md", "sleep 30"): "tests/manager/test_tutorial.py does so without the sleep",
     ("examples/paddlenlp/README.md", "COMMON="): _EXAMPLE,

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from paddle_flexckpt.aoa.model_rules import model_rules
 from paddle_flexckpt.cli.main import main
+from paddle_flexckpt.engine.conversion import convert_checkpoint
 from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from tests.cli.test_convert import CONFIG, llama
@@ -33,18 +35,24 @@ def sources(tmp_path, monkeypatch):
     test_paddle_checkpoint.write(tmp_path / "dist_checkpoint")
     test_torch_dcp.write(tmp_path / "torch_dcp")
     save_file(llama(), tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG))
+    for folder in (tmp_path, tmp_path / "hf"):
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+    rules = model_rules("llama")
+    cuts = [("*norm.weight", None), ("*.weight", 1)]
+    convert_checkpoint("hf", "checkpoint", rules, strategy="tp=2", cuts=cuts)
     return tmp_path
 
 
 def test_every_command_of_the_page_runs(sources, capsys):
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 10
     for command in COMMANDS:
         program, *arguments = shlex.split(command)
         assert program == "flexckpt"
         assert main(arguments) == 0, f"{command}: {capsys.readouterr().err}"
     origins = {name: SourceDirectory(sources / name).origin() for name in ("unified", "dist_checkpoint", "torch_dcp")}
     assert origins == {"unified": "unified_checkpoint", "dist_checkpoint": "paddle", "torch_dcp": "torch_dcp"}
+    for name in ("for_torch", "for_torch_ranks"):
+        assert SourceDirectory(sources / name).origin() == "torch_dcp"
     catalog = SourceDirectory(sources / "from_unified").read_manifest().catalog
     found = {(catalog.key_name(row), catalog.unpadded(row, catalog.shape)) for row in range(len(catalog))}
     assert ("model.q_proj.weight", (4, 3)) in found

@@ -27,7 +27,7 @@ from paddle_flexckpt.engine.conversion import convert_checkpoint
 from paddle_flexckpt.patching import read_patches
 from tests.cli.test_completion import commands
 from tests.cli.test_convert import CONFIG, SCRIPT, flexckpt, llama
-from tests.documents import shell_block
+from tests.documents import json_block, shell_block
 from tests.engine.samples import save
 from tests.foreign import test_paddle_pickles
 from tests.native.samples import flip
@@ -230,6 +230,17 @@ def model(tmp_path, monkeypatch):
 
 def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> bool:
     return found.keys() == expected.keys() and all(found[key].tobytes() == expected[key].tobytes() for key in expected)
+
+
+def test_meshes_of_semi_automatic_parallelism_are_rehearsed(model, tmp_path, capsys):
+    model("whole")
+    cuts = [("*norm.weight", None), ("*.weight", 1)]
+    convert_checkpoint("whole", "checkpoint", strategy="tp=2", cuts=cuts)
+    (tmp_path / "mesh.json").write_text(json_block("docs/guide.md", '"dim_names"'))
+    first, second = lines_of(shell_block("docs/guide.md", "--to 'mesh=2x4:dp,mp"))
+    found = printed(capsys, first)
+    assert "on 8 ranks: 35.0 KiB needed" in found
+    assert printed(capsys, second).splitlines()[:-1] == found.splitlines()[:-1]
 
 
 @pytest.mark.parametrize("page", ["guide", "aoa"])
