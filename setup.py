@@ -123,7 +123,7 @@ setup(
     cmdclass={"build_py": BuildWithPatches},
     package_data={
         "paddle_flexckpt": ["py.typed"],
-        "paddle_flexckpt.aoa": ["rules/*.json"],
+        "paddle_flexckpt.aoa": ["families.json", "rules/*.json"],
         "paddle_flexckpt.testing.rehearsal_device": ["plugin/*.cc", "plugin/*.h"],
     },
     zip_safe=False,

@@ -276,7 +276,7 @@ class _Join:
             else:
                 key.add(numbers.get(index.fqn, -2))
                 offset.add(-1 if index.offset is None else self._tables.size(index.offset))
-                file.add(self._tables.text(place.relative_path.encode()))
+                file.add(self._tables.numbers[place.relative_path.encode()])
                 begin.add(place.offset)
                 length.add(place.length)
         of_key = key.whole()
