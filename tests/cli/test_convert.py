@@ -228,7 +228,12 @@ def sparse(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
             file.write(np.float32(1).tobytes())
 
 
-WAYS = [(), ("--to", "tp=2", "--cut", "*=0"), ("--format", "huggingface", "--dtype", "bfloat16")]
+WAYS = [
+    (),
+    ("--to", "tp=2", "--cut", "*=0"),
+    ("--format", "huggingface", "--dtype", "bfloat16"),
+    ("--format", "paddle", "--to", "tp=2", "--cut", "*=0"),
+]
 
 
 @pytest.mark.parametrize("options", WAYS)
