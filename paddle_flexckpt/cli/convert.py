@@ -65,11 +65,16 @@ def add_command(commands: Any) -> None:
         "--states",
         action="store_true",
         default=None,
-        help="write optimizer states and extra state (default for native)",
+        help="write optimizer states and extra state (default but for huggingface)",
     )
     states.add_argument("--weights", action="store_false", dest="states", help="write neither")
     parser.add_argument(
         "--max-file-bytes", type=byte_count, default=5 << 30, help="largest size of a file of whole tensors (5GiB)"
+    )
+    parser.add_argument(
+        "--save-replicas",
+        action="store_true",
+        help="with --format paddle --to: write all that a rank has into its own file, also what others have",
     )
     parser.add_argument(
         "--memory",
@@ -93,7 +98,8 @@ def add_command(commands: Any) -> None:
 
 
 def _convert(options: argparse.Namespace) -> str:
-    names = ("unique_id", "format", "states", "dtype", "config", "prefix", "max_file_bytes", "memory_bytes", "verify")
+    names = ["unique_id", "format", "states", "dtype", "config", "prefix", "max_file_bytes", "save_replicas"]
+    names += ["memory_bytes", "verify"]
     statements = _statements(options)
     with progress_bar(options.json) as progress:
         report = convert_checkpoint(

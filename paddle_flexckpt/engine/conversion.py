@@ -22,9 +22,10 @@ import xxhash
 from paddle_flexckpt._version import __version__
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
-from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import NATURAL, Catalog, Order, ValidationError, dtype_of, unordered
 from paddle_flexckpt.catalog.dtypes import is_float
+from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.engine.agreement import Solo
 from paddle_flexckpt.engine.conversion_content import Content, ConversionTarget
 from paddle_flexckpt.engine.conversion_notes import ConversionNotes
@@ -41,9 +42,10 @@ from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination
 from paddle_flexckpt.media.backend import Backend, Location, publish
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.observers import observed
 from paddle_flexckpt.planning.strategy import parse_strategy
 from paddle_flexckpt.progress import Meter
-from paddle_flexckpt.report import Report, format_bytes, order_warning, replica_warning
+from paddle_flexckpt.report import Report, order_warning, replica_warning
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -72,6 +74,8 @@ class ConvertOptions(WholeOptions):
         config: Path of the model's configuration, which becomes ``config.json``; by default that of the source's
             directory, if there is one.
         max_file_bytes: Bytes of tensors in one file, where they are whole; a larger tensor has a file for itself.
+        save_replicas: Whether each rank's file has all that the rank has, also what others have, in Paddle's format:
+            where the layout is the same, its own loader sends nothing then.
         memory_bytes: The most memory that it takes, about.
         restart: Whether to remove what an earlier conversion has begun to write there.
     """
@@ -83,6 +87,7 @@ class ConvertOptions(WholeOptions):
     dtype: str | None = None
     config: str | os.PathLike[str] | None = None
     max_file_bytes: int = 5 << 30
+    save_replicas: bool = False
     memory_bytes: int = MEMORY_BYTES
     restart: bool = False
 
@@ -98,6 +103,11 @@ class ConvertOptions(WholeOptions):
                 f"{self.format} has whole tensors, which no strategy cuts; got strategy={self.strategy!r}. Remedy: "
                 f"leave it out, or write {' or '.join(cut)}"
             )
+        elif self.save_replicas and not TARGETS[self.format].has_replicas:
+            with_replicas = [name for name, target in TARGETS.items() if target.has_replicas]
+            problems.append(f"save_replicas is for {' or '.join(with_replicas)}; got format={self.format!r}")
+        elif self.save_replicas and self.strategy is None:
+            problems.append("whole tensors have no replicas; save_replicas needs a strategy. Remedy: leave it out")
         if type(self.max_file_bytes) is not int or self.max_file_bytes < 1:
             problems.append(f"max_file_bytes has to be a positive integer; got {self.max_file_bytes!r}")
         if type(self.memory_bytes) is not int or self.memory_bytes < LEAST_MEMORY:
@@ -175,6 +185,7 @@ class ConvertReport(Report):
 
 
 @takes(ConvertOptions, path=ALONE, output=ALONE)
+@observed("convert", "path")
 def convert_checkpoint(
     path: Location, output: Location, aoa_config: AoaConfig | None = None, **options: Any
 ) -> ConvertReport:
@@ -235,6 +246,7 @@ class _Conversion:
             strategy=None if options.strategy is None else parse_strategy(options.strategy),
             cuts=options.cuts,
             max_file_bytes=options.max_file_bytes,
+            save_replicas=options.save_replicas,
         )
         self._target: ConversionTarget = target(sink, content)
 

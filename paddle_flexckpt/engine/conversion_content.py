@@ -53,6 +53,7 @@ class Content:
         strategy: The layout; None: whole tensors.
         cuts: Which axis tensor parallelism cuts, as of :func:`~paddle_flexckpt.engine.models.model_of`.
         max_file_bytes: Bytes of tensors in one file, where they are whole.
+        save_replicas: Whether each rank's file has all that the rank has; else each shard is in one file.
     """
 
     infos: Mapping[str, TensorInfo]
@@ -63,6 +64,7 @@ class Content:
     strategy: Strategy | None = None
     cuts: Sequence[tuple[str, int | None]] = ()
     max_file_bytes: int = 5 << 30
+    save_replicas: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +92,7 @@ class ConversionTarget(ABC):
         by_safetensors: Whether its files can hold only what safetensors itself knows.
         states: Whether optimizer states and extra state are written, unless the caller says otherwise.
         has_layout: Whether tensors may be cut.
+        has_replicas: Whether it can be asked for replicas.
         files: What is to be written.
         notes: What is taken for granted.
     """
@@ -97,6 +100,7 @@ class ConversionTarget(ABC):
     by_safetensors: ClassVar[bool] = True
     states: ClassVar[bool] = False
     has_layout: ClassVar[bool] = False
+    has_replicas: ClassVar[bool] = False
     files: list[PlannedFile]
 
     def __init__(self, sink: Backend, content: Content) -> None:
@@ -159,7 +163,10 @@ def rows_of(content: Content) -> tuple[Catalog, list[str]]:
 def _cut_rows(content: Content, strategy: Strategy) -> tuple[Catalog, list[str]]:
     """Return what all ranks of a strategy have; rank 0 has what the strategy says nothing of."""
     infos = content.infos
-    model = {name: info for name, info in infos.items() if not name.startswith(EXTRA_STATE)}
+    # In the order of the source, which is that of the optimizer's parameters if ranks have saved it.
+    order = {name: number for number, name in enumerate(content.stored.keys)}
+    names = sorted(infos, key=lambda name: order.get(name, len(order)))
+    model = {name: infos[name] for name in names if not name.startswith(EXTRA_STATE)}
     layout, notes = layout_for(strategy, model, content.stored, content.cuts)
     notes = [*notes]
     table = concat([layout.catalog(rank) for rank in range(strategy.ranks)])

@@ -23,6 +23,7 @@ from paddle_flexckpt.engine.conversion_content import (
     whole_parts,
 )
 from paddle_flexckpt.engine.dcp_target import TorchDcpTarget
+from paddle_flexckpt.engine.paddle_target import PaddleTarget
 from paddle_flexckpt.engine.tensor_files import INDEX_FILE, divide, make_index, write_tensor_file
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.backend import Backend, InputFile, publish
@@ -159,7 +160,12 @@ class NativeTarget(ConversionTarget):
 
 
 TARGETS: Mapping[str, type[ConversionTarget]] = MappingProxyType(
-    {"native": NativeTarget, "huggingface": HuggingFaceTarget, "torch_dcp": TorchDcpTarget}
+    {
+        "native": NativeTarget,
+        "huggingface": HuggingFaceTarget,
+        "torch_dcp": TorchDcpTarget,
+        "paddle": PaddleTarget,
+    }
 )
 
 

@@ -47,6 +47,7 @@ CommMethod = Literal[
     "parallel_broadcast",
 ]
 
+_TRANSFORM = ("logical_metadata", "source_keys", "apply")
 PATH = (
     "storage may have another name on another rank; the commit and the checkpoint's token tell whether it is the same"
 )
@@ -233,22 +234,34 @@ class LoadOptions(FileOptions, TransferOptions):
             ``"send_recv"``, ``"multi_group_broadcast"``, ``"grouped_send_recv"``, ``"parallel_broadcast"``) mean
             ``"cooperative"``. The report says which of the two it was, and why. With ``storage="per_node"`` ranks
             that need the same and see it each read it, unless this is ``"cooperative"``.
-        load_transform: Only None: functions that make tensors from others are refused. AOA statements do what is known
-            of them, such as dequantising Hugging Face weights.
+        load_transform: What makes logical tensors of the checkpoint's, in whose place they are loaded: an object with
+            ``logical_metadata()``, ``source_keys(name)`` and ``apply(name, source_tensors, output_dtype)``, as Paddle's
+            develop branch takes it (docs/guide.md). Statements are about the logical names. Each rank makes what it
+            needs, whole, and reads for itself, whatever ``comm_method`` says.
     """
 
     storage: Storage = field(default="shared", metadata=rule(choices=("shared", "per_node")))
     comm_method: CommMethod = field(default="auto", metadata=rule(choices=get_args(CommMethod)))
-    load_transform: Any = field(default=None, metadata=rule(own="a load that is given one is refused"))
+    load_transform: Any = field(default=None, metadata=rule(own="what it makes is compared in its place"))
 
     def check(self) -> None:
         """Raise ValidationError if an option has a value that it cannot have."""
         super().check()
-        if self.load_transform is not None:
+        if self.load_transform is None:
+            return
+        lacks = [name for name in _TRANSFORM if not callable(getattr(self.load_transform, name, None))]
+        if lacks:
             raise ValidationError(
                 [
-                    f"load_transform is not supported; got {type(self.load_transform).__name__}. Remedy: say in "
-                    "aoa_config what the targets are made of (docs/aoa.md), or transform the tensors after the load"
+                    f"load_transform has to have the methods {', '.join(_TRANSFORM)}; a "
+                    f"{type(self.load_transform).__name__} lacks {', '.join(lacks)}"
+                ]
+            )
+        if self.storage == "per_node":
+            raise ValidationError(
+                [
+                    "load_transform: a rank makes tensors of whole ones, of which storage='per_node' may have parts on "
+                    "other nodes. Remedy: load from shared storage, or copy the nodes' directories into one"
                 ]
             )
 

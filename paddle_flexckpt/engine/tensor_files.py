@@ -6,6 +6,7 @@ Tested in tests/engine/test_export.py and tests/live/test_publishing.py.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import sys
@@ -17,7 +18,7 @@ import numpy as np
 import xxhash
 
 from paddle_flexckpt.aoa import TensorInfo
-from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype_of
 from paddle_flexckpt.media.backend import Backend, OutputFile, exists, publish
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
@@ -196,14 +197,29 @@ def write_tensor_file(sink: Backend, file: TensorFile, data: Iterable[np.ndarray
     Raises:
         OSError: The medium refused.
     """
-    digest = xxhash.xxh3_128(file.header)
-    with sink.create(file.name, "replace", size=file.nbytes) as stream:
-        stream.write(file.header)
+    header = np.frombuffer(file.header, dtype=np.uint8)
+    return write_arrays(sink, file.name, file.nbytes, itertools.chain([header], data))
+
+
+def write_arrays(sink: Backend, name: str, nbytes: int, data: Iterable[np.ndarray]) -> str:
+    """Write the bytes of arrays as a file, which appears whole, and return the digest of them.
+
+    Args:
+        sink: Where it goes.
+        name: The file's name.
+        nbytes: How many bytes they have.
+        data: The arrays; each is gone before the next one is asked for.
+
+    Raises:
+        OSError: The medium refused.
+    """
+    digest = xxhash.xxh3_128()
+    with sink.create(name, "replace", size=nbytes) as stream:
         for array in data:
             part = memoryview(array.ravel().view(np.uint8))
             digest.update(part)
             stream.write(part)
-            del array, part  # gone before the next one is read
+            del array, part
     return digest.hexdigest()
 
 

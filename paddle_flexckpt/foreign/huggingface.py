@@ -23,18 +23,18 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.foreign.marks import INDEX_FILE, TENSOR_FILE
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.directory import save_of
 from paddle_flexckpt.native.json_cursor import JsonCursor
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.safetensors_header import StoredTensor, read_header
+from paddle_flexckpt.native.safetensors_header import EXPONENTS, StoredTensor, read_header
 
-TENSOR_FILE, INDEX_FILE = ".safetensors", ".safetensors.index.json"
 MODEL_FILE = "model" + TENSOR_FILE
 _NUMBERED = re.compile(r".*-\d+-of-\d+\.safetensors", re.ASCII)
 # What a safetensors header calls an element type; complex128 has no code of its own.
-_NAMES = {dtype.safetensors: dtype.name for dtype in DTYPES.values() if dtype.trailing == 1}
+_NAMES = {dtype.safetensors: dtype.name for dtype in DTYPES.values() if dtype.trailing == 1} | {EXPONENTS: "uint8"}
 # Paddle's arrays in numpy: bfloat16 is numpy's uint16 there, and is written as that.
 _NUMPY_NAMES = {**_NAMES, "U16": "bfloat16"}
 # That of a model of 100,000 tensors has about 10 MB.

@@ -82,7 +82,7 @@ class _Machine:
 
     def __init__(self, data: memoryview, file: str, vocabulary: Vocabulary, runs: Runs | None = None) -> None:
         self._data, self._file, self._vocabulary, self._runs = data, file, vocabulary, runs
-        self._position = 0
+        self._position = self._frame_end = 0
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
@@ -192,8 +192,10 @@ class _Machine:
             self._damaged(f"protocol {number}")
 
     def _frame(self) -> None:
-        if self._number(8) > len(self._data) - self._position:
+        length = self._number(8)
+        if length > len(self._data) - self._position:
             self._damaged("a frame is longer than the file")
+        self._frame_end = self._position + length
 
     def _mark(self) -> None:
         if len(self._marks) >= _MOST_MARKS:
@@ -370,12 +372,14 @@ class _Machine:
         if target.memo >= 0 and self._memo[target.memo] is target:
             self._memo[target.memo] = finished
         if self._runs is not None and type(state) is dict:
-            batch = self._runs.read(self._data, self._position, target.name, tuple(state), self._memo)
+            fields = tuple(state)
+            data = self._data[: self._frame_end] if self._frame_end > self._position else self._data
+            batch = self._runs.read(data, self._position, target.name, fields, self._memo)
             while batch is not None:
                 self._position = batch.end
                 self._container(batch.containers)
                 self._stack += batch.values
-                batch = self._runs.read(self._data, self._position, target.name, tuple(state), self._memo)
+                batch = self._runs.read(data, self._position, target.name, fields, self._memo)
 
 
 _Operation = Callable[[_Machine], None]

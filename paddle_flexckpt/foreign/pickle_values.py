@@ -69,7 +69,10 @@ class Runs(Protocol):
     def read(
         self, data: memoryview, position: int, name: str, fields: tuple[str, ...], memo: list[Any]
     ) -> Batch | None:
-        """Return the records from a position on, with the memo extended; None leaves them to the machine."""
+        """Return the records from a position on, with the memo extended; None leaves them to the machine.
+
+        The data end with the frame that the position is in.
+        """
 
     def value(self, place: int) -> Any:
         """Return what a run has put at a place of the memo, where :class:`Unkept` stands; None if it is not known."""

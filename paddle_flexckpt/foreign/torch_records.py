@@ -40,28 +40,34 @@ _KINDS = {
 _OPTIONAL = frozenset({"index", "transform_descriptors"})
 
 
+class _TextNumbers(dict[bytes, int]):
+    """Number texts: a new one becomes the last. UnicodeDecodeError if it is none."""
+
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__()
+        self._texts = texts
+
+    def __missing__(self, data: bytes) -> int:
+        self._texts.append(str(data, "utf-8"))
+        number = self[data] = len(self._texts) - 1
+        return number
+
+
 class RecordTables:
     """Hold the texts and sizes of all records of a pickle, each by a number.
 
     Attributes:
         texts: The texts by their numbers.
+        numbers: The numbers of texts by their bytes.
     """
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self._text_numbers: dict[bytes, int] = {}
+        self.numbers = _TextNumbers(self.texts)
         # A size's number is where it stands in these, one after the other: how many axes it has, and its extents.
         self._sizes: list[np.ndarray] = []
         self._begins: list[int] = []
         self._end = 0
-
-    def text(self, data: bytes) -> int:
-        """Return the number of a text. UnicodeDecodeError if it is none."""
-        number = self._text_numbers.get(data)
-        if number is None:
-            self.texts.append(str(data, "utf-8"))
-            number = self._text_numbers[data] = len(self.texts) - 1
-        return number
 
     def size(self, values: Sequence[int]) -> int:
         """Return the number of a size."""
@@ -145,7 +151,8 @@ class RecordRuns:
         """Begin; nothing is known of the order of fields yet."""
         self._orders: dict[str, tuple[str, ...]] = {}
         self._templates: dict[str, _Template] = {}
-        self._window = _LEAST_WINDOW
+        # By the class whose record comes before: how much is looked at.
+        self._windows = dict.fromkeys(_RUNS, _LEAST_WINDOW)
         self._tables = RecordTables()
         self._size: bytes | None = None
         # Of places in the memo: the number of a text, or -2 less the number of a size; -1 for anything else.
@@ -159,15 +166,16 @@ class RecordRuns:
     def read(
         self, data: memoryview, position: int, name: str, fields: tuple[str, ...], memo: list[Any]
     ) -> Batch | None:
-        """Read the records that follow one of a class, which has these fields in this order; None if there are none.
+        """Read the records that follow one of a class with these fields in this order; None if there are none.
 
-        The memo grows as it would in the machine.
+        The memo grows as it would in the machine. ``data`` ends where a frame does, in which a run ends too.
         """
         self._orders[name] = fields
         run = _RUNS.get(name, ("",))
         if any(each not in self._orders for each in run):
             return None
-        text = bytes(data[position : position + self._window])
+        window = self._windows[name]
+        text = bytes(data[position : position + window])
         template = self._templates.get(name)
         if template is None or not text.startswith(template.head):
             template = _Reader(text, memo, self._size).template(run, self._orders)
@@ -181,8 +189,9 @@ class RecordRuns:
         elements = _Elements(RecordBytes(text), starts, template, len(memo))
         count = self._take(elements, memo)
         used = int(elements.ends[count - 1]) if count else 0
-        wider = 2 * used > self._window
-        self._window = min(2 * self._window, _LARGEST_WINDOW) if wider else max(self._window // 2, _LEAST_WINDOW)
+        if len(text) == window:
+            wider = 2 * used > window
+            self._windows[name] = min(2 * window, _LARGEST_WINDOW) if wider else max(window // 2, _LEAST_WINDOW)
         if not count:
             return None
         values = [elements.columns(each, count, self._tables) for each in run]
@@ -221,7 +230,7 @@ class RecordRuns:
 
     def _code_of(self, value: Any) -> int:
         if type(value) is str and len(value) <= _LONGEST_TEXT:
-            return self._tables.text(value.encode())
+            return self._tables.numbers[value.encode()]
         if type(value) is tuple and len(value) <= _MOST_SHARED_AXES and is_integers(value):
             return -2 - self._tables.size(value)
         return -1
@@ -384,13 +393,12 @@ class _Elements:
         text = self._data.text
         for slot, begin, end in self._texts:
             rows = np.flatnonzero(slot.is_new[:count])
-            numbers = list[int]()
+            found, known = list[int](), tables.numbers
             try:
-                for a, b in zip(begin[rows].tolist(), end[rows].tolist()):
-                    numbers.append(tables.text(text[a:b]))
+                found += (known[text[a:b]] for a, b in zip(begin[rows].tolist(), end[rows].tolist()))
             except UnicodeDecodeError:
-                count = int(rows[len(numbers)])
-            slot.numbers[rows[: len(numbers)]] = numbers
+                count = int(rows[len(found)])
+            slot.numbers[rows[: len(found)]] = found
         for slot, sizes in self._sizes:
             rows = np.flatnonzero(slot.is_new[:count])
             slot.numbers[rows] = tables.add_sizes(sizes.axes[rows], sizes.values[:, rows])

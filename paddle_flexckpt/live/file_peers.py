@@ -35,6 +35,7 @@ from paddle_flexckpt.live.direct_files import DirectFiles
 from paddle_flexckpt.live.node_files import Found, find_nodes
 from paddle_flexckpt.live.peers import Peers, plan_rank
 from paddle_flexckpt.live.rounds import HeldRows, Rounds, RowsReadAhead
+from paddle_flexckpt.live.transforms import TransformedFiles
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.media.opening import is_remote
 from paddle_flexckpt.native.reader import FileReader
@@ -335,6 +336,8 @@ def source_of(comm: Communicator, path: Location, options: LoadOptions, call: st
             share no storage, and a collective tells, or more where nodes have different manifests.
         CorruptCheckpointError: No rank can read its manifest; likewise.
     """
+    if options.load_transform is not None:
+        return TransformedFiles(path, options)
     if options.storage == "per_node":
         found, locks = find_nodes(comm, path, options, call, context)
         if not found.everywhere:

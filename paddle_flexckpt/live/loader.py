@@ -14,6 +14,7 @@ from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, CommMeth
 from paddle_flexckpt.engine.transfer import Transfer
 from paddle_flexckpt.foreign.formats import shown
 from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.live.dequant_transforms import with_statements
 from paddle_flexckpt.live.file_peers import source_of
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.media.backend import Location
@@ -89,6 +90,8 @@ def load_state_dict(
     context = f"cannot load from {shown(path)}"
     if asked.storage == "per_node":
         context = "cannot load from the nodes' directories"
+    if asked.load_transform is not None:
+        asked = with_statements(asked, path, comm, context)
     source = source_of(comm, path, asked, "load_state_dict", context)
     describe = lambda: describe_targets(state_dict, comm.rank)  # noqa: E731
     return Transfer(comm, source, describe, asked, "load_state_dict", context, begin, comm.kept).run()

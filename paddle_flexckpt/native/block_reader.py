@@ -112,6 +112,8 @@ class BlockReader:
         self._verify: VerifyMode = "off" if manifest.foreign else mode
         self._block_bytes = manifest.checksums.block_bytes
         self._byte_length = manifest.catalog.byte_length
+        # What is made when it is read has none.
+        self._has_checksums = np.diff(manifest.checksums.first) > 0
         self._kept: OrderedDict[tuple[int, int], _KeptBlock] = OrderedDict()
 
     @property
@@ -210,7 +212,7 @@ class BlockReader:
                 continue
             try:
                 self.files.read(row, block * self._block_bytes, buffer)
-                got = None if self._verify == "off" else hash_block(buffer)
+                got = hash_block(buffer) if self._verify != "off" and self._has_checksums[row] else None
                 if got is not None and got != self._manifest.checksums.of_block(row, block):
                     self.count.bytes_extra += len(buffer)
                     raise self._damage(row, block, len(buffer), got)
@@ -269,7 +271,7 @@ class BlockReader:
         rows = self.choice.rows_serving(parts.item)
         whole = self._are_whole(parts)
         quick = whole if self._verify == "full" else np.ones(len(parts), dtype=bool)
-        hashed = whole & (self._verify != "off")
+        hashed = whole & (self._verify != "off") & self._has_checksums[rows]
         expected = np.zeros(len(parts), dtype=object)
         number = parts.position[hashed] // self._block_bytes
         expected[hashed] = self._manifest.checksums.of_blocks(rows[hashed], number).tolist()

@@ -25,7 +25,9 @@ _USUAL = re.compile(
     rb'\{"dtype":"([A-Z0-9_]{1,8})","shape":\[((?:%b(?:,%b){0,31})?)\],"data_offsets":\[(%b),(%b)\]\}'
     % (_NUMBER, _NUMBER, _NUMBER, _NUMBER)
 )
-_ITEMSIZE = {dtype.safetensors: dtype.itemsize // dtype.trailing for dtype in DTYPES.values()}
+# Exponents alone, the scales of blocks: neither numpy nor Paddle has such a type.
+EXPONENTS = "F8_E8M0"
+_ITEMSIZE = {dtype.safetensors: dtype.itemsize // dtype.trailing for dtype in DTYPES.values()} | {EXPONENTS: 1}
 
 
 @dataclass(frozen=True)

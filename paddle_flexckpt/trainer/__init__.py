@@ -1,11 +1,12 @@
-"""FlexCheckpoint in the trainers of PaddleNLP and PaddleFormers: one flag to save, one to resume.
+"""FlexCheckpoint in the trainers of PaddleNLP, PaddleFormers and PaddleFleet: one flag to save, one to resume.
 
 Two ways in:
 
 * for scripts as they are, the launcher: ``python -m paddle_flexckpt.trainer.launch ... script.py`` for many ranks,
   ``python -m paddle_flexckpt.trainer.run script.py`` for one. It calls ``install()``, as a script itself may;
 * for classes of one's own, the mixin: ``class MyTrainer(FlexTrainerMixin, Trainer)`` with
-  ``class MyArguments(FlexTrainingArguments, TrainingArguments)`` (PaddleFormersMixin with PaddleFormers).
+  ``class MyArguments(FlexTrainingArguments, TrainingArguments)`` (PaddleFormersMixin with PaddleFormers,
+  PaddleFleetMixin with PaddleFleet).
 
 ``replace_in_tree()`` is no way into a trainer: it puts this library behind Paddle's own functions.
 """
@@ -14,11 +15,12 @@ from paddle_flexckpt.trainer.arguments import FlexTrainingArguments, TrainerOpti
 from paddle_flexckpt.trainer.directories import TrainerDirectories, latest_checkpoint
 from paddle_flexckpt.trainer.in_tree import is_in_tree_replaced, replace_in_tree, restore_in_tree
 from paddle_flexckpt.trainer.installation import install, is_installed, uninstall
-from paddle_flexckpt.trainer.mixin import FlexTrainerMixin, PaddleFormersMixin
+from paddle_flexckpt.trainer.mixin import FlexTrainerMixin, PaddleFleetMixin, PaddleFormersMixin
 
 __all__ = [
     "FlexTrainerMixin",
     "FlexTrainingArguments",
+    "PaddleFleetMixin",
     "PaddleFormersMixin",
     "TrainerDirectories",
     "TrainerOptions",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Optional
@@ -22,7 +23,9 @@ _REPLICAS: dict[str, CheckReplicas] = {
     "all": "all",
     **dict.fromkeys(("first", "0", "false"), False),
 }
-# Of these flags PaddleFormers has its own, with its own defaults.
+# The first is what a trainer of nobody's is taken for.
+LIBRARIES = ("paddlenlp", "paddleformers", "paddlefleet")
+# Of these flags PaddleFormers and PaddleFleet have their own, with their own defaults.
 SHARED = ("save_checkpoint_format", "load_checkpoint_format", "aoa_config")
 # Flags of the semi-automatic trainer that choose or convert its own format.
 _OWN_LAYOUT = (
@@ -113,6 +116,7 @@ class TrainerOptions:
         cast: Whether dtypes may differ on load.
         convert_master_weights: Whether masters and parameters may replace each other.
         ignore_optimizer_states: Whether optimizer states that only the checkpoint has are left out.
+        load_transform: As of :func:`load_state_dict`; no flag's, but what a load of quantized weights takes.
     """
 
     save: bool = False
@@ -130,6 +134,7 @@ class TrainerOptions:
     cast: bool = False
     convert_master_weights: bool = False
     ignore_optimizer_states: bool = False
+    load_transform: Any = None
 
     def staging(self) -> dict[str, Any]:
         """Return how a save is staged: options of :func:`save_state_dict`."""
@@ -144,6 +149,7 @@ class TrainerOptions:
             dtype="cast" if self.cast else "raise",
             master_weights="convert" if self.convert_master_weights else "exact",
             optimizer_states="ignore" if self.ignore_optimizer_states else "raise",
+            load_transform=self.load_transform,
         )
 
 
@@ -173,8 +179,9 @@ def options_of(args: Any) -> TrainerOptions:
     except ValueError as error:
         problems.append(str(error))
     switches = {name: bool(getattr(args, f"flex_{name}", False)) for name in _SWITCHES}
-    # PaddleFormers' own name for the same.
+    # PaddleFormers' and PaddleFleet's own names for the same.
     switches["save_replicas"] |= bool(getattr(args, "replicate_saved_into_local", False))
+    switches["async_save"] |= save and bool(getattr(args, "use_flex_async_save", False))
     sizes: dict[str, Any] = {name: getattr(args, f"flex_{name}", None) for name in ("slice_bytes", "staging_bytes")}
     try:
         SaveOptions(async_save=switches["async_save"], **sizes).check()
@@ -231,8 +238,11 @@ def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
             "--load_from_hf has no optimizer to load. Remedy: give --ignore_load_lr_and_optim as well",
         ),
     ]
+    if library_of(args) == "paddlefleet":
+        rules += _contradictions_of_paddlefleet(args, save, load)
     if given("enable_auto_parallel") and library_of(args) != "paddlenlp":
-        rules.append((True, f"{flag} does not serve PaddleFormers' semi-automatic trainer (--enable_auto_parallel)"))
+        name = "PaddleFleet's" if library_of(args) == "paddlefleet" else "PaddleFormers'"
+        rules.append((True, f"{flag} does not serve {name} semi-automatic trainer (--enable_auto_parallel)"))
     elif given("enable_auto_parallel"):
         rules.append(
             (
@@ -254,13 +264,40 @@ def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
     return [text for wrong, text in rules if wrong]
 
 
+def _contradictions_of_paddlefleet(args: Any, save: bool, load: bool) -> list[tuple[bool, str]]:
+    """Return what PaddleFleet has that is not served, and whether it is asked for."""
+    one = "one program is for model, masters and states. Remedy: give --aoa_config with the statements of parameters"
+    rules = [
+        (
+            save and getattr(args, "zcc_save_ema_coef", None) is not None and (_number(args, "save_hf_steps") or 0) > 0,
+            "--zcc_save_ema_coef with --save_hf_steps: PaddleFleet makes its Hugging Face export of moving averages "
+            "of files that are not written here. Remedy: leave --save_hf_steps out; the averages are in the checkpoint",
+        ),
+        (
+            load and bool(getattr(args, "pdc_download_ckpt", False)),
+            "--pdc_download_ckpt brings the checkpoint when it has been chosen already. Remedy: download it first",
+        ),
+    ]
+    for name in ("aoa_config_master_weight", "aoa_config_model_state"):
+        rules.append((load and getattr(args, name, None) is not None, f"{name}: {one}"))
+    for name in ("HACK_CONVERT_CKPT", "HACK_CONVERT_CKPT_NOPP_TO_PP"):
+        asked = os.environ.get(name, "").lower() in ("1", "true")
+        rules.append((load and asked, f"{name}={os.environ.get(name)} of the environment: {one}"))
+    return rules
+
+
+def _number(args: Any, name: str) -> int | None:
+    value = getattr(args, name, None)
+    return value if isinstance(value, int) else None
+
+
 def library_of(thing: Any) -> str:
     """Return which library a trainer, or its arguments, are of: its first class from a library decides."""
     for cls in type(thing).__mro__:
         package = cls.__module__.partition(".")[0]
-        if package in ("paddlenlp", "paddleformers"):
+        if package in LIBRARIES:
             return package
-    return "paddlenlp"
+    return LIBRARIES[0]
 
 
 def _aoa_config(value: Any) -> Any:

@@ -52,9 +52,9 @@ from paddle_flexckpt.trainer.directories import (
     mark_directory,
     step_of,
 )
-from paddle_flexckpt.trainer.ema import AverageState
+from paddle_flexckpt.trainer.ema import PREFIX, PREFIX_IN_DIRECTORY, AverageState, has_averages
 from paddle_flexckpt.trainer.model_rules import aoa_config_of, export_config_of, install_model_rules
-from paddle_flexckpt.trainer.restoring import Restored, restore_from
+from paddle_flexckpt.trainer.restoring import Restored, dequant_transform, restore_from
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -313,6 +313,12 @@ class TrainerCheckpointer:
         return self._restored is not None and self._restored.native
 
     @property
+    def restored_averages(self) -> bool:
+        """Return whether moving averages of what was restored are read here; communicates nothing."""
+        restored = self._restored
+        return restored is not None and (restored.native or has_averages(restored.path))
+
+    @property
     def restored_from(self) -> str | None:
         """Return the directory that was restored, which a fall-back may have changed; communicates nothing."""
         return None if self._restored is None else self._restored.path
@@ -334,8 +340,12 @@ class TrainerCheckpointer:
 
     def load_hugging_face(self, path: str | os.PathLike[str]) -> None:
         """Fill the model alone from Hugging Face weights, by what the live model says; errors of :meth:`restore`."""
-        config = aoa_config_of(self._trainer.model, process_group=self._comm)
-        options = dataclasses.replace(self.options, aoa_config=config)
+        model, library = self._trainer.model, library_of(self._trainer)
+        config = aoa_config_of(model, process_group=self._comm)
+        transform, _ = self._comm.together(
+            lambda: (dequant_transform(model, path, library), b""), f"cannot load {os.fspath(path)}"
+        )
+        options = dataclasses.replace(self.options, aoa_config=config, load_transform=transform)
         restore_from(self._trainer, os.fspath(path), False, options, self._comm)
 
     def save_model(self, output_dir: str | os.PathLike[str]) -> None:
@@ -360,10 +370,11 @@ class TrainerCheckpointer:
             CorruptCheckpointError: They are damaged.
         """
         restored, average = self._restored, self.average
-        if restored is None or not restored.native or average is None:
+        if restored is None or average is None or not self.restored_averages:
             return
-        inside = os.path.join(restored.path, SUBDIRECTORY)
-        if average.restore(inside, lambda: collect_shards(self._trainer, True), self._comm, self.options):
+        inside = os.path.join(restored.path, SUBDIRECTORY) if restored.native else restored.path
+        prefix = PREFIX if restored.native else PREFIX_IN_DIRECTORY
+        if average.restore(inside, prefix, lambda: collect_shards(self._trainer, True), self._comm, self.options):
             return
         if self._comm.position == 0:
             logger.warning("not restored: moving averages: the checkpoint has none; they start anew")

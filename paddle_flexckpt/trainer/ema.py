@@ -1,23 +1,30 @@
-"""PaddleFormers' moving average of the weights (``--zcc_save_ema_coef``), as a part of the checkpoint.
+"""Moving averages of the weights in PaddleFormers and PaddleFleet (``--zcc_save_ema_coef``), as part of a checkpoint.
 
 Its callback keeps the averages on the host and writes them beside the checkpoint, before that is saved. Here they are
 shards of the checkpoint itself, a part of its extra state: there is one commit for both, they come back under any
-strategy, and a run without averages does not see them. Tested in tests/paddleformers/test_ema.py.
+strategy, and a run without averages does not see them. Averages of the libraries' own directories come back so too.
+
+Tested in tests/paddleformers/test_ema.py and tests/paddlefleet/test_directories.py.
 """
 
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.foreign.marks import paddle_ids
+from paddle_flexckpt.foreign.paddle_checkpoint import EMA_DIRECTORY
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.trainer.arguments import TrainerOptions
 
 PREFIX = f"{EXTRA_STATE}ema."
+# In front of the keys of the averages where the libraries' own directories are read.
+PREFIX_IN_DIRECTORY = f"{EMA_DIRECTORY}."
 # What is used of its buffer of averages: describing them, and taking what was loaded.
 _NEEDED = ("_build_ema_save_sharded_state_dict", "_fc_to_buffer_format", "save", "ema_accumulate")
 
@@ -36,7 +43,7 @@ class AverageState:
             raise ValidationError(
                 Problem(
                     f"the averages of the weights are in a {type(buffer).__name__} without {', '.join(missing)}",
-                    expected="that of PaddleFormers 1.2.0",
+                    expected="that of PaddleFormers 1.2.0 or PaddleFleet",
                     remedy="leave --zcc_save_ema_coef out",
                 ),
                 "cannot save moving averages",
@@ -51,7 +58,7 @@ class AverageState:
         averages = self._buffer._build_ema_save_sharded_state_dict()
         return {PREFIX + key: _average_of(shards[key], weight.local_tensor) for key, weight in averages.items()}
 
-    def targets(self, shards: Mapping[str, Any]) -> dict[str, Any]:
+    def targets(self, shards: Mapping[str, Any], prefix: str = PREFIX) -> dict[str, Any]:
         """Return fresh tensors: there is an average of each master weight and of each float32 parameter."""
         import paddle
 
@@ -59,13 +66,18 @@ class AverageState:
         for key, weight in shards.items():
             tensor = weight.local_tensor
             if key.endswith(".w_0") or (key in model and tensor.dtype == paddle.float32):
-                targets[PREFIX + key] = _average_of(weight, paddle.zeros(tensor.shape, dtype="float32"))
+                targets[prefix + key] = _average_of(weight, paddle.zeros(tensor.shape, dtype="float32"), prefix)
         return targets
 
     def restore(
-        self, path: str, describe: Callable[[], Mapping[str, Any]], comm: Communicator, options: TrainerOptions
+        self,
+        path: str,
+        prefix: str,
+        describe: Callable[[], Mapping[str, Any]],
+        comm: Communicator,
+        options: TrainerOptions,
     ) -> bool:
-        """Fill the averages from a checkpoint of this library; return whether it has some.
+        """Fill the averages from a checkpoint, whose keys have the prefix in front; return whether it has some.
 
         Raises:
             ValidationError: They do not fit.
@@ -76,7 +88,7 @@ class AverageState:
         def look() -> tuple[None, bytes]:
             if comm.position != 0:
                 return None, b""
-            found = any(key.startswith(PREFIX) for key in SourceDirectory(path).read_manifest().catalog.keys)
+            found = any(key.startswith(prefix) for key in SourceDirectory(path).read_manifest().catalog.keys)
             if found and options.aoa_config is not None:
                 remedy = "resume without --aoa_config, or without --zcc_save_ema_coef"
                 raise ValidationError([f"--aoa_config does not apply to moving averages. Remedy: {remedy}"])
@@ -84,9 +96,9 @@ class AverageState:
 
         if not comm.together(look, context)[1][0]:
             return False
-        targets, _ = comm.together(lambda: (self.targets(describe()), b""), context)
+        targets, _ = comm.together(lambda: (self.targets(describe(), prefix), b""), context)
         load_state_dict(targets, path, comm, strict="missing", verify=options.verify)
-        self._buffer._fc_to_buffer_format({key[len(PREFIX) :]: weight for key, weight in targets.items()})
+        self._buffer._fc_to_buffer_format({key[len(prefix) :]: weight for key, weight in targets.items()})
         return True
 
 
@@ -95,10 +107,15 @@ def average_state(trainer: Any) -> AverageState:
     return AverageState(getattr(trainer.callback_handler.callbacks[-1], "buffer", None))
 
 
-def _average_of(weight: Any, values: Any) -> Any:
+def has_averages(directory: str) -> bool:
+    """Return whether a directory of the libraries' own format has averages that say what is where."""
+    return bool(paddle_ids(os.path.join(directory, EMA_DIRECTORY)))
+
+
+def _average_of(weight: Any, values: Any, prefix: str = PREFIX) -> Any:
     """Return the average of a shard, split as it is."""
     average = copy.copy(weight)
-    average.key, average.local_tensor, average.aliases = PREFIX + weight.key, values, ()
+    average.key, average.local_tensor, average.aliases = prefix + weight.key, values, ()
     return average
 
 

@@ -122,12 +122,12 @@ def load_state_dict(
     safetensors: bool = False,
     worker_groups: Any = None,
     comm_method: str = "broadcast",
-    num_workers: int = 1,
     load_transform: Any = None,
+    num_workers: int = 1,
 ) -> None:
     """Load as Paddle's function of this name, by :func:`paddle_flexckpt.load_state_dict`; errors are those of that.
 
-    Paddle's develop branch has ``num_workers``, which has no effect here, and ``load_transform``, which is refused.
+    Paddle's develop branch has ``load_transform``, and ``num_workers``, which has no effect here.
     """
     options = {"mw_name_compatibility": mw_name_compatibility, "load_transform": load_transform}
     load(state_dict, path, process_group, coordinator_rank, unique_id, offload, aoa_config=aoa_config, **options)

@@ -12,13 +12,14 @@ from typing import Any, get_type_hints
 
 from paddle_flexckpt.trainer.arguments import SHARED, FlexTrainingArguments, options_of
 from paddle_flexckpt.trainer.directories import is_flex, is_usable, latest_checkpoint
-from paddle_flexckpt.trainer.mixin import KEPT, FlexTrainerMixin, PaddleFormersMixin
+from paddle_flexckpt.trainer.mixin import KEPT, FlexTrainerMixin, PaddleFleetMixin, PaddleFormersMixin
 from paddle_flexckpt.trainer.model_rules.install import check_library, install_model_rules, uninstall_model_rules
 from paddle_flexckpt.undo import Undo
 
 _MIXINS: dict[str, tuple[type, ...]] = {
     "paddlenlp": (FlexTrainerMixin,),
     "paddleformers": (FlexTrainerMixin, PaddleFormersMixin),
+    "paddlefleet": (FlexTrainerMixin, PaddleFormersMixin, PaddleFleetMixin),
 }
 _installed: dict[str, Undo] = {}
 # The trainer of --enable_auto_parallel.
@@ -34,7 +35,7 @@ def install(library: str = "paddlenlp") -> None:
     ``paddle_flexckpt.install()`` and ``install_model_rules()``. The launcher calls it for scripts.
 
     Args:
-        library: ``"paddlenlp"`` or ``"paddleformers"``.
+        library: ``"paddlenlp"``, ``"paddleformers"`` or ``"paddlefleet"``.
 
     Raises:
         ValueError: There is no such library.
@@ -57,7 +58,8 @@ def install(library: str = "paddlenlp") -> None:
     if missing:
         raise RuntimeError(
             f"{library} {getattr(importlib.import_module(library), '__version__', '')}: its Trainer has no "
-            f"{', '.join(missing)}: this version is not supported. Remedy: use PaddleNLP 3.0.0b4 or PaddleFormers 1.2.0"
+            f"{', '.join(missing)}: this version is not supported. Remedy: use PaddleNLP 3.0.0b4, PaddleFormers 1.2.0 "
+            "or the PaddleFleet that docs/trainer.md names"
         )
     install_model_rules(library)
     undo = Undo()

@@ -1,6 +1,6 @@
-"""Hold the methods of a trainer that save and resume: the mixins for PaddleNLP's and PaddleFormers' trainers.
+"""Hold the methods of a trainer that save and resume: the mixins for the trainers of each library.
 
-Tested in tests/trainer/test_installation.py.
+Tested in tests/trainer/test_installation.py and tests/paddlefleet/test_trainer.py.
 """
 
 from __future__ import annotations
@@ -186,10 +186,30 @@ class PaddleFormersMixin(FlexTrainerMixin):
         if self.args.save_checkpoint_format != FLEX:
             upstream(resume_from_checkpoint, *args, **kwargs)
             return
-        # Files of the library's own format are left to it; a checkpoint of this library has none.
-        upstream(None if flex.restored_native else resume_from_checkpoint, *args, **kwargs)
+        # Averages without metadata are left to the library: which part is whose only it knows.
+        upstream(None if flex.restored_averages else resume_from_checkpoint, *args, **kwargs)
         flex.average = average_state(self)
         flex.restore_average()
+
+
+class PaddleFleetMixin(PaddleFormersMixin):
+    """Do the same for PaddleFleet: ``class MyTrainer(PaddleFleetMixin, Trainer)`` with its Trainer.
+
+    Its flag of a save in the background is this library's; its own writer, which ``save_model()`` outside of a save
+    would start, stays idle.
+    """
+
+    def save_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save the model as the trainer does, by all ranks and not in the background; errors of the trainer's own."""
+        arguments = self.args
+        asked = getattr(arguments, "use_flex_async_save", False)
+        if not (asked and checkpointer_of(self).options.save):
+            return FlexTrainerMixin.save_model(self, *args, **kwargs)
+        arguments.use_flex_async_save = False
+        try:
+            return FlexTrainerMixin.save_model(self, *args, **kwargs)
+        finally:
+            arguments.use_flex_async_save = asked
 
 
 def checkpointer_of(trainer: Any) -> TrainerCheckpointer:

@@ -5,6 +5,8 @@ Tested in tests/trainer/test_unified_resume.py.
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -91,6 +93,26 @@ def _loading(trainer: Any, everything: bool, options: TrainerOptions) -> dict[st
     alone = not everything or trainer.optimizer is None
     asked = replace(options.loading(), optimizer_states="ignore") if alone else options.loading()
     return asked.keywords(LoadOptions)
+
+
+def dequant_transform(model: Any, path: str | os.PathLike[str], library: str) -> Any:
+    """Return what makes a model's weights of quantized ones, as its library makes it; None where they are not.
+
+    Raises:
+        ValidationError: They are quantized, and nobody says how.
+    """
+    config = Path(path) / "config.json"
+    if library != "paddlefleet" or not config.is_file():
+        return None
+    said = json.loads(config.read_text(encoding="utf-8"))
+    if not (isinstance(said, dict) and said.get("quantization_config")):
+        return None
+    describe = getattr(model, "_gen_hf_quan_config", None)
+    if not callable(describe):
+        text = f"{config} says that the weights are quantized, and {type(model).__name__} has no _gen_hf_quan_config()"
+        raise ValidationError([f"{text}. Remedy: load dequantized weights"])
+    module = importlib.import_module(f"{library}.quantization.hf_checkpoint")
+    return module.build_hf_dequant_load_transform(checkpoint_path=os.fspath(path), quan_config=describe())
 
 
 def _other_samples(before: int, now: int) -> dict[str, str]:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-_LIBRARIES = ("paddlenlp", "paddleformers")
+_LIBRARIES = ("paddlenlp", "paddleformers", "paddlefleet")
 
 
 class _InstallingLoader(importlib.abc.Loader):
@@ -39,7 +39,7 @@ class _InstallingLoader(importlib.abc.Loader):
 
 
 class InstallOnImport(importlib.abc.MetaPathFinder):
-    """Install this library for PaddleNLP or PaddleFormers once the module with that library's trainer is there.
+    """Install this library for PaddleNLP, PaddleFormers or PaddleFleet once the module with its trainer is there.
 
     A script may parse its arguments before it imports the trainer: making a parser imports it, so that the flags are
     known. Nothing is imported earlier than that: PaddleFormers' modules import each other in circles.

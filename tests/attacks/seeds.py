@@ -13,10 +13,11 @@ import numpy as np
 from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.foreign.dcp_metadata import DcpChunk, DcpTensor, encode_dcp_metadata
+from paddle_flexckpt.foreign.paddle_files import StateFile, encode_metadata
 from paddle_flexckpt.native.manifest import _digest
 from tests.attacks.opcodes import DTYPE, array, named, short
 from tests.foreign.writers import NEW, OLD, metadata_pickle
-from tests.native.samples import store, whole
+from tests.native.samples import items_of, store, whole
 from tests.property.layouts import Shard
 from tests.ramdisk import memory_directory
 
@@ -103,13 +104,23 @@ def metadata() -> list[bytes]:
         metadata_pickle({"0_0.distcp": [ROW]}, protocol=2),
         metadata_pickle({"0_0.distcp": [{**ROW, "flat": None}]}, OLD, ("global_shape", "flattened_range")),
         metadata_pickle({"0_0.safetensors": [{**ROW, "flat": None}]}),
+        _converted()["0.metadata"],
     ]  # fmt: skip
+
+
+@cache
+def _converted() -> dict[str, bytes]:
+    """What a conversion to Paddle's format writes."""
+    items = items_of(_shards(), "0_0.distcp")
+    data = b"".join(map(bytes, StateFile(items).pieces(np.zeros(n, np.uint8) for n in items.byte_length if n)))
+    return {"0_0.distcp": data, "0.metadata": encode_metadata(items, flat_mapping=True)}
 
 
 def distcp() -> list[bytes]:
     arrays = {"w": np.arange(6, dtype=np.float32), "v": np.arange(3)}
     return [pickle.dumps(arrays, protocol) for protocol in (3, 4, 5)] + [
-        pickle.dumps({**arrays, "StructuredToParameterName@@": {"w": "linear_0.w_0"}}, 4)
+        pickle.dumps({**arrays, "StructuredToParameterName@@": {"w": "linear_0.w_0"}}, 4),
+        _converted()["0_0.distcp"],
     ]
 
 

@@ -218,12 +218,12 @@ def test_types_prefix_and_weights_alone(tmp_path):
 
 
 def test_a_configuration_that_says_another_type_is_told(checkpoint, tmp_path):
-    report = convert_checkpoint(checkpoint, tmp_path / "out", dtype="float16")
-    assert "config.json was copied as it is, and says bfloat16; the tensors are float16" in report.summary()
+    report = convert_checkpoint(checkpoint, tmp_path / "out", dtype="float64")
+    assert "config.json was copied as it is, and says bfloat16; the tensors are float64" in report.summary()
     other = tmp_path / "other.json"
-    other.write_text('{"dtype": "float16"}')
-    report = convert_checkpoint(checkpoint, tmp_path / "out2", dtype="float16", config=other)
-    assert (tmp_path / "out2" / "config.json").read_text() == '{"dtype": "float16"}'
+    other.write_text('{"dtype": "float64"}')
+    report = convert_checkpoint(checkpoint, tmp_path / "out2", dtype="float64", config=other)
+    assert (tmp_path / "out2" / "config.json").read_text() == '{"dtype": "float64"}'
     assert not any("config.json" in note for note in report.notes)
 
 
@@ -410,13 +410,14 @@ WAYS = {
     "torch": {"format": "torch_dcp", "max_file_bytes": 2500},
     "torch for a strategy": {"format": "torch_dcp", "strategy": "tp=2,sharding=v2:2", "cuts": CUTS},
     "several files": {"format": "huggingface", "aoa_config": {"aoa_statements": ["pair -> _"]}, "max_file_bytes": 400},
+    "paddle": {"format": "paddle", "aoa_config": {"aoa_statements": ["pair -> _"]}, "max_file_bytes": 2500},
 }
 
 
 @pytest.mark.parametrize(
     "way",
     [
-        *("native", "one file", "several files", "torch"),
+        *("native", "one file", "several files", "torch", "paddle"),
         *(pytest.param(f"{form} for a strategy", marks=pytest.mark.slow) for form in ("native", "torch")),
     ],
 )
@@ -443,14 +444,16 @@ def test_killed_at_any_call_it_goes_on_to_the_same_bytes(checkpoint, tmp_path, w
 def is_there(path) -> bool:
     """Whether anybody would take it for a checkpoint."""
     names = os.listdir(path) if path.exists() else []
-    return bool({"0.manifest", "model.safetensors", "model.safetensors.index.json", ".metadata"} & set(names))
+    manifests = {"0.manifest", "model.safetensors", "model.safetensors.index.json", ".metadata", "0.metadata"}
+    return bool(manifests & set(names))
 
 
-@pytest.mark.parametrize("way", ["native", "several files"])
+@pytest.mark.parametrize("way", ["native", "several files", pytest.param("paddle", marks=pytest.mark.slow)])
 def test_a_checkpoint_that_exists_is_not_touched_by_whoever_goes_on(checkpoint, tmp_path, way):
     """The first dies while it removes its notes: some files have none any more. The second dies anywhere."""
     whole = convert_checkpoint(checkpoint, tmp_path / "whole", **WAYS[way])
-    expected = {name: data for name, data in tree(tmp_path / "whole").items() if not name.endswith(".metadata")}
+    files = tree(tmp_path / "whole")
+    expected = {name: data for name, data in files.items() if not name.startswith("flex-ckpt")}
     for limit in range(40, 400):
         left = tmp_path / f"left {limit}"
         assert killed(limit, checkpoint, left, **WAYS[way])

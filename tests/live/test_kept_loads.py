@@ -452,7 +452,7 @@ def test_what_is_refused_is_refused_by_a_kept_plan_too(tmp_path):
     save_state_dict(state, tmp_path, comm)
     for _ in range(2):
         load_state_dict(state, tmp_path, comm)
-    with pytest.raises(ValidationError, match="load_transform is not supported"):
+    with pytest.raises(ValidationError, match="load_transform has to have the methods"):
         load_state_dict(state, tmp_path, comm, load_transform=print)
 
 

@@ -16,7 +16,7 @@ from paddle_flexckpt.trainer.model_rules.layers import complete_rules
 from paddle_flexckpt.trainer.model_rules.pipeline import pipeline_names, with_tied_names
 from paddle_flexckpt.undo import Undo
 
-LIBRARIES = ("paddlenlp", "paddleformers")
+LIBRARIES = ("paddlenlp", "paddleformers", "paddlefleet")
 _installed: dict[str, Undo] = {}
 # Wrappers that have nothing of their own: the names are those of the model inside.
 _ADAPTERS = ("LoRAModel", "LoKrModel", "VeRAModel")
@@ -28,7 +28,7 @@ def install_model_rules(library: str) -> None:
     Calling it again does nothing. It calls ``paddle_flexckpt.install()``.
 
     Args:
-        library: ``"paddlenlp"`` or ``"paddleformers"``.
+        library: ``"paddlenlp"``, ``"paddleformers"`` or ``"paddlefleet"``.
 
     Raises:
         ValueError: There is no such library.

@@ -1,0 +1,149 @@
+"""Write checkpoints of Paddle's own format, which its ``load_state_dict`` reads; Paddle is not needed.
+
+Tested in tests/engine/test_paddle_target.py, and with Paddle in tests/distributed/test_paddle_format.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError, group_replicas
+from paddle_flexckpt.engine.conversion_content import (
+    Content,
+    ConversionTarget,
+    PlannedFile,
+    is_recorded,
+    parts_of,
+    record_of,
+    rows_of,
+)
+from paddle_flexckpt.engine.tensor_files import write_arrays
+from paddle_flexckpt.foreign.paddle_files import StateFile, encode_metadata
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_DTYPES, misread_range
+from paddle_flexckpt.foreign.paddle_pickles import PARAMETER_NAMES
+from paddle_flexckpt.media.backend import Backend, publish
+from paddle_flexckpt.planning import plan_write
+
+# Paddle looks for a rank's own file under this id alone.
+_ID = 0
+_METADATA = f"{_ID}.metadata"
+
+
+class PaddleTarget(ConversionTarget):
+    """Write ``{rank}_0.distcp`` for each rank of a strategy, or of whole tensors, then ``0.metadata``."""
+
+    by_safetensors = False
+    states = True
+    has_layout = True
+    has_replicas = True
+
+    def __init__(self, sink: Backend, content: Content) -> None:
+        """Plan what each rank's file has: shards are never divided, replicas are in one file unless they are wanted."""
+        super().__init__(sink, content)
+        table, self.notes = rows_of(content)
+        problems = [*_problems(table), *_order_problems(table)]
+        if problems:
+            raise ValidationError(problems, "Paddle's format cannot hold this")
+        world = content.strategy.ranks if content.strategy is not None else int(table.rank.max(initial=0)) + 1
+        self._catalog = _stored(table, content.save_replicas, world)
+        self._check_ranges(content.save_replicas)
+        self._items = [self._catalog.take(self._catalog.rank == rank) for rank in range(world)]
+        self.files = [
+            PlannedFile(_data_file(rank), parts_of(items), int(items.byte_length.sum()))
+            for rank, items in enumerate(self._items)
+        ]
+        if any(key.startswith(EXTRA_STATE) for key in self._catalog.keys):
+            self.notes.append("Paddle's loader leaves extra state aside, which is there as tensors")
+
+    def _check_ranges(self, save_replicas: bool) -> None:
+        """Refuse flattened ranges that Paddle would put together wrong, or note when it does not have to."""
+        table = self._catalog
+        rows = group_replicas(table).first
+        reason, key = misread_range(table, rows[table.is_flattened[rows] & (table.size[rows] > 0)])
+        if reason and not save_replicas:
+            remedy = (
+                "give save_replicas (--save-replicas), by which a rank's file has all that the rank has; or convert to "
+                "whole tensors, or for a strategy without sharding v2 and stage 3"
+            )
+            raise ValidationError([Problem(f"Paddle reads this wrong: {reason}", key=key, remedy=remedy)])
+        if reason:
+            self.notes.append(f"Paddle reads this right under the same layout alone, as {reason}")
+
+    def names(self) -> list[str]:
+        """Implement the base class."""
+        return [*(file.name for file in self.files), _METADATA]
+
+    def write(self, number: int, data: Iterable[np.ndarray]) -> bytes:
+        """Implement the base class."""
+        file = StateFile(self._items[number])
+        digest = write_arrays(self.sink, self.files[number].name, file.nbytes, file.pieces(iter(data)))
+        return record_of(file.nbytes, digest)
+
+    def holds(self, number: int, record: bytes) -> bool:
+        """Implement the base class."""
+        return is_recorded(self.sink, self.files[number].name, StateFile(self._items[number]).nbytes, record)
+
+    def is_committed(self) -> bool:
+        """Implement the base class."""
+        return _METADATA in self.sink.names()
+
+    def commit(self, records: Sequence[bytes]) -> None:
+        """Implement the base class."""
+        if not self.is_committed():
+            publish(self.sink, _METADATA, encode_metadata(self._catalog, flat_mapping=True))
+
+
+def _data_file(rank: int) -> str:
+    return f"{rank}_{_ID}.distcp"
+
+
+def _stored(table: Catalog, save_replicas: bool, world: int) -> Catalog:
+    """Return the shards that are stored, each with its file; ranks store about equally many bytes."""
+    rows = np.arange(len(table))
+    if not save_replicas:
+        whole = np.ones(len(table), dtype=bool)
+        rows = np.sort(plan_write(table, _data_file, indivisible=whole).source)
+    kept = table.take(rows)
+    return replace(kept, files=tuple(map(_data_file, range(world))), file=kept.rank.astype(np.int32))
+
+
+def _problems(table: Catalog) -> Iterator[Problem]:
+    """Yield what the format has no place for."""
+    remedy = "cast it, or leave it out, with an AOA statement"
+    kinds = np.unique(np.stack([table.key.astype(np.int64), table.dtype.astype(np.int64)], axis=1), axis=0)
+    for key, dtype in kinds.tolist():
+        if table.dtypes[dtype] not in PADDLE_DTYPES:
+            yield Problem(
+                "Paddle has no such dtype in a checkpoint", table.keys[key], got=table.dtypes[dtype], remedy=remedy
+            )
+    if PARAMETER_NAMES in table.keys:
+        yield Problem("Paddle has another use for this name", PARAMETER_NAMES, remedy="rename it with an AOA statement")
+    _, first, count = np.unique(
+        table.rank * np.int64(len(table.keys)) + table.key, return_index=True, return_counts=True
+    )
+    for row in first[count > 1].tolist():
+        what = "a rank has several shards of one tensor, and its file has room for one"
+        yield Problem(what, table.key_name(row), rank=int(table.rank[row]), got=table.describe(row))
+
+
+def _order_problems(table: Catalog) -> Iterator[Problem]:
+    """Yield the fused parameters that are cut into other parts than those in whose order their elements lie."""
+    orders = {key: table.order(key) for key in range(len(table.keys))}
+    fused = {key: order for key, order in orders.items() if order is not None and order.axis is not None}
+    rows = np.flatnonzero(np.isin(table.key, [*fused]))
+    rows = rows[np.argsort(table.key[rows], kind="stable")]
+    begins = np.searchsorted(table.key[rows], [*fused])
+    for (key, order), mine in zip(fused.items(), np.split(rows, begins)[1:]):
+        axis = table.width - int(table.ndim[mine[0]]) + (order.axis or 0)
+        parts = len(np.unique(table.offset[mine, axis]))
+        if parts != order.parts:
+            yield Problem(
+                "a fused parameter lies in another order than the ranks that load it expect, which Paddle cannot know",
+                table.keys[key],
+                expected=f"{parts} parts",
+                got=order.describe(),
+                remedy="convert to whole tensors or for tp=1, or split it with an AOA statement",
+            )
