@@ -22,9 +22,10 @@ import xxhash
 from paddle_flexckpt._version import __version__
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
-from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import NATURAL, Catalog, Order, ValidationError, dtype_of, unordered
 from paddle_flexckpt.catalog.dtypes import is_float
+from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.engine.agreement import Solo
 from paddle_flexckpt.engine.conversion_content import Content, ConversionTarget
 from paddle_flexckpt.engine.conversion_notes import ConversionNotes
@@ -41,9 +42,10 @@ from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination
 from paddle_flexckpt.media.backend import Backend, Location, publish
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.observers import observed
 from paddle_flexckpt.planning.strategy import parse_strategy
 from paddle_flexckpt.progress import Meter
-from paddle_flexckpt.report import Report, format_bytes, order_warning, replica_warning
+from paddle_flexckpt.report import Report, order_warning, replica_warning
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -183,6 +185,7 @@ class ConvertReport(Report):
 
 
 @takes(ConvertOptions, path=ALONE, output=ALONE)
+@observed("convert", "path")
 def convert_checkpoint(
     path: Location, output: Location, aoa_config: AoaConfig | None = None, **options: Any
 ) -> ConvertReport:
