@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.ma  # noqa: F401 - numpy imports it when it first sorts out what is distinct: no file costs that
 
 from paddle_flexckpt.catalog import (
     CheckpointError,
